@@ -11,11 +11,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from ddpcheck.findings.evidence.modules import ModuleDescription, WrapperFacts
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
-from ddpcheck.findings.wording import Names
+from ddpcheck.findings.wording import Names, make_finding
 from ddpcheck.gather.ddp.ddp_wrapper import has_own_hook, hook_loss, trains_apart
 from ddpcheck.monitor.judging import WatchContext
 from ddpcheck.monitor.rank_report import ReplicaState
 from ddpcheck.monitor.script.rank_log import RankStarted, ReplicaCaptured, WatchedRank, WrapperMade
+from ddpcheck.monitor.script.reporting import log_judging
 from ddpcheck.monitor.script.reporting.log_judging import judge_logs
 
 BFLOAT16 = 0.0078125
@@ -57,6 +58,24 @@ def test_what_a_hook_of_the_scripts_own_keeps_back_is_no_alarm():
 def test_a_hook_that_does_not_divide_is_an_error_of_its_own():
     assert found_of(OWN, DOUBLE, hook="summing", own_hook=True) == [("DDP303", "error")]
     assert found_of(OWN, AVERAGE, hook="right", own_hook=True) == []
+
+
+def test_a_hook_that_returns_the_ranks_own_is_no_change_after_backward(monkeypatch: pytest.MonkeyPatch):
+    """What is seen before the optimizer's step was there when backward ended."""
+    later = make_finding("DDP301", ["body.weight"], "changed after backward")
+    monkeypatch.setattr(log_judging, "judge_program", lambda *_, **__: [later])
+    ranks = []
+    for rank in range(2):
+        made = WrapperMade(
+            "Net", (0, 1), WatchContext(Names({}), WrapperFacts(), 2), None, by_library=False, classes={}
+        )
+        state = ReplicaState(ModuleDescription(), DdpStepEvidence(rank, 3, {"body.weight": 7 + rank}))
+        one = ReplicaCaptured(0, 3, state, hook="local", own_hook=True)
+        ranks.append(WatchedRank(RankStarted(rank, 2, "gloo"), [made, one], [(4, 4)]))
+    [finding] = judge_logs(ranks, ended=True)
+    assert finding.code == "DDP301" and finding.message.startswith("The gradients of all 1 parameter differ")
+    assert "gradients are reduced by the communication hook local" in finding.evidence
+    assert finding.fix.startswith("Let the communication hook return the average")
 
 
 def test_a_hook_rounds_away_what_is_nothing_beside_its_layer():

@@ -147,6 +147,9 @@ def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
     )
 
 
+_AVERAGING_HOOK = "Let the communication hook return the average over the ranks, or take it off."
+
+
 def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
     """DDP301: gradients differ between ranks, though the wrapper was called.
 
@@ -158,6 +161,7 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
     count = len(facts.evidence[0].gradients)
     steps = sorted({step for name in names for step in facts.unequal[name]})
     whose = f"the wrapper is a {facts.known.wrapper_class}, which is no DistributedDataParallel"
+    more = {"fix": _AVERAGING_HOOK} if facts.known.wrapper.comm_hook else {}
     return facts.known.names.one_finding(
         "DDP301",
         names,
@@ -165,6 +169,7 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
         f"differ between ranks after backward, from {format_steps(steps[:1])} on.",
         steps=unless_all(steps, facts.step_count),
         evidence=[*([] if facts.known.wrapper.is_ddp else [whose]), *_evidence_between_ranks(facts)],
+        **more,
     )
 
 
@@ -187,7 +192,7 @@ def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
         f"Under the wrapper every one of these gradients is {format_factor(ratio, facts.known.world_size)} times the "
         "average of the ranks' own gradients.",
         location=None,
-        fix="Let the communication hook return the average over the ranks, or take it off."
+        fix=_AVERAGING_HOOK
         if facts.known.wrapper.comm_hook
         else "Average once: what wraps the model, or a hook on its parameters, scales gradients that are averaged "
         "already, or adds them up.",

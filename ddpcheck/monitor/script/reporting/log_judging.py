@@ -114,6 +114,8 @@ def judge_logs(ranks: Sequence[WatchedRank], *, ended: bool) -> list[Finding]:
         found = [finding for finding in found if finding.code != "DDP306"]
     if any(finding.code in ("DDP305", "DDP514") for finding in found):  # of targets, which say more than sums do
         around = [finding for finding in around if finding.code not in ("DDP305", "DDP514")]
+    if any(finding.code == "DDP301" for finding in found):  # so they were when backward ended, and not changed later
+        around = [finding for finding in around if finding.code != "DDP301"]
     if not any(finding.code in _REPLICAS_PART for finding in (*around, *found)):
         around += judge_held_states(ranks)
     return split_consequences([*around, *found])[0]
