@@ -45,6 +45,7 @@ BY_HAND = frozenset(
         "script_optimizers._skipped",
         "script_optimizers.judge_stale",
         "script_rows.judge_labels",
+        "script_rows.judge_restarted",
         "script_states._finding_of_use",
         "script_states.judge_uses",
     }

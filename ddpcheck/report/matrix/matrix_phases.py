@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
 import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,8 @@ def wrap(options: DdpOptions | None) -> WrappedRow:
     return WrappedRow(**structs.asdict(wrapped), model=model, set_by_wrap=set_by_wrap)
 
 
-def overridden_options(options: DdpOptions | None, given: list[dict[str, Any]]) -> Patch:
+@contextlib.contextmanager
+def overridden_options(options: DdpOptions | None, given: list[dict[str, Any]]) -> Iterator[None]:
     """While active, every `DistributedDataParallel` gets these options in place of its caller's, whoever calls it.
 
     Those of `VARIED` that are not among them get torch's defaults; None leaves everything as it is. What the callers
@@ -79,7 +81,8 @@ def overridden_options(options: DdpOptions | None, given: list[dict[str, Any]]) 
 
         return constructor
 
-    return Patch(nn.parallel.DistributedDataParallel, "__init__", make)
+    with Patch(nn.parallel.DistributedDataParallel, "__init__", make):  # around what else stands in its place by now
+        yield
 
 
 def _model_facts(given: Sequence[Mapping[str, Any]]) -> ModelFacts:
