@@ -1,6 +1,8 @@
 """DDP4xx: logs of collectives that do and do not match, logs of real ranks, and hangs told before the deadline."""
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +94,18 @@ def test_a_log_without_its_last_half_line_is_read(tmp_path: Path) -> None:
     assert read_log(tmp_path, 0) == [REDUCE, GATHER]
     log_path(tmp_path, 1).write_text("")
     assert read_log(tmp_path, 1) == [] and read_log(tmp_path, 2) == []
+
+
+def test_a_log_names_files_whose_names_are_no_text(tmp_path: Path) -> None:
+    call = replace(REDUCE, location=os.fsdecode(b"caf\xe9.py:5"))
+    code = (
+        "import sys; from pathlib import Path; from ddpcheck.gather.collectives import collective_log as log\n"
+        "from tests.test_collectives import REDUCE, replace; import os\n"
+        "log.record_calls = lambda sink: sink(replace(REDUCE, location=os.fsdecode(b'caf\\xe9.py:5')))\n"
+        "log.record_collectives(Path(sys.argv[1]), 0)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[1], check=True, timeout=120)
+    assert read_log(tmp_path, 0) == [call]
 
 
 @pytest.fixture

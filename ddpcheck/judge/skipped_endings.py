@@ -218,7 +218,7 @@ def _pass_of(facts: EndingFacts, stays: Position) -> Backward | None:
     taken = [one for one in stays.of.passes if str(one.location) in heads]
     if not taken:
         return None
-    last = max(taken, key=lambda one: one.number)
+    last = taken[-1]  # which began last, of whatever loader: a function may go through several in one loop
     return Backward(stays.call, -1, line=stays.lines[0], batch=(last.number, last.batches), loader=last.loader)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 import os
 import sys
 import threading
@@ -19,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.exception_origin import passes_on
@@ -61,14 +63,14 @@ def log_path(directory: Path, rank: int) -> Path:
 def read_log(directory: Path, rank: int) -> list[Call]:
     """The calls that `rank` has entered so far."""
     try:
-        lines = log_path(directory, rank).read_bytes().splitlines()
+        text = log_path(directory, rank).read_text()
     except FileNotFoundError:
         return []
     calls = []
-    for line in lines:
+    for line in text.splitlines():
         try:
-            calls.append(msgspec.json.decode(line, type=Call))
-        except msgspec.DecodeError:
+            calls.append(msgspec.convert(json.loads(line), Call))
+        except ValueError:
             break  # a line that was being written when the rank died
     return calls
 
@@ -109,7 +111,7 @@ def unlogged() -> Iterator[None]:
 def record_collectives(directory: Path, rank: int) -> None:
     """From now on, log the collectives of this process; to be called before the user's code is imported."""
     file = os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    record_calls(lambda call: os.write(file, msgspec.json.encode(call) + b"\n"))
+    record_calls(lambda call: os.write(file, (json.dumps(structs.asdict(call)) + "\n").encode()))
 
 
 def record_calls(sink: Callable[[Call], object]) -> None:
