@@ -8,6 +8,7 @@ import pytest
 
 from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from tests.test_endings import MAIN, backward, call, judge, only
 
@@ -74,3 +75,16 @@ def test_the_last_pass_of_a_loop_without_a_loader(forwards: int, code: str) -> N
     finding = only(judge(passes, rank_1))
     assert (finding.code, finding.ranks) == (code, (1,))
     assert finding.location == Location("train.py", 76 if code == "DDP508" else 73)
+
+
+def test_a_forward_pass_of_one_rank_over_another_loader_in_the_same_loop_is_no_skipped_batch() -> None:
+    """A function goes through the data for training, on all ranks, and for evaluation, on rank 0 alone."""
+    (trained,) = of_loader(1, exhausted=True)
+    trained = replace(trained, number=1)
+    evaluated = replace(trained, loader=1, number=0, exhausted=False)
+    passed = [call("f", 6), backward(1, 1, epoch=1)]
+    rank_1 = RankAtEnd(1, passed, doing="has run to its end", passes=[trained], ended=True)
+    found = judge([*passed, call("f", 6)], rank_1, passes={0: [trained, evaluated]})
+    assert [one.code for one in found] != ["DDP508"]
+    found = judge([*passed, call("f", 6)], rank_1, passes={0: [replace(trained, exhausted=False)]})
+    assert [one.code for one in found] == ["DDP508"]  # of the loader that both have gone through
