@@ -44,7 +44,8 @@ def check_consistency(
     import torch.distributed as dist
     from torch import nn
 
-    from ddpcheck.gather.state.module_description import describe, fingerprints
+    from ddpcheck.gather.state.fingerprints import fingerprints
+    from ddpcheck.gather.state.module_description import describe
     from ddpcheck.recipe.recipe import kind_of
 
     if not isinstance(module, nn.Module):
@@ -78,7 +79,7 @@ def gather_if_different(value: Any, group: Any, purpose: str, timeout: float, ab
     Raises:
         HangError: A rank did not answer in time; names the ranks.
     """
-    from ddpcheck.gather.state.module_description import digest_of
+    from ddpcheck.gather.state.fingerprints import digest_of
 
     exchange = StoreExchange.over(group, purpose, timeout)
     try:

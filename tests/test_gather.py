@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from ddpcheck.findings.errors import TargetError  # noqa: E402
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu  # noqa: E402
-from ddpcheck.gather.state.module_description import describe, digest_of, fingerprint  # noqa: E402
+from ddpcheck.gather.state.fingerprints import digest_of, fingerprint  # noqa: E402
+from ddpcheck.gather.state.module_description import describe  # noqa: E402
 from ddpcheck.gather.state.module_state import capture_state  # noqa: E402
 from ddpcheck.gather.state.randomness import (  # noqa: E402
     QuietRandomness,

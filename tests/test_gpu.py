@@ -130,7 +130,7 @@ def test_parameters_and_batches_are_on_the_device_of_the_rank() -> None:
 
 
 def test_fingerprints_are_the_same_on_both_devices() -> None:
-    from ddpcheck.gather.state.module_description import fingerprint
+    from ddpcheck.gather.state.fingerprints import fingerprint
 
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.bool):
         for shape in ((), (0,), (5, 7), ((1 << 20) + 3,)):

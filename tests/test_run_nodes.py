@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.evidence.parameters import StepEvidence
+from ddpcheck.findings.evidence.steps import Call, LoopEvent
 from ddpcheck.findings.wording import make_finding
-from ddpcheck.monitor.script.rank_log import RankFound, RankStarted, ReplicaCaptured, WatchedRank, WrapperMade
+from ddpcheck.monitor.rank_report import RankReport
+from ddpcheck.monitor.script.rank_log import RankStarted, ReplicaCaptured, StepsReported, WatchedRank, WrapperMade
 from ddpcheck.monitor.script.reporting import log_judging
 from ddpcheck.monitor.script.reporting.ending import Ending
 from ddpcheck.monitor.script.reporting.script_report import report_on_script
@@ -57,7 +59,8 @@ def test_what_needs_all_ranks_is_judged_where_all_are_here(
 
 
 def test_what_a_rank_has_found_by_itself_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = RankFound(0, (make_finding("DDP509", ["forward"], "of this rank"),))
+    passes = (LoopEvent("forward", synchronises=True), LoopEvent("backward"), LoopEvent("backward"))
+    own = StepsReported(0, RankReport(StepEvidence(3, 0, {}), events=passes), alone=True)
     report = report_on_script("train.py", Ending(), [rank_log(3, (0, 1, 2, 3), own)], select=[], ignore=[])
     assert [one.code for one in report.findings] == ["DDP509"]
 

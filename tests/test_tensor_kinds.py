@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.errors import NonFiniteLossError, RankError, RankFailure
-from ddpcheck.gather.state.module_description import describe, fingerprint
+from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.state.module_description import describe
 from ddpcheck.gather.state.module_state import capture_state, moved
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints

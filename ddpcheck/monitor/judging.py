@@ -12,7 +12,7 @@ from typing import Any
 from ddpcheck.findings.evidence.parameters import GradientState, PathEnd, StepEvidence
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_steps, join_names, plural_verb
 from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.parameters import judge_parameters
@@ -69,6 +69,7 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
     if any(report.events for report in reports):
         loop = [DdpStepEvidence(report.probed.rank, report.step, events=report.events) for report in reports]
         findings += judge_loop(loop, unequal=True)
+        findings += [one for report in reports for one in _judge_bypassed(report, context)]
     return findings + judge_normalisation([report.micro_batches for report in reports])
 
 
@@ -77,15 +78,18 @@ def judge_events(events: Sequence[LoopEvent]) -> list[Finding]:
     return judge_loop([DdpStepEvidence(0, 0, events=tuple(events))], unequal=False)
 
 
-def judge_unaveraged_steps(context: WatchContext, rank: int, step: int, *, forwards: int) -> list[Finding]:
-    """DDP501 or 502 from one rank: the optimizer steps several times on gradients that have not been averaged.
-
-    The wrapper's forward ran in the last of these steps as often as `forwards` says, each time under `no_sync`.
-    """
-    if forwards:
-        return judge_loop([DdpStepEvidence(rank, step, events=(LoopEvent("enter no_sync"),))], unequal=True)
-    alone = replace(context, world_size=1)
-    return judge_reducer([DdpStepEvidence(rank, step, wrapper_calls=0, inner_calls=1)], alone)
+def _judge_bypassed(report: RankReport, context: WatchContext) -> list[Finding]:
+    """DDP501 from one rank: the module inside of the wrapper is called, and not the wrapper."""
+    inside = next((event for event in report.events if event.kind == "forward inside"), None)
+    if inside is None:
+        return []
+    noticed = Location.parse(report.events[-1].location)
+    line = Location.parse(inside.location)
+    alone = DdpStepEvidence(report.probed.rank, report.step, wrapper_calls=0, inner_calls=1)
+    return [
+        replace(one, location=line or noticed, evidence=(*one.evidence, *([f"noticed at {noticed}"] if line else [])))
+        for one in judge_reducer([alone], replace(context, world_size=1))
+    ]
 
 
 _FEW = 4  # steps in which a parameter that no forward pass has read may belong to an idle branch or expert

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddpcheck.findings.report import Finding
 from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.monitor.alarms import AlarmBoard
-from ddpcheck.monitor.judging import WatchContext, judge_unaveraged_steps
 from ddpcheck.monitor.loop_record import STEP, LoopRecord
 from ddpcheck.monitor.module_hooks import UnpickledHook, remove_hooks
 from ddpcheck.monitor.step_tracker import StepTracker
@@ -44,16 +42,23 @@ class OptimizerSteps:
     def __init__(
         self,
         tracker: StepTracker,
-        context: WatchContext,
         alarms: AlarmBoard,
         loop: LoopRecord,
-        report: Callable[[Iterable[Finding]], None],
+        unaveraged: Callable[[bool], None],
     ) -> None:
+        """Follow the steps of `tracker`.
+
+        Args:
+            tracker: Of the wrapper.
+            alarms: Of its ranks.
+            loop: In which steps are noted.
+            unaveraged: Called when several steps, one after the other, have used gradients that were not averaged; with
+                whether the wrapper's forward ran in the last of them, under `no_sync` each time.
+        """
         self._tracker = tracker
-        self._context = context
         self._alarms = alarms
         self._loop = loop
-        self._report = report
+        self._unaveraged = unaveraged
         self._reductions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # at the last step of each optimizer
         self._unaveraged_steps = 0
         self._number = next(_numbers)
@@ -94,9 +99,8 @@ class OptimizerSteps:
             if forwards:  # the loss does not come through the tensors that they have returned
                 self._tracker.hooks_parameters = True
             elif self._unaveraged_steps == _UNAVERAGED_STEPS:
-                rank = self._alarms.rank
                 if not parameters & parameters_in_wrappers(but=self._tracker.wrapper):  # wrapped again
-                    self._report(judge_unaveraged_steps(self._context, rank, number, forwards=no_sync_forwards))
+                    self._unaveraged(bool(no_sync_forwards))
 
     def after_step(self, optimizer: Any) -> None:
         """An optimizer has stepped; a closure that it was given has run the last passes of the step."""

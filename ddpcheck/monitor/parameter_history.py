@@ -12,7 +12,7 @@ from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.parameters import GradientState, PathEnd, StepEvidence
 from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, changes
-from ddpcheck.gather.state.module_description import fingerprint
+from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.monitor.forward_snapshot import Snapshot
 from ddpcheck.monitor.rank_report import RankReport
 from ddpcheck.monitor.step_probe import StepProbe, zero_gradients

@@ -15,7 +15,8 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.collectives.allreduce import average_over_ranks
 from ddpcheck.gather.ddp.ddp_wrapper import hook_loss
-from ddpcheck.gather.state.module_description import describe, digest_of, fingerprints
+from ddpcheck.gather.state.fingerprints import digest_of, fingerprints
+from ddpcheck.gather.state.module_description import describe
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, norm
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.judging import WatchContext, judge_replica_states

@@ -19,8 +19,6 @@ from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.monitor.module_hooks import remove_hooks
 
-Gradients = dict[str, torch.Tensor]
-
 
 class StepProbe:
     """A detailed record of one step.
@@ -40,14 +38,14 @@ class StepProbe:
         module: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         *,
-        keep: Callable[[torch.Tensor], torch.Tensor] | None,
+        keep: Callable[[torch.Tensor], Any] | None,
     ) -> None:
         self.arrivals: dict[str, int] = {}
         self.lost: dict[str, PathEnd] = {}
         self.unregistered: tuple[UnregisteredTensor, ...] = ()
         self.created_in_forward: dict[str, UnregisteredTensor] = {}
         self.reentrant = False
-        self.local: Gradients = {}
+        self.local: dict[str, Any] = {}
         self._module = module
         self._parameters = parameters
         self.keep = keep

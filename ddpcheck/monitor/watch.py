@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.evidence.parameters import StepEvidence
+from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Report
-from ddpcheck.findings.source_lines import exception_location, making_of
+from ddpcheck.findings.source_lines import exception_location, making_of, user_location
 from ddpcheck.findings.wording import Names
 from ddpcheck.gather.autograd.autograd_graph import all_names
 from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, facts_of, find_wrapper, trains_apart
@@ -103,7 +104,7 @@ class Watch:
     _completes = True  # gives zeros to DDP where it waits for gradients that do not come
     _settles_at_end = False  # judges what an option allows for by all steps, and not before
     # What a comparison with the average needs of a rank's own gradient.
-    _keep: Callable[[torch.Tensor], torch.Tensor] = staticmethod(torch.Tensor.clone)
+    _keep: Callable[[torch.Tensor], Any] = staticmethod(torch.Tensor.clone)
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class Watch:
         self._probe: StepProbe | None = None
         self._micro_batches = MicroBatches(synced.tensors) if options.check_normalisation else None
         self._history = ParameterHistory(self._alarms.rank, self._module, self._parameters, self._context.wrapper)
-        self._optimizer_steps = OptimizerSteps(self._tracker, self._context, self._alarms, self._loop, self._report)
+        self._optimizer_steps = OptimizerSteps(self._tracker, self._alarms, self._loop, self._unaveraged)
         keeps_start = began_alike and bool(options.check_consistency_every)
         self._comparison = ReplicaComparison(self._module, synced, self._context, self._alarms, keeps_start=keeps_start)
         self._attached = True
@@ -191,6 +192,20 @@ class Watch:
         elif self._history.not_reported or self._loop.to_report:
             mine = self._history.report(self.step, settled=False)
             self._judge([replace(mine, events=self._loop.to_report)])
+
+    def _unaveraged(self, under_no_sync: bool) -> None:
+        """Report optimizer steps on gradients that were not averaged."""
+        where = str(user_location() or "")
+        what = LoopEvent("enter no_sync") if under_no_sync else LoopEvent("forward inside", location=self._inside())
+        self._tell(what, LoopEvent("step", location=where))
+
+    def _inside(self) -> str:
+        """The line that calls the module inside of the wrapper, as "path:line"; empty where that is not known."""
+        return ""
+
+    def _tell(self, *events: LoopEvent) -> None:
+        """Report events that show a fault on this rank, whatever the others do."""
+        self._judge([RankReport(StepEvidence(self._alarms.rank, self.step, {}), events=events)])
 
     def _judge(self, reports: Sequence[RankReport], *, settled: bool = False) -> None:
         """Report the findings on reports of ranks."""

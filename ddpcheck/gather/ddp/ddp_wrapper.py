@@ -19,7 +19,7 @@ from ddpcheck.findings.errors import OptionsDifferError, UsageError
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.gather.autograd.autograd_graph import gradient_node
 from ddpcheck.gather.collectives.store_exchange import StoreExchange
-from ddpcheck.gather.state.module_description import fingerprint
+from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.gradient_distance import eps_of
 from ddpcheck.worlds import rank as this_rank
 

@@ -16,7 +16,7 @@ from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, walk_graph
 from ddpcheck.gather.patching import Patch, patched
-from ddpcheck.gather.state.module_description import fingerprint
+from ddpcheck.gather.state.fingerprints import fingerprint
 
 _DDP: Any = nn.parallel.DistributedDataParallel
 

@@ -14,7 +14,7 @@ from ddpcheck.gather.ddp.loop_events import recorded
 from ddpcheck.gather.phases.model_build import count_calls
 from ddpcheck.gather.phases.rank_state import TrainingModel, rank_state, replays_step
 from ddpcheck.gather.state.external_state import put_back
-from ddpcheck.gather.state.module_description import fingerprint, fingerprints
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
 from ddpcheck.gather.state.module_state import capture_state
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, difference, scales
 from ddpcheck.gather.steps.training_step import (

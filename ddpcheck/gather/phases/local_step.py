@@ -30,7 +30,8 @@ from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, changes_in_forwa
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, StepData, rank_state, replays_step
 from ddpcheck.gather.phases.repeated_step import random_choices
-from ddpcheck.gather.state.module_description import digest_of, fingerprint, fingerprints, layout_of
+from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints
+from ddpcheck.gather.state.module_description import layout_of
 from ddpcheck.gather.state.module_state import capture_attributes, capture_state
 from ddpcheck.gather.state.origins import Origins, record_origins
 from ddpcheck.gather.steps.gradient_distance import norm

@@ -37,7 +37,8 @@ from ddpcheck.gather.patching import patched
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, TrainingModel, rank_state
 from ddpcheck.gather.phases.single_process import HANDOVER
 from ddpcheck.gather.state.external_state import ExternalState
-from ddpcheck.gather.state.module_description import describe, digest_of, fingerprint, fingerprints, module_entries
+from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints
+from ddpcheck.gather.state.module_description import describe, module_entries
 from ddpcheck.gather.state.module_state import differs_in_structure, moved
 from ddpcheck.gather.state.origins import record_origins
 from ddpcheck.gather.state.randomness import seed_everything, settle_device

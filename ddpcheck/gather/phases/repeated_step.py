@@ -24,7 +24,7 @@ from ddpcheck.gather.ddp.loop_events import backward_through
 from ddpcheck.gather.patching import CALLER, patched
 from ddpcheck.gather.phases.rank_state import RankState, rank_state, replays_step
 from ddpcheck.gather.state.external_state import put_back
-from ddpcheck.gather.state.module_description import fingerprint
+from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.batch_coupling import watched_modules
 from ddpcheck.gather.steps.gradient_distance import difference, eps_of, norm
 from ddpcheck.gather.steps.training_step import (

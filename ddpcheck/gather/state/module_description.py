@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -14,11 +12,10 @@ from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.figures import MOST_MODULES, ModuleEntry
 from ddpcheck.findings.replace import replace
 from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_tensors
-from ddpcheck.gather.state.tensor_values import plain_values, shape_of
+from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.state.tensor_values import shape_of
 
 _LAZY = (UninitializedParameter, UninitializedBuffer)
-_CHUNK = 1 << 16  # words of eight bytes; half a megabyte stays in a core's cache
-_MASK = (1 << 64) - 1
 
 
 def describe(module: nn.Module) -> ModuleDescription:
@@ -81,65 +78,3 @@ def module_entries(module: nn.Module) -> tuple[ModuleEntry, ...]:
 def _options(module: nn.Module) -> str:
     """The options of torch's own layers; what a user's class says of itself may well name the rank."""
     return module.extra_repr() if type(module).__module__.startswith("torch.nn.") else ""
-
-
-def digest_of(value: object) -> str:
-    """A digest of fixed size of plain data, equal for equal data."""
-    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
-
-
-def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """The fingerprint of each tensor by name."""
-    return {name: fingerprint(tensor) for name, tensor in tensors}
-
-
-def fingerprint(tensor: torch.Tensor) -> int:
-    """A 64-bit fingerprint of the bits of `tensor`, computed where the tensor is.
-
-    Equal bits give equal fingerprints (so -0.0 and 0.0 differ, and a NaN equals itself). The bits are taken eight
-    bytes at a time, folded so that no bit is only at the top (there a product forgets its weight), weighted by a
-    pseudo-random odd number for each place, and summed modulo 2**64. Of a tensor without values that can be read
-    (`plain_values`), shape and dtype count.
-    """
-    values = plain_values(tensor)
-    if values is not None and len(values) == 1:
-        try:
-            return _of_bits(values[0])
-        except (NotImplementedError, TypeError):  # of a subclass, which lacks an operation
-            values = None
-    parts = None if values is None else [fingerprint(value) for value in values]
-    return int(digest_of((parts, shape_of(tensor), str(tensor.dtype)))[:15], 16)
-
-
-def _of_bits(value: torch.Tensor) -> int:
-    octets = value.contiguous().view(-1).view(torch.uint8)
-    if octets.storage_offset() % 8:  # a view into a bucket, say: words of eight bytes must be aligned
-        octets = octets.clone()
-    whole = octets.numel() // 8 * 8
-    words = octets[:whole].view(torch.int64)
-    weights = _weights(octets.device, min(_CHUNK, words.numel()))
-    total = octets.numel()
-    for start in range(0, words.numel(), _CHUNK):
-        part = words[start : start + _CHUNK]
-        mixed = part >> 32
-        mixed &= 0xFFFFFFFF  # the shift copies the sign, and would make a word look like its complement
-        mixed ^= part
-        mixed *= weights[: part.numel()]
-        total = (total * 0x9E3779B97F4A7C15 + int(mixed.sum())) & _MASK
-    for octet in octets[whole:].tolist():
-        total = (total * 0x2545F4914F6CDD1D + octet + 1) & _MASK
-    return total
-
-
-_WEIGHTS: dict[torch.device, torch.Tensor] = {}
-
-
-def _weights(device: torch.device, count: int) -> torch.Tensor:
-    """At least `count` pseudo-random odd numbers, the same in every process."""
-    known = _WEIGHTS.get(device)
-    if known is None or len(known) < count:
-        index = torch.arange(1, (1 << max(count, 64).bit_length()) + 1, dtype=torch.int64, device=device)
-        mixed = index * -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
-        mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687  # the constants of splitmix64
-        known = _WEIGHTS[device] = ((mixed ^ (mixed >> 27)) * -7723592293110705685) | 1
-    return known

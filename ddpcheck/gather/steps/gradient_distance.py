@@ -28,6 +28,16 @@ def norm(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(dense(tensor), dtype=_wide(tensor.dtype)))
 
 
+def norms(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """The norm of each tensor, with one transfer from each device."""
+    sizes = {n: torch.linalg.vector_norm(dense(tensor), dtype=_wide(tensor.dtype)) for n, tensor in tensors.items()}
+    found: dict[str, float] = {}
+    for device in {size.device for size in sizes.values()}:
+        there = {name: size for name, size in sizes.items() if size.device == device}
+        found.update(zip(there, torch.stack(list(there.values())).tolist(), strict=True))
+    return found
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
 

@@ -16,7 +16,7 @@ from torch import nn
 from ddpcheck.findings.errors import NonFiniteLossError, TargetError
 from ddpcheck.findings.exception_origin import for_target
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_tensors
-from ddpcheck.gather.state.module_description import fingerprint
+from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.randomness import (
     constant_random_numbers,
     drawn_since,

@@ -48,7 +48,7 @@ from ddpcheck.findings.evidence.state_uses import StateUsed
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import ModuleEntry
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import file_of
 from ddpcheck.monitor.judging import WatchContext
 from ddpcheck.monitor.rank_report import RankReport, ReplicaState
@@ -103,11 +103,19 @@ class WrapperMade(Struct, frozen=True):
 
 
 class StepsReported(Struct, frozen=True):
-    """What a rank would report when the ranks exchange reports; `closing` where the watch ends with it."""
+    """What a rank would report when the ranks exchange reports.
+
+    Attributes:
+        wrapper: The number of the wrapper.
+        report: Of the rank.
+        closing: Whether the watch ends with it.
+        alone: Whether it shows a fault whatever the other ranks report.
+    """
 
     wrapper: int
     report: RankReport
     closing: bool = False
+    alone: bool = False
 
 
 class ReplicaCaptured(Struct, frozen=True):
@@ -132,13 +140,6 @@ class ReplicaCaptured(Struct, frozen=True):
     eps: Mapping[str, float] = field(default_factory=dict)
     hook: str = ""
     own_hook: bool = False
-
-
-class RankFound(Struct, frozen=True):
-    """Findings that a rank has made by itself."""
-
-    wrapper: int
-    findings: tuple[Finding, ...]
 
 
 class GroupUsed(Struct, frozen=True):
@@ -221,7 +222,6 @@ Entry = (
     | GradientsLeft
     | GradientsTaken
     | PaceRun
-    | RankFound
     | GroupUsed
     | CallersSeen
     | ExitCalled

@@ -327,7 +327,7 @@ def _difference_between_ranks(
 ) -> str:
     """The message, the same on every rank; empty where all is the same."""
     __tracebackhide__ = True
-    from ddpcheck.gather.state.module_description import digest_of
+    from ddpcheck.gather.state.fingerprints import digest_of
     from ddpcheck.testing.assertions.replica_values_on_rank import all_distances, items_of
 
     what = f"assert_same_on_all_ranks({name!r})" if name else "assert_same_on_all_ranks"

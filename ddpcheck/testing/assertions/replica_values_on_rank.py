@@ -20,7 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.gather.collectives.store_exchange import StoreExchange
-from ddpcheck.gather.state.module_description import fingerprint
+from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.testing.assertions.replica_values import CompareOptions, Distances, Entry, Mismatch
 
 _PIECE = 1 << 24

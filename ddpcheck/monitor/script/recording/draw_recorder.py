@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.source_lines import is_user_file, user_location, variables_of
 from ddpcheck.gather.patching import guarded
-from ddpcheck.gather.state.module_description import digest_of
+from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.script.recording.constructions import generators, seeded_at
 from ddpcheck.monitor.script.recording.generator_history import state_of_own

@@ -12,7 +12,7 @@ import torch
 from ddpcheck.findings.evidence.pace import GradientsLeft
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
-from ddpcheck.gather.state.module_description import fingerprint
+from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.gradient_distance import dense
 
 _MOST_LOOKED_AT = 16  # steps of an optimizer

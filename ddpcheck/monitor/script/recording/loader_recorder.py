@@ -30,7 +30,7 @@ from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.patching import Patch, guarded
-from ddpcheck.gather.state.module_description import digest_of
+from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.monitor.script.recording.added_noise import kept_samples
 from ddpcheck.monitor.script.recording.constructions import drawn_before, made_at, seeded_at

@@ -25,9 +25,9 @@ from ddpcheck.gather.autograd.autograd_graph import in_backward, walk_graph
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.gather.patching import patched
-from ddpcheck.gather.state.module_description import fingerprint
-from ddpcheck.gather.steps.gradient_distance import dense
-from ddpcheck.gather.steps.gradient_sketch import sketch
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
+from ddpcheck.gather.steps.gradient_distance import dense, norms
+from ddpcheck.gather.steps.gradient_sketch import sketches
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.rank_report import is_probed
 from ddpcheck.monitor.script.recording.clip_recorder import ClipRecorder
@@ -221,8 +221,8 @@ class OptimizerRecorder:
             reductions=reductions if watches and not known.apart else -1,
             averaged=reductions > known.reductions and settled,
             unaveraged=tuple(f"{watch.number}/{n}" for watch in idle_watches for n in watch.parameters),
-            norms=_norms({name: p.grad for name, p in inside.items() if p.grad is not None}),
-            states=_norms(
+            norms=norms({name: p.grad for name, p in inside.items() if p.grad is not None}),
+            states=norms(
                 {
                     f"{names[id(p)]}: {key}": value
                     for p, state in optimizer.state.items()
@@ -231,8 +231,8 @@ class OptimizerRecorder:
                     if isinstance(value, torch.Tensor) and value.shape == p.shape
                 }
             ),
-            alone={name: fingerprint(p) for name, p in alone.items()},
-            gradients={name: sketch(dense(p.grad)).tolist() for name, p in alone.items() if p.grad is not None},
+            alone=fingerprints(alone.items()),
+            gradients=sketches({name: dense(p.grad) for name, p in alone.items() if p.grad is not None}),
             marks=tuple(known.marks),
             unknown=tuple(name for name in alone if name.startswith("?")),
             collectives=self._collectives(),
@@ -250,8 +250,8 @@ class OptimizerRecorder:
         elements, power = sum(part[0] for part in self._flat), sum(part[1] for part in self._flat)
         if not gradients or elements != sum(gradient.numel() for _, gradient in gradients):
             return {}
-        norms = _norms(dict(gradients)).values()
-        alike = math.isclose(power, sum(norm * norm for norm in norms), rel_tol=1e-4)
+        sizes = norms(dict(gradients)).values()
+        alike = math.isclose(power, sum(size * size for size in sizes), rel_tol=1e-4)
         return {name: self._flat[0][2] for name, _ in gradients} if alike and power else {}
 
     def _sum_in(self, gradient: torch.Tensor | None) -> Location | None:
@@ -381,18 +381,3 @@ def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
 def _is_whole(parameter: torch.Tensor) -> bool:
     """Whether a parameter is a plain tensor, and not this rank's shard of one (DTensor, ShardedTensor)."""
     return type(parameter) in (torch.Tensor, nn.Parameter) and parameter.layout == torch.strided
-
-
-def _norms(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The norm of each tensor, with one transfer from each device."""
-    plain = {name: dense(tensor).detach() for name, tensor in tensors.items()}
-    norms = {name: torch.linalg.vector_norm(tensor, dtype=_wide(tensor)) for name, tensor in plain.items()}
-    found: dict[str, float] = {}
-    for device in {tensor.device for tensor in norms.values()}:
-        there = {name: value for name, value in norms.items() if value.device == device}
-        found.update(zip(there, torch.stack(list(there.values())).tolist(), strict=True))
-    return found
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64

@@ -19,7 +19,7 @@ from torch import nn
 from ddpcheck.findings.evidence.script import DerivedTable, StateHeld
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, last_assignment, relative_path, variables_of
-from ddpcheck.gather.state.module_description import fingerprints
+from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.script.recording.replica_recorder import batch_statistics
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch

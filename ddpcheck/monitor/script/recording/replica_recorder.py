@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -12,9 +11,9 @@ from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_loss
-from ddpcheck.gather.state.module_description import fingerprints
+from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.gather.steps.gradient_distance import dense, eps_of
-from ddpcheck.gather.steps.gradient_sketch import sketch
+from ddpcheck.gather.steps.gradient_sketch import sketches
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.judging import WatchContext
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
@@ -70,10 +69,10 @@ class ReplicaRecorder(ReplicaComparison):
         if probe is not None and probe.keep is not None and wrapper is not None:
             lossy = hook_loss(wrapper)
             tensors = dict(zip(self._synced.names, self._synced.tensors, strict=True))
-            left = {name: sketch(dense(p.grad)) for name, p in tensors.items() if p.grad is not None}
+            left = {name: dense(p.grad) for name, p in tensors.items() if p.grad is not None}
             eps = {name: max(eps_of(tensor.dtype), lossy) for name, tensor in tensors.items()}
             hook, own_hook = comm_hook_of(wrapper), has_own_hook(wrapper)
-            captured = replace(captured, own=_plain(probe.local), averaged=_plain(left), eps=eps)
+            captured = replace(captured, own=sketches(probe.local), averaged=sketches(left), eps=eps)
             captured = replace(captured, hook=hook, own_hook=own_hook)
         self.write()
         self._captured = captured
@@ -99,11 +98,3 @@ def batch_statistics(module: nn.Module) -> set[str]:
         if isinstance(part, _NormBase)
         for name, _ in part.named_buffers(recurse=False)
     }
-
-
-def _plain(sketches: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
-    """The numbers, with one transfer from the device for all of them."""
-    if not sketches:
-        return {}
-    numbers = iter(torch.cat([one.double() for one in sketches.values()]).tolist())
-    return {name: [next(numbers) for _ in range(len(one))] for name, one in sketches.items()}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ddpcheck.gather.state.module_description import digest_of, fingerprint
+from ddpcheck.gather.state.fingerprints import digest_of, fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.recipe.pytree import tree_tensors
 

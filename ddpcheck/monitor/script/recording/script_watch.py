@@ -11,32 +11,32 @@ import inspect
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.evidence.script import Inputs
 from ddpcheck.findings.evidence.steps import LoopEvent
-from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file, user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
-from ddpcheck.gather.state.module_description import fingerprint, module_entries
-from ddpcheck.gather.steps.gradient_distance import dense
-from ddpcheck.gather.steps.gradient_sketch import sketch
+from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.state.module_description import module_entries
+from ddpcheck.gather.steps.gradient_distance import dense, norms
+from ddpcheck.gather.steps.gradient_sketch import Kept
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
 from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD
 from ddpcheck.judge.ending_facts import place_of_backward
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.forward_snapshot import Snapshot
-from ddpcheck.monitor.judging import judge_events, judge_unaveraged_steps
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.rank_report import RankReport, is_probed
-from ddpcheck.monitor.script.rank_log import RankFound, RankLog, StepsReported, WrapperMade
+from ddpcheck.monitor.script.rank_log import RankLog, StepsReported, WrapperMade
 from ddpcheck.monitor.script.recording.added_noise import added_to
 from ddpcheck.monitor.script.recording.bypass_recorder import BypassRecorder
 from ddpcheck.monitor.script.recording.pace_recorder import PaceRecorder, Position
@@ -45,7 +45,6 @@ from ddpcheck.monitor.step_probe import StepProbe
 from ddpcheck.monitor.watch import Watch
 from ddpcheck.recipe.pytree import tree_tensors
 
-_OF_THE_LOOP = ("DDP501", "DDP502", "DDP509")
 _MOST_PARTS = 16  # tensors that forward is given
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
 
@@ -55,7 +54,7 @@ class ScriptWatch(Watch):
 
     _completes = False
     _settles_at_end = True
-    _keep = staticmethod(sketch)
+    _keep = staticmethod(Kept.of)
 
     def __init__(
         self,
@@ -165,7 +164,7 @@ class ScriptWatch(Watch):
         """An optimizer with parameters of the wrapper is about to step."""
         self._comparison.write()
         if self._bypass.steps() and self._alarms.has_others:
-            self._report(judge_unaveraged_steps(self._context, self._alarms.rank, self.step, forwards=0))
+            self._unaveraged(under_no_sync=False)
         fresh, self._fresh = self._fresh, {}
         zeroed, self._zeroed = self._zeroed, False
         if not fresh or not zeroed:
@@ -173,8 +172,7 @@ class ScriptWatch(Watch):
         thrown_away = all(p.grad is None or not bool(dense(p.grad).count_nonzero()) for p in fresh.values())
         self._discarded = self._discarded + 1 if thrown_away else 0
         if self._discarded == _DISCARDED_STEPS:
-            event = LoopEvent("zero_grad", location=str(user_location() or ""), discarded=tuple(fresh))
-            self._report(judge_events([event]))
+            self._tell(LoopEvent("zero_grad", location=str(user_location() or ""), discarded=tuple(fresh)))
 
     def close(self, *, failing: bool = False) -> None:
         """As of `Watch`."""
@@ -186,18 +184,12 @@ class ScriptWatch(Watch):
     def _make_board(self, group: Any) -> AlarmBoard:
         return _SilentBoard(group)
 
-    def _report(self, findings: Iterable[Finding]) -> None:
-        if found := tuple(findings):
-            self._log.add(RankFound(self.number, tuple(map(self._placed, found))))
+    def _inside(self) -> str:
+        return str(self._bypass.line or "")
 
-    def _placed(self, finding: Finding) -> Finding:
-        """A finding at the line to change, else at the pass or step by which it is noticed."""
-        if finding.code not in _OF_THE_LOOP:
-            return self._locate(finding)
-        noticed, inner = user_location(), self._bypass.line
-        if finding.code != "DDP501" or inner is None:
-            return replace(finding, location=noticed)
-        return replace(finding, location=inner, evidence=(*finding.evidence, f"noticed at {noticed}"))
+    def _tell(self, *events: LoopEvent) -> None:
+        report = RankReport(StepEvidence(self._alarms.rank, self.step, {}), events=events)
+        self._log.add(StepsReported(self.number, report, alone=True))
 
     def _judge(self, reports: Sequence[RankReport], *, settled: bool = False) -> None:
         self._log.add(StepsReported(self.number, reports[0], closing=settled))
@@ -246,9 +238,8 @@ class ScriptWatch(Watch):
             self._pace.reduced(step)
         if self._is_sampled(step):
             gradients = {n: p for n, p in self._parameters.items() if p.grad is not None}
-            sums = [dense(p.grad).abs().sum().double() for p in gradients.values()]
-            numbers = torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else []  # in one transfer
-            self._fresh = {n: p for (n, p), one in zip(gradients.items(), numbers, strict=True) if 0 < one < math.inf}
+            sizes = norms({n: p.grad for n, p in gradients.items() if p.grad is not None})
+            self._fresh = {name: gradients[name] for name, size in sizes.items() if 0 < size < math.inf}
             given = None if snapshot is None else (snapshot.arguments, dict(snapshot.named))
             if (
                 given is not None

@@ -16,7 +16,7 @@ from ddpcheck.findings.evidence.state_uses import StateUsed, digest_of_values
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import lines_of_program, user_location
 from ddpcheck.gather.patching import patched
-from ddpcheck.gather.state.module_description import fingerprint
+from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.rank_report import is_probed
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch

@@ -13,7 +13,7 @@ from ddpcheck.findings.evidence.gradient_changes import GradientsTaken
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.patching import patched
-from ddpcheck.gather.state.module_description import fingerprint
+from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.monitor.rank_report import is_probed

@@ -27,7 +27,6 @@ from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.rank_report import RankReport
 from ddpcheck.monitor.reporting import FindingReporter
 from ddpcheck.monitor.script.rank_log import (
-    RankFound,
     ReplicaCaptured,
     StepsReported,
     WatchedRank,
@@ -149,10 +148,13 @@ def _judge_wrapper(wrapper: WatchedWrapper) -> list[Finding]:
     reporter = FindingReporter(options, shows_warnings=False, locate=locate)
     reports: dict[int, dict[int, list[RankReport]]] = {}
     closing: dict[int, RankReport] = {}
+    alone: list[RankReport] = []
     for rank, entry in wrapper.entries(StepsReported):
         assert isinstance(entry, StepsReported)
         if entry.closing:
             closing[rank] = entry.report
+        elif entry.alone:
+            alone.append(entry.report)
         else:
             reports.setdefault(entry.report.step, {}).setdefault(rank, []).append(entry.report)
     captured: dict[int, dict[int, ReplicaCaptured]] = {}
@@ -168,9 +170,8 @@ def _judge_wrapper(wrapper: WatchedWrapper) -> list[Finding]:
         reporter.report(found)
     if wrapper.is_whole and len(closing) == len(wrapper.ranks):
         reporter.report(judge_reports([closing[rank] for rank in sorted(closing)], made.context, settled=True))
-    for _, entry in wrapper.entries(RankFound):
-        assert isinstance(entry, RankFound)
-        reporter.report(entry.findings)
+    for report in alone:
+        reporter.report(judge_reports([report], made.context, settled=False))
     moved = {
         name
         for of_ranks in captured.values()

@@ -1,0 +1,68 @@
+"""Fingerprints and sketches of several tensors at once: those that each has alone."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from ddpcheck.gather.state import fingerprints as module  # noqa: E402
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints  # noqa: E402
+from ddpcheck.gather.steps.gradient_sketch import Kept, sketch, sketches  # noqa: E402
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64)
+shapes = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from(DTYPES)), max_size=8)
+
+
+def filled(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Random values of every dtype."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 50
+    return made.to(dtype)
+
+
+@settings(deadline=None)
+@given(shapes=shapes, together=st.sampled_from((1, 100, 1 << 22)), turned=st.booleans())
+def test_tensors_that_are_taken_together_have_the_fingerprints_that_each_has_alone(
+    shapes: list[tuple[int, int, torch.dtype]], together: int, turned: bool
+) -> None:
+    tensors = [filled(rows, columns, dtype=dtype, seed=n) for n, (rows, columns, dtype) in enumerate(shapes)]
+    named = {str(n): tensor.t() if turned else tensor for n, tensor in enumerate(tensors)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_TOGETHER", together)
+        found = fingerprints(named.items())
+    assert found == {name: fingerprint(tensor) for name, tensor in named.items()}
+    assert [*found] == [*named]
+
+
+def test_tensors_of_any_kind_have_fingerprints() -> None:
+    odd = {
+        "meta": torch.empty(3, device="meta"),
+        "sparse": torch.eye(3).to_sparse(),
+        "large": filled(1 << 15),
+        "a view": filled(11)[1:],
+        "a parameter": torch.nn.Parameter(filled(4, 4)),
+        "nested": torch.nested.nested_tensor([filled(2), filled(3)]),
+    }
+    assert fingerprints(odd.items()) == {name: fingerprint(tensor) for name, tensor in odd.items()}
+
+
+SIZES = st.lists(st.sampled_from((0, 1, 63, 64, 65, 200, 1 << 15)), max_size=6)
+
+
+@settings(deadline=None, max_examples=40)
+@given(sizes=SIZES, dtype=st.sampled_from((torch.float32, torch.float64, torch.bfloat16, torch.complex64)))
+def test_sketches_that_are_made_together_are_those_of_each_alone(sizes: list[int], dtype: torch.dtype) -> None:
+    gradients = {str(n): filled(size, dtype=dtype, seed=n) for n, size in enumerate(sizes)}
+    alone = {name: sketch(gradient).double() for name, gradient in gradients.items()}
+    for found in (sketches(gradients), sketches({name: Kept.of(one) for name, one in gradients.items()})):
+        assert [*found] == [*gradients]
+        for name, numbers in found.items():
+            assert torch.allclose(torch.tensor(numbers, dtype=torch.float64), alone[name], rtol=1e-4, atol=1e-2)
+
+
+def test_what_is_kept_of_two_gradients_adds_up_and_does_not_change_with_them() -> None:
+    for size in (8, 1 << 15):
+        one, other = filled(size, seed=1), filled(size, seed=2)
+        kept, want = Kept.of(one) + Kept.of(other), sketch(one + other)
+        one.zero_()
+        assert torch.allclose(torch.tensor(sketches({"w": kept})["w"]), want, rtol=1e-3, atol=1e-2)
