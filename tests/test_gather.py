@@ -127,7 +127,7 @@ def test_a_fingerprint_does_not_depend_on_what_was_seen_before(monkeypatch: pyte
     tensors = [filled(torch.int32, size) for size in (3, 1000, 150_000)]
     by_order = []
     for order in ([0, 1, 2], [2, 1, 0]):
-        monkeypatch.setattr("ddpcheck.gather.state.module_description._WEIGHTS", {})
+        monkeypatch.setattr("ddpcheck.gather.state.fingerprints._WEIGHTS", {})
         by_order.append({index: fingerprint(tensors[index]) for index in order})
     assert by_order[0] == by_order[1]
 

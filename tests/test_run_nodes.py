@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.evidence.steps import Call, LoopEvent
-from ddpcheck.findings.wording import make_finding
+from ddpcheck.findings.wording import Names, make_finding
+from ddpcheck.monitor.judging import WatchContext
 from ddpcheck.monitor.rank_report import RankReport
 from ddpcheck.monitor.script.rank_log import RankStarted, ReplicaCaptured, StepsReported, WatchedRank, WrapperMade
 from ddpcheck.monitor.script.reporting import log_judging
@@ -21,11 +23,11 @@ from ddpcheck.monitor.script.reporting.ending import Ending
 from ddpcheck.monitor.script.reporting.script_report import report_on_script
 
 ROOT = Path(__file__).parents[1]
-NOTHING: Any = None
+CONTEXT = WatchContext(Names({}), WrapperFacts(), world_size=4)
 
 
 def rank_log(number: int, group: tuple[int, ...], *entries: Any) -> WatchedRank:
-    made = WrapperMade("Net", group, NOTHING, None, by_library=False, classes={})
+    made = WrapperMade("Net", group, CONTEXT, None, by_library=False, classes={})
     state: Any = type("State", (), {"values": type("Values", (), {"gradients": {}})})
     captured = ReplicaCaptured(0, 0, state)
     calls = [Call("barrier", "default", group)]
