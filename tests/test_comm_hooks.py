@@ -13,11 +13,11 @@ from ddpcheck.findings.evidence.modules import ModuleDescription, WrapperFacts
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.wording import Names, make_finding
 from ddpcheck.gather.ddp.ddp_wrapper import has_own_hook, hook_loss, trains_apart
-from ddpcheck.monitor.judging import WatchContext
-from ddpcheck.monitor.rank_report import ReplicaState
-from ddpcheck.monitor.script.rank_log import RankStarted, ReplicaCaptured, WatchedRank, WrapperMade
 from ddpcheck.monitor.script.reporting import log_judging
 from ddpcheck.monitor.script.reporting.log_judging import judge_logs
+from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, WrapperMade
+from ddpcheck.stream.rank_report import ReplicaState, WatchContext
+from ddpcheck.stream.watched_rank import WatchedRank
 
 BFLOAT16 = 0.0078125
 

@@ -22,11 +22,13 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.judge.call_sites import judge_call_sites, judge_partings
-from ddpcheck.monitor.script.rank_log import RankLog, RankStarted, read_logs
 from ddpcheck.monitor.script.reporting.ending import Ending, judge_ending
 from ddpcheck.monitor.script.reporting.flight_records import write_flight_records
 from ddpcheck.monitor.script.reporting.hang_watch import Hang
 from ddpcheck.report.hang.hang_report import report_on_hang
+from ddpcheck.stream.entries import RankStarted
+from ddpcheck.stream.rank_log import RankLog
+from ddpcheck.stream.watched_rank import read_logs
 from ddpcheck.testing.fixture import DdpWorld
 
 # Logs: each letter is a barrier, and the line that calls it

@@ -12,7 +12,7 @@ import ddpcheck
 from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.mean_of_means import severity_of_weights
 from ddpcheck.monitor.loss_normalisation import judge_normalisation
-from ddpcheck.monitor.rank_report import MicroBatch
+from ddpcheck.stream.rank_report import MicroBatch
 
 CLASSES = 11
 

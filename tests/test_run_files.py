@@ -11,15 +11,18 @@ from pathlib import Path
 import pytest
 
 from ddpcheck.monitor.script.environment import STACK_SIGNAL
-from ddpcheck.monitor.script.held_file import HeldFile, is_held, mapped_file
-from ddpcheck.monitor.script.rank_log import ProgramEnded, RankLog, RankStarted, WatchingFailed, read_logs
 from ddpcheck.monitor.script.reporting.hang_watch import HangWatch
+from ddpcheck.stream.entries import ProgramEnded, RankStarted, WatchingFailed
+from ddpcheck.stream.held_file import HeldFile, is_held, mapped_file
+from ddpcheck.stream.rank_log import RankLog
+from ddpcheck.stream.watched_rank import read_logs
 
 ROOT = Path(__file__).parents[1]
 BEGIN = f"""
 import faulthandler, os, signal, sys
 from pathlib import Path
-from ddpcheck.monitor.script.rank_log import ProgramEnded, RankLog, RankStarted
+from ddpcheck.stream.entries import ProgramEnded, RankStarted
+from ddpcheck.stream.rank_log import RankLog
 folder = Path(sys.argv[1])
 log = RankLog(folder, RankStarted(0, 1, "gloo"))
 log.hold_stacks(lambda number: faulthandler.register({int(STACK_SIGNAL)}, file=number, all_threads=True))

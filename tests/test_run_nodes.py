@@ -15,12 +15,12 @@ from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.evidence.steps import Call, LoopEvent
 from ddpcheck.findings.wording import Names, make_finding
-from ddpcheck.monitor.judging import WatchContext
-from ddpcheck.monitor.rank_report import RankReport
-from ddpcheck.monitor.script.rank_log import RankStarted, ReplicaCaptured, StepsReported, WatchedRank, WrapperMade
 from ddpcheck.monitor.script.reporting import log_judging
 from ddpcheck.monitor.script.reporting.ending import Ending
 from ddpcheck.monitor.script.reporting.script_report import report_on_script
+from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, StepsReported, WrapperMade
+from ddpcheck.stream.rank_report import RankReport, WatchContext
+from ddpcheck.stream.watched_rank import WatchedRank
 
 ROOT = Path(__file__).parents[1]
 CONTEXT = WatchContext(Names({}), WrapperFacts(), world_size=4)

@@ -14,19 +14,13 @@ from pathlib import Path
 import pytest
 
 from ddpcheck.findings.stacks import has_no_python_left
-from ddpcheck.monitor.script.rank_log import (
-    Entry,
-    GroupDestroyed,
-    ProgramEnded,
-    RankLog,
-    RankRaised,
-    RankStarted,
-    read_logs,
-)
 from ddpcheck.monitor.script.reporting import hang_watch
 from ddpcheck.monitor.script.reporting.ending import Ending
 from ddpcheck.monitor.script.reporting.hang_watch import HangWatch, Unended, lives
 from ddpcheck.monitor.script.reporting.script_report import report_on_script
+from ddpcheck.stream.entries import Entry, GroupDestroyed, ProgramEnded, RankRaised, RankStarted
+from ddpcheck.stream.rank_log import RankLog
+from ddpcheck.stream.watched_rank import read_logs
 from ddpcheck.worlds.deadlock import gloo_wants_gil
 from ddpcheck.worlds.failures import described
 from tests.test_run import DDPCHECK, ROOT, run

@@ -6,7 +6,6 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ddpcheck.findings.evidence.parameters import GradientState, PathEnd, StepEvidence
@@ -22,21 +21,7 @@ from ddpcheck.judge.replica_state import judge_state
 from ddpcheck.judge.replicas import differing_names, judge_descriptions, judge_values_after_wrapping
 from ddpcheck.judge.training_loop import judge_loop, judge_values_changed
 from ddpcheck.monitor.loss_normalisation import judge_normalisation
-from ddpcheck.monitor.rank_report import RankReport, ReplicaState, is_probed
-
-
-@dataclass(frozen=True, slots=True)
-class WatchContext(JudgeContext):
-    """The wrapper and its module as they are when the watch begins.
-
-    Attributes:
-        trainable: The parameters that it synchronises, in their order.
-        began_alike: Whether parameters are known to have been the same on all ranks when it was constructed.
-    """
-
-    trainable: tuple[str, ...] = ()
-    began_alike: bool = False
-
+from ddpcheck.stream.rank_report import RankReport, ReplicaState, WatchContext, is_probed
 
 _MOST_STEPS = 8
 
@@ -88,7 +73,7 @@ def _judge_bypassed(report: RankReport, context: WatchContext) -> list[Finding]:
     alone = DdpStepEvidence(report.probed.rank, report.step, wrapper_calls=0, inner_calls=1)
     return [
         replace(one, location=line or noticed, evidence=(*one.evidence, *([f"noticed at {noticed}"] if line else [])))
-        for one in judge_reducer([alone], replace(context, world_size=1))
+        for one in judge_reducer([alone], _facts(context, world_size=1))
     ]
 
 
@@ -140,9 +125,9 @@ def judge_replica_states(
         first: Whether the ranks had not been compared before.
     """
     values = [item.values for item in states]
-    context = replace(context, world_size=len(states))
+    facts = _facts(context, world_size=len(states))
     found = judge_descriptions([item.description for item in states])
-    gradients = judge_reducer(values, context)
+    gradients = judge_reducer(values, facts)
     known_subjects = {subject for finding in found for subject in finding.subjects}
     if step == 0 and after_backward and context.began_alike:
         start = [
@@ -157,7 +142,7 @@ def judge_replica_states(
         for item in values:  # forward or backward has changed the others
             others = {name: value for name, value in item.parameters.items() if name not in changed_early}
             changed.append(replace(item, parameters_before_optimizer=others, parameters={}))
-        state = judge_state(changed, context, gradients_differ=True)
+        state = judge_state(changed, facts, gradients_differ=True)
     elif step == 0:
         early = not after_backward and not context.broadcasts_buffers  # then nothing has had a reason to part buffers
         start = judge_values_after_wrapping(
@@ -165,17 +150,26 @@ def judge_replica_states(
         )
         start = [f if first or f.code != "DDP208" else replace(f, **_UNAVERAGED) for f in start]
         kept = [replace(item, parameters={}, buffers=item.buffers if after_backward else {}) for item in values]
-        state = judge_state(kept, context, gradients_differ=True)
+        state = judge_state(kept, facts, gradients_differ=True)
     else:  # the values are those that the optimizer's last step has left
         start = []
-        state = judge_state(
-            [replace(item, step=step - 1) for item in values], context, gradients_differ=bool(gradients)
-        )
+        state = judge_state([replace(item, step=step - 1) for item in values], facts, gradients_differ=bool(gradients))
         state = [_apart(finding, values, step) if finding.code == "DDP306" else finding for finding in state]
     for finding in (*start, *gradients, *state):
         if not known_subjects.issuperset(finding.subjects):
             found.append(finding if finding.steps or finding.code in _STANDING else replace(finding, steps=(step,)))
     return found
+
+
+def _facts(context: WatchContext, world_size: int) -> JudgeContext:
+    return JudgeContext(
+        context.names,
+        context.wrapper,
+        world_size,
+        broadcasts_buffers=context.broadcasts_buffers,
+        wrapper_class=context.wrapper_class,
+        own_hook=context.own_hook,
+    )
 
 
 def _apart(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Finding:

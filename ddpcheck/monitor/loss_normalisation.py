@@ -16,7 +16,7 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.mean_of_means import severity_of_weights
-from ddpcheck.monitor.rank_report import MicroBatch
+from ddpcheck.stream.rank_report import MicroBatch
 
 _SAME = 0.02  # what rounding to half precision may do
 _SIMILAR = 0.15  # how far a loss's own count may be from ours

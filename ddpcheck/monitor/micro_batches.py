@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ddpcheck.monitor.module_hooks import remove_hooks
-from ddpcheck.monitor.rank_report import MicroBatch, is_probed
 from ddpcheck.recipe.pytree import tree_leaves
+from ddpcheck.stream.rank_report import MicroBatch, is_probed
 
 _STEPS_KEPT = 4
 _MOST_A_STEP = 256  # micro-batches

@@ -14,8 +14,8 @@ from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, changes
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.monitor.forward_snapshot import Snapshot
-from ddpcheck.monitor.rank_report import RankReport
 from ddpcheck.monitor.step_probe import StepProbe, zero_gradients
+from ddpcheck.stream.rank_report import RankReport
 
 _EXPLAINED_EARLY = 2  # the step in which never used ones are explained, for a run that ends before they are judged
 _ZERO_FROM = 4  # the step from which a gradient that was always zero is reported

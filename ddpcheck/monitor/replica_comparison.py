@@ -19,10 +19,10 @@ from ddpcheck.gather.state.fingerprints import digest_of, fingerprints
 from ddpcheck.gather.state.module_description import describe
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, norm
 from ddpcheck.monitor.alarms import AlarmBoard
-from ddpcheck.monitor.judging import WatchContext, judge_replica_states
-from ddpcheck.monitor.rank_report import ReplicaState
+from ddpcheck.monitor.judging import judge_replica_states
 from ddpcheck.monitor.step_probe import StepProbe
 from ddpcheck.monitor.synced_parameters import SyncedParameters
+from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 
 
 class ReplicaComparison:

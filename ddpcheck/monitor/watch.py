@@ -24,18 +24,18 @@ from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, facts_of, find_w
 from ddpcheck.gather.steps.training_step import visible_tensors
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.forward_snapshot import Snapshot
-from ddpcheck.monitor.judging import WatchContext, judge_reports
+from ddpcheck.monitor.judging import judge_reports
 from ddpcheck.monitor.loop_record import LoopRecord
 from ddpcheck.monitor.micro_batches import MicroBatches
 from ddpcheck.monitor.module_hooks import hold, release
 from ddpcheck.monitor.optimizer_steps import OptimizerSteps
 from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.parameter_history import ParameterHistory
-from ddpcheck.monitor.rank_report import FIRST_SETTLED, RankReport, is_probed, is_settled
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.reporting import FindingReporter
 from ddpcheck.monitor.step_probe import StepProbe
 from ddpcheck.monitor.step_tracker import StepTracker
+from ddpcheck.stream.rank_report import FIRST_SETTLED, RankReport, WatchContext, is_probed, is_settled
 
 _PACED = 16  # the step after which the ranks agree on how often they look for alarms
 _LAST_WAIT = 10.0  # seconds that ranks wait for each other when the watch closes

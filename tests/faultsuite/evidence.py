@@ -31,9 +31,9 @@ from tests.faultsuite.cases import ROOT
 
 _CLASS = "is"
 _OF_SCRIPTS = (
-    "ddpcheck.monitor.judging",
-    "ddpcheck.monitor.rank_report",
-    "ddpcheck.monitor.script.rank_log",
+    "ddpcheck.stream.rank_report",
+    "ddpcheck.stream.entries",
+    "ddpcheck.stream.watched_rank",
     "ddpcheck.monitor.script.reporting.ending",
 )
 _FORMS = (_CLASS, "list", "set", "frozenset", "dict", "path")

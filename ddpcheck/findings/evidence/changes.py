@@ -8,8 +8,6 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from msgspec import Struct
 
 from ddpcheck.findings.report import Location
@@ -63,4 +61,4 @@ class ScheduleState(Struct, frozen=True):
     turns: int = 0
     ends: tuple[int, int] = (0, 0)
     by_world: bool = False
-    numbers: Sequence[float] = ()
+    numbers: tuple[float, ...] = ()

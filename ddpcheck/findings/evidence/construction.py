@@ -7,7 +7,7 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from msgspec import Struct, field
 
@@ -53,4 +53,4 @@ class WrapperBegun(Struct, frozen=True):
     location: Location | None = None
     lines: Mapping[str, Location] = field(default_factory=dict)
     from_sets: tuple[str, ...] = ()
-    sizes: Sequence[SizedVariable] = ()
+    sizes: tuple[SizedVariable, ...] = ()

@@ -10,7 +10,7 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from msgspec import Struct, field
 
@@ -35,9 +35,9 @@ class EvaluationPass(Struct, frozen=True):
     loader: int
     number: int
     numbers: Mapping[str, float] = field(default_factory=dict)
-    references: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    references: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     after: Mapping[str, Location] = field(default_factory=dict)
-    numbers_of: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    numbers_of: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 class ResultExchanged(Struct, frozen=True):
@@ -62,9 +62,9 @@ class ResultExchanged(Struct, frozen=True):
     during: bool
     numbers: tuple[float, ...] = ()
     total: float | None = None
-    rows: Sequence[int] = ()
+    rows: tuple[int, ...] = ()
     evaluation: tuple[int, int] | None = None
-    values: Sequence[float] = ()
+    values: tuple[float, ...] = ()
 
 
 class RowsCompared(Struct, frozen=True):
@@ -79,8 +79,8 @@ class RowsCompared(Struct, frozen=True):
 
     round: int
     location: Location | None
-    one: Sequence[float]
-    other: Sequence[float]
+    one: tuple[float, ...]
+    other: tuple[float, ...]
 
 
 class ShownNumber(Struct, frozen=True):

@@ -8,7 +8,7 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from msgspec import Struct, field
 
@@ -54,6 +54,6 @@ class GradientsTaken(Struct, frozen=True):
     location: Location | None
     reductions: int = 0
     put_off: bool = False
-    gradients: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     parameters: Mapping[str, int] = field(default_factory=dict)
-    marks: Sequence[int] = ()
+    marks: tuple[int, ...] = ()

@@ -7,8 +7,6 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from msgspec import Struct
 
 from ddpcheck.findings.report import Location
@@ -32,8 +30,8 @@ class RunningStatistic(Struct, frozen=True):
     wrapper: int
     forward: int
     name: str
-    values: Sequence[float]
-    scale: Sequence[float]
+    values: tuple[float, ...]
+    scale: tuple[float, ...]
     equations: int
     location: Location | None
     exchanged: int = 0

@@ -7,7 +7,7 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from msgspec import Struct, field
 
@@ -99,8 +99,8 @@ class LoaderPass(Struct, frozen=True):
     exhausted: bool = False
     trains: bool = False
     order: int = 0
-    indices: Sequence[int] = ()
-    subset: Sequence[int] = ()
+    indices: tuple[int, ...] = ()
+    subset: tuple[int, ...] = ()
     contents: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     draws: Mapping[int, int] = field(default_factory=dict)
     worker_seed: int = -1
@@ -111,11 +111,11 @@ class LoaderPass(Struct, frozen=True):
     made: Location | None = None
     split: Location | None = None
     seeded: Location | None = None
-    rows: Sequence[int] = ()
-    labels: Sequence[int] = ()
-    classes: Sequence[int] = ()
+    rows: tuple[int, ...] = ()
+    labels: tuple[int, ...] = ()
+    classes: tuple[int, ...] = ()
     whole: int = 0
-    samples: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    samples: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     drawn: int = 0
     replicas: int = 0
     state: Mapping[str, int] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class LoaderPass(Struct, frozen=True):
     told: Location | None = None
     restored: Restored | None = None
     steps: int = 0
-    targets: Sequence[float] = ()
+    targets: tuple[float, ...] = ()
 
 
 class Inputs(Struct, frozen=True):
@@ -144,7 +144,7 @@ class Inputs(Struct, frozen=True):
     samples: tuple[int, ...]
     location: Location | None
     parts: tuple[tuple[int, int], ...] = ()
-    added: Sequence[float] = ()
+    added: tuple[float, ...] = ()
 
 
 class DerivedTable(Struct, frozen=True):
@@ -196,7 +196,7 @@ class OptimizerStep(Struct, frozen=True):
     norms: Mapping[str, float] = field(default_factory=dict)
     states: Mapping[str, float] = field(default_factory=dict)
     alone: Mapping[str, int] = field(default_factory=dict)
-    gradients: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     marks: tuple[int, ...] = ()
     unknown: tuple[str, ...] = ()
     collectives: int = 0

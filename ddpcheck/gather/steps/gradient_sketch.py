@@ -53,7 +53,7 @@ class Kept:
         return Kept(self.value + other.value, self.is_sketch)
 
 
-def sketches(gradients: Mapping[str, torch.Tensor] | Mapping[str, Kept]) -> dict[str, list[float]]:
+def sketches(gradients: Mapping[str, torch.Tensor] | Mapping[str, Kept]) -> dict[str, tuple[float, ...]]:
     """The sketch of each, as `sketch` gives it but for rounding, with one transfer from each device.
 
     Small ones of one size are taken together: on a small model that saves most of the calls.
@@ -67,11 +67,11 @@ def sketches(gradients: Mapping[str, torch.Tensor] | Mapping[str, Kept]) -> dict
         else:
             alike.setdefault((value.numel(), value.dtype, value.device), {})[name] = value
     rows += [([*group], _of_rows(_stacked([*group.values()]))) for group in alike.values()]
-    found: dict[str, list[float]] = {}
+    found: dict[str, tuple[float, ...]] = {}
     for device in {row.device for _, row in rows}:
         here = [(names, row.double()) for names, row in rows if row.device == device]
         numbers = iter(torch.cat([row.reshape(-1) for _, row in here]).tolist())
-        found |= {name: [*islice(numbers, row.shape[1])] for names, row in here for name in names}
+        found |= {name: tuple(islice(numbers, row.shape[1])) for names, row in here for name in names}
     return {name: found[name] for name in gradients}
 
 

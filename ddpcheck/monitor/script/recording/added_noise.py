@@ -22,8 +22,8 @@ def kept_samples(batch: Any) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in found[:_MOST_TENSORS]]
 
 
-def added_to(samples: Sequence[torch.Tensor], given: Any) -> list[float]:
-    """A sketch of what is added to the first of `samples` that has the shape of a tensor in `given`; `[]` for nothing.
+def added_to(samples: Sequence[torch.Tensor], given: Any) -> tuple[float, ...]:
+    """A sketch of what is added to the first of `samples` that has the shape of a tensor in `given`; `()` for nothing.
 
     That is without what is the same for all samples, and what a factor and an offset for each sample explain.
     """
@@ -35,8 +35,8 @@ def added_to(samples: Sequence[torch.Tensor], given: Any) -> list[float]:
                 factors = (x * y).sum(1, keepdim=True) / (x * x).sum(1, keepdim=True).clamp_min(1e-300)
                 rest = y - factors * x
                 rest -= rest.mean(0)
-                return sketch(rest).tolist() if rest.norm() > _ROUNDING * y.norm() else []
-    return []
+                return tuple(sketch(rest).tolist()) if rest.norm() > _ROUNDING * y.norm() else ()
+    return ()
 
 
 def _are_samples(tensor: torch.Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -62,5 +61,5 @@ class ComparisonRecorder:
             return
         self._seen.add(where)
         if all(t.layout == torch.strided and t.device.type != "meta" and not t.is_complex() for t in (one, other)):
-            numbers = [array("d", t.detach().double().flatten().tolist()) for t in (one, other)]
+            numbers = [tuple(t.detach().double().flatten().tolist()) for t in (one, other)]
             self._sink(RowsCompared(self._round, where, *numbers))

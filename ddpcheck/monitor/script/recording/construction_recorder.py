@@ -66,7 +66,7 @@ class ConstructionRecorder:
             user_location(),
             self._lines_of(module),
             tuple(_in_order_of_sets(module)),
-            [one for one in sizes if _may_be(one.size, shapes)][:_MOST_SIZES],
+            tuple(one for one in sizes if _may_be(one.size, shapes))[:_MOST_SIZES],
         )
 
     def _registered(self, module: nn.Module, name: str, thing: Any) -> None:

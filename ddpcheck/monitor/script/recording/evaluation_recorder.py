@@ -10,7 +10,6 @@ import linecache
 import logging
 import re
 import sys
-from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -210,31 +209,31 @@ def _described(value: Any, number: int, call: Call, *, during: bool) -> ResultEx
     return replace(plain, numbers=numbers, total=total, rows=_rows_given(value), values=_values_given(value))
 
 
-def _values_given(value: Any) -> array[float]:
+def _values_given(value: Any) -> tuple[float, ...]:
     """The floating-point numbers of each row of what is given to a collective."""
     if isinstance(value, list) and value and all(isinstance(one, list) for one in value):
         value = list(itertools.islice(itertools.chain.from_iterable(value), _MOST_LABELS + 1))
     if isinstance(value, list) and value and all(type(one) is torch.Tensor and one.dim() for one in value):
         parts = [_floats_of(one) for one in value]
-        return array("d", itertools.chain.from_iterable(parts)) if all(parts) else array("d")
+        return tuple(itertools.chain.from_iterable(parts)) if all(parts) else ()
     return _floats_of(value)
 
 
-def _floats_of(value: Any) -> array[float]:
+def _floats_of(value: Any) -> tuple[float, ...]:
     """A tensor, an array or a list of floating-point numbers, row by row."""
     numpy = sys.modules.get("numpy")
     if isinstance(value, list) and len(value) <= _MOST_LABELS and all(type(one) is float for one in value):
-        return array("d", value)
+        return tuple(value)
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind == "f":
         value = torch.from_numpy(numpy.ascontiguousarray(value))
     if type(value) is not torch.Tensor or value.layout != torch.strided or value.device.type == "meta":
-        return array("d")
+        return ()
     if not value.is_floating_point() or not value.dim() or not 1 <= len(value) <= _MOST_LABELS:
-        return array("d")
-    return array("d", value.detach().flatten().tolist() if value.numel() <= _MOST_COLUMNS * len(value) else ())
+        return ()
+    return tuple(value.detach().flatten().tolist()) if value.numel() <= _MOST_COLUMNS * len(value) else ()
 
 
-def _rows_given(value: Any) -> array[int]:
+def _rows_given(value: Any) -> tuple[int, ...]:
     """A label for each row of what is given to a collective: whole numbers, scores of classes, or of one class."""
     if isinstance(value, list) and value and all(isinstance(one, list) for one in value):
         value = list(itertools.islice(itertools.chain.from_iterable(value), _MOST_LABELS + 1))
@@ -248,7 +247,7 @@ def _rows_given(value: Any) -> array[int]:
         scores = value.detach().flatten()
         if len(scores) == len(value):
             rows = (scores > (0.5 if 0 <= float(scores.min()) <= float(scores.max()) <= 1 else 0)).long()
-    return array("q", () if rows is None else rows.tolist())
+    return () if rows is None else tuple(rows.tolist())
 
 
 def _length(value: Any) -> int:
@@ -286,7 +285,7 @@ def _labels_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
     for name, value in held.items():
         is_labels = not (isinstance(value, torch.Tensor) and value.is_floating_point())
         if is_labels and 1 < size <= _MOST_LABELS and (rows := labels_in(value, size)) is not None:
-            found[name] = array("q", rows.tolist())
+            found[name] = tuple(rows.tolist())
     return found
 
 

@@ -15,8 +15,8 @@ import torch
 from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.source_lines import is_installed, is_user_file, user_location
 from ddpcheck.gather.patching import guarded, patched
-from ddpcheck.monitor.script.rank_log import RankLog
 from ddpcheck.recipe.pytree import tree_tensors
+from ddpcheck.stream.rank_log import RankLog
 
 _MOST_USES = 4096  # distinct ones: by path, how, line, and collectives before
 _NOT_GIVEN = object()

@@ -14,7 +14,7 @@ from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.gather.patching import patched
-from ddpcheck.monitor.rank_report import is_probed
+from ddpcheck.stream.rank_report import is_probed
 
 _MOST_NODES = 256
 _MOST_GATHERED = 64  # tensors in a step

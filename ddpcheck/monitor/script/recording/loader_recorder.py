@@ -225,7 +225,7 @@ class LoaderRecorder:
             chooses=_chooses(sampler, size),
             wrappers=self._wrappers(),
             data=self._number_of(loader.dataset),
-            subset=array("q", map(int, subset[:_MOST_INDICES])) if len(subset) else (),
+            subset=tuple(map(int, subset[:_MOST_INDICES])) if len(subset) else (),
             made=made_at(sampler) or made_at(loader),
             split=made_at(loader.dataset) or made_at(beneath),
             whole=rows_of_whole(beneath) if not number else 0,
@@ -260,15 +260,18 @@ class LoaderRecorder:
         if self._open.get(one.entry.loader) is one:
             del self._open[one.entry.loader]
         taken = one.batches[: one.entry.batches]
-        indices = array("q", (index for batch in taken for index in batch))
-        for index in range(len(indices)):
-            indices[index] = _base_index(one.dataset, indices[index])
+        indices = tuple(_base_index(one.dataset, index) for batch in taken for index in batch)
         order = int.from_bytes(one.order.digest(), "big") if one.map_style and exhausted else 0
         # a batch of validation now and then, of an iterator that stays open, is not trained on
         steps = (self._steps() if one.until < 0 else one.until) - one.steps
         trains = 0 < steps <= _MOST_STEPS_OF_A_BATCH * max(1, one.entry.batches)
+        read = one.rows
         entry = replace(
-            one.entry, rows=one.rows.rows, labels=one.rows.labels, classes=one.rows.classes, targets=one.rows.targets
+            one.entry,
+            rows=tuple(read.rows),
+            labels=tuple(read.labels),
+            classes=tuple(read.classes),
+            targets=tuple(read.targets),
         )
         ended = replace(entry, exhausted=exhausted, trains=trains, order=order, indices=indices, steps=steps)
         if trains:

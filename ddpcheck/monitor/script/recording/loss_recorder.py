@@ -16,9 +16,9 @@ from ddpcheck.findings.source_lines import user_frame, user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.patching import guarded, patched
 from ddpcheck.monitor.module_hooks import UnpickledHook
-from ddpcheck.monitor.rank_report import is_probed
 from ddpcheck.monitor.script.recording.loss_source import LossSource, loss_source
 from ddpcheck.monitor.script.recording.optimizer_recorder import OptimizerRecorder
+from ddpcheck.stream.rank_report import is_probed
 
 _MOST_NODES = 32
 _MOST_A_STEP = 64  # backward passes

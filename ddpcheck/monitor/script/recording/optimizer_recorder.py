@@ -29,7 +29,6 @@ from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
 from ddpcheck.gather.steps.gradient_distance import dense, norms
 from ddpcheck.gather.steps.gradient_sketch import sketches
 from ddpcheck.monitor.module_hooks import UnpickledHook
-from ddpcheck.monitor.rank_report import is_probed
 from ddpcheck.monitor.script.recording.clip_recorder import ClipRecorder
 from ddpcheck.monitor.script.recording.leftover_recorder import LeftoverRecorder
 from ddpcheck.monitor.script.recording.line_recorder import (
@@ -46,6 +45,7 @@ from ddpcheck.monitor.script.recording.schedule_recorder import ScheduleRecorder
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 from ddpcheck.monitor.script.recording.state_uses import UseRecorder
 from ddpcheck.monitor.script.recording.write_recorder import WriteRecorder
+from ddpcheck.stream.rank_report import is_probed
 
 _MOST_MARKS = _MOST_SUMS = 4096
 _MOST_LOOKED_AT = 16  # steps of an optimizer, between which zero_grad is looked at

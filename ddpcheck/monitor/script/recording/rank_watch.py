@@ -45,15 +45,6 @@ from ddpcheck.judge.ending_facts import place_of_handling
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.script.environment import STACK_SIGNAL, RunOptions, options_of_run
-from ddpcheck.monitor.script.rank_log import (
-    ExitCalled,
-    GroupDestroyed,
-    ProgramEnded,
-    RankLog,
-    RankRaised,
-    RankStarted,
-    WatchingFailed,
-)
 from ddpcheck.monitor.script.recording.construction_recorder import ConstructionRecorder
 from ddpcheck.monitor.script.recording.draw_recorder import DrawRecorder
 from ddpcheck.monitor.script.recording.evaluation_recorder import EvaluationRecorder
@@ -70,6 +61,8 @@ from ddpcheck.monitor.script.recording.statistics_recorder import StatisticsReco
 from ddpcheck.monitor.script.recording.taken_recorder import TakenRecorder
 from ddpcheck.monitor.script.recording.target_recorder import TargetRecorder
 from ddpcheck.monitor.script.recording.write_recorder import WriteRecorder
+from ddpcheck.stream.entries import ExitCalled, GroupDestroyed, ProgramEnded, RankRaised, RankStarted, WatchingFailed
+from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.worlds.failures import described
 
 _DDP: Any = nn.parallel.DistributedDataParallel

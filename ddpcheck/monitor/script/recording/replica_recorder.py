@@ -15,12 +15,13 @@ from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.gather.steps.gradient_distance import dense, eps_of
 from ddpcheck.gather.steps.gradient_sketch import sketches
 from ddpcheck.monitor.alarms import AlarmBoard
-from ddpcheck.monitor.judging import WatchContext
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
-from ddpcheck.monitor.script.rank_log import RankLog, ReplicaCaptured
 from ddpcheck.monitor.script.recording.updating_line import writing_line
 from ddpcheck.monitor.step_probe import StepProbe
 from ddpcheck.monitor.synced_parameters import SyncedParameters
+from ddpcheck.stream.entries import ReplicaCaptured
+from ddpcheck.stream.rank_log import RankLog
+from ddpcheck.stream.rank_report import WatchContext
 
 
 class ReplicaRecorder(ReplicaComparison):

@@ -35,8 +35,6 @@ from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.forward_snapshot import Snapshot
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.options import WatchOptions
-from ddpcheck.monitor.rank_report import RankReport, is_probed
-from ddpcheck.monitor.script.rank_log import RankLog, StepsReported, WrapperMade
 from ddpcheck.monitor.script.recording.added_noise import added_to
 from ddpcheck.monitor.script.recording.bypass_recorder import BypassRecorder
 from ddpcheck.monitor.script.recording.pace_recorder import PaceRecorder, Position
@@ -44,6 +42,9 @@ from ddpcheck.monitor.script.recording.replica_recorder import ReplicaRecorder
 from ddpcheck.monitor.step_probe import StepProbe
 from ddpcheck.monitor.watch import Watch
 from ddpcheck.recipe.pytree import tree_tensors
+from ddpcheck.stream.entries import StepsReported, WrapperMade
+from ddpcheck.stream.rank_log import RankLog
+from ddpcheck.stream.rank_report import RankReport, is_probed
 
 _MOST_PARTS = 16  # tensors that forward is given
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away

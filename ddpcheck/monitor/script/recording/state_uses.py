@@ -18,8 +18,8 @@ from ddpcheck.findings.source_lines import lines_of_program, user_location
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.monitor.module_hooks import UnpickledHook
-from ddpcheck.monitor.rank_report import is_probed
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
+from ddpcheck.stream.rank_report import is_probed
 
 _MOST_MODULES = 64
 _MOST_LINES = 64  # by which a module is used

@@ -21,10 +21,10 @@ from ddpcheck.findings.evidence.running_statistics import RunningStatistic
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.monitor.module_hooks import UnpickledHook
-from ddpcheck.monitor.rank_report import is_probed
 from ddpcheck.monitor.script.recording.program_numbers import held_by_program
 from ddpcheck.monitor.script.recording.updating_line import updating_line
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
+from ddpcheck.stream.rank_report import is_probed
 
 _MOST_INPUTS = 4
 _MOST_ELEMENTS = 1 << 22  # of an input
@@ -132,7 +132,7 @@ class StatisticsRecorder:
             equations, scale = found.get(name, (0, one.scales.get(name)))
             assert scale is not None
             one.scales[name] = scale
-            values, scales = held[name].mean[:_SHOWN].tolist(), scale[:_SHOWN].tolist()
+            values, scales = (tuple(t[:_SHOWN].tolist()) for t in (held[name].mean, scale))
             where = updating_line(name.partition(" / ")[0], held[name].holder)
             self._sink(
                 RunningStatistic(

@@ -16,8 +16,8 @@ from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.gather.steps.gradient_sketch import sketch
-from ddpcheck.monitor.rank_report import is_probed
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
+from ddpcheck.stream.rank_report import is_probed
 
 _MOST_MARKS = 1024
 _MOST_PARAMETERS = 64  # of a call, that are compared
@@ -84,7 +84,7 @@ class TakenRecorder:
                 where,
                 reductions=watch.step,
                 put_off=watch.has_unreduced,
-                gradients={name: sketch(dense(g.detach())).tolist() for name, g in gradients.items()},
+                gradients={name: tuple(sketch(dense(g.detach())).tolist()) for name, g in gradients.items()},
                 parameters={name: fingerprint(p) for name, p in some.items()},
                 marks=tuple(one.marks),
             )

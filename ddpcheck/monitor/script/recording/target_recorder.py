@@ -11,7 +11,7 @@ from ddpcheck.findings.evidence.evaluation import GatheredTargets
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.gather.patching import patched
-from ddpcheck.monitor.rank_report import is_probed
+from ddpcheck.stream.rank_report import is_probed
 
 _MOST_NODES = 64
 _MOST_GATHERED = 4  # tensors since the last backward pass

@@ -35,8 +35,9 @@ from ddpcheck.judge.endings import judge_endings
 from ddpcheck.judge.rank_failure import describe_failure, follows_from_another_rank, judge_failure
 from ddpcheck.judge.timelines import those_that_differ, timelines
 from ddpcheck.judge.torch_errors import RaisedFacts, judge_torch_errors
-from ddpcheck.monitor.script.rank_log import ExitCalled, RankRaised, WatchedRank, comparable_logs
 from ddpcheck.monitor.script.reporting.hang_watch import Hang, Unended
+from ddpcheck.stream.entries import ExitCalled, RankRaised
+from ddpcheck.stream.watched_rank import WatchedRank, comparable_logs
 from ddpcheck.worlds import failures
 
 _TOLD_AS_STORY = ("DDP401", "DDP402", "DDP403")  # where no rank has failed by itself

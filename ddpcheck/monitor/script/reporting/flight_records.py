@@ -16,9 +16,9 @@ from typing import Any
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
-from ddpcheck.monitor.script.rank_log import WatchedRank, comparable_logs
 from ddpcheck.monitor.script.reporting.ending import Ending, still_in_a_call
 from ddpcheck.report.hang.flight_recorder import CALL_KEY, DEFAULT_GROUP, DTYPES
+from ddpcheck.stream.watched_rank import WatchedRank, comparable_logs
 
 _VERSION = "2.10"  # of the recorder in torch 2.13
 _OPERATIONS = (  # of the recorder, as the names of those of torch.distributed begin

@@ -25,8 +25,9 @@ from ddpcheck.findings.stacks import WORKERS, has_no_python_left, own_stack, reg
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.judge.collective_order import judge_collectives
 from ddpcheck.monitor.script.environment import STACK_SIGNAL
-from ddpcheck.monitor.script.held_file import is_held
-from ddpcheck.monitor.script.rank_log import RankRaised, comparable_logs, rank_processes, read_logs
+from ddpcheck.stream.entries import RankRaised
+from ddpcheck.stream.held_file import is_held
+from ddpcheck.stream.watched_rank import comparable_logs, rank_processes, read_logs
 from ddpcheck.worlds import failures
 from ddpcheck.worlds.deadlock import gloo_wants_gil, locked_children, processor_seconds
 

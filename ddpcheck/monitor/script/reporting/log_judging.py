@@ -24,14 +24,7 @@ from ddpcheck.judge.wrapper_construction import COUNTED, judge_constructions
 from ddpcheck.monitor.judging import judge_replica_states, judge_reports
 from ddpcheck.monitor.loss_normalisation import severity_of_targets
 from ddpcheck.monitor.options import WatchOptions
-from ddpcheck.monitor.rank_report import RankReport
 from ddpcheck.monitor.reporting import FindingReporter
-from ddpcheck.monitor.script.rank_log import (
-    ReplicaCaptured,
-    StepsReported,
-    WatchedRank,
-    WrapperMade,
-)
 from ddpcheck.monitor.script.reporting.program_judging import (
     averages_by_hand,
     judge_held_states,
@@ -39,6 +32,9 @@ from ddpcheck.monitor.script.reporting.program_judging import (
     loss_line,
     sums_over_ranks,
 )
+from ddpcheck.stream.entries import ReplicaCaptured, StepsReported, WrapperMade
+from ddpcheck.stream.rank_report import RankReport
+from ddpcheck.stream.watched_rank import WatchedRank
 
 _REPLICAS_PART = {"DDP208", "DDP301", "DDP306", "DDP501", "DDP502", "DDP503", "DDP504", "DDP508", "DDP515", "DDP518"}
 _TOLERANCE = 1e-3  # of a sketch in float32, whose sums of many elements are rounded

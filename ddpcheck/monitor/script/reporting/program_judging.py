@@ -63,7 +63,8 @@ from ddpcheck.judge.script_pace import judge_left, judge_shifts, judge_unheld
 from ddpcheck.judge.script_states import judge_states, judge_uses
 from ddpcheck.judge.script_statistics import judge_statistics
 from ddpcheck.judge.script_targets import judge_targets
-from ddpcheck.monitor.script.rank_log import ReplicaCaptured, WatchedRank
+from ddpcheck.stream.entries import ReplicaCaptured
+from ddpcheck.stream.watched_rank import WatchedRank
 
 _Kind = TypeVar("_Kind")
 _MOST_RUNS = 1024  # as many are written down: without a regular pace

@@ -11,11 +11,11 @@ from typing import Any
 
 from ddpcheck import __version__
 from ddpcheck.findings.evidence.evaluation import EvaluationPass
+from ddpcheck.findings.exception_origin import BUG
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
 from ddpcheck.findings.selection import Suppression, sort_out
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_ranks
-from ddpcheck.monitor.script.rank_log import ReplicaCaptured, WatchedRank, WatchingFailed
 from ddpcheck.monitor.script.reporting.ending import Ending, failures_of, judge_ending, timelines_of
 from ddpcheck.monitor.script.reporting.hang_watch import Unended
 from ddpcheck.monitor.script.reporting.log_judging import (
@@ -25,6 +25,8 @@ from ddpcheck.monitor.script.reporting.log_judging import (
     watched_wrappers,
 )
 from ddpcheck.monitor.script.reporting.program_judging import optimizer_steps
+from ddpcheck.stream.entries import SCHEMA, ReplicaCaptured, WatchingFailed
+from ddpcheck.stream.watched_rank import WatchedRank
 
 _PARTS = {  # by name of the check: the families of rules, and what was compared
     "parameters": (("DDP1",), "the part of each parameter in the loss, in {steps}"),
@@ -140,6 +142,13 @@ def _entered(ranks: Sequence[WatchedRank], wrappers: Sequence[WatchedWrapper]) -
     if missing := _elsewhere(ranks):
         why = f"{format_ranks(missing)} left no log here, so the ranks were not compared"
         return CheckResult("ranks", "skipped", detail=f"{size - len(missing)} of {counted(size, 'rank')}: {why}")
+    if unknown := sum(rank.unknown for rank in ranks):
+        parts = counted(unknown, "part")
+        if all(rank.started.schema == SCHEMA for rank in ranks):
+            why = f"{parts} of their logs could not be read; {BUG}"
+            return CheckResult("ranks", "error", detail=why)
+        why = f"another version of ddpcheck wrote their logs: {parts} of them were not judged"
+        return CheckResult("ranks", "skipped", detail=why)
     steps = optimizer_steps(ranks)
     if wrappers and not any(wrapper.steps for wrapper in wrappers):
         names = ", ".join(dict.fromkeys(wrapper.made.module for wrapper in wrappers))

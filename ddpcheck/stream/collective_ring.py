@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ddpcheck.findings.evidence.steps import Call
-from ddpcheck.monitor.script.held_file import mapped_file
+from ddpcheck.stream.held_file import mapped_file
 
 _KEPT = 2048
 _WIDTH = 384  # bytes of a call

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
-from ddpcheck.findings.evidence.modules import ModuleDescription
+from ddpcheck.findings.evidence.modules import ModuleDescription, WrapperFacts
 from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent
+from ddpcheck.findings.wording import Names
 
 
 def is_probed(step: int) -> bool:
@@ -97,3 +98,27 @@ class ReplicaState(Struct, frozen=True):
     values: DdpStepEvidence
     constructed: Mapping[str, int] = field(default_factory=dict)
     at_first_forward: Mapping[str, int] = field(default_factory=dict)
+
+
+class WatchContext(Struct, frozen=True):
+    """The wrapper and its module as they are when the watch begins.
+
+    Attributes:
+        names: Of the parameters, with their aliases.
+        wrapper: The arguments of the wrapper.
+        world_size: Of its process group.
+        broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
+        wrapper_class: The name of the wrapper's class.
+        trainable: The parameters that it synchronises, in their order.
+        began_alike: Whether parameters are known to have been the same on all ranks when it was constructed.
+        own_hook: Whether the communication hook is none of torch's.
+    """
+
+    names: Names
+    wrapper: WrapperFacts
+    world_size: int
+    broadcasts_buffers: bool = False
+    wrapper_class: str = ""
+    trainable: tuple[str, ...] = ()
+    began_alike: bool = False
+    own_hook: bool = False

@@ -1,0 +1,79 @@
+"""Entries as bytes, and back: each is the name of its kind and its fields, in msgpack, after its length.
+
+What follows the last whole entry is dropped, since a process may die in the middle of a write. An entry of a kind that
+this version does not know, or without what it needs, is counted and passed over.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable
+from typing import Any, get_args
+
+import msgspec
+
+from ddpcheck.stream.entries import Entry
+
+_LENGTH = struct.Struct("<I")
+_LARGEST = 1 << 63
+_EXACTLY: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
+
+
+def _plain(value: Any) -> Any:
+    """Of a class that a script or a library has derived from a plain one, as numpy's numbers are: the plain value."""
+    exactly = next((made for kind, made in _EXACTLY.items() if isinstance(value, kind)), None)
+    return value.item() if exactly is None else exactly(value)
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+
+
+def encoded(entry: Entry) -> bytes:
+    """An entry, to be appended to a log."""
+    try:
+        data = _encode((type(entry).__name__, entry))
+    except (UnicodeEncodeError, OverflowError):  # the name of a file that is no text; a number of more than 64 bits
+        data = _encode((type(entry).__name__, _writable(msgspec.to_builtins(entry, enc_hook=_plain))))
+    return _LENGTH.pack(len(data)) + data
+
+
+def decoded(data: bytes) -> tuple[list[Entry], int]:
+    """The entries of a log, and how many more there are that this version cannot read."""
+    entries: list[Entry] = []
+    start = unknown = 0
+    while len(data) >= start + _LENGTH.size:
+        (length,) = _LENGTH.unpack_from(data, start)
+        start, end = start + _LENGTH.size, start + _LENGTH.size + length
+        if end > len(data):
+            break
+        try:
+            kind, fields = _frame().decode(data[start:end])
+            entries.append(_decoder(kind).decode(fields))
+        except (msgspec.MsgspecError, KeyError):
+            unknown += 1
+        start = end
+    return entries, unknown
+
+
+@functools.cache
+def _frame() -> msgspec.msgpack.Decoder[tuple[str, msgspec.Raw]]:
+    return msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+
+
+@functools.cache
+def _decoder(kind: str) -> msgspec.msgpack.Decoder[Entry]:
+    return msgspec.msgpack.Decoder({one.__name__: one for one in get_args(Entry)}[kind])
+
+
+def _writable(value: Any) -> Any:
+    """The same with what is no text as Python writes it, and what is too large a number as the nearest one."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, int):
+        return max(-_LARGEST, min(value, _LARGEST - 1))
+    if isinstance(value, dict):
+        return {_writable(key): _writable(item) for key, item in value.items()}
+    return [_writable(item) for item in value] if isinstance(value, list | tuple) else value

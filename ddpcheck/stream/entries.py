@@ -1,0 +1,218 @@
+"""The entries of the log that a watched rank leaves: what a watch would have exchanged with the other ranks.
+
+Fields are only added, with a default, and kinds are only added: so that any version reads what it knows.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct, field
+
+from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.evidence.construction import WrapperBegun
+from ddpcheck.findings.evidence.draws import StepDraw
+from ddpcheck.findings.evidence.evaluation import (
+    EvaluationPass,
+    GatheredTargets,
+    MetricShown,
+    ResultExchanged,
+    RowsCompared,
+)
+from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
+from ddpcheck.findings.evidence.gradient_changes import GradientsChanged, GradientsTaken
+from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun
+from ddpcheck.findings.evidence.running_statistics import RunningStatistic
+from ddpcheck.findings.evidence.script import (
+    DerivedTable,
+    FileUsed,
+    GradientsClipped,
+    GradientsZeroed,
+    Inputs,
+    LoaderPass,
+    LossDifferentiated,
+    MetricUsed,
+    OptimizerEnd,
+    OptimizerStep,
+    ReducedInPlace,
+    StateHeld,
+)
+from ddpcheck.findings.evidence.state_uses import StateUsed
+from ddpcheck.findings.figures import ModuleEntry
+from ddpcheck.findings.report import Location
+from ddpcheck.stream.rank_report import RankReport, ReplicaState, WatchContext
+
+SCHEMA = 1
+
+
+class RankStarted(Struct, frozen=True):
+    """A process has joined its default process group, and so is a rank.
+
+    Attributes:
+        rank: In that group.
+        world_size: Of that group.
+        backend: Of that group.
+        restart: How often the launcher had restarted the ranks before.
+        schema: The version of these entries.
+    """
+
+    rank: int
+    world_size: int
+    backend: str
+    restart: int = 0
+    schema: int = SCHEMA
+
+
+class WrapperMade(Struct, frozen=True):
+    """A `DistributedDataParallel` has been constructed.
+
+    Attributes:
+        module: The class of what it wraps.
+        ranks: Of its process group.
+        context: Of the watch on it.
+        location: The line of the script that constructs it.
+        by_library: Whether an installed package does, and not the script.
+        classes: By path of a submodule ("" for the module itself), its classes of the user, each with file and name.
+        modules: For a report: those of the first wrapper of rank 0.
+    """
+
+    module: str
+    ranks: tuple[int, ...]
+    context: WatchContext
+    location: Location | None
+    by_library: bool
+    classes: Mapping[str, tuple[tuple[str, str], ...]]
+    modules: tuple[ModuleEntry, ...] = ()
+
+
+class StepsReported(Struct, frozen=True):
+    """What a rank would report when the ranks exchange reports.
+
+    Attributes:
+        wrapper: The number of the wrapper.
+        report: Of the rank.
+        closing: Whether the watch ends with it.
+        alone: Whether it shows a fault whatever the other ranks report.
+    """
+
+    wrapper: int
+    report: RankReport
+    closing: bool = False
+    alone: bool = False
+
+
+class ReplicaCaptured(Struct, frozen=True):
+    """What a rank would compare with the others after the backward pass of a step.
+
+    Attributes:
+        wrapper: The number of the wrapper.
+        step: How many had ended before.
+        state: Of the replica.
+        own: Sketches of the rank's own gradients (see `gather.steps.gradient_sketch`); empty where they were not kept.
+        averaged: Sketches of what the wrapper left in `.grad`.
+        eps: The machine epsilon of each parameter's dtype, or what a communication hook loses, if that is more.
+        hook: The name of the communication hook.
+        own_hook: Whether it is none of torch's.
+    """
+
+    wrapper: int
+    step: int
+    state: ReplicaState
+    own: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    averaged: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    eps: Mapping[str, float] = field(default_factory=dict)
+    hook: str = ""
+    own_hook: bool = False
+
+
+class GroupUsed(Struct, frozen=True):
+    """A process group has been used for the first time; its name, and the ranks in it."""
+
+    name: str
+    members: tuple[int, ...]
+
+
+class CallersSeen(Struct, frozen=True):
+    """Lines of the program have led to a collective for the first time.
+
+    Attributes:
+        number: Of them.
+        lines: Innermost first.
+        files: Of each of the lines.
+    """
+
+    number: int
+    lines: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+class ExitCalled(Struct, frozen=True):
+    """The script has called `sys.exit`; the lines that led to it, innermost first."""
+
+    lines: tuple[str, ...]
+
+
+class RankRaised(Struct, frozen=True):
+    """The script has ended in an exception on this rank; `reply` is as `worlds.failures.described` makes it."""
+
+    reply: Mapping[str, Any]
+
+
+class WatchingFailed(Struct, frozen=True):
+    """An error, of ddpcheck's own or of writing the log, after which this rank is not watched any more."""
+
+    error: str
+
+
+class GroupDestroyed(Struct, frozen=True):
+    """The script has destroyed its default process group."""
+
+
+class ProgramEnded(Struct, frozen=True):
+    """Python has come to the end of the program; no entry after a signal or `os._exit`."""
+
+
+Entry = (
+    RankStarted
+    | WrapperBegun
+    | WrapperMade
+    | StepsReported
+    | ReplicaCaptured
+    | Inputs
+    | LoaderPass
+    | DerivedTable
+    | StepDraw
+    | GatheredConstant
+    | OwnPartPutBack
+    | OptimizerStep
+    | OptimizerEnd
+    | StateHeld
+    | StateUsed
+    | RunningStatistic
+    | LossDifferentiated
+    | MetricUsed
+    | GradientsClipped
+    | GradientsZeroed
+    | ReducedInPlace
+    | FileUsed
+    | ModuleChanged
+    | GradientsChanged
+    | EvaluationPass
+    | ResultExchanged
+    | MetricShown
+    | RowsCompared
+    | GatheredTargets
+    | GradientsLeft
+    | GradientsTaken
+    | PaceRun
+    | GroupUsed
+    | CallersSeen
+    | ExitCalled
+    | RankRaised
+    | WatchingFailed
+    | GroupDestroyed
+    | ProgramEnded
+)

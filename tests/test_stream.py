@@ -1,0 +1,155 @@
+"""Logs of ranks as bytes: read again as they were, after any cut, and by versions that know more or less."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from msgspec import structs
+
+from ddpcheck.findings.evidence.evaluation import ResultExchanged
+from ddpcheck.findings.evidence.script import FileUsed
+from ddpcheck.findings.replace import replace
+from ddpcheck.monitor.script.reporting.ending import Ending
+from ddpcheck.monitor.script.reporting.script_report import report_on_script
+from ddpcheck.stream.codec import decoded, encoded
+from ddpcheck.stream.entries import SCHEMA, Entry, GroupUsed, ProgramEnded, RankRaised, RankStarted
+from ddpcheck.stream.watched_rank import WatchedRank
+from tests.faultsuite.recorded_scripts import left_by, runs
+
+NAN = float("nan")
+STARTED = RankStarted(0, 2, "gloo")
+
+
+def framed(kind: str, fields: dict[str, Any]) -> bytes:
+    """An entry as another version may write it."""
+    data = msgspec.msgpack.encode((kind, fields))
+    return struct.pack("<I", len(data)) + data
+
+
+def fields_of(entry: Entry) -> dict[str, Any]:
+    """What is written of an entry."""
+    return dict(msgspec.to_builtins(entry))
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[Entry]:
+    """Different entries of ranks of scripts, of each kind that there is."""
+    by_kind: dict[type, dict[str, Entry]] = {}
+    for run in runs():
+        for rank in left_by(run)[1]:
+            for entry in (rank.started, *rank.entries):
+                known = by_kind.setdefault(type(entry), {})
+                if len(known) < 20:
+                    known[repr(entry)] = entry
+    return [entry for entries in by_kind.values() for entry in entries.values()]
+
+
+def test_each_kind_of_entry_can_be_read() -> None:
+    for kind in get_args(Entry):
+        msgspec.msgpack.Decoder(kind)  # raises where a field is of a type that cannot be
+
+
+def test_entries_are_read_as_they_were_written(recorded: list[Entry]) -> None:
+    assert len({type(entry) for entry in recorded}) > 25
+    assert decoded(b"".join(map(encoded, recorded))) == (recorded, 0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(cut=some.integers(min_value=0, max_value=10**9))
+def test_what_is_whole_is_read_after_any_cut(recorded: list[Entry], cut: int) -> None:
+    data = [encoded(entry) for entry in recorded[:200]]
+    cut %= sum(map(len, data)) + 1
+    whole = sum(sum(map(len, data[: number + 1])) <= cut for number in range(len(data)))
+    assert decoded(b"".join(data)[:cut]) == (recorded[:whole], 0)
+
+
+def test_a_log_is_read_after_a_cut_at_each_byte() -> None:
+    entries: list[Entry] = [STARTED, GroupUsed("0", (0, 1)), ProgramEnded()]
+    data = [encoded(entry) for entry in entries]
+    for cut in range(len(b"".join(data)) + 1):
+        whole = sum(len(b"".join(data[: number + 1])) <= cut for number in range(3))
+        assert decoded(b"".join(data)[:cut]) == (entries[:whole], 0)
+
+
+def test_a_newer_version_may_have_more_fields_and_more_kinds(recorded: list[Entry]) -> None:
+    newer = [
+        framed(type(entry).__name__, {**fields_of(entry), "since_schema_2": [1, {"a": 2.5}]}) for entry in recorded
+    ]
+    assert decoded(b"".join(newer)) == (recorded, 0)
+    newer.insert(3, framed("KindOfSchema2", {"rank": 0}))
+    assert decoded(b"".join(newer)) == (recorded, 1)
+
+
+def test_an_older_version_may_have_fewer_fields(recorded: list[Entry]) -> None:
+    older, now = [], []
+    for entry in recorded:
+        fields = fields_of(entry)
+        if added := [one for one in structs.fields(entry) if not one.required]:
+            last = added[-1]
+            del fields[last.name]
+            made = last.default if last.default_factory is msgspec.NODEFAULT else last.default_factory()
+            entry = replace(entry, **{last.name: made})
+        older.append(framed(type(entry).__name__, fields))
+        now.append(entry)
+    assert decoded(b"".join(older)) == (now, 0)
+
+
+def test_an_entry_without_what_it_needs_is_counted_and_passed_over() -> None:
+    data = (
+        encoded(STARTED) + framed("GroupUsed", {"members": [0]}) + framed("GroupUsed", {"name": 1}) + b"\4\0\0\0\xc1abc"
+    )
+    assert decoded(data + encoded(ProgramEnded())) == ([STARTED, ProgramEnded()], 3)
+
+
+@pytest.mark.parametrize(
+    ("schema", "status", "detail"),
+    [
+        (SCHEMA + 1, "skipped", "another version of ddpcheck wrote their logs: 2 parts of them were not judged"),
+        (SCHEMA, "error", "2 parts of their logs could not be read; this is a bug in ddpcheck"),
+    ],
+)
+def test_the_report_says_that_there_was_more(schema: int, status: str, detail: str) -> None:
+    ranks = [WatchedRank(replace(STARTED, schema=schema), [ProgramEnded()], [(0, 0)] * 256, unknown=2)]
+    ranks.append(WatchedRank(replace(STARTED, rank=1, schema=schema), [ProgramEnded()], [(0, 0)] * 256))
+    report = report_on_script("train.py", Ending(), ranks, select=[], ignore=[])
+    check = next(one for one in report.checks if one.name == "ranks")
+    assert (check.status, check.detail) == (status, detail)
+
+
+def test_numbers_and_names_that_json_has_not() -> None:
+    numbers = (math.inf, -math.inf, 5e-324, 1e308)
+    (entry,), _ = decoded(encoded(ResultExchanged(0, "all_reduce", None, False, numbers=(*numbers, NAN))))
+    assert isinstance(entry, ResultExchanged)
+    assert entry.numbers[:4] == numbers and math.isnan(entry.numbers[4])
+    names = [b"/data/\xe9.pt".decode("utf-8", "surrogateescape"), b"/data/\xe8.pt".decode("utf-8", "surrogateescape")]
+    read = [decoded(encoded(FileUsed(name, True, 0, 0, None)))[0][0] for name in names]
+    assert [one.path for one in read if isinstance(one, FileUsed)] == ["/data/\\udce9.pt", "/data/\\udce8.pt"]
+    (entry,), _ = decoded(encoded(RankRaised({"code": 1 << 80, "whole": True, "text": "\ud800"})))
+    assert entry == RankRaised({"code": (1 << 63) - 1, "whole": True, "text": "\\ud800"})
+
+
+def test_values_of_derived_classes_are_plain() -> None:
+    class Text(str):
+        __slots__ = ()
+
+        def __str__(self) -> str:
+            raise AssertionError
+
+    class Whole(int):
+        pass
+
+    given: Any = (np.float64(0.5), np.float32(0.25), np.int64(2), Whole(3))
+    during: Any = np.bool_(True)
+    entry = ResultExchanged(Whole(1), Text("all_reduce"), None, during, numbers=given)
+    assert decoded(encoded(entry)) == ([ResultExchanged(1, "all_reduce", None, True, numbers=(0.5, 0.25, 2, 3))], 0)
+
+
+def test_nothing_that_is_read_is_run() -> None:
+    assert decoded(b"cos\nsystem\n(S'exit 1'\ntR." * 9) == ([], 0)
