@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import struct
 from typing import Any, get_args
 
@@ -14,12 +16,24 @@ from hypothesis import strategies as some
 from msgspec import structs
 
 from ddpcheck.findings.evidence.evaluation import ResultExchanged
+from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.script import FileUsed
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.monitor.script.reporting.ending import Ending
 from ddpcheck.monitor.script.reporting.script_report import report_on_script
 from ddpcheck.stream.codec import decoded, encoded
-from ddpcheck.stream.entries import SCHEMA, Entry, GroupUsed, ProgramEnded, RankRaised, RankStarted
+from ddpcheck.stream.entries import (
+    SCHEMA,
+    Entry,
+    GroupUsed,
+    ProgramEnded,
+    RankRaised,
+    RankStarted,
+    ReplicaCaptured,
+    Sketch,
+)
+from ddpcheck.stream.rank_report import ReplicaState, is_sampled
 from ddpcheck.stream.watched_rank import WatchedRank
 from tests.faultsuite.recorded_scripts import left_by, runs
 
@@ -35,7 +49,7 @@ def framed(kind: str, fields: dict[str, Any]) -> bytes:
 
 def fields_of(entry: Entry) -> dict[str, Any]:
     """What is written of an entry."""
-    return dict(msgspec.to_builtins(entry))
+    return dict(msgspec.msgpack.decode(encoded(entry)[4:])[1])
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +59,9 @@ def recorded() -> list[Entry]:
     for run in runs():
         for rank in left_by(run)[1]:
             for entry in (rank.started, *rank.entries):
+                if isinstance(entry, ReplicaCaptured):  # a record has tuples, as JSON has
+                    own, averaged = ({n: Sketch("f", s) for n, s in of.items()} for of in (entry.own, entry.averaged))
+                    entry = replace(entry, own=own, averaged=averaged)
                 known = by_kind.setdefault(type(entry), {})
                 if len(known) < 20:
                     known[repr(entry)] = entry
@@ -133,6 +150,35 @@ def test_numbers_and_names_that_json_has_not() -> None:
     assert [one.path for one in read if isinstance(one, FileUsed)] == ["/data/\\udce9.pt", "/data/\\udce8.pt"]
     (entry,), _ = decoded(encoded(RankRaised({"code": 1 << 80, "whole": True, "text": "\ud800"})))
     assert entry == RankRaised({"code": (1 << 63) - 1, "whole": True, "text": "\\ud800"})
+
+
+def test_sketches_are_kept_in_float32() -> None:
+    numbers = [random.Random(0).gauss(0, 10**power) for power in range(-30, 30)]
+    state = ReplicaState(ModuleDescription(), DdpStepEvidence(0, 0))
+    entry = ReplicaCaptured(0, 0, state, own={"weight": Sketch("f", numbers)}, hook="\udce9")  # which is no text
+    assert decoded(encoded(entry)) == ([replace(entry, hook="\\udce9")], 0)
+    entry = replace(entry, hook="")
+    (read,), _ = decoded(encoded(entry))
+    assert isinstance(read, ReplicaCaptured)
+    assert read == entry
+    assert read.own["weight"] == pytest.approx(numbers, rel=1e-7)
+    assert len(encoded(entry)) < 4 * len(numbers) + 400
+
+
+@settings(deadline=None)
+@given(every=some.integers(1, 200), steps=some.integers(1, 10**6))
+def test_fewer_steps_are_sampled_as_a_run_grows_long(every: int, steps: int) -> None:
+    sampled = [step for step in range(0, steps, every) if is_sampled(step, every)]
+    assert sampled[:128] == list(range(0, steps, every))[:128]
+    doublings = max(0, math.ceil(math.log2(steps / (128 * every))))
+    assert len(sampled) <= 128 + 64 * doublings + steps.bit_length()
+    longest = max((later - one for one, later in itertools.pairwise([*sampled, steps])), default=0)
+    assert longest <= max(every, steps / 32)
+
+
+@pytest.mark.parametrize("every", [0, 10])
+def test_the_first_steps_are_sampled_whatever_the_option(every: int) -> None:
+    assert [step for step in range(10) if is_sampled(step, every)] == [0, 1, 2, 4, 8]
 
 
 def test_values_of_derived_classes_are_plain() -> None:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from ddpcheck.stream.entries import Entry
+from ddpcheck.stream.entries import Entry, Sketch
 
 _LENGTH = struct.Struct("<I")
 _LARGEST = 1 << 63
@@ -24,6 +24,8 @@ _EXACTLY: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__
 
 def _plain(value: Any) -> Any:
     """Of a class that a script or a library has derived from a plain one, as numpy's numbers are: the plain value."""
+    if isinstance(value, Sketch):
+        return value.tobytes()
     exactly = next((made for kind, made in _EXACTLY.items() if isinstance(value, kind)), None)
     return value.item() if exactly is None else exactly(value)
 
@@ -36,7 +38,8 @@ def encoded(entry: Entry) -> bytes:
     try:
         data = _encode((type(entry).__name__, entry))
     except (UnicodeEncodeError, OverflowError):  # the name of a file that is no text; a number of more than 64 bits
-        data = _encode((type(entry).__name__, _writable(msgspec.to_builtins(entry, enc_hook=_plain))))
+        fields = msgspec.to_builtins(entry, enc_hook=_plain, builtin_types=(bytes,))
+        data = _encode((type(entry).__name__, _writable(fields)))
     return _LENGTH.pack(len(data)) + data
 
 
@@ -65,7 +68,8 @@ def _frame() -> msgspec.msgpack.Decoder[tuple[str, msgspec.Raw]]:
 
 @functools.cache
 def _decoder(kind: str) -> msgspec.msgpack.Decoder[Entry]:
-    return msgspec.msgpack.Decoder({one.__name__: one for one in get_args(Entry)}[kind])
+    kinds = {one.__name__: one for one in get_args(Entry)}
+    return msgspec.msgpack.Decoder(kinds[kind], dec_hook=lambda _, data: Sketch("f", data))
 
 
 def _writable(value: Any) -> Any:

@@ -7,8 +7,9 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
@@ -46,6 +47,15 @@ from ddpcheck.findings.report import Location
 from ddpcheck.stream.rank_report import RankReport, ReplicaState, WatchContext
 
 SCHEMA = 1
+
+if TYPE_CHECKING:
+    _Array = array[float]
+else:
+    _Array = array
+
+
+class Sketch(_Array):
+    """The numbers of a sketch (see `gather.steps.gradient_sketch`), of typecode "f": most of a log is made of them."""
 
 
 class RankStarted(Struct, frozen=True):
@@ -111,8 +121,8 @@ class ReplicaCaptured(Struct, frozen=True):
         wrapper: The number of the wrapper.
         step: How many had ended before.
         state: Of the replica.
-        own: Sketches of the rank's own gradients (see `gather.steps.gradient_sketch`); empty where they were not kept.
-        averaged: Sketches of what the wrapper left in `.grad`.
+        own: Of the rank's own gradients; empty where they were not kept.
+        averaged: Of what the wrapper left in `.grad`.
         eps: The machine epsilon of each parameter's dtype, or what a communication hook loses, if that is more.
         hook: The name of the communication hook.
         own_hook: Whether it is none of torch's.
@@ -121,8 +131,8 @@ class ReplicaCaptured(Struct, frozen=True):
     wrapper: int
     step: int
     state: ReplicaState
-    own: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    averaged: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    own: Mapping[str, Sketch] = field(default_factory=dict)
+    averaged: Mapping[str, Sketch] = field(default_factory=dict)
     eps: Mapping[str, float] = field(default_factory=dict)
     hook: str = ""
     own_hook: bool = False

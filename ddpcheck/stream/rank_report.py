@@ -20,6 +20,19 @@ def is_probed(step: int) -> bool:
     return step & (step - 1) == 0
 
 
+_FIRST_SAMPLES = 128  # of a run, after which fewer are taken
+
+
+def is_sampled(step: int, every: int) -> bool:
+    """Whether a step of a script is looked at: one that is probed, or each `every`; 0 for none of these.
+
+    After 128 samples every second one is left out, and again whenever the number of steps has doubled: a log grows with
+    its logarithm. Only the step decides, so that the samples of all ranks are of the same steps.
+    """
+    rarer = (step // (_FIRST_SAMPLES * every)).bit_length() if every else 0
+    return is_probed(step) or (every > 0 and step % (every << rarer) == 0)
+
+
 FIRST_SETTLED = 8
 
 

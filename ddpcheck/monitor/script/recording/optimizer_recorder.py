@@ -45,7 +45,7 @@ from ddpcheck.monitor.script.recording.schedule_recorder import ScheduleRecorder
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 from ddpcheck.monitor.script.recording.state_uses import UseRecorder
 from ddpcheck.monitor.script.recording.write_recorder import WriteRecorder
-from ddpcheck.stream.rank_report import is_probed
+from ddpcheck.stream.rank_report import is_sampled
 
 _MOST_MARKS = _MOST_SUMS = 4096
 _MOST_LOOKED_AT = 16  # steps of an optimizer, between which zero_grad is looked at
@@ -154,7 +154,7 @@ class OptimizerRecorder:
         return [p for one in list(self._known) for p in _parameters_of(one)]
 
     def _is_written(self, count: int) -> bool:
-        return is_probed(count) or bool(self._every and count % self._every == 0)
+        return is_sampled(count, self._every)
 
     # Steps
 

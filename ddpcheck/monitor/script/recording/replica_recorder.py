@@ -19,7 +19,7 @@ from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.script.recording.updating_line import writing_line
 from ddpcheck.monitor.step_probe import StepProbe
 from ddpcheck.monitor.synced_parameters import SyncedParameters
-from ddpcheck.stream.entries import ReplicaCaptured
+from ddpcheck.stream.entries import ReplicaCaptured, Sketch
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.rank_report import WatchContext
 
@@ -73,8 +73,11 @@ class ReplicaRecorder(ReplicaComparison):
             left = {name: dense(p.grad) for name, p in tensors.items() if p.grad is not None}
             eps = {name: max(eps_of(tensor.dtype), lossy) for name, tensor in tensors.items()}
             hook, own_hook = comm_hook_of(wrapper), has_own_hook(wrapper)
-            captured = replace(captured, own=sketches(probe.local), averaged=sketches(left), eps=eps)
-            captured = replace(captured, hook=hook, own_hook=own_hook)
+            own, averaged = (
+                {name: Sketch("f", numbers) for name, numbers in of_all.items()}
+                for of_all in (sketches(probe.local), sketches(left))
+            )
+            captured = replace(captured, own=own, averaged=averaged, eps=eps, hook=hook, own_hook=own_hook)
         self.write()
         self._captured = captured
         return []

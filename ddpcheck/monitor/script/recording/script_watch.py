@@ -44,7 +44,7 @@ from ddpcheck.monitor.watch import Watch
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.stream.entries import StepsReported, WrapperMade
 from ddpcheck.stream.rank_log import RankLog
-from ddpcheck.stream.rank_report import RankReport, is_probed
+from ddpcheck.stream.rank_report import RankReport, is_probed, is_sampled
 
 _MOST_PARTS = 16  # tensors that forward is given
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
@@ -217,7 +217,7 @@ class ScriptWatch(Watch):
 
     def _is_due(self, every: int, step: int) -> bool:
         """Also in the first steps: of a short run, one step would say nothing of what changes."""
-        return super()._is_due(every, step) or (bool(every) and self._exchanges(step))
+        return bool(every) and is_sampled(step, every) and not self._are_apart()
 
     def _is_sampled(self, step: int) -> bool:
         return is_probed(step) or self._is_due(self._options.check_consistency_every, step)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import mul
 
 from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.construction import WrapperBegun
@@ -213,7 +215,7 @@ def _judge_replicas(
 ) -> list[Finding]:
     everyone = [captured[rank] for rank in sorted(captured)]
     states = [one.state for one in everyone]
-    differences = [_differences(one, everyone) for one in everyone]
+    differences = _differences(everyone)
     alike = len({repr(replace(state, values=replace(state.values, rank=0))) for state in states}) == 1
     if alike and not any(difference.bad for theirs in differences for difference in theirs):
         return []
@@ -227,24 +229,38 @@ def _judge_replicas(
     return judge_replica_states(states, context, step, after_backward=True, first=first)
 
 
-def _differences(one: ReplicaCaptured, everyone: Sequence[ReplicaCaptured]) -> list[Difference]:
-    """How far what the wrapper left on one rank is from the average of the ranks' own gradients, by their sketches."""
-    names = list(dict.fromkeys(name for other in everyone for name in other.own))
-    owns = {name: [other.own[name] for other in everyone if name in other.own] for name in names}
-    scales = {n: math.sqrt(sum(x * x for own in owns[n] for x in own) / len(everyone)) for n in names}
+def _differences(everyone: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
+    """By rank, how far what the wrapper left is from the average of the ranks' own gradients, by their sketches."""
+    names = list(dict.fromkeys(name for one in everyone for name in one.own))
+    owns = {name: [one.own[name] for one in everyone if name in one.own] for name in names}
+    scales = {name: math.hypot(*chain.from_iterable(owns[name])) / math.sqrt(len(everyone)) for name in names}
+    wanted = {name: [sum(numbers) / len(everyone) for numbers in zip(*owns[name], strict=True)] for name in names}
+    found: list[list[Difference]] = []
+    for one in everyone:
+        same = (
+            theirs
+            for other, theirs in zip(everyone, found, strict=False)
+            if (other.averaged, other.eps, other.hook) == (one.averaged, one.eps, one.hook)
+        )
+        theirs = next(same, None)
+        found.append(_differences_of(one, wanted, scales, len(everyone)) if theirs is None else theirs)
+    return found
+
+
+def _differences_of(
+    one: ReplicaCaptured, wanted: Mapping[str, Sequence[float]], scales: Mapping[str, float], world_size: int
+) -> list[Difference]:
     found = []
-    for name in names:
-        there, scale = owns[name], scales[name]
+    for name, want in wanted.items():
+        scale = scales[name]
         if one.hook:  # which may round away what is itself rounding: the gradient of a bias before a BatchNorm
             scale = max(value for n, value in scales.items() if n.rpartition(".")[0] == name.rpartition(".")[0])
-        want = [sum(numbers) / len(everyone) for numbers in zip(*there, strict=True)]
-        got = one.averaged.get(name, [0.0] * len(want))
+        got = one.averaged.get(name) or [0.0] * len(want)
         if not all(map(math.isfinite, (*want, *got))):
             return []  # an overflow, which a gradient scaler skips
-        tolerance = max(_TOLERANCE, (8 + len(everyone)) * one.eps.get(name, 0.0))
-        delta = math.dist(got, want)
-        power = sum(number * number for number in want)
-        ratio = sum(g * w for g, w in zip(got, want, strict=True)) / power if power else 0.0
+        tolerance = max(_TOLERANCE, (8 + world_size) * one.eps.get(name, 0.0))
+        delta, norm = math.dist(got, want), math.hypot(*want)
+        ratio = sum(map(mul, got, want)) / power if (power := norm * norm) else 0.0
         residual = math.dist(got, [ratio * number for number in want])
         found.append(
             Difference(
@@ -255,7 +271,7 @@ def _differences(one: ReplicaCaptured, everyone: Sequence[ReplicaCaptured]) -> l
                 residual=residual / scale if scale else 0.0,
                 elements=len(want),
                 absolute_error=delta,
-                reference_norm=math.sqrt(power),
+                reference_norm=norm,
             )
         )
     return found
