@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as some
 
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
@@ -28,7 +30,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_alone import judge_alone
 from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables
-from ddpcheck.judge.script_files import judge_files
+from ddpcheck.judge.script_files import _at_the_same_time, judge_files
 from ddpcheck.judge.script_losses import judge_losses, judge_summed_again, judge_sums
 from ddpcheck.judge.script_optimizers import (
     judge_clips,
@@ -469,6 +471,10 @@ def write(began: int, ended: int) -> FileUsed:
 OPENED = replace(write(5, 5), by_torch=False)
 
 
+def used(writes: bool, began: int, collectives: int) -> FileUsed:
+    return FileUsed("/data/last.pt", writes, began, began + collectives, LINE)
+
+
 def read(began: int, **more: Any) -> FileUsed:
     return replace(FileUsed("/data/last.pt", False, began, began, LINE, mapped=True), **more)
 
@@ -490,6 +496,24 @@ def read(began: int, **more: Any) -> FileUsed:
 )
 def test_files_that_ranks_use_at_the_same_time(uses: list[list[FileUsed]], found: list[str]) -> None:
     assert codes(judge_files(uses)) == found
+
+
+@given(
+    some.lists(
+        some.lists(some.builds(used, some.booleans(), some.integers(0, 8), some.integers(0, 3)), max_size=6), max_size=4
+    )
+)
+def test_uses_are_paired_as_all_with_all(uses: list[list[FileUsed]]) -> None:
+    ranked = [(rank, use) for rank, of_rank in enumerate(uses) for use in of_rank]
+    together = [
+        (one, use, another, other)
+        for one, use in ranked
+        for another, other in ranked
+        if one != another and use.writes and use.began <= other.ended and other.began <= use.ended
+    ]
+    found = list(_at_the_same_time(uses))
+    assert len(found) == len(together)
+    assert all(pair in together for pair in found)
 
 
 def test_a_checkpoint_that_is_loaded_onto_the_device_of_another_rank() -> None:

@@ -5,7 +5,9 @@ Pure functions from `findings.evidence.script` (gathered by `monitor.script.reco
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
 from pathlib import PurePath
 
 from ddpcheck.findings.evidence.script import FileUsed
@@ -24,11 +26,9 @@ def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
     found: dict[Location | None, list[Finding]] = {}
     saved = {use.path for of_rank in uses for use in of_rank if use.by_torch}
     uses = [[use for use in of_rank if use.by_torch or use.path not in saved] for of_rank in uses]
-    for rank, use, other_rank, other in _pairs(uses):
+    for rank, use, other_rank, other in _at_the_same_time(uses):
         line = use.location if other.writes else other.location
-        if line in found:
-            continue
-        if use.began > other.ended or other.began > use.ended or other.waited or (other.writes and use.waited):
+        if line in found or other.waited or (other.writes and use.waited):
             continue
         name = PurePath(use.path).name
         if other.writes:
@@ -58,16 +58,24 @@ def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
     return [finding for findings in found.values() for finding in findings] + _judge_devices(uses)
 
 
-def _pairs(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int, FileUsed, int, FileUsed]]:
-    """Each write, and each use of the same file by another rank; a file of one rank alone has none."""
-    by_path: dict[str, list[tuple[int, FileUsed]]] = {}
+def _at_the_same_time(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int, FileUsed, int, FileUsed]]:
+    """Each write, and each use of the same file by another rank that no collective keeps apart from it."""
+    by_path: dict[str, dict[int, list[FileUsed]]] = {}
     for rank, of_rank in enumerate(uses):
-        for use in of_rank:
-            by_path.setdefault(use.path, []).append((rank, use))
+        for use in sorted(of_rank, key=_began):
+            by_path.setdefault(use.path, {}).setdefault(rank, []).append(use)
     for of_path in by_path.values():
-        for rank, use in of_path:
-            if use.writes:
-                yield from ((rank, use, other_rank, other) for other_rank, other in of_path if other_rank != rank)
+        ended = {rank: list(accumulate((use.ended for use in theirs), max)) for rank, theirs in of_path.items()}
+        writes = ((rank, use) for rank, theirs in of_path.items() for use in theirs if use.writes)
+        for (rank, use), (other_rank, others) in product(writes, of_path.items()):
+            if other_rank != rank:
+                first = bisect_left(ended[other_rank], use.began)
+                near = others[first : bisect_right(others, use.ended, key=_began)]
+                yield from ((rank, use, other_rank, other) for other in near if other.ended >= use.began)
+
+
+def _began(use: FileUsed) -> int:
+    return use.began
 
 
 def _judge_devices(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
