@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
-import time
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -49,26 +48,16 @@ class AlarmBoard:
         self.rank = self._exchange.rank
         self.ranks = tuple(self._exchange.ranks)
         self.silent: tuple[int, ...] = ()
-        self._began = time.monotonic()
         self._kept: list[str] = []  # keys of the last gatherings
-
-    @property
-    def has_others(self) -> bool:
-        """Whether there are other ranks to average with."""
-        return len(self.ranks) > 1 and dist.is_initialized()
 
     @property
     def open(self) -> bool:
         """Whether there are other ranks that answer."""
-        return self.has_others and not self.silent
+        return len(self.ranks) > 1 and dist.is_initialized() and not self.silent
 
     def is_checked(self, step: int) -> bool:
         """Whether the ranks look for alarms after a step: the same on all of them."""
         return step < _ALWAYS_FOR or step % self._every == self._every - 1
-
-    def seconds_a_step(self, step: int) -> float:
-        """Seconds that a step has taken, on average up to this one."""
-        return (time.monotonic() - self._began) / (step + 1)
 
     def set_pace(self, seconds: Iterable[float]) -> None:
         """Look for alarms after every step where one takes long on every rank; `seconds` a step, by rank."""

@@ -12,7 +12,6 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.ddp.loop_events import noted_no_sync
 from ddpcheck.gather.patching import Patch
-from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.judging import judge_events
 
 _FORWARDS = (LoopEvent("forward"), LoopEvent("forward", synchronises=True))
@@ -33,10 +32,11 @@ class LoopRecord:
             averages.
     """
 
-    def __init__(self, alarms: AlarmBoard) -> None:
+    def __init__(self, alarm: Callable[[int], None]) -> None:
+        """`alarm` is called with the step after which they are to be reported."""
         self.to_report: tuple[LoopEvent, ...] = ()
         self.forwards = [0, 0]
-        self._alarms = alarms
+        self._alarm = alarm
         self._events: list[LoopEvent] = []
         self._last_step: list[LoopEvent] = []
 
@@ -72,7 +72,7 @@ class LoopRecord:
         """Report the events so far, which show a fault, when `step` has ended."""
         if not self.to_report:
             self.to_report = (*self._last_step, *self._events)
-            self._alarms.post(step)
+            self._alarm(step)
 
     def step_ended(self, step: int) -> None:
         """Begin with the events of the next step."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
-from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.loop_record import STEP, LoopRecord
 from ddpcheck.monitor.module_hooks import UnpickledHook, remove_hooks
 from ddpcheck.monitor.step_tracker import StepTracker
@@ -36,29 +34,25 @@ def _after_steps(optimizer: Any, *_arguments: Any) -> None:
         steps.after_step(optimizer)
 
 
+class Unaveraged(Protocol):
+    """What is told of optimizer steps on gradients that were not averaged."""
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are other ranks to average with."""
+
+    def unaveraged(self, *, under_no_sync: bool) -> None:
+        """Several steps, one after the other, were so; `under_no_sync`: the wrapper's forward ran in the last."""
+
+
 class OptimizerSteps:
     """Follows every optimizer that has parameters of one wrapper."""
 
-    def __init__(
-        self,
-        tracker: StepTracker,
-        alarms: AlarmBoard,
-        loop: LoopRecord,
-        unaveraged: Callable[[bool], None],
-    ) -> None:
-        """Follow the steps of `tracker`.
-
-        Args:
-            tracker: Of the wrapper.
-            alarms: Of its ranks.
-            loop: In which steps are noted.
-            unaveraged: Called when several steps, one after the other, have used gradients that were not averaged; with
-                whether the wrapper's forward ran in the last of them, under `no_sync` each time.
-        """
+    def __init__(self, tracker: StepTracker, loop: LoopRecord, recorder: Unaveraged) -> None:
+        """Follow the steps of `tracker`, note those of optimizers in `loop`, and tell `recorder`."""
         self._tracker = tracker
-        self._alarms = alarms
         self._loop = loop
-        self._unaveraged = unaveraged
+        self._recorder = recorder
         self._reductions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # at the last step of each optimizer
         self._unaveraged_steps = 0
         self._number = next(_numbers)
@@ -87,7 +81,7 @@ class OptimizerSteps:
         (no_sync_forwards, forwards), self._loop.forwards = self._loop.forwards, [0, 0]
         if self._tracker.unreduced and not any(map(callable, (*arguments[1:], *named.values()))):
             self._judge_unreduced(optimizer)
-        if reductions or not self._alarms.has_others:  # the healthy step, at no cost for each parameter
+        if reductions or not self._recorder.has_others:  # the healthy step, at no cost for each parameter
             self._unaveraged_steps = 0
             self._loop.add(STEP)
             return
@@ -100,7 +94,7 @@ class OptimizerSteps:
                 self._tracker.hooks_parameters = True
             elif self._unaveraged_steps == _UNAVERAGED_STEPS:
                 if not parameters & parameters_in_wrappers(but=self._tracker.wrapper):  # wrapped again
-                    self._unaveraged(bool(no_sync_forwards))
+                    self._recorder.unaveraged(under_no_sync=bool(no_sync_forwards))
 
     def after_step(self, optimizer: Any) -> None:
         """An optimizer has stepped; a closure that it was given has run the last passes of the step."""
@@ -112,7 +106,7 @@ class OptimizerSteps:
         tensors, in_optimizer = self._tracker.parameters.tensors, _parameters_of(optimizer)
         unreduced = [tensors[index] for index in self._tracker.unreduced]
         used = [p for p in unreduced if id(p) in in_optimizer and p.grad is not None]
-        if not self._alarms.has_others or not any(bool(p.grad.detach().count_nonzero()) for p in used):
+        if not self._recorder.has_others or not any(bool(p.grad.detach().count_nonzero()) for p in used):
             return
         self._tracker.unreduced.clear()
         self._loop.note("step")

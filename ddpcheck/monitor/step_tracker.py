@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,8 +29,8 @@ from ddpcheck.recipe.pytree import tree_leaves
 _FORWARDS_KEPT = 2
 
 
-class StepListener(Protocol):
-    """Receives what happens in the steps of a wrapper. `step` is the number of the step, counted from 0."""
+class StepListener:
+    """Is told what happens in the steps of a wrapper. `step` is the number of the step, counted from 0."""
 
     def forward_begins(self) -> None:
         """A forward pass with gradients is about to run, perhaps under `no_sync`."""
@@ -104,7 +104,7 @@ class StepTracker:
         self,
         wrapper: nn.parallel.DistributedDataParallel,
         loop: LoopRecord,
-        listener: StepListener,
+        listeners: Sequence[StepListener],
         *,
         completes: bool = True,
     ) -> None:
@@ -114,7 +114,7 @@ class StepTracker:
         self.accumulated: frozenset[str] = frozenset()
         self.hooks_parameters = False
         self._loop = loop
-        self._listener = listener
+        self._listeners = listeners
         self._completes = completes
         self._step = _Step()
         self._backward = Backward.NONE
@@ -160,7 +160,8 @@ class StepTracker:
             self._step.roots.clear()
         if not torch.is_grad_enabled():
             return
-        self._listener.forward_begins()
+        for listener in self._listeners:
+            listener.forward_begins()
         if wrapper.require_backward_grad_sync:
             self._begin()
             self._step.snapshot = Snapshot.take(wrapper.module, arguments, named, thorough=self.number < 1)
@@ -170,7 +171,8 @@ class StepTracker:
     def _begin(self) -> None:
         if len(self._step.unused) in (0, len(self.parameters.all)):  # no backward pass of the step has run yet
             self._step.unused = self.parameters.all
-            self._listener.step_begins(self.number)
+            for listener in self._listeners:
+                listener.step_begins(self.number)
 
     def _after_forward(self, wrapper: Any, _arguments: Any, output: Any) -> None:
         if torch.is_grad_enabled():
@@ -194,7 +196,8 @@ class StepTracker:
             self._loop.add_forward(synced=True)
             self._hook_leaves(output)
             self._step.roots.append([tensor.grad_fn for tensor in tensors])
-        self._listener.forward_returned(self.number, output, tensors, synced=synced)
+        for listener in self._listeners:
+            listener.forward_returned(self.number, output, tensors, synced=synced)
         for tensor in tensors:
             tensor.register_hook(self._hook if synced else self._no_sync_hook)
         if synced and (self.hooks_parameters or not tensors):  # backward does not come through these tensors
@@ -245,7 +248,8 @@ class StepTracker:
         self._has_end_callbacks = at_end_of_backward(UnpickledHook(self._at_end))
         self._took_part = reached = self.parameters.reached(root for roots in self._step.roots for root in roots)
         if unexpected := self.parameters.unexpected(reached):
-            self._listener.static_graph_broken(self.number, [self.parameters.names[index] for index in unexpected])
+            for listener in self._listeners:
+                listener.static_graph_broken(self.number, [self.parameters.names[index] for index in unexpected])
         everything = reached is self.parameters.all
         if not everything:
             reached = reached | self.parameters.reached_by_another_node(self.parameters.all - reached)
@@ -253,7 +257,8 @@ class StepTracker:
                 self._backward = Backward.GRAD
         if self._backward is Backward.SYNCED:
             self._loop.add(BACKWARD)
-            self._listener.backward_begins()
+            for listener in self._listeners:
+                listener.backward_begins()
         if everything:
             return
         self._note_arrivals(reached)
@@ -307,7 +312,8 @@ class StepTracker:
     def _complete(self, callbacks: int) -> None:
         """End the step, after so many callbacks, one in the other; where DDP waits for gradients, give it zeros."""
         if missing := sorted(self.parameters.awaited(self._step.unused)):
-            self._listener.parameters_missing(self.number, [self.parameters.names[index] for index in missing])
+            for listener in self._listeners:
+                listener.parameters_missing(self.number, [self.parameters.names[index] for index in missing])
             if self._completes:
                 self.parameters.add_zero_gradients(missing)
             callbacks = 0
@@ -326,7 +332,8 @@ class StepTracker:
         step.number, step.ready, step.unused, step.snapshot = number + 1, False, NONE, None
         self.unreduced.clear()
         names_of = self.parameters.names_of
-        self._listener.step_ended(number, names_of(unused), names_of(awaited), snapshot)
+        for listener in self._listeners:
+            listener.step_ended(number, names_of(unused), names_of(awaited), snapshot)
 
 
 def _add(indices: set[int], index: int, _parameter: torch.Tensor) -> None:

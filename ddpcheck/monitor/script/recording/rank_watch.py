@@ -43,7 +43,6 @@ from ddpcheck.gather.collectives.collective_log import (
 from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, accompanied, guarded, patched
 from ddpcheck.judge.ending_facts import place_of_handling
 from ddpcheck.monitor.module_hooks import UnpickledHook
-from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.script.environment import STACK_SIGNAL, RunOptions, options_of_run
 from ddpcheck.monitor.script.recording.construction_recorder import ConstructionRecorder
 from ddpcheck.monitor.script.recording.draw_recorder import DrawRecorder
@@ -103,7 +102,7 @@ class _WatchedRank:
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         started = RankStarted(dist.get_rank(), dist.get_world_size(), dist.get_backend(), restart)
         self._log = RankLog(Path(options.folder), started)
-        self._options = WatchOptions(check_consistency_every=options.every, check_parity_every=options.every)
+        self._every = options.every
         OwnErrors.taken_by = self._failed
         try:
             self._begin(options, replacements)
@@ -216,7 +215,7 @@ class _WatchedRank:
             of_group = self._of_group[group]  # the same one on all its ranks, which construct it together
             watch = ScriptWatch(
                 wrapper,
-                self._options,
+                self._every,
                 self._log,
                 self._count,
                 note,

@@ -9,43 +9,29 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_loss
 from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.gather.steps.gradient_distance import dense, eps_of
 from ddpcheck.gather.steps.gradient_sketch import sketches
-from ddpcheck.monitor.alarms import AlarmBoard
-from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.script.recording.updating_line import writing_line
 from ddpcheck.monitor.step_probe import StepProbe
-from ddpcheck.monitor.synced_parameters import SyncedParameters
+from ddpcheck.monitor.step_recorder import StepRecorder
 from ddpcheck.stream.entries import ReplicaCaptured, Sketch
 from ddpcheck.stream.rank_log import RankLog
-from ddpcheck.stream.rank_report import WatchContext
 
 
-class ReplicaRecorder(ReplicaComparison):
-    """Writes down what a comparison would compare."""
+class ReplicaRecorder:
+    """Writes down the replica of one wrapper, as it is in steps that are compared."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        synced: SyncedParameters,
-        context: WatchContext,
-        alarms: AlarmBoard,
-        log: RankLog,
-        number: int,
-    ) -> None:
-        super().__init__(module, synced, context, alarms, keeps_start=context.began_alike)
+    def __init__(self, recorder: StepRecorder, log: RankLog, number: int) -> None:
+        """Of the `number`-th wrapper."""
+        self._recorder = recorder
+        self._module = recorder.module
         self._log = log
         self._number = number
         self._captured: ReplicaCaptured | None = None
-        self._buffers = self._own_buffers(fingerprints(module.named_buffers()))
+        self._buffers = self._own_buffers(fingerprints(self._module.named_buffers()))
         self._written: set[str] = set()  # those of them that have changed
-
-    def forward_begins(self) -> None:
-        self.write()
-        super().forward_begins()
 
     def write(self) -> None:
         """Write what was captured, with the parameters of now.
@@ -54,22 +40,20 @@ class ReplicaRecorder(ReplicaComparison):
         """
         captured, self._captured = self._captured, None
         if captured is not None:
-            values = replace(captured.state.values, parameters=super()._parameters())
+            values = replace(captured.state.values, parameters=self._recorder.replica.parameters())
             self._log.add(replace(captured, state=replace(captured.state, values=values)))
 
-    def _parameters(self) -> dict[str, int]:
-        return {}  # until they are written
-
-    def compare(self, step: int, *, after_backward: bool, probe: StepProbe | None = None) -> list[Finding]:
-        state = self.capture(step, after_backward=after_backward)
+    def capture(self, step: int, probe: StepProbe | None) -> None:
+        """Keep what there is after the backward pass of a step, until it is written."""
+        state = self._recorder.replica.capture(step, after_backward=True)
         buffers = self._own_buffers(state.values.buffers)
         self._note_writes(buffers, step)
         state = replace(state, values=replace(state.values, buffers=buffers))
         captured = ReplicaCaptured(self._number, step, state)
-        wrapper = self._synced.wrapper
+        wrapper = self._recorder.wrapper
         if probe is not None and probe.keep is not None and wrapper is not None:
             lossy = hook_loss(wrapper)
-            tensors = dict(zip(self._synced.names, self._synced.tensors, strict=True))
+            tensors = self._recorder.parameters
             left = {name: dense(p.grad) for name, p in tensors.items() if p.grad is not None}
             eps = {name: max(eps_of(tensor.dtype), lossy) for name, tensor in tensors.items()}
             hook, own_hook = comm_hook_of(wrapper), has_own_hook(wrapper)
@@ -80,7 +64,6 @@ class ReplicaRecorder(ReplicaComparison):
             captured = replace(captured, own=own, averaged=averaged, eps=eps, hook=hook, own_hook=own_hook)
         self.write()
         self._captured = captured
-        return []
 
     def _own_buffers(self, values: Mapping[str, int]) -> dict[str, int]:
         theirs = batch_statistics(self._module)

@@ -10,7 +10,6 @@ import functools
 import inspect
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.evidence.script import Inputs
 from ddpcheck.findings.evidence.steps import LoopEvent
-from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file, user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
 from ddpcheck.gather.state.fingerprints import fingerprint
@@ -31,36 +29,34 @@ from ddpcheck.gather.steps.gradient_sketch import Kept
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
 from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD
 from ddpcheck.judge.ending_facts import place_of_backward
-from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.forward_snapshot import Snapshot
-from ddpcheck.monitor.module_hooks import UnpickledHook
-from ddpcheck.monitor.options import WatchOptions
+from ddpcheck.monitor.module_hooks import UnpickledHook, hold, release
 from ddpcheck.monitor.script.recording.added_noise import added_to
 from ddpcheck.monitor.script.recording.bypass_recorder import BypassRecorder
 from ddpcheck.monitor.script.recording.pace_recorder import PaceRecorder, Position
 from ddpcheck.monitor.script.recording.replica_recorder import ReplicaRecorder
-from ddpcheck.monitor.step_probe import StepProbe
-from ddpcheck.monitor.watch import Watch
+from ddpcheck.monitor.step_recorder import EndedStep, RecorderOptions, StepRecorder
+from ddpcheck.monitor.step_tracker import StepListener
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.stream.entries import StepsReported, WrapperMade
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.rank_report import RankReport, is_probed, is_sampled
 
+_ALWAYS_FOR, _THEN_EVERY = 32, 16  # steps after which parameters are asked whether they are frozen yet
 _MOST_PARTS = 16  # tensors that forward is given
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
 
 
-class ScriptWatch(Watch):
-    """The watch on one wrapper of a script, which is the `number`-th that this rank has constructed."""
+class ScriptWatch(StepListener):
+    """The watch on one wrapper of a script, which is the `number`-th that this rank has constructed.
 
-    _completes = False
-    _settles_at_end = True
-    _keep = staticmethod(Kept.of)
+    The door of a `StepRecorder`, and itself told of the steps.
+    """
 
     def __init__(
         self,
         wrapper: nn.parallel.DistributedDataParallel,
-        options: WatchOptions,
+        every: int,
         log: RankLog,
         number: int,
         note_changes: Callable[[ScriptWatch, Sequence[str]], None],
@@ -72,6 +68,7 @@ class ScriptWatch(Watch):
     ) -> None:
         self._log = log
         self.number = number
+        self._every = every
         self._which = f"wrapper {of_group}" if of_group > 1 else ""  # of those of its process group
         self.forwards = 0  # that may train
         self._by_line: dict[Location | None, int] = {}  # these, by their line
@@ -81,47 +78,76 @@ class ScriptWatch(Watch):
         self._pace = PaceRecorder(number, position, log.add)
         self._through_forward = False  # the backward pass that runs comes from what the wrapper has returned
         self._incomplete = False  # the last reduction, which waits for gradients that have not come
+        self._attached = True
+        self._alarmed = False  # a report is due when the step has ended
         self._forward_line: Location | None = None
         self._fresh: dict[str, torch.Tensor] = {}  # parameters whose averaged gradient was not zero
         self._zeroed = False  # by zero_grad, since the last optimizer step
         self._discarded = 0  # optimizer steps before which all of these were thrown away by it
-        super().__init__(wrapper, options, began_alike=began_alike)
-        self._comparison: ReplicaRecorder = ReplicaRecorder(
-            self._module, self._tracker.parameters, self._context, self._alarms, log, number
+        self._recorder = StepRecorder(
+            wrapper,
+            self,
+            RecorderOptions(
+                parameters=True,
+                normalisation=True,
+                compares=self._is_due,
+                keeps=self._is_due,
+                keep=Kept.of,
+                completes=False,
+                settles_at_end=True,
+                parameters_later=True,
+                inside=lambda: self._bypass.line,
+            ),
+            began_alike=began_alike,
+            keeps_start=began_alike,
+            listeners=[self],
         )
-        self._paths = {id(part): path for path, part in self._module.named_modules()}
-        self._bypass = BypassRecorder(self._module, self._tracker.parameters.tensors)
+        self._replica = ReplicaRecorder(self._recorder, log, number)
+        self._paths = {id(part): path for path, part in self.module.named_modules()}
+        self._bypass = BypassRecorder(self.module, self._recorder.tracker.parameters.tensors)
+        self._recorder.attach()
+        hold(self.module, self)
         self._handle = wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(_note_broadcast, self._which)))
         log.add(
             WrapperMade(
-                type(self._module).__qualname__,
-                self._alarms.ranks,
-                self._context,
+                type(self.module).__qualname__,
+                self._recorder.ranks,
+                self._recorder.context,
                 user_location(),
                 is_called_by_a_package(),
                 _classes(wrapper),
-                module_entries(self._module) if number == 0 and dist.get_rank() == 0 else (),
+                module_entries(self.module) if number == 0 and dist.get_rank() == 0 else (),
             )
         )
 
     @property
     def module(self) -> nn.Module:
         """What is wrapped."""
-        return self._module
+        return self._recorder.module
+
+    @property
+    def step(self) -> int:
+        """The number of synchronised backward passes that have ended."""
+        return self._recorder.step
+
+    @property
+    def is_of_living_wrapper(self) -> bool:
+        """Whether the wrapper is still there; the module that it wrapped may be trained without it."""
+        return self._recorder.wrapper is not None
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Those that the wrapper synchronises, by name."""
-        return self._parameters
+        return self._recorder.parameters
 
     @property
     def wrapped(self) -> Iterator[torch.Tensor]:
         """All parameters in the wrapper, also those that have come later, or that it was told to ignore."""
-        return iter(()) if self._tracker.wrapper is None else self._tracker.wrapper.parameters()
+        return iter(()) if self._recorder.wrapper is None else self._recorder.wrapper.parameters()
 
     def module_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All parameters of the wrapped module as it is now, by name."""
-        return self._module.named_parameters()
+        return self.module.named_parameters()
 
     def path_of(self, module: nn.Module) -> str | None:
         """Where a module was in the wrapped one when that was wrapped; `None` for another."""
@@ -135,18 +161,17 @@ class ScriptWatch(Watch):
     @property
     def has_unreduced(self) -> bool:
         """Whether a parameter has what backward passes have added since the last reduction, or that has not ended."""
-        return bool(self._tracker.unreduced) or self._incomplete
+        return bool(self._recorder.tracker.unreduced) or self._incomplete
 
     @property
     def joins(self) -> bool:
         """Whether ranks without further batches may have left the loop (`Join`)."""
-        wrapper = self._tracker.wrapper
-        return wrapper is not None and bool(wrapper._join_config.enable)
+        return self._recorder.joins
 
     @property
     def are_apart(self) -> bool:
         """Whether ranks may have left the loop, or train apart on purpose (post-local SGD)."""
-        return self._are_apart()
+        return self._recorder.are_apart
 
     def gradients_zeroed(self) -> None:
         """`zero_grad` is called on the wrapper, or on an optimizer that holds some of its parameters."""
@@ -163,9 +188,9 @@ class ScriptWatch(Watch):
 
     def optimizer_steps(self) -> None:
         """An optimizer with parameters of the wrapper is about to step."""
-        self._comparison.write()
-        if self._bypass.steps() and self._alarms.has_others:
-            self._unaveraged(under_no_sync=False)
+        self._replica.write()
+        if self._bypass.steps() and self._recorder.has_others:
+            self._recorder.unaveraged(under_no_sync=False)
         fresh, self._fresh = self._fresh, {}
         zeroed, self._zeroed = self._zeroed, False
         if not fresh or not zeroed:
@@ -173,59 +198,71 @@ class ScriptWatch(Watch):
         thrown_away = all(p.grad is None or not bool(dense(p.grad).count_nonzero()) for p in fresh.values())
         self._discarded = self._discarded + 1 if thrown_away else 0
         if self._discarded == _DISCARDED_STEPS:
-            self._tell(LoopEvent("zero_grad", location=str(user_location() or ""), discarded=tuple(fresh)))
+            where = str(user_location() or "")
+            self._recorder.tell(LoopEvent("zero_grad", location=where, discarded=tuple(fresh)))
 
     def close(self, *, failing: bool = False) -> None:
-        """As of `Watch`."""
-        self._comparison.write()
+        """Leave the wrapper as it was; may be called again. `failing`: the script ends in an exception."""
+        was_attached, self._attached = self._attached, False
+        self._replica.write()
         self._handle.remove()
         self._bypass.close()
-        super().close(failing=failing)
+        self._recorder.detach()
+        release(self.module, self)
+        if was_attached and not failing and (last := self._recorder.last_report()) is not None:
+            self._log.add(StepsReported(self.number, last, closing=self._recorder.settles))
 
-    def _make_board(self, group: Any) -> AlarmBoard:
-        return _SilentBoard(group)
+    # As the door of the recorder
 
-    def _inside(self) -> str:
-        return str(self._bypass.line or "")
+    def alarm(self, _step: int) -> None:
+        """Have this rank write its report when the step has ended."""
+        self._alarmed = True
 
-    def _tell(self, *events: LoopEvent) -> None:
-        report = RankReport(StepEvidence(self._alarms.rank, self.step, {}), events=events)
+    def tell(self, report: RankReport) -> None:
+        """Write it."""
         self._log.add(StepsReported(self.number, report, alone=True))
 
-    def _judge(self, reports: Sequence[RankReport], *, settled: bool = False) -> None:
-        self._log.add(StepsReported(self.number, reports[0], closing=settled))
+    def reduced(self, ended: EndedStep) -> None:
+        """Write the report, and the replica, if it is their turn."""
+        step = ended.number
+        alarmed, self._alarmed = self._alarmed, False
+        if (step < _ALWAYS_FOR or step % _THEN_EVERY == 0) and self._recorder.notices_unfrozen(ended):
+            self._alarmed = True
+        if ended.compares or ended.reports or alarmed:
+            mine = self._recorder.report(ended)
+            self._recorder.history.note_reported([mine])
+            if mine.changes:
+                self._note_changes(self, tuple(mine.changes.values()))
+            self._log.add(StepsReported(self.number, mine))
+        if ended.compares:
+            self._replica.capture(step, ended.probe)
 
-    def _exchange_reports(
-        self, step: int, probe: StepProbe | None, snapshot: Snapshot | None, *, thorough: bool
-    ) -> list[Finding]:
-        mine = self._own_report(step, probe, snapshot, thorough=thorough)
-        self._history.note_reported([mine])
-        if mine.changes:
-            self._note_changes(self, tuple(mine.changes.values()))
-        self._log.add(StepsReported(self.number, mine))
-        return []
+    # As a listener
+
+    def forward_begins(self) -> None:
+        """Write what was captured in the last step, where no optimizer has stepped."""
+        self._replica.write()
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
-        super().forward_returned(step, output, tensors, synced=synced)
+        """Count it, by its line."""
         self.forwards += 1
         line = self._forward_line = user_location()
         made = self._by_line[line] = self._by_line.get(line, 0) + 1
         self._log.count_forward(self.number, line.line if line is not None else 0, made)
         self._unsynced += not synced
-        if (wrapper := self._tracker.wrapper) is not None and wrapper.training:
+        if (wrapper := self._recorder.wrapper) is not None and wrapper.training:
             self._pace.forward()
 
-    def _is_due(self, every: int, step: int) -> bool:
-        """Also in the first steps: of a short run, one step would say nothing of what changes."""
-        return bool(every) and is_sampled(step, every) and not self._are_apart()
+    def _is_due(self, step: int) -> bool:
+        return bool(self._every) and is_sampled(step, self._every)
 
     def _is_sampled(self, step: int) -> bool:
-        return is_probed(step) or self._is_due(self._options.check_consistency_every, step)
+        return is_probed(step) or (self._is_due(step) and not self.are_apart)
 
     def backward_begins(self) -> None:
-        super().backward_begins()
+        """Note the collectives of the reduction that comes."""
         self._through_forward = True
-        wrapper = self._tracker.wrapper
+        wrapper = self._recorder.wrapper
         if wrapper is not None and not wrapper._join_config.enable:
             line = self._forward_line
             place = place_of_backward(self._by_line.get(line, 0), line, self._unsynced, self._log.batch)
@@ -233,12 +270,12 @@ class ScriptWatch(Watch):
         self._log.count(self.number, self.step + 1, self.step)
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
-        super().step_ended(step, unused, awaited, snapshot)
+        """Write what the forward pass was given, in steps that are looked at."""
         self._incomplete = bool(awaited)
         if not self.joins:
             self._pace.reduced(step)
         if self._is_sampled(step):
-            gradients = {n: p for n, p in self._parameters.items() if p.grad is not None}
+            gradients = {n: p for n, p in self.parameters.items() if p.grad is not None}
             sizes = norms({n: p.grad for n, p in gradients.items() if p.grad is not None})
             self._fresh = {name: gradients[name] for name, size in sizes.items() if 0 < size < math.inf}
             given = None if snapshot is None else (snapshot.arguments, dict(snapshot.named))
@@ -252,28 +289,6 @@ class ScriptWatch(Watch):
                 added = added_to(self._samples(), given)
                 self._log.add(Inputs(self.number, step, samples, self._forward_line, parts, added))
         self._log.count(self.number, step + 1, step + 1)
-
-
-class _SilentBoard(AlarmBoard):
-    """Stands for the other ranks, none of which is asked: an alarm is for this rank to write its report."""
-
-    def __init__(self, group: Any) -> None:
-        self.rank = dist.get_rank()
-        self.ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-        self.silent = ()
-        self._posted = False
-        self._began = time.monotonic()
-
-    @property
-    def open(self) -> bool:
-        return False
-
-    def post(self, step: int) -> None:
-        self._posted = True
-
-    def is_posted(self, step: int) -> bool:
-        posted, self._posted = self._posted, False
-        return posted
 
 
 def _note_broadcast(which: str, wrapper: nn.Module, _arguments: Any) -> None:

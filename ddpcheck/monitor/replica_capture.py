@@ -1,0 +1,81 @@
+"""The replica on one rank as data: a description of the module, and fingerprints of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.replace import replace
+from ddpcheck.gather.state.fingerprints import fingerprints
+from ddpcheck.gather.state.module_description import describe
+from ddpcheck.gather.steps.gradient_distance import dense
+from ddpcheck.stream.rank_report import ReplicaState
+
+
+class ReplicaCapture:
+    """The values of one replica.
+
+    Attributes:
+        count: How often they have been captured.
+    """
+
+    def __init__(self, module: nn.Module, rank: int, *, keeps_start: bool, with_parameters: bool) -> None:
+        """Begin where the wrapper has just been made.
+
+        Args:
+            module: In the wrapper.
+            rank: This one.
+            keeps_start: Whether the fingerprints that parameters have now are kept.
+            with_parameters: Whether those that they have in a step are captured with the rest.
+        """
+        self.count = 0
+        self._with_parameters = with_parameters
+        self._module = module
+        self._rank = rank
+        self._constructed = self.parameters() if keeps_start else {}
+        self._at_first_forward: dict[str, int] = {}
+        self._in_step: dict[str, int] | None = None
+
+    def forward_begins(self) -> None:
+        """Keep the fingerprints before the first forward pass, where those of the construction are kept."""
+        if self._constructed and not self._at_first_forward:
+            self._at_first_forward = self.parameters()
+
+    def forward_returned(self) -> None:
+        """Keep those after the first pass of a step that is compared: some move parameters in it, and put them back."""
+        if self._with_parameters and self._in_step is None:
+            self._in_step = self.parameters()
+
+    def parameters(self) -> dict[str, int]:
+        """The fingerprints of the parameters now."""
+        return fingerprints(self._module.named_parameters())
+
+    def capture(self, step: int, *, after_backward: bool) -> ReplicaState:
+        """The replica after so many steps, and `after_backward` another one, before the optimizer's step."""
+        parameters, self._in_step = self._in_step, None
+        if self._with_parameters and (parameters is None or not after_backward):
+            parameters = self.parameters()
+        trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad and after_backward}
+        values = DdpStepEvidence(
+            rank=self._rank,
+            step=step,
+            gradients=_gradients(trained),
+            parameters=parameters or {},
+            buffers=fingerprints(self._module.named_buffers()),
+        )
+        description, first = describe(self._module), not self.count
+        self.count += 1
+        if step or after_backward or not first:  # once it has run, tensors that are not registered (metrics, its
+            description = replace(description, state=())  # last outputs) may differ by right
+        if step:
+            return ReplicaState(description, values)
+        return ReplicaState(description, values, self._constructed, self._at_first_forward)
+
+
+def _gradients(trained: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The fingerprints of their gradients; 0 for one that has none."""
+    known = fingerprints((name, dense(p.grad)) for name, p in trained.items() if p.grad is not None)
+    return {name: known.get(name, 0) for name in trained}
