@@ -130,7 +130,7 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, array):
-        return tuple(value)
+        return tuple(map(_rounded, value))
     if isinstance(value, list | tuple):
         return type(value)(map(_rounded, value))
     if isinstance(value, Struct):
