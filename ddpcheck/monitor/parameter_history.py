@@ -158,9 +158,9 @@ class ParameterHistory:
 
     def _explained(self, missing: set[str], snapshot: Snapshot | None) -> dict[str, PathEnd]:
         """Why parameters are missing: this costs a forward pass, once for each of them."""
-        parameters = {name: p for name, p in named_parameters(self._module).items() if name in missing}
-        if not parameters or snapshot is None:
+        if not missing or snapshot is None:
             return {}
+        parameters = {name: p for name, p in named_parameters(self._module).items() if name in missing}
         return snapshot.explain(self._module, parameters, self.around_replay)
 
 

@@ -98,12 +98,13 @@ class StepProbe:
         walk = walk_graph(tensors)
         self.reentrant |= any("CheckpointFunctionBackward" in name for name in walk.node_names)
         self._roots = [tensor.grad_fn for tensor in tensors] if walk.functions else []
+        now = dict(self._module.named_parameters())
         self.created_in_forward |= {
             name: UnregisteredTensor(name, tuple(parameter.shape), created_in_forward=True)
-            for name, parameter in self._module.named_parameters()
+            for name, parameter in now.items()
             if name not in self._before
         }
-        known = {id(parameter) for parameter in self._module.parameters()}
+        known = set(map(id, now.values()))
         strange = [leaf for leaf in walk.leaves if id(leaf) not in known and leaf.requires_grad]
         if strange:
             held = {id(tensor): name for name, tensor in unregistered_tensors(self._module)}

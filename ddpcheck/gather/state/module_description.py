@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -32,24 +33,29 @@ def describe(module: nn.Module) -> ModuleDescription:
 
 def structure_of(module: nn.Module) -> ModuleDescription:
     """As `describe`, without any values: that of tensors that are held without being registered is not there."""
+    tensors = dict(module.named_parameters()), dict(module.named_buffers())
     return replace(
-        layout_of(module),
+        _layout(*tensors),
         ties=tuple(sorted(names for names in all_names(module).values() if len(names) > 1)),
         modules=tuple(
             (name, type(submodule).__qualname__, _options(submodule), submodule.training)
             for name, submodule in module.named_modules()
         ),
         uninitialised=tuple(
-            name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if isinstance(tensor, _LAZY)
+            name for of_kind in tensors for name, tensor in of_kind.items() if isinstance(tensor, _LAZY)
         ),
     )
 
 
 def layout_of(module: nn.Module) -> ModuleDescription:
     """The parameters and buffers of `module`, without their values and all else."""
+    return _layout(dict(module.named_parameters()), dict(module.named_buffers()))
+
+
+def _layout(parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> ModuleDescription:
     return ModuleDescription(
-        parameters=tuple(_record(n, p) for n, p in module.named_parameters() if not isinstance(p, _LAZY)),
-        buffers=tuple(_record(n, b) for n, b in module.named_buffers() if not isinstance(b, _LAZY)),
+        parameters=tuple(_record(n, p) for n, p in parameters.items() if not isinstance(p, _LAZY)),
+        buffers=tuple(_record(n, b) for n, b in buffers.items() if not isinstance(b, _LAZY)),
     )
 
 

@@ -13,6 +13,12 @@ def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
     """
     try:
         value = tensor.detach()
+        if (
+            type(value) is torch.Tensor
+            and value.layout == torch.strided
+            and not (value.is_nested or value.is_quantized or value.is_conj() or value.is_neg())
+        ):  # as nearly all are
+            return (value,) if _has_memory(value) else None
         if value.is_nested:
             parts = [plain_values(part) for part in value.unbind()]
             return None if any(part is None for part in parts) else tuple(one for part in parts for one in part or ())
@@ -34,8 +40,10 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return True  # it holds others; an operation of it says so where it cannot be read
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
+    count = tensor.numel()
+    if count and not tensor.is_contiguous():
+        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + count) * tensor.element_size() if count else 0
     return tensor.untyped_storage().nbytes() >= needed
 
 

@@ -62,7 +62,7 @@ def sketches(gradients: Mapping[str, torch.Tensor] | Mapping[str, Kept]) -> dict
     alike: dict[tuple[Hashable, ...], dict[str, torch.Tensor]] = {}
     for name, given in gradients.items():
         value, is_sketch = (given.value, given.is_sketch) if isinstance(given, Kept) else (given.detach(), False)
-        if is_sketch or not _is_small(value):
+        if is_sketch or not (isinstance(given, Kept) or _is_small(value)):
             rows.append(([name], (value if is_sketch else sketch(value)).unsqueeze(0)))
         else:
             alike.setdefault((value.numel(), value.dtype, value.device), {})[name] = value
@@ -77,10 +77,8 @@ def sketches(gradients: Mapping[str, torch.Tensor] | Mapping[str, Kept]) -> dict
 
 def _is_small(value: torch.Tensor) -> bool:
     """Whether it is taken together with others of its size."""
-    if value.numel() > _SMALL or value.is_complex():
-        return False
-    values = plain_values(value)
-    return values is not None and len(values) == 1 and type(values[0]) is torch.Tensor
+    is_plain = type(value) is torch.Tensor and value.layout == torch.strided and value.device.type != "meta"
+    return is_plain and value.numel() <= _SMALL and not (value.is_complex() or value.is_nested or value.is_quantized)
 
 
 def _stacked(values: Sequence[torch.Tensor]) -> torch.Tensor:
