@@ -119,6 +119,7 @@ class StepTracker:
         self._step = _Step()
         self._backward = Backward.NONE
         self._took_part: Set[int] = NONE  # in the backward pass that runs; `parameters.all` itself where it is all
+        self._expected_inside = False  # the forward pass that runs has backward passes in it, which are expected
         self._has_end_callbacks = True  # torch has, for backward passes
         self._hook = UnpickledHook(self._on_gradient)
         self._no_sync_hook = UnpickledHook(self._on_no_sync_gradient)
@@ -156,6 +157,7 @@ class StepTracker:
     def _before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         self.settle()
         self._backward = Backward.NONE  # also where the last backward pass has raised
+        self._expected_inside = False
         if not self._step.ready:
             self._step.roots.clear()
         if not torch.is_grad_enabled():
@@ -175,12 +177,14 @@ class StepTracker:
                 listener.step_begins(self.number)
 
     def _after_forward(self, wrapper: Any, _arguments: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            self._expect_backward(output, synced=bool(wrapper.require_backward_grad_sync))
+        synced = bool(wrapper.require_backward_grad_sync)
+        if torch.is_grad_enabled() and (synced or not self._expected_inside):
+            self._expect_backward(output, synced=synced)
 
     def expect(self, loss: Any) -> None:
         """Take `loss` for what a forward pass has returned: where a framework calls backward inside of it."""
         self._step.snapshot = None
+        self._expected_inside = True
         synced = torch.is_grad_enabled() and bool(getattr(self.wrapper, "require_backward_grad_sync", False))
         if synced:
             self._begin()

@@ -20,7 +20,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path
 from ddpcheck.monitor.module_hooks import UnpickledHook, remove_hooks
 
-_DDP_FILE = inspect.getfile(nn.parallel.DistributedDataParallel)
+DDP_FILE = inspect.getfile(nn.parallel.DistributedDataParallel)
 _STEPS = 3  # that use such gradients, before that is said
 
 _Marks = list[tuple[int, int] | None]
@@ -91,7 +91,7 @@ class BypassRecorder:
         found: FrameType | None = None
         while frame is not None:
             code = frame.f_code
-            if code.co_filename == _DDP_FILE:
+            if code.co_filename == DDP_FILE:
                 return
             of_users = is_user_file(code.co_filename) and not is_installed(code.co_filename)
             if found is None and of_users and not _is_method_of(frame, parts):

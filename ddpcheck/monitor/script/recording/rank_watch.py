@@ -44,6 +44,7 @@ from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, accompanied, guar
 from ddpcheck.judge.ending_facts import place_of_handling
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.script.environment import STACK_SIGNAL, RunOptions, options_of_run
+from ddpcheck.monitor.script.recording.bypass_recorder import DDP_FILE
 from ddpcheck.monitor.script.recording.construction_recorder import ConstructionRecorder
 from ddpcheck.monitor.script.recording.draw_recorder import DrawRecorder
 from ddpcheck.monitor.script.recording.evaluation_recorder import EvaluationRecorder
@@ -140,6 +141,8 @@ class _WatchedRank:
             record_given(guarded(recorder.note_collective))
         record_overwritten(guarded(self._overwritten))
         patched(_DDP, "__init__", self._constructed)
+        if reducer := vars(dist).get("Reducer"):  # private to torch; without it such a pass is not known
+            patched(reducer, "prepare_for_backward", self._prepares)
         atexit.register(self._ended)
 
     def _constructed(self, wrapper: nn.Module, *arguments: Any, **named: Any) -> Iterator[None]:
@@ -149,6 +152,13 @@ class _WatchedRank:
         yield
         if watched:
             self._watch(wrapper, began_alike=named.get("init_sync", True) is not False)
+
+    def _prepares(self, reducer: Any, *outputs: Any) -> Iterator[None]:
+        """DDP does this in its forward; a framework, before a backward pass inside of that (Lightning, by hand)."""
+        if sys._getframe(CALLER).f_code.co_filename != DDP_FILE:
+            for watch in list(self._watches):
+                watch.expects(reducer, outputs)
+        yield
 
     def _record_calls(self, replacements: dict[str, Callable[..., Any]]) -> None:
         record_calls(lambda call: self._log.add_call(_while_handling(call)))

@@ -173,6 +173,12 @@ class ScriptWatch(StepListener):
         """Whether ranks may have left the loop, or train apart on purpose (post-local SGD)."""
         return self._recorder.are_apart
 
+    def expects(self, reducer: object, outputs: Any) -> None:
+        """`prepare_for_backward` is called by a framework: a backward pass comes, perhaps inside of forward."""
+        wrapper = self._recorder.wrapper
+        if wrapper is not None and wrapper.reducer is reducer:
+            self._recorder.tracker.expect(outputs)
+
     def gradients_zeroed(self) -> None:
         """`zero_grad` is called on the wrapper, or on an optimizer that holds some of its parameters."""
         self._zeroed = True
