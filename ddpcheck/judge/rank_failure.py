@@ -321,6 +321,10 @@ _SENTENCES = {  # of torch, with the code and the message for each
         "DDP302",
         "A parameter that takes part without the wrapper did not under it",
     ),
+    "not used in producing the loss returned by training_step": (  # what Lightning puts in its place
+        "DDP302",
+        "A parameter that takes part without the wrapper did not under it",
+    ),
     "training graph has changed in this iteration": (
         "DDP513",
         "The graph is not the one that DDP recorded in the first step",

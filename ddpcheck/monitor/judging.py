@@ -65,16 +65,25 @@ def judge_events(events: Sequence[LoopEvent]) -> list[Finding]:
 
 def _judge_bypassed(report: RankReport, context: WatchContext) -> list[Finding]:
     """DDP501 from one rank: the module inside of the wrapper is called, and not the wrapper."""
-    inside = next((event for event in report.events if event.kind == "forward inside"), None)
+    inside = next((event for event in report.events if event.kind in ("forward inside", "backward inside")), None)
     if inside is None:
         return []
     noticed = Location.parse(report.events[-1].location)
     line = Location.parse(inside.location)
     alone = DdpStepEvidence(report.probed.rank, report.step, wrapper_calls=0, inner_calls=1)
+    how = _BACKWARD_INSIDE if inside.kind == "backward inside" else {}
+    evidence = [f"noticed at {noticed}"] if line not in (None, noticed) else []
     return [
-        replace(one, location=line or noticed, evidence=(*one.evidence, *([f"noticed at {noticed}"] if line else [])))
+        replace(one, location=line or noticed, evidence=(*one.evidence, *evidence), **how)
         for one in judge_reducer([alone], _facts(context, world_size=1))
     ]
+
+
+_BACKWARD_INSIDE: dict[str, Any] = {
+    "message": "Backward runs inside of the wrapper's forward, before DDP has prepared for it: nothing is averaged.",
+    "fix": "Call backward when forward has returned; in a LightningModule that is not automatic, "
+    "self.manual_backward(loss) in the place of loss.backward().",
+}
 
 
 _FEW = 4  # steps in which a parameter that no forward pass has read may belong to an idle branch or expert

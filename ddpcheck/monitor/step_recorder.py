@@ -14,7 +14,6 @@ from torch import nn
 from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.findings.wording import Names
 from ddpcheck.gather.autograd.autograd_graph import all_names
@@ -44,7 +43,7 @@ class RecorderOptions:
         completes: Gives zeros to DDP where it waits for gradients that do not come.
         settles_at_end: Judges what an option allows for by all steps, and not before.
         parameters_later: Whether what parameters are in a step is left to the door to take.
-        inside: The line that calls the module inside of the wrapper, where that is known.
+        bypassed: How the wrapper is, where gradients come to its parameters without it.
     """
 
     parameters: bool
@@ -55,7 +54,7 @@ class RecorderOptions:
     completes: bool = True
     settles_at_end: bool = False
     parameters_later: bool = False
-    inside: Callable[[], Location | None] = lambda: None
+    bypassed: Callable[[], LoopEvent] = lambda: LoopEvent("forward inside")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +188,7 @@ class StepRecorder(StepListener):
     def unaveraged(self, *, under_no_sync: bool) -> None:
         """Tell of optimizer steps on gradients that were not averaged."""
         where = LoopEvent("step", location=str(user_location() or ""))
-        inside = str(self._options.inside() or "")
-        self.tell(LoopEvent("enter no_sync") if under_no_sync else LoopEvent("forward inside", location=inside), where)
+        self.tell(LoopEvent("enter no_sync") if under_no_sync else self._options.bypassed(), where)
 
     def tell(self, *events: LoopEvent) -> None:
         """Tell of events that show a fault on this rank, whatever the others do."""

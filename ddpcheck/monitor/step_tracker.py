@@ -97,6 +97,7 @@ class StepTracker:
         parameters: Those that the wrapper synchronises.
         unreduced: Indices of parameters whose `.grad` has what backward passes have added since the last reduction.
         accumulated: The names of those in the step that has ended last, whose average has them.
+        in_forward: Whether a forward pass of the wrapper runs.
         hooks_parameters: Whether backward passes are noticed at parameters too, which costs a hook on each of them.
     """
 
@@ -112,6 +113,7 @@ class StepTracker:
         self.parameters = SyncedParameters(wrapper)
         self.unreduced: set[int] = set()
         self.accumulated: frozenset[str] = frozenset()
+        self.in_forward = False
         self.hooks_parameters = False
         self._loop = loop
         self._listeners = listeners
@@ -156,6 +158,7 @@ class StepTracker:
 
     def _before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         self.settle()
+        self.in_forward = True
         self._backward = Backward.NONE  # also where the last backward pass has raised
         self._expected_inside = False
         if not self._step.ready:
@@ -177,6 +180,7 @@ class StepTracker:
                 listener.step_begins(self.number)
 
     def _after_forward(self, wrapper: Any, _arguments: Any, output: Any) -> None:
+        self.in_forward = False
         synced = bool(wrapper.require_backward_grad_sync)
         if torch.is_grad_enabled() and (synced or not self._expected_inside):
             self._expect_backward(output, synced=synced)

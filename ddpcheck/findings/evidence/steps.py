@@ -137,7 +137,8 @@ class LoopEvent(Struct, frozen=True):
 
     Attributes:
         kind: "forward" (of the wrapper), "backward", "no_sync" (called), "enter no_sync", "leave no_sync",
-            "zero_grad" or "step" (of an optimizer, on what the backward passes before it have left).
+            "zero_grad" or "step" (of an optimizer, on what the backward passes before it have left); where a wrapper is
+            bypassed, "forward inside" (of the module in it is called) or "backward inside" (of the wrapper's forward).
         location: The line of the user's code, as "path:line"; empty where ddpcheck itself did it.
         synchronises: Of a forward: whether DDP will average the gradients of the next backward.
         discarded: Of a `zero_grad`: the parameters whose gradients go before anybody has used them.

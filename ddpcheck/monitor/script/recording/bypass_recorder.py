@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path
+from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location
 from ddpcheck.monitor.module_hooks import UnpickledHook, remove_hooks
 
 DDP_FILE = inspect.getfile(nn.parallel.DistributedDataParallel)
@@ -30,21 +31,24 @@ class BypassRecorder:
     """Counts the optimizer steps on gradients of backward passes around one wrapper.
 
     Attributes:
-        line: That calls the module inside of the wrapper, once it is known.
+        event: That makes them so: the module inside of the wrapper is called, or backward inside of its forward; with
+            the line, once it is known.
     """
 
     def __init__(self, module: nn.Module, parameters: Sequence[torch.Tensor]) -> None:
-        self.line: Location | None = None
+        self.event = LoopEvent("forward inside")
         self._module = module
         self._some = [*parameters[:1], *parameters[-1:]]  # by which a backward pass is known to have come
         self._marks: _Marks = []
         self._reductions = 0
+        self._in_forward = False
         self._passes = 0  # since the last step
         self._steps = 0
         self._handles: list[Any] = []
 
-    def backward_begins(self, reductions: int) -> None:
-        """Any backward pass of the script begins; so many reductions have ended."""
+    def backward_begins(self, reductions: int, *, in_forward: bool) -> None:
+        """Any backward pass of the script begins; so many reductions have ended, and the wrapper's forward runs."""
+        self._in_forward = in_forward
         if self._passes and not self._has_gradients():  # they are zeroed before anything has used them
             self._passes = 0
         self._marks, self._reductions = self._marked(), reductions
@@ -55,7 +59,10 @@ class BypassRecorder:
         grown = any(now is not None and now != then for now, then in zip(marks, before, strict=False))
         if grown and reductions == self._reductions and not put_off:
             self._passes += 1
-            self._listen()
+            if self._in_forward:
+                self.event = LoopEvent("backward inside", location=str(user_location() or ""))
+            else:
+                self._listen()
 
     def steps(self) -> bool:
         """An optimizer steps; whether this is the step at which such steps are to be reported."""
@@ -78,13 +85,13 @@ class BypassRecorder:
         return any(p.grad is not None and bool(p.grad.detach().count_nonzero()) for p in self._some)
 
     def _listen(self) -> None:
-        if not self._handles and self.line is None and self._steps < _STEPS:
+        if not self._handles and not self.event.location and self._steps < _STEPS:
             hook = UnpickledHook(self._called)
             self._handles = [part.register_forward_pre_hook(hook) for part in self._module.modules()]
 
     def _called(self, *_arguments: Any) -> None:
         """A part of the module is called: by a line outside of it, if not by the wrapper."""
-        if self.line is not None or not torch.is_grad_enabled():
+        if self.event.location or not torch.is_grad_enabled():
             return
         parts = set(self._module.modules())
         frame: FrameType | None = sys._getframe(1)
@@ -98,7 +105,8 @@ class BypassRecorder:
                 found = frame
             frame = frame.f_back
         if found is not None:
-            self.line = Location(relative_path(found.f_code.co_filename), found.f_lineno)
+            where = Location(relative_path(found.f_code.co_filename), found.f_lineno)
+            self.event = LoopEvent("forward inside", location=str(where))
 
 
 def _is_method_of(frame: FrameType, parts: set[nn.Module]) -> bool:

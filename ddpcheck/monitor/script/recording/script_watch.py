@@ -96,7 +96,7 @@ class ScriptWatch(StepListener):
                 completes=False,
                 settles_at_end=True,
                 parameters_later=True,
-                inside=lambda: self._bypass.line,
+                bypassed=lambda: self._bypass.event,
             ),
             began_alike=began_alike,
             keeps_start=began_alike,
@@ -186,7 +186,7 @@ class ScriptWatch(StepListener):
     def any_backward_begins(self) -> None:
         """A backward pass of the script begins, of whatever."""
         self._through_forward = False
-        self._bypass.backward_begins(self.step)
+        self._bypass.backward_begins(self.step, in_forward=self._recorder.tracker.in_forward)
 
     def any_backward_ended(self) -> None:
         """It has ended."""

@@ -1,0 +1,89 @@
+"""Backward passes inside of the wrapper's forward, as frameworks call them that let the script optimize by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpcheck.findings.evidence.modules import WrapperFacts
+from ddpcheck.findings.evidence.parameters import StepEvidence
+from ddpcheck.findings.evidence.steps import LoopEvent
+from ddpcheck.findings.wording import Names
+from ddpcheck.monitor.judging import judge_reports
+from ddpcheck.stream.rank_report import RankReport, WatchContext
+from tests.test_run import DDPCHECK, run
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+
+
+class Manual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        for size in (1.0, 2.0):
+            loss = self.head(self.body(size * x)).square().mean()
+            optimizer.zero_grad()
+            if "prepares" in sys.argv:
+                net.reducer._rebuild_buckets()
+                net.reducer.prepare_for_backward([])
+            loss.backward()
+            optimizer.step()
+        net.require_backward_grad_sync = False  # after this pass there is no other backward
+
+
+net = nn.parallel.DistributedDataParallel(Manual())
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+torch.manual_seed(dist.get_rank())
+for _ in range(8):
+    net.require_backward_grad_sync = True
+    net(torch.randn(8, 4))
+dist.destroy_process_group()
+"""
+BACKWARD = 1 + SCRIPT.splitlines().index("            loss.backward()")
+
+
+def reported(folder: Path, *arguments: str) -> dict[str, Any]:
+    """The report on the script."""
+    script, output = folder / "manual.py", folder / "report.json"
+    script.write_text(SCRIPT)
+    ended = run(DDPCHECK, "--check-format", "json", "--check-output", str(output), str(script), *arguments)
+    assert output.exists(), ended.stderr
+    return dict(json.loads(output.read_text()))
+
+
+def test_each_one_that_is_prepared_is_a_step(tmp_path: Path) -> None:
+    report = reported(tmp_path, "prepares")
+    assert (report["status"], report["world"]["steps"]) == ("clean", 16)
+    assert all(check["status"] == "passed" for check in report["checks"])
+
+
+@pytest.mark.slow
+def test_of_one_that_is_not_nothing_is_averaged(tmp_path: Path) -> None:
+    report = reported(tmp_path)
+    (finding,) = report["findings"]
+    assert (finding["code"], finding["location"]["line"]) == ("DDP501", BACKWARD)
+    assert "inside of the wrapper's forward" in finding["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("backward inside", "Backward runs inside"), ("forward inside", "calls the wrapped module")]
+)
+def test_how_a_wrapper_is_bypassed_is_said(kind: str, words: str) -> None:
+    events = LoopEvent(kind, location="train.py:4"), LoopEvent("step", location="train.py:9")
+    report = RankReport(StepEvidence(0, 3, {}), events=events)
+    (finding,) = judge_reports([report], WatchContext(Names({}), WrapperFacts(), 2), settled=False)
+    assert (finding.code, str(finding.location)) == ("DDP501", "train.py:4")
+    assert words in finding.message
+    assert "noticed at train.py:9" in finding.evidence
