@@ -88,3 +88,23 @@ def test_a_forward_pass_of_one_rank_over_another_loader_in_the_same_loop_is_no_s
     assert [one.code for one in found] != ["DDP508"]
     found = judge([*passed, call("f", 6)], rank_1, passes={0: [replace(trained, exhausted=False)]})
     assert [one.code for one in found] == ["DDP508"]  # of the loader that both have gone through
+
+
+@pytest.mark.parametrize("forwards", [{6: 3}, {}])
+def test_what_one_rank_calls_before_the_loop_is_no_pass_of_it_that_was_skipped(forwards: dict[int, int]) -> None:
+    """Both ranks have made all backward passes in the end; only one has made the first collective."""
+    passes = [backward(n, n) for n in (1, 2, 3)]
+    done = of_loader(3, exhausted=True)
+    ranks = [
+        RankAtEnd(rank, calls, doing="has run to its end", ended=True, passes=done, forwards=forwards)
+        for rank, calls in enumerate(([call("c", 20), *passes], passes))
+    ]
+    finding = only(judge(*ranks))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP403", (0,), Location("train.py", 20))
+
+
+def test_a_loop_that_a_rank_comes_to_later_is_none_that_it_has_left() -> None:
+    passes = [backward(n, n) for n in (1, 2, 3)]
+    rank_0 = RankAtEnd(0, [call("c", 20), *passes, call("|", 16)], doing="has run to its end", ended=True)
+    rank_1 = RankAtEnd(1, [*passes, call("|", 16)], doing="has run to its end", ended=True)
+    assert only(judge(rank_0, rank_1)).code == "DDP403"

@@ -121,6 +121,10 @@ class EndingFacts:
         """Whether a collective of a rank was made in a block."""
         return any(block in self.around(lines, block.kind) for lines in {lines_of(call) for call in rank.calls})
 
+    def has_left(self, side: Position, loop: Block) -> bool:
+        """Whether a rank was in a loop before it and another one parted; what it called there since tells nothing."""
+        return any(loop in self.around(lines, loop.kind) for lines in {lines_of(call) for call in side.before})
+
     def now(self, rank: RankAtEnd) -> tuple[str, ...]:
         """Where a rank stands."""
         return rank.lines or (lines_of(rank.calls[-1]) if rank.calls and not rank.ended else ())

@@ -113,7 +113,7 @@ def explain_by_loop(facts: EndingFacts, one: Position, other: Position) -> list[
         loops = [
             loop
             for loop in facts.loops(stays.lines)
-            if loop not in facts.loops(left.lines) and facts.has_been_in(left.of, loop)
+            if loop not in facts.loops(left.lines) and facts.has_left(left, loop)
         ]
         if loops and not own_branches(facts, left, stays):
             with_exits = [loop for loop in loops if exits_of(facts, loop, left, stays)]

@@ -234,8 +234,8 @@ def _left_out_by(facts: EndingFacts, left: Position, stays: Position, done: Back
     may have left the loop before.
     """
     loops = [loop for loop in facts.loops(stays.lines) if loop not in facts.loops(left.lines)]
-    loops = [loop for loop in loops if facts.has_been_in(left.of, loop)]
-    if not loops or not (left.lines or left.of.ended):
+    loops = [loop for loop in loops if facts.has_left(left, loop)]
+    if not loops or _has_as_many(left.of, stays) or not (left.lines or left.of.ended):
         return ""
     mine, theirs = next(_last_common(left, stays, done), (None, None))
     more = 0 if mine is None or theirs is None else mine.forward - theirs.forward
@@ -254,6 +254,14 @@ def _left_out_by(facts: EndingFacts, left: Position, stays: Position, done: Back
     if has_made:
         return "forward"
     return ("unknown" if made is None else "batch") if has_had else ""
+
+
+def _has_as_many(left: RankAtEnd, stays: Position) -> bool:
+    """Whether a rank has made, in the end, as many backward passes of a line as another one: then it left out none."""
+    if stays.call is None or (there := backward_of(stays.call)) is None:
+        return False
+    mine, theirs = (sum(one.line == there.line for one in backwards_of(rank)) for rank in (left, stays.of))
+    return mine >= theirs
 
 
 def _last_common(left: Position, stays: Position, done: Backward) -> Iterator[tuple[Backward, Backward]]:
