@@ -160,6 +160,8 @@ def judge_epoch_order(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         if not of_rank:
             return []
         orders = [one.order for one in of_rank if one.exhausted]
+        if len({one.epoch for one in of_rank if one.exhausted}) > 1:
+            return []  # it is told, and has few orders
         one = of_rank[0]
         indices = list(one.indices)
         if not one.shuffles or len(orders) < 2 or not orders[0] or len(set(orders)) > 1 or indices == sorted(indices):
@@ -172,7 +174,11 @@ def judge_epoch_order(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         f"{one.sampler} shuffles, and all {epochs} epochs have the same order.",
         line=one.made,
         evidence=[f"every epoch begins with samples {_first(one.indices)} on rank 0"],
-        fix="" if one.has_epoch else "Do not seed the generator of the loader again before each epoch.",
+        fix=""
+        if one.has_epoch
+        else "Do not seed the generator of the loader again before each epoch."
+        if one.epoch < 0
+        else "Set the epoch of the sampler before each pass: its order is drawn from that.",
     )
 
 

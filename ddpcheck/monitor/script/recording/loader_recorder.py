@@ -38,6 +38,7 @@ from ddpcheck.monitor.script.recording.drawing_code import drawing_code
 from ddpcheck.monitor.script.recording.program_state import tables_of
 from ddpcheck.monitor.script.recording.resume_recorder import ResumeRecorder
 from ddpcheck.monitor.script.recording.sample_rows import SampleRows, digests_of, rows_of_whole, samples_of, state_of
+from ddpcheck.monitor.script.recording.sampler_code import epoch_of, shuffles_by_epoch
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 from ddpcheck.recipe.pytree import tree_tensors
 
@@ -219,7 +220,9 @@ class LoaderRecorder:
             expected=_length(loader) if map_style else -1,
             batch_size=_batch_size(loader),
             sampler=type(sampler).__name__,
-            shuffles=isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
+            shuffles=isinstance(sampler, RandomSampler)
+            or bool(getattr(sampler, "shuffle", False))
+            or shuffles_by_epoch(sampler),
             replaces=bool(getattr(sampler, "replacement", isinstance(sampler, WeightedRandomSampler))),
             has_epoch=hasattr(sampler, "set_epoch"),
             chooses=_chooses(sampler, size),
@@ -234,7 +237,7 @@ class LoaderRecorder:
             replicas=sampler.num_replicas if isinstance(sampler, DistributedSampler) else 0,
             state=state_of(loader.dataset) if number < _MOST_PASSES else {},
             persistent=bool(getattr(loader, "persistent_workers", False)),
-            epoch=epoch if type(epoch := getattr(sampler, "epoch", None)) is int else -1,
+            epoch=epoch_of(sampler),
             told=self._resumes.told(sampler),
             restored=self._resumes.restored,
         )

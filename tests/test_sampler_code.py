@@ -1,0 +1,114 @@
+"""Whether a sampler of the user's own draws its order from the epoch: its code, as its switches have it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler, Sampler
+
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.report import Location
+from ddpcheck.judge.script_data import judge_loaders
+from ddpcheck.monitor.script.recording.sampler_code import epoch_of, shuffles_by_epoch
+
+
+class Own(Sampler[int]):
+    def __init__(self, *, mixes: bool = True) -> None:
+        self.mixes, self.epoch = mixes, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.mixes:
+            return iter(range(8))
+        return iter(torch.randperm(8, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class ByMethod(Sampler[int]):
+    def __init__(self, switch: object = True) -> None:
+        self.switch, self._turn = switch, 3
+
+    def set_epoch(self, epoch: int) -> None:
+        self._turn = epoch
+
+    def _order(self) -> list[int]:
+        order = list(range(8))
+        if self.switch:
+            random.Random(7 + self._turn).shuffle(order)
+        return order
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._order()
+
+
+class Fixed(Sampler[int]):
+    """One order for the whole run, whatever the epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(0).sample(range(8), 8))
+
+
+class ByLength(Sampler[int]):
+    """No draws; it only says where it is."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        print(f"epoch {self.epoch}")
+        return iter(sorted(range(8), key=lambda n: n % 3))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "shuffles"),
+    [
+        (Own(), True),
+        (Own(mixes=False), False),
+        (ByMethod(), True),
+        (ByMethod(False), False),
+        (ByMethod([1]), True),
+        (Fixed(), False),
+        (ByLength(), False),
+        (DistributedSampler(range(8), 2, 0), False),  # type: ignore[arg-type]  # torch's own says by itself
+        ([3, 1, 2], False),
+    ],
+)
+def test_what_draws_its_order_from_the_epoch(sampler: object, shuffles: bool) -> None:
+    assert shuffles_by_epoch(sampler) == shuffles
+
+
+def test_the_epoch_of_a_sampler() -> None:
+    assert [epoch_of(one) for one in (Own(), ByMethod(), [1], DistributedSampler(range(8), 2, 0))] == [0, 3, -1, 0]  # type: ignore[arg-type]
+
+
+def test_an_own_sampler_that_is_told_of_no_epoch() -> None:
+    def ranks(*epochs: int, has_epoch: bool = True) -> list[list[LoaderPass]]:
+        return [
+            [
+                LoaderPass(
+                    *(0, n, Location("train.py", 30), "Photos", 8, {"x": 7}, 4, 1, type(Own()).__name__, True, False),
+                    has_epoch=has_epoch,
+                    batches=4,
+                    exhausted=True,
+                    trains=True,
+                    order=rank + 1,
+                    indices=part,
+                    epoch=number,
+                )
+                for n, number in enumerate(epochs)
+            ]
+            for rank, part in enumerate([(4, 0, 6, 2), (7, 3, 1, 5)])
+        ]
+
+    (finding,) = judge_loaders(ranks(0, 0, 0))
+    assert finding.code == "DDP506" and not finding.fix
+    (finding,) = judge_loaders(ranks(0, 0, has_epoch=False))
+    assert finding.fix.startswith("Set the epoch of the sampler")
+    assert not judge_loaders(ranks(0, 1, 2))  # told, and it has few orders
