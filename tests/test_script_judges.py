@@ -20,6 +20,7 @@ from ddpcheck.findings.evidence.script import (
     LoaderPass,
     LossDifferentiated,
     MetricUsed,
+    NumberReduced,
     OptimizerEnd,
     OptimizerStep,
     ReducedInPlace,
@@ -105,6 +106,25 @@ def test_the_order_of_epochs(orders: tuple[int, ...], shuffles: bool, found: lis
         for part in (EVEN, ODD)
     ]
     assert codes(judge_loaders(ranks)) == found
+
+
+def test_loaders_that_one_rank_alone_goes_through_do_not_shift_those_of_training() -> None:
+    """A loader is made anew for each epoch, of more samples each time; rank 0 validates between them."""
+    validation = Location("train.py", 40)
+    first, second = ({"size": 64 * epoch, "number": 0} for epoch in (1, 2))
+    own = [(range(0, 64, 2), range(0, 128, 2)), (range(1, 64, 2), range(1, 128, 2))]
+    ranks = [
+        [replace(epoch(indices, **given), loader=number) for number, (indices, given) in enumerate(parts)]
+        for parts in (list(zip(of_rank, (first, second), strict=True)) for of_rank in own)
+    ]
+    ranks[0] = [
+        ranks[0][0],
+        replace(epoch(range(9), trains=False), loader=1, location=validation),
+        replace(ranks[0][1], loader=2),
+    ]
+    assert judge_loaders(ranks) == []
+    twice = [[*of_rank[:-1], replace(ranks[0][-1], loader=of_rank[-1].loader)] for of_rank in ranks]
+    assert codes(judge_loaders(twice)) == ["DDP505"]  # the second one is compared with the second one
 
 
 def test_samples_that_no_rank_takes_in_any_epoch() -> None:
@@ -408,6 +428,28 @@ def test_scales_of_losses(given: list[list[LossDifferentiated]], found: list[str
     assert codes(judge_losses(given)) == found
     assert not judge_losses([[replace(one, wrappers=()) for one in of_rank] for of_rank in given])
     assert "DDP303" not in codes(judge_losses(given, [{0}, {0}]))  # of all ranks' features
+
+
+def shared(count: int, *own: float, total: float = 0.0, weight: float = 1.0, **more: Any) -> list[LossDifferentiated]:
+    """A backward pass of each rank: a sum, times a weight, divided by what the ranks' own numbers add up to."""
+    term = ScaledTerm("sum", weight / (total or sum(own)), 24)
+    return [loss(count, term, reduced=(NumberReduced(number, LINE, **more),)) for number in own]
+
+
+@pytest.mark.parametrize(
+    ("passes", "found"),
+    [
+        ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40)], ["DDP303"]),
+        ([shared(0, 30, 34, weight=2), shared(1, 20, 11, weight=2), shared(2, 9, 40, weight=2)], []),  # the world size
+        ([shared(0, 30, 34, weight=5), shared(1, 20, 11, weight=5), shared(2, 9, 40, weight=5)], []),  # not known
+        ([shared(0, 30, 34, by_world=True), shared(1, 20, 11, by_world=True), shared(2, 9, 40, by_world=True)], []),
+        ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40, total=32)], []),  # another number by then
+        ([shared(0, 30, 34), shared(1, 20, 11)], []),  # too few
+        ([shared(0, 0.5, 0.5), shared(1, 0.25, 0.5), shared(2, 0.5, 0.25)], []),  # no number of elements
+    ],
+)
+def test_a_sum_divided_by_a_number_of_all_ranks(passes: list[list[LossDifferentiated]], found: list[str]) -> None:
+    assert codes(judge_losses(list(zip(*passes, strict=True)))) == found
 
 
 def test_gradients_that_are_summed_by_hand() -> None:

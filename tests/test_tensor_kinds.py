@@ -16,6 +16,7 @@ from ddpcheck.findings.errors import NonFiniteLossError, RankError, RankFailure
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.module_description import describe
 from ddpcheck.gather.state.module_state import capture_state, moved
+from ddpcheck.gather.state.tensor_values import version_of
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
 from ddpcheck.judge.rank_failure import judge_undefined_losses
@@ -118,3 +119,10 @@ def test_what_is_on_the_meta_device_stays_there() -> None:
     module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
     assert moved(module, torch.device("cpu")) is module and module[1].weight.is_meta
     capture_state(module).restore(module)
+
+
+def test_a_tensor_of_inference_mode_has_no_version() -> None:
+    with torch.inference_mode():
+        made = torch.zeros(2)
+    assert version_of(made) == -1
+    assert version_of(torch.zeros(2).add_(1)) == 1

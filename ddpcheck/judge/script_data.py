@@ -32,11 +32,11 @@ _FEWEST_DRAWS = 2  # batches that were made with the same random numbers
 
 def judge_loaders(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     """Findings on every loader; `passes` by rank that trains with the others, in the order in which they began."""
-    loaders = sorted(set.intersection(*({one.loader for one in of_rank} for of_rank in passes)) if passes else ())
     found = judge_resumed(passes) or judge_restarted(passes) if len(passes) > 1 else []
-    for loader in loaders:
-        everyone = [[one for one in of_rank if one.loader == loader and one.trains] for of_rank in passes]
-        if all(everyone) and len({(of_rank[0].dataset, of_rank[0].location) for of_rank in everyone}) == 1:
+    by_place = [_trained_on(of_rank) for of_rank in passes]
+    for place in by_place[0] if by_place else ():
+        everyone = [of_rank[place] for of_rank in by_place if place in of_rank]
+        if len(everyone) == len(passes):
             same = _are_of_same_data([of_rank[0] for of_rank in everyone])
             found += (
                 (judge_split(everyone) or judge_overlap(everyone) or judge_left_out(everyone))
@@ -45,6 +45,24 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
             )
             found += judge_epoch_order(everyone) or judge_stale_workers(everyone)
             found += judge_shared_draws(everyone) or judge_worker_seeds(everyone)
+    return found
+
+
+def _trained_on(passes: Sequence[LoaderPass]) -> dict[tuple[Location | None, str, int], list[LoaderPass]]:
+    """The training passes over each loader, by the line of the loop, the dataset, and how many of these came before.
+
+    The numbers of loaders do not pair up where one rank alone goes through others: rank 0 validates, say.
+    """
+    by_loader: dict[int, list[LoaderPass]] = {}
+    for one in passes:
+        if one.trains:
+            by_loader.setdefault(one.loader, []).append(one)
+    places: Counter[tuple[Location | None, str]] = Counter()
+    found = {}
+    for theirs in by_loader.values():
+        place = theirs[0].location, theirs[0].dataset
+        found[*place, places[place]] = theirs
+        places[place] += 1
     return found
 
 

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Container, Sequence
 
 from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
-from ddpcheck.findings.report import Finding
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, one_finding
 from ddpcheck.judge.mean_of_means import severity_of_weights
@@ -39,7 +39,7 @@ def judge_losses(losses: Losses, whole: Sequence[Container[int]] = ()) -> list[F
     if len(passes) < _FEWEST:
         return []
     add_up = any(of_ranks[rank].step in steps for of_ranks in passes for rank, steps in enumerate(whole))
-    return ([] if add_up else _judge_scale(passes, len(losses))) or _judge_counts(passes)
+    return ([] if add_up else _judge_scale(passes, len(losses)) or _judge_shared(passes)) or _judge_counts(passes)
 
 
 def are_sums(losses: Losses, wrapper: int) -> bool:
@@ -77,6 +77,38 @@ def _judge_scale(passes: Losses, world_size: int) -> list[Finding]:
         severity=Severity.WARNING,
         fix="Leave the loss as it is: what DDP averages is the gradient of the mean over all ranks.",
     )
+
+
+def _judge_shared(passes: Losses) -> list[Finding]:
+    """DDP303: sums that every rank divides by a number of all ranks, and DDP divides by the number of ranks again."""
+    lines = [_divided_by(of_ranks) for of_ranks in passes]
+    if not all(lines):
+        return []
+    total, line = next(filter(None, lines))
+    world_size = len(passes[0])
+    return one_finding(
+        "DDP303",
+        ("loss",),
+        "The loss of each rank is a sum, divided by a number that is summed over all ranks, and DDP averages over the "
+        f"ranks once more: gradients are 1/{world_size} of those of the mean.",
+        location=line,
+        evidence=[f"in all {len(passes)} backward passes that were compared; in the first of them by {total:g}"],
+        severity=Severity.WARNING,
+        fix="Divide the number by dist.get_world_size(), or multiply the loss by it: DDP averages over the ranks.",
+    )
+
+
+def _divided_by(of_ranks: Sequence[LossDifferentiated]) -> tuple[float, Location | None] | None:
+    """The sum of what the ranks have reduced by which all terms of all their losses are divided, and its line."""
+    terms = [term for one in of_ranks for term in one.terms]
+    if not terms or any(term.kind != "sum" for term in terms) or any(one.scaled for one in of_ranks):
+        return None
+    for numbers in zip(*(one.reduced for one in of_ranks), strict=False):
+        total = sum(number.value for number in numbers)
+        if len({number.location for number in numbers}) == 1 and not any(number.by_world for number in numbers):
+            if total > 1 and all(abs(abs(term.factor) * total - 1) < _TOLERANCE for term in terms):
+                return total, numbers[0].location
+    return None
 
 
 def judge_accumulated(losses: Losses) -> list[Finding]:

@@ -262,6 +262,20 @@ class ScaledTerm(Struct, frozen=True):
     chosen: bool = False
 
 
+class NumberReduced(Struct, frozen=True):
+    """A number that a rank has given to an all_reduce over all ranks, which sums it.
+
+    Attributes:
+        value: The rank's own.
+        location: The line of the call.
+        by_world: Whether a function of the script that leads to it scales anything by the world size.
+    """
+
+    value: float
+    location: Location | None
+    by_world: bool = False
+
+
 class LossDifferentiated(Struct, frozen=True):
     """A backward pass has come from a loss.
 
@@ -275,6 +289,7 @@ class LossDifferentiated(Struct, frozen=True):
         wrappers: The numbers of the wrappers that have averaged its gradients.
         put_off: Of those that have not, and are to average them with the gradients of a later one.
         batches: How many the script has taken from the loaders that it goes through; 0 without a loader.
+        reduced: What all_reduce has been given since the backward pass before.
     """
 
     step: int
@@ -286,6 +301,7 @@ class LossDifferentiated(Struct, frozen=True):
     wrappers: tuple[int, ...] = ()
     put_off: tuple[int, ...] = ()
     batches: int = 0
+    reduced: tuple[NumberReduced, ...] = ()
 
 
 class MetricUsed(Struct, frozen=True):

@@ -47,6 +47,11 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= needed
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor has been written in place; -1 for one of inference mode, of which torch does not know."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of `tensor`; -1 for a size that is not the same everywhere in it."""
     if not tensor.is_nested:

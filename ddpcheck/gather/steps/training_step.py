@@ -24,7 +24,7 @@ from ddpcheck.gather.state.randomness import (
     mixed_seed,
     seed_everything,
 )
-from ddpcheck.gather.state.tensor_values import plain_values
+from ddpcheck.gather.state.tensor_values import plain_values, version_of
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.recipe.pytree import batch_size, copied, equal_parts, named_tensors, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
@@ -113,11 +113,7 @@ _IN_PLACE = re.compile(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\]
 
 def versions(module: nn.Module) -> dict[str, int]:
     """The version of each tensor that `module` holds, by name: how often it has been written to in place."""
-    return {name: _version(tensor) for name, tensor in _all_held(module)}
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    return {name: version_of(tensor) for name, tensor in _all_held(module)}
 
 
 def _all_held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -135,8 +131,8 @@ def _overwritten(message: str, module: nn.Module, since: Mapping[str, int]) -> l
     if said is None:
         return []
     shape = [int(size) for size in said[1].split(",") if size.strip()]
-    there = [(name, tensor) for name, tensor in _all_held(module) if _version(tensor) == int(said[2])]
-    there = [(name, tensor) for name, tensor in there if since.get(name) != _version(tensor)]
+    there = [(name, tensor) for name, tensor in _all_held(module) if version_of(tensor) == int(said[2])]
+    there = [(name, tensor) for name, tensor in there if since.get(name) != version_of(tensor)]
     exact = [name for name, tensor in there if list(tensor.shape) == shape]
     turned = [name for name, tensor in there if sorted(tensor.shape) == sorted(shape)]
     parts = [name for name, tensor in there if tensor.numel() >= math.prod(shape)]

@@ -19,6 +19,7 @@ from torch import nn
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location
+from ddpcheck.gather.state.tensor_values import version_of
 from ddpcheck.monitor.module_hooks import UnpickledHook, remove_hooks
 
 DDP_FILE = inspect.getfile(nn.parallel.DistributedDataParallel)
@@ -79,7 +80,7 @@ class BypassRecorder:
         remove_hooks(self._handles)
 
     def _marked(self) -> _Marks:
-        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._some]
+        return [None if p.grad is None else (id(p.grad), version_of(p.grad)) for p in self._some]
 
     def _has_gradients(self) -> bool:
         return any(p.grad is not None and bool(p.grad.detach().count_nonzero()) for p in self._some)

@@ -13,6 +13,7 @@ from ddpcheck.findings.evidence.pace import GradientsLeft
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.state.tensor_values import version_of
 from ddpcheck.gather.steps.gradient_distance import dense
 
 _MOST_LOOKED_AT = 16  # steps of an optimizer
@@ -66,7 +67,7 @@ class LeftoverRecorder:
         """A backward pass of the script begins."""
         for _, one in self._living():
             gradient = getattr(one.sample(), "grad", None)
-            one.now = None if gradient is None else (id(gradient), gradient._version)
+            one.now = None if gradient is None else (id(gradient), version_of(gradient))
             if (one.left or one.mixed) and not (value := _mark(one.sample())):
                 one.left, one.mixed = 0, None  # zeroed
             elif one.left and value != one.left:
@@ -77,7 +78,7 @@ class LeftoverRecorder:
         here: Location | None = None
         for _, one in self._living():
             gradient = getattr(one.sample(), "grad", None)
-            if gradient is None or one.now == (id(gradient), gradient._version):
+            if gradient is None or one.now == (id(gradient), version_of(gradient)):
                 continue
             here = here or user_location()
             if one.left:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
+from ddpcheck.findings.evidence.script import LossDifferentiated, NumberReduced, ScaledTerm
+from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_frame, user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.patching import guarded, patched
 from ddpcheck.monitor.module_hooks import UnpickledHook
-from ddpcheck.monitor.script.recording.loss_source import LossSource, loss_source
+from ddpcheck.monitor.script.recording.loss_source import LossSource, loss_source, scales_by_world_size
 from ddpcheck.monitor.script.recording.optimizer_recorder import OptimizerRecorder
 from ddpcheck.stream.rank_report import is_probed
 
@@ -27,6 +30,8 @@ _SUMS, _MEANS = ("Sum", "NansumBackward"), ("Mean",)
 _CHOICES = ("Index", "MaskedSelect")  # of some of the elements, by their values
 _REDUCES_TO_MEAN, _REDUCES_TO_SUM = 1, 2  # of the reductions of torch's losses
 _MOST_SOURCES = 256
+_MOST_A_NUMBER = 4  # elements of a tensor that is one, or a few of them
+_MOST_NUMBERS = 16  # that are reduced, between two backward passes
 
 
 class LossRecorder:
@@ -45,6 +50,7 @@ class LossRecorder:
         self._optimizers = optimizers
         self._counted = (-1, 0)  # a step, and its backward passes so far
         self._wrapped = (0, 0)  # the number of the newest wrapper, and the step in which it was seen first
+        self._reduced: list[NumberReduced] = []
         self._sources: dict[tuple[CodeType, int], LossSource] = {}  # by line that calls backward
         patched(torch.autograd, "backward", self._backward)
         patched(torch.amp.GradScaler, "scale", self._scales)
@@ -56,6 +62,24 @@ class LossRecorder:
         self._optimizers.after_backward()
         if ended is not None:
             ended()
+
+    def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
+        """Keep what an all_reduce is given to sum, where it is a number or a few of them."""
+        tensor = given.get("tensor")
+        if call.operation != "all_reduce" or given.get("op", dist.ReduceOp.SUM) != dist.ReduceOp.SUM:
+            return
+        if len(call.members) != dist.get_world_size() or not self._is_probed(self._optimizers.steps):
+            return
+        if isinstance(tensor, torch.Tensor) and not tensor.is_complex() and tensor.numel() <= _MOST_A_NUMBER:
+            where = Location.parse(call.location)
+            by_world = scales_by_world_size(user_frame(sys._getframe(1)))
+            values = tensor.detach().flatten().tolist()
+            self._reduced += [NumberReduced(float(value), where, by_world) for value in values]
+            del self._reduced[:-_MOST_NUMBERS]
+
+    def _is_probed(self, step: int) -> bool:
+        """Also in the first steps of the newest wrapper."""
+        return is_probed(step) or is_probed(step - self._wrapped[1])
 
     def _scales(self, scaler: Any, _outputs: Any) -> Generator[None, Any, None]:
         result = yield
@@ -71,8 +95,13 @@ class LossRecorder:
         reductions = self._optimizers.reductions()
         if (newest := max(reductions, default=0)) > self._wrapped[0]:  # whose first steps are looked at, too
             self._wrapped = newest, step
-        probed = is_probed(step) or is_probed(step - self._wrapped[1])
-        if not probed or before >= _MOST_A_STEP or not isinstance(losses, torch.Tensor) or losses.numel() > 1:
+        reduced, self._reduced = tuple(self._reduced), []
+        if (
+            not self._is_probed(step)
+            or before >= _MOST_A_STEP
+            or not isinstance(losses, torch.Tensor)
+            or losses.numel() > 1
+        ):
             return None
         where = user_location()
         source = self._source()
@@ -94,7 +123,7 @@ class LossRecorder:
             put_off = tuple(sorted(self._optimizers.put_off() - set(wrappers)))
             batches = self._batches()
             lines = where, source.made, source.scaled
-            self._sink(LossDifferentiated(step, before, terms, *lines, wrappers, put_off, batches))
+            self._sink(LossDifferentiated(step, before, terms, *lines, wrappers, put_off, batches, reduced))
 
         return guarded(ended)
 

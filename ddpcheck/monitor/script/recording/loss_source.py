@@ -248,6 +248,29 @@ def is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
     return any(_says_world_size(scope, one, seen) for one in ast.walk(node))
 
 
+def scales_by_world_size(frame: FrameType | None) -> bool:
+    """Whether the function of the script in `frame`, or one that leads to it, scales by the number of ranks."""
+    for _ in range(_MOST_CALLERS):
+        scope = None if frame is None else scope_of_frame(frame)
+        if frame is None or scope is None:
+            break
+        if any(is_world_size(scope, factor, set()) for node in ast.walk(scope.body) for factor in _factors(node)):
+            return True
+        frame = user_caller(frame)
+    return False
+
+
+def _factors(node: ast.AST) -> list[ast.expr]:
+    """What may be a factor in an operation."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):
+        return [node.left, node.right]
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):
+        return [node.value]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.args if node.func.attr.strip("_") in ("mul", "div", "multiply", "divide") else []
+    return []
+
+
 def _says_world_size(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
     if isinstance(node, ast.Constant):
         return bool(node.value == _WORLD_SIZE.upper())  # of the environment

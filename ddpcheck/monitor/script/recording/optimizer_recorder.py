@@ -26,6 +26,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
+from ddpcheck.gather.state.tensor_values import version_of
 from ddpcheck.gather.steps.gradient_distance import dense, norms
 from ddpcheck.gather.steps.gradient_sketch import sketches
 from ddpcheck.monitor.module_hooks import UnpickledHook
@@ -137,7 +138,7 @@ class OptimizerRecorder:
     def note_sum(self, tensor: Any, location: Location | None) -> None:
         """An all_reduce of all ranks has left a sum in `tensor`."""
         if type(tensor) is torch.Tensor and self._is_written(self.steps) and len(self._sums) < _MOST_SUMS:
-            self._sums[id(tensor)] = ref(tensor), tensor._version, location
+            self._sums[id(tensor)] = ref(tensor), version_of(tensor), location
             if tensor.is_floating_point():  # of several gradients in one, perhaps
                 self._flat += [(tensor.numel(), float(tensor.norm()) ** 2, location)]
 
@@ -257,7 +258,7 @@ class OptimizerRecorder:
     def _sum_in(self, gradient: torch.Tensor | None) -> Location | None:
         """The line of the all_reduce that has left a gradient as it is."""
         made, version, line = self._sums.get(id(gradient), (lambda: None, 0, None))
-        return line if gradient is not None and made() is gradient and gradient._version == version else None
+        return line if gradient is not None and made() is gradient and version_of(gradient) == version else None
 
     def _watches_of(self, optimizer: Any, known: _Optimizer) -> list[ScriptWatch]:
         """The watches on wrappers of its parameters; looked for again where there are others, or it has more groups."""
@@ -330,7 +331,7 @@ class OptimizerRecorder:
     def _note_left(self) -> None:
         for known in self._looked_at():
             gradient = getattr(known.sample(), "grad", None)
-            known.left = (lambda: None, 0) if gradient is None else (ref(gradient), gradient._version)
+            known.left = (lambda: None, 0) if gradient is None else (ref(gradient), version_of(gradient))
 
     def _looked_at(self) -> list[_Optimizer]:
         return [known for known in self._all if known.steps < _MOST_LOOKED_AT] if self.steps < _MOST_STEPS else []
@@ -361,7 +362,7 @@ class OptimizerRecorder:
         Not where a gradient is another one than backward has left: the program has made it of those that it zeroed.
         """
         gradient, (left, version) = getattr(known.sample(), "grad", None), known.left
-        as_left = gradient is not None and left() is gradient and gradient._version == version
+        as_left = gradient is not None and left() is gradient and version_of(gradient) == version
         repeats = known.zeroed == known.zeroed_before and any(times > 1 for times in known.zeroed.values())
         if repeats and as_left and not known.for_inputs:
             known.zeroings += 1

@@ -96,6 +96,8 @@ class _WatchedRank:
 
     def __init__(self, options: RunOptions, replacements: dict[str, Callable[..., Any]]) -> None:
         self._process = os.getpid()
+        self._watches_on = True
+        self._has_ended = False
         self._count = 0
         self._of_group: Counter[str] = Counter()  # wrappers, by their process group
         self._overwritings = 0
@@ -131,13 +133,13 @@ class _WatchedRank:
             evaluations.note_pass,
         )
         self._draws = DrawRecorder(log.add, lambda: self._optimizers.steps)
-        LossRecorder(log.add, self._optimizers, lambda: self._loaders.taken)
+        losses = LossRecorder(log.add, self._optimizers, lambda: self._loaders.taken)
         self._taken = TakenRecorder(log.add, self._watches)
         gathers = GatherRecorder(log.add, lambda: self._optimizers.steps)
         self._statistics = StatisticsRecorder(log.add, lambda: self._loaders.samples)
         self._constructions = ConstructionRecorder()
         FileRecorder(log)
-        for recorder in (evaluations, targets, gathers, self._statistics):
+        for recorder in (evaluations, targets, gathers, losses, self._statistics):
             record_given(guarded(recorder.note_collective))
         record_overwritten(guarded(self._overwritten))
         patched(_DDP, "__init__", self._constructed)
@@ -146,7 +148,9 @@ class _WatchedRank:
         atexit.register(self._ended)
 
     def _constructed(self, wrapper: nn.Module, *arguments: Any, **named: Any) -> Iterator[None]:
-        watched = os.getpid() == self._process and not type(wrapper).__module__.startswith("ddpcheck.")
+        watched = (
+            self._watches_on and os.getpid() == self._process and not type(wrapper).__module__.startswith("ddpcheck.")
+        )
         if watched and (begun := self._constructions.begun((wrapper, *arguments), named, _DDP.__init__)) is not None:
             self._log.add(begun)
         yield
@@ -265,7 +269,7 @@ class _WatchedRank:
 
     def _failed(self, error: Exception) -> None:
         self._log.add(WatchingFailed(whole_traceback(error)))
-        self._process = -1  # no wrapper is watched any more
+        self._watches_on = False
         OwnErrors.all_off = True
 
     def _close(self, *, failing: bool) -> None:
@@ -276,7 +280,10 @@ class _WatchedRank:
                 self._log.add(WatchingFailed(whole_traceback(error)))
 
     def _ended(self, *, failing: bool = False) -> None:
-        if os.getpid() == self._process:  # and not -1: what has failed to begin, or has ended already, has no end
+        if os.getpid() != self._process or self._has_ended:
+            return
+        self._has_ended = True
+        if self._watches_on:
             self._draws.close()
             self._loaders.close()
             self._optimizers.close()
@@ -284,8 +291,7 @@ class _WatchedRank:
             self._writes.write()
             self._close(failing=failing or getattr(sys, "last_value", None) is not None)
             self._log.add(ProgramEnded())
-            self._process = -1
-            time.sleep(_LAST_WORK)
+        time.sleep(_LAST_WORK)
 
 
 def _while_handling(call: Call) -> Call:

@@ -5,6 +5,8 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -67,6 +69,7 @@ from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.stream.watched_rank import WatchedRank
 
 _Kind = TypeVar("_Kind")
+_NEAR = 0.3  # of a norm by a sketch, as a power of the world size
 _MOST_RUNS = 1024  # as many are written down: without a regular pace
 _Optimizer = tuple[list[list[OptimizerStep]], list[OptimizerEnd]]
 
@@ -175,6 +178,20 @@ def _take_slices(ranks: Sequence[WatchedRank]) -> bool:
     return bool(rows and sizes) and 1 < max(rows) and max(rows) * len(ranks) <= max(sizes)
 
 
+def _are_scaled_back(rank: WatchedRank) -> bool:
+    """Whether steps use averaged gradients times the world size, or divided by it, as far as sketches tell."""
+    averaged = {(one.wrapper, one.step + 1): one for one in _of(rank, ReplicaCaptured)}
+    for step in _of(rank, OptimizerStep):
+        numbers = {name.partition("/")[0] for name in step.norms}
+        one = averaged.get((int(min(numbers)), step.reductions)) if len(numbers) == 1 else None
+        if one is not None and one.averaged:
+            there = math.hypot(*itertools.chain.from_iterable(one.averaged.values()))
+            factor = math.hypot(*step.norms.values()) / there if there else 0.0
+            if factor and abs(abs(math.log(factor, rank.started.world_size)) - 1) < _NEAR:
+                return True
+    return False
+
+
 def _judge_optimizers(ranks: Sequence[WatchedRank], optimizers: Sequence[_Optimizer]) -> list[Finding]:
     local = {steps[0][0].optimizer for steps, _ in optimizers if steps and are_local(steps)}
     found = judge_metrics([[one for one in _of(rank, MetricUsed) if one.optimizer not in local] for rank in ranks])
@@ -198,7 +215,8 @@ def _judge_optimizers(ranks: Sequence[WatchedRank], optimizers: Sequence[_Optimi
     found += _judge_taken(ranks)
     found += judge_gathers([_of(rank, GatheredConstant) for rank in ranks])
     whole = [{one.step for one in _of(rank, OwnPartPutBack)} for rank in ranks]
-    found += judge_losses(losses, whole) or judge_accumulated(losses)
+    of_losses = judge_losses(losses, whole) or judge_accumulated(losses)
+    found += [one for one in of_losses if one.code != "DDP303" or not _are_scaled_back(ranks[0])]
     found += _judge_pace(ranks)
     if wrapped and not any(finding.code == "DDP504" for finding in found):
         every = [one for rank in ranks for one in _of(rank, OptimizerStep)]
