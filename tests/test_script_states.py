@@ -44,6 +44,8 @@ def test_a_copy_is_at_fault_where_it_was_made_or_where_it_is_written(
 ) -> None:
     (finding,) = judge_states([looks(*here), looks(*there)], writes)
     assert (finding.code, finding.location, finding.steps) == ("DDP306", line, (step,))
+    alone = line != MADE and writes[0] != writes[1]  # then only rank 0 comes to that line
+    assert finding.ranks == ((0,) if alone else ())
 
 
 def use(digest: int, **more: Any) -> StateUsed:
@@ -57,7 +59,7 @@ def test_a_copy_that_one_rank_updates_and_all_evaluate() -> None:
     assert (finding.code, finding.location, finding.severity.value) == ("DDP306", MADE, "warning")
     assert "in the training loop it has changed on rank 0, not on rank 1" in finding.evidence
     (finding,) = judge_uses([[use(3)], [use(1)]], [moves, stays], [[WRITES], []])
-    assert finding.location == WRITTEN
+    assert (finding.location, finding.ranks) == (WRITTEN, (0,))
 
 
 @pytest.mark.parametrize(

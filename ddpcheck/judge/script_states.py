@@ -51,8 +51,11 @@ def judge_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -
     return found[:1]
 
 
-def _written_at(changes: Changes, copy: str) -> tuple[Location | None, list[str]]:
-    """The line that writes a copy on some ranks only, else the only one that does; and evidence."""
+_Written = tuple[Location | None, list[str], tuple[int, ...]]
+
+
+def _written_at(changes: Changes, copy: str) -> _Written:
+    """The line that writes a copy on some ranks only, else the only one that does; evidence; and these ranks."""
     ranks: dict[tuple[Location | None, str], list[int]] = {}
     for rank, of_rank in enumerate(changes):
         for one in of_rank:
@@ -60,9 +63,11 @@ def _written_at(changes: Changes, copy: str) -> tuple[Location | None, list[str]
                 ranks.setdefault((one.location, one.how), []).append(rank)
     some = {line: on for line, on in ranks.items() if len(on) < len(changes)} or ranks
     if len({line for line, _ in some}) != 1:
-        return None, []
+        return None, [], ()
     (where, how), on = next(iter(some.items()))
-    return where, [f"it is written there ({how}), on {'every rank' if len(on) == len(changes) else format_ranks(on)}"]
+    if len(on) == len(changes):
+        return where, [f"it is written there ({how}), on every rank"], ()
+    return where, [f"it is written there ({how}), on {format_ranks(on)}"], tuple(on)
 
 
 def judge_uses(
@@ -89,7 +94,7 @@ def _finding_of_use(
     uses: Mapping[int, StateUsed],
     states: Sequence[Sequence[StateHeld]],
     copied: Location | None,
-    written: tuple[Location | None, list[str]],
+    written: _Written,
 ) -> list[Finding]:
     ranks = list(uses)
     one = next((one for one in uses.values() if one.loaded), uses[ranks[0]])
@@ -99,8 +104,9 @@ def _finding_of_use(
     evidence = [f"evaluated at {one.lines[0]} on {format_ranks(ranks)}, after {one.step} optimizer steps"]
     where = one.location or copied or Location.parse(one.lines[0])
     starts = [min(looks, key=lambda look: look.count).values for looks in held if looks]
+    on: tuple[int, ...] = ()
     if not one.loaded and written[0] and len(starts) == len(states) and not _differ(starts):
-        where, evidence = written[0], evidence + written[1]
+        where, evidence, on = written[0], evidence + written[1], written[2]
     if moved and left:
         evidence.append(f"in the training loop it has changed on {format_ranks(moved)}, not on {format_ranks(left)}")
     return one_finding(
@@ -109,6 +115,7 @@ def _finding_of_use(
         f"{one.name} is evaluated with other weights on each rank: "
         + ("what was loaded into it" if one.loaded else "what was kept of the weights")
         + " is not the same on every rank.",
+        ranks=on,
         location=where,
         evidence=evidence,
         severity=Severity.WARNING,
@@ -136,9 +143,7 @@ def _by_name(states: Sequence[StateHeld]) -> dict[tuple[int, str], dict[int, Sta
     return found
 
 
-def _finding(
-    looks: Sequence[Sequence[StateHeld]], first: int, written: tuple[Location | None, list[str]]
-) -> list[Finding]:
+def _finding(looks: Sequence[Sequence[StateHeld]], first: int, written: _Written) -> list[Finding]:
     """A finding on `looks` at a copy, one after the other, of which those from the `first` on are apart."""
     of_ranks, one = looks[first], looks[first][0]
     names = [name for name in one.values if len({other.values.get(name) for other in of_ranks}) > 1]
@@ -146,13 +151,13 @@ def _finding(
     apart = f"{len(names)} of {len(one.values)} tensors are not the same on every rank before step {one.count}"
     evidence = [f"{apart}: {join_names(names[:3])}{' ...' if len(names) > 3 else ''}"]
     evidence.append(f"before step {looks[first - 1][0].count} they were" if first else "they were not compared before")
-    where, how = written if first else (None, [])
+    where, how, on = written if first else (None, [], ())
     if one.copies:
         return one_finding(
             "DDP306",
             (one.name,),
             f"{one.name}, a copy of the parameters of a wrapped module, is not the same on every rank.",
-            ranks=ranks,
+            ranks=on or ranks,
             steps=(one.count,),
             location=where or one.location,
             evidence=[*evidence, *how],
