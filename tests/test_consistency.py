@@ -263,3 +263,16 @@ def test_buffers_that_nothing_broadcasts_may_have_the_shape_of_the_local_batch()
     shorter = replace(WHOLE, buffers=(record("mean", (4,)), record("var", (5,))))
     assert judge_layouts([WHOLE, shorter], 2, broadcasts=False) == []
     assert judge_layouts([WHOLE, WHOLE], 2, broadcasts=True) == []
+
+
+@pytest.mark.parametrize(
+    ("modes", "ranks"),
+    [((False, True), (0,)), ((True, False), (1,)), ((True, True, False), (2,)), ((False, False, True), (2,))],
+)
+def test_of_two_modes_that_as_many_ranks_have_the_one_that_trains_is_right(
+    modes: tuple[bool, ...], ranks: tuple[int, ...]
+) -> None:
+    finding = only(
+        judge_descriptions([replace(WHOLE, modules=(*LAYERS[:2], ("drop", "Dropout", "p=0.1", on))) for on in modes])
+    )
+    assert (finding.code, finding.ranks) == ("DDP222", ranks)

@@ -16,8 +16,10 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.causes import split_consequences
+from ddpcheck.judge.replicas import MODE
 from ddpcheck.judge.script_changes import at_the_change
 from ddpcheck.judge.script_optimizers import judge_optimizer_options, judge_schedule
+from ddpcheck.monitor.script.recording.line_recorder import LineRecorder
 from ddpcheck.monitor.script.recording.write_recorder import WriteRecorder
 
 WRAPS, LOADS, RESETS, THAWS = (Location("train.py", line) for line in (5, 9, 12, 40))
@@ -162,3 +164,43 @@ def test_the_writes_of_wrapped_parameters_are_followed() -> None:
     assert [one.how for one in found] == ["mul_", "__setitem__", "__iadd__", "clamp_", ".data", "fill_"]
     assert found[0].names == ("weight", "bias")
     assert len({one.location for one in found}) == len(found)
+
+
+EVALUATES = ModuleChanged(0, "mode", "eval", ("",), RESETS, 9, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ([[EVALUATES], []], RESETS),
+        ([[EVALUATES, replace(EVALUATES, location=LOADS)], [replace(EVALUATES, location=LOADS)]], RESETS),
+        ([[replace(EVALUATES, location=LOADS, step=4), EVALUATES], []], RESETS),  # the last one
+        ([[EVALUATES], [EVALUATES]], RESETS),  # after which another rank alone has come to train()
+        ([[EVALUATES, replace(EVALUATES, location=LOADS)]] * 2, WRAPS),  # who knows which
+        ([[replace(EVALUATES, step=20)], []], WRAPS),  # later
+        ([[replace(EVALUATES, names=("head",))], []], WRAPS),  # of a part of it
+        ([[], [EVALUATES]], WRAPS),  # by a rank that trains
+        ([[], []], WRAPS),
+    ],
+)
+def test_the_line_since_which_a_rank_evaluates(changes: list[list[ModuleChanged]], where: Location) -> None:
+    mode = make_finding("DDP222", ("(the model)",), f"the model does not have the same {MODE} on every rank.")
+    apart = replace(mode, location=WRAPS, ranks=(0,), steps=(10,))
+    assert at_the_change(apart, changes, WRAPS).location == where
+    other = replace(apart, message="the model does not have the same class or options on every rank.")
+    assert at_the_change(other, changes, WRAPS).location == WRAPS
+
+
+def test_the_calls_of_eval_that_are_written_down() -> None:
+    made: list[ModuleChanged] = []
+    module = nn.Sequential(nn.Linear(2, 1))
+    paths = {id(part): path for path, part in module.named_modules()}
+    watch: Any = SimpleNamespace(number=0, module=module, forwards=3, step=2, path_of=lambda part: paths.get(id(part)))
+    recorder = LineRecorder.__new__(LineRecorder)
+    vars(recorder).update(_sink=made.append, _watches=[watch], _seen=set(), _evaluated={})
+    for part in (nn.ModuleList([module]), module[0], nn.Linear(2, 1)):
+        for _ in range(2):
+            recorder._evaluates(part)
+        made.append(EVALUATES)
+        recorder._seen.clear()
+    assert [one.names for one in made if one is not EVALUATES] == [("",), ("0",)]

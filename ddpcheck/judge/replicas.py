@@ -28,6 +28,9 @@ from ddpcheck.findings.wording import (
     told_by_rank,
 )
 
+MODE = "training mode"
+"""What differs, in a finding on modules some of which train and some evaluate."""
+
 
 def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
     """Findings on modules that are not built alike on all ranks (one description a rank)."""
@@ -154,7 +157,7 @@ def _judge_modules(descriptions: Sequence[ModuleDescription], *, explained: bool
     findings = []
     for what, differing in (
         ("class or options", {} if explained else classes),  # other shapes, which are the cause, show in the options
-        ("training mode", {name: values for name, values in modes.items() if name not in inner}),
+        (MODE, {name: values for name, values in modes.items() if name not in inner}),
     ):
         if names := list(differing):
             findings += one_finding(
@@ -162,10 +165,20 @@ def _judge_modules(descriptions: Sequence[ModuleDescription], *, explained: bool
                 [name or "(the model)" for name in names],
                 f"{join_names([name or 'the model' for name in names])} {plural_verb('does', 'do', names)} not have "
                 f"the same {what} on every rank.",
-                ranks=minority_of_any(differing.values()),
+                ranks=minority_of_any(differing.values()) if what != MODE else _odd_modes(list(differing.values())),
                 evidence=told_by_rank({name or "(the model)": values for name, values in differing.items()}),
             )
     return findings
+
+
+def _odd_modes(differing: Sequence[Sequence[str]]) -> list[int]:
+    """The ranks with another mode than most; where as many have each, those that evaluate, for the others train."""
+    odd = set(minority_of_any(differing))
+    for of_name in differing:
+        if 2 * of_name.count("evaluating") == len(of_name):
+            odd -= {rank for rank, mode in enumerate(of_name) if mode == "training"}
+            odd |= {rank for rank, mode in enumerate(of_name) if mode == "evaluating"}
+    return sorted(odd)
 
 
 def _judge_state(state: Sequence[tuple[tuple[str, tuple[int, ...], int], ...]]) -> list[Finding]:

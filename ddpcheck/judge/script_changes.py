@@ -1,4 +1,4 @@
-"""DDP208, 214, 215, 306, 503, 515: the line that has changed a wrapped module, put into findings that notice it later.
+"""DDP208, 214, 215, 222, 306, 503, 515: the line that has changed a wrapped module, for findings that notice it later.
 
 Pure functions from `findings.evidence.changes` (gathered by `monitor.script.recording.line_recorder`) to findings.
 """
@@ -11,6 +11,7 @@ from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks
+from ddpcheck.judge.replicas import MODE
 
 _OF_VALUES = ("values", "written")
 _ORDER = ("load_state_dict", "apply")  # what sets values for sure, and what may; then what writes parameters in place
@@ -30,7 +31,32 @@ def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> 
         return replace(found, location=made) if found is finding and finding.code == "DDP515" else found
     if finding.code in ("DDP214", "DDP215"):
         return _at_write(finding, changes)
+    if finding.code == "DDP222":
+        return _at_mode(finding, changes)
     return _at_values(finding, changes, after_forward=True) if finding.code == "DDP306" else finding
+
+
+def _at_mode(finding: Finding, changes: Changes) -> Finding:
+    """At the call of `eval` since which ranks are in eval mode: the last of their own, else the one of all ranks."""
+    until = finding.steps[0] if finding.steps else 0
+    calls: dict[Location | None, list[tuple[int, ModuleChanged]]] = {}
+    for rank, of_rank in enumerate(changes):
+        for one in of_rank:
+            if one.what == "mode" and one.step <= until and _covers(one.names[0], finding.subjects):
+                calls.setdefault(one.location, []).append((rank, one))
+    own = {where: on for where, on in calls.items() if {rank for rank, _ in on} == set(finding.ranks)}
+    common = {where: on for where, on in calls.items() if len({rank for rank, _ in on}) == len(changes)}
+    if MODE not in finding.message or not (own or len(common) == 1):
+        return finding
+    where = max(own or common, key=lambda one: calls[one][0][1].step)
+    ranks = f"{format_ranks(finding.ranks)} only" if own else "every rank"
+    told = f"eval() is called there, on {ranks}; {format_ranks(finding.ranks)} had come to no train() since"
+    return replace(finding, location=where, evidence=(*finding.evidence, told))
+
+
+def _covers(path: str, subjects: Iterable[str]) -> bool:
+    """Whether all these modules are in the one with this path."""
+    return not path or all(one == path or one.startswith(f"{path}.") for one in subjects)
 
 
 def _at_write(finding: Finding, changes: Changes) -> Finding:

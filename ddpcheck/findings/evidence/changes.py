@@ -21,10 +21,10 @@ class ModuleChanged(Struct, frozen=True):
     Attributes:
         wrapper: The number of the wrapper; `OF_A_COPY` for one, which `names` names.
         what: "values" (loaded, or set by a function that was applied), "written" (in place, or as `.data`, outside of
-            an optimizer's step), "buffer" (one has another value), "requires_grad", or "parameters" (others are
-            registered now).
+            an optimizer's step), "buffer" (one has another value), "requires_grad", "parameters" (others are
+            registered now), or "mode" (to evaluation).
         how: The name of what was called, or assigned.
-        names: Of the parameters; empty where they are not known.
+        names: Of the parameters; empty where they are not known. Of the submodule, where its mode is changed.
         location: The line of the script.
         forwards: How many forward passes of the wrapper had been before.
         step: How many averaged backward passes had ended before.

@@ -28,6 +28,7 @@ from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 from ddpcheck.monitor.script.recording.source_scope import program_files
 
 _MOST_CHANGES = 256
+_MOST_TIMES = 8  # that a line with `eval` is looked at: of a model that is in no wrapper, say, in each step
 _APPLY: Any = nn.Module.apply.__code__
 
 
@@ -39,10 +40,12 @@ class LineRecorder:
         self._sink = sink
         self._watches = watches
         self._seen: set[tuple[int, str, Location | None]] = set()
+        self._evaluated: dict[Location | None, int] = {}  # how often, by line
         self._optimizers: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
         patched(torch.optim.Optimizer, "__init__", self._optimizer_made)
         patched(nn.Module, "load_state_dict", functools.partial(self._values_changed, "load_state_dict"))
         patched(nn.Module, "apply", functools.partial(self._values_changed, "apply"))
+        patched(nn.Module, "eval", self._evaluates)  # not `train`, which calls itself for each child
         patched(nn.Module, "requires_grad_", self._thawed)
         patched(nn.Parameter, "requires_grad_", self._thawed)
         hook = UnpickledHook(self._registered)
@@ -74,6 +77,16 @@ class LineRecorder:
         if sys._getframe(CALLER).f_code is not _APPLY:  # which calls itself for each child
             self._note_parameters("values", how, module)
 
+    def _evaluates(self, module: nn.Module) -> None:
+        watches = list(self._watches)
+        if not watches or len(self._seen) >= _MOST_CHANGES:
+            return
+        where = user_location()
+        times = self._evaluated[where] = self._evaluated.get(where, 0) + 1
+        for watch in watches if times <= _MOST_TIMES else ():
+            if (watch.number, "mode", where) not in self._seen and (path := _path_in(watch, module)) is not None:
+                self._note(watch, "mode", "eval", (path,), where)
+
     def _thawed(self, thing: Any, *_arguments: Any, **_named: Any) -> None:
         self._note_parameters("requires_grad", "requires_grad_", thing)
 
@@ -100,6 +113,12 @@ class LineRecorder:
         if where is not None and key not in self._seen:
             self._seen.add(key)
             self._sink(ModuleChanged(watch.number, what, how, names, where, watch.forwards, watch.step))
+
+
+def _path_in(watch: ScriptWatch, module: nn.Module) -> str | None:
+    """Where a module is in a wrapped one; "" for that one, and for what holds it."""
+    path = watch.path_of(module)
+    return "" if path is None and any(part is watch.module for part in module.modules()) else path
 
 
 @functools.cache

@@ -226,7 +226,8 @@ def _judge_replicas(
     hook = next((one for one in everyone if one.own_hook), everyone[0])
     wrapper = replace(made.context.wrapper, comm_hook=hook.hook)
     context = replace(made.context, wrapper=wrapper, own_hook=hook.own_hook)
-    return judge_replica_states(states, context, step, after_backward=True, first=first)
+    found = judge_replica_states(states, context, step, after_backward=True, first=first)
+    return [one if first or one.code != "DDP222" else replace(one, steps=(step,)) for one in found]
 
 
 def _differences(everyone: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
