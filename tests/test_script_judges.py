@@ -558,6 +558,34 @@ def test_uses_are_paired_as_all_with_all(uses: list[list[FileUsed]]) -> None:
     assert all(pair in together for pair in found)
 
 
+def opened(name: str, began: int, *, writes: bool = False, **more: Any) -> FileUsed:
+    return replace(FileUsed(f"/data/{name}", writes, began, began, LINE, by_torch=False), **more)
+
+
+CACHE = opened("x.npy", 2, writes=True)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "found"),
+    [
+        ([CACHE], [opened("x.npy", 2)], ["DDP512"]),
+        ([CACHE, opened("x.npy", 2)], [opened("x.npy", 2)], ["DDP512"]),  # the writer reads it, too
+        ([CACHE], [opened("x.npy", 3)], []),  # a collective is between
+        ([CACHE], [opened("x.npy", 2, waited=True)], []),  # a lock, say
+        ([CACHE, opened("x.npy", 2)], [], []),
+        ([opened("x.tmp", 2, writes=True)], [opened("x.npy", 2)], []),  # put in its place when it is complete
+        ([CACHE, opened("done", 2, writes=True)], [opened("x.npy", 2)], []),  # for which the reader may have waited
+        ([CACHE, opened("done", 2, waited=True)], [opened("x.npy", 2)], []),  # likewise: it is touched
+        ([CACHE, opened("y.npy", 2, writes=True)], [opened("x.npy", 2), opened("y.npy", 2)], ["DDP512"]),
+        ([CACHE, opened("log.txt", 9, writes=True)], [opened("x.npy", 2)], ["DDP512"]),  # later
+    ],
+)
+def test_files_that_one_rank_makes_and_another_reads(
+    writer: list[FileUsed], reader: list[FileUsed], found: list[str]
+) -> None:
+    assert codes(judge_files([writer, reader])) == found
+
+
 def test_a_checkpoint_that_is_loaded_onto_the_device_of_another_rank() -> None:
     own: dict[str, Any] = {"devices": ("cuda:1",), "device": "cuda:1"}
     other = {**own, "devices": ("cuda:0",)}

@@ -30,6 +30,8 @@ def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
         line = use.location if other.writes else other.location
         if line in found or other.waited or (other.writes and use.waited):
             continue
+        if not (use.by_torch or other.writes) and _is_followed(use, other, uses[rank], uses[other_rank]):
+            continue
         name = PurePath(use.path).name
         if other.writes:
             ranks = sorted(
@@ -52,6 +54,7 @@ def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
                 f"Rank {other_rank} reads {name} while rank {rank} may still write it: no collective comes between.",
                 ranks=(other_rank,),
                 location=other.location,
+                severity=None if use.by_torch else Severity.WARNING,
                 evidence=[f"rank {rank} writes it at {use.location}", f"the file is {use.path}"],
                 fix="Call dist.barrier() on every rank after the one has written it and before the others read it.",
             )
@@ -72,6 +75,16 @@ def _at_the_same_time(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int,
                 first = bisect_left(ended[other_rank], use.began)
                 near = others[first : bisect_right(others, use.ended, key=_began)]
                 yield from ((rank, use, other_rank, other) for other in near if other.ended >= use.began)
+
+
+def _is_followed(use: FileUsed, read: FileUsed, writers: Sequence[FileUsed], readers: Sequence[FileUsed]) -> bool:
+    """Whether the rank that writes a file makes another one after it, which the reader may have waited for.
+
+    That says that the first one is complete; who waits for it only looks whether it is there.
+    """
+    paths = {one.path for one in readers}
+    later = writers[max(number for number, one in enumerate(writers) if one is use) + 1 :]
+    return any(one.path not in paths and one.began <= read.ended for one in later)
 
 
 def _began(use: FileUsed) -> int:

@@ -362,7 +362,8 @@ class FileUsed(Struct, frozen=True):
         mapped: Whether `map_location` was given.
         waited: Whether the rank had waited for others since its last collective of all ranks: in a receive, in a
             collective of some of them, at the store.
-        by_torch: Whether it is a file of `torch.save`; of others it is only known that they were opened to be written.
+        by_torch: Whether it is a file of `torch.save`; of others it is only known that they were opened: to be written,
+            to be read soon after somebody had written them, or, with `waited`, to be there (a lock, a mark).
     """
 
     path: str

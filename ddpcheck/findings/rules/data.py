@@ -94,7 +94,8 @@ def forward(self, x):
         detected=(
             "`ddpcheck run` records which rank writes and reads which file, and the collectives between. Two uses "
             "by different ranks, of which one writes, are reported if no collective of all ranks is between them, "
-            "whatever the clock said in this run."
+            "whatever the clock said in this run. Of files that are not written by torch.save, those count that "
+            "Python opens; a lock, or another file that the writer makes after it, keeps these apart too."
         ),
         ignore=(
             "If something else than a collective keeps the two apart, such as a flag on disk, or if each machine "

@@ -1,4 +1,4 @@
-"""The files that a script writes with `torch.save` and reads with `torch.load`, and others that it writes."""
+"""The files that a script writes with `torch.save` and reads with `torch.load`, and others that it has just written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import re
 import stat
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -13,12 +15,17 @@ from typing import Any
 import torch
 
 from ddpcheck.findings.evidence.script import FileUsed
-from ddpcheck.findings.source_lines import is_installed, is_user_file, user_location
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location
 from ddpcheck.gather.patching import guarded, patched
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.stream.rank_log import RankLog
 
 _MOST_USES = 4096  # distinct ones: by path, how, line, and collectives before
+_MOST_LOOKS = 1 << 14  # at files that are opened to be read
+_MOST_READS = 8  # of one of them
+_STARTED = 30.0  # seconds before this process, at which another rank may have begun to write
+_LOCKS = ("fcntl.flock", "fcntl.lockf")
 _NOT_GIVEN = object()
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
 _WRITERS = re.compile(r"-packages.(numpy|pandas|yaml|joblib|omegaconf|safetensors)\b")
@@ -33,8 +40,19 @@ class FileRecorder:
         self._known: set[tuple[object, ...]] = set()
         patched(torch, "save", self._saves)
         patched(torch, "load", self._loads)
-        note = guarded(self._note_opened)
-        sys.addaudithook(lambda event, given: note(*given) if event == "open" else None)
+        self._started = time.time() - _STARTED
+        self._looks = 0
+        self._reads: Counter[str] = Counter()
+        self._locked = -1  # collectives before this rank last tried to lock a file, and has so waited for others
+        note, note_lock = guarded(self._note_opened), guarded(self._note_lock)
+
+        def hear(event: str, given: tuple[Any, ...]) -> None:
+            if event == "open":
+                note(*given)
+            elif event in _LOCKS:
+                note_lock()
+
+        sys.addaudithook(hear)
 
     def _saves(self, _held: Any, f: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
         began = self._log.collectives, self._log.waited
@@ -70,14 +88,46 @@ class FileRecorder:
             self._known.add(key)
             self._log.add(use)
 
+    def _note_lock(self) -> None:
+        self._locked = self._log.collectives
+
     def _note_opened(self, path: Any, mode: Any, flags: int) -> None:
-        """Python opens a file: one that the program empties in order to write it is written."""
-        if not isinstance(mode, str) or not mode.startswith("w") or not isinstance(path, str | os.PathLike):
+        """A file is opened: one that the program empties in order to write it is written."""
+        if not isinstance(path, str | os.PathLike):
+            return
+        if isinstance(mode, str) and mode.startswith("w"):
+            name = os.path.realpath(path)
+            if not name.startswith(_NO_FILES) and _is_of_program():
+                now, waited = self._log.collectives, self._log.waited
+                self._write(FileUsed(name, True, now, now, user_location(), waited=waited, by_torch=False))
+        elif isinstance(mode, str) and mode.startswith("r"):
+            self._note_read(path)
+        elif mode is None and flags & os.O_CREAT:
+            if flags & os.O_EXCL:  # of two ranks one gets it
+                self._note_lock()
+            if (line := _line_of_program()) is not None:  # it may say that another one is complete
+                now = self._log.collectives
+                self._write(FileUsed(os.path.realpath(path), False, now, now, line, waited=True, by_torch=False))
+
+    def _note_read(self, path: str | os.PathLike[str]) -> None:
+        """One that has been written lately may be one that another rank is writing."""
+        if self._looks >= _MOST_LOOKS:
+            return
+        self._looks += 1
+        try:
+            found = os.stat(path)
+        except OSError:  # it is not there; the program will be told
+            return
+        if found.st_mtime < self._started or not stat.S_ISREG(found.st_mode):
             return
         name = os.path.realpath(path)
-        if not name.startswith(_NO_FILES) and _is_of_program():
-            now, waited = self._log.collectives, self._log.waited
-            self._write(FileUsed(name, True, now, now, user_location(), waited=waited, by_torch=False))
+        if name.startswith(_NO_FILES) or self._reads[name] >= _MOST_READS:
+            return
+        if (line := _line_of_program()) is not None:
+            self._reads[name] += 1
+            now = self._log.collectives
+            waited = self._log.waited or self._locked == now
+            self._write(FileUsed(name, False, now, now, line, waited=waited, by_torch=False))
 
 
 def _is_of_program() -> bool:
@@ -89,3 +139,16 @@ def _is_of_program() -> bool:
             return not is_installed(file)
         frame = frame.f_back
     return False
+
+
+def _line_of_program() -> Location | None:
+    """The line of the program that uses a file, itself or by a library that is for that; `None` for torch's own use."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+        if module.startswith("torch."):
+            return None
+        if is_user_file(file) and not _WRITERS.search(file):
+            return None if is_installed(file) else Location(relative_path(file), frame.f_lineno)
+        frame = frame.f_back
+    return None
