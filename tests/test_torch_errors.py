@@ -9,6 +9,7 @@ from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD
 from ddpcheck.judge.torch_errors import RaisedFacts, judge_torch_errors
@@ -50,6 +51,23 @@ def test_a_gradient_that_comes_twice() -> None:
     assert "was called 2 times" in judged(text, (DDP_FORWARD, DDP_FORWARD, DDP_BACKWARD)).message
     assert "outside of forward" in judged(text, STEP, wrapper([], [], find_unused_parameters="True")).message
     assert judged(text).code == "DDP406"
+
+
+def test_gradients_that_have_not_come() -> None:
+    text = (
+        "Expected to have finished reduction in the prior iteration before starting a new one. "
+        "Parameter indices which did not receive grad for rank 0: 1 2 In addition, you can set"
+    )
+    net = wrapper([(8, 4), (8,), (4,)], [])
+    finding = judged(text, STEP, net)
+    assert (finding.code, finding.subjects) == ("DDP101", ("weight1", "weight2"))
+    assert str(finding.location) == LINE
+    made = replace(net, lines={"weight1": Location("net.py", 7)})
+    assert judged(text, STEP, made).location == Location("net.py", 7)
+    assert f"noticed in forward at {LINE}" in judged(text, STEP, made).evidence
+    other = replace(net, description=ModuleDescription(net.description.parameters[::-1]))
+    assert judged(text, STEP, net, other).subjects == ("parameters",)  # of one of two wrappers
+    assert judged(text, STEP, net, wrapper([(8, 4)], [])).subjects == ("weight1", "weight2")
 
 
 def test_what_backward_needs_and_was_overwritten() -> None:

@@ -1,4 +1,4 @@
-"""DDP311, 402, 406 and 513: what torch raised in a rank of a script, by the cause that is behind it.
+"""DDP101, 311, 402, 406 and 513: what torch raised in a rank of a script, by the cause that is behind it.
 
 Pure functions from how ranks have failed, their collectives and what they had wrapped to findings.
 
@@ -142,6 +142,27 @@ def _graph_changed(facts: RaisedFacts, _text: str) -> list[Finding]:
     )
 
 
+def _not_finished(facts: RaisedFacts, text: str) -> list[Finding]:
+    """DDP101: the gradients for which DDP has waited since the backward pass before, by the numbers that it gives."""
+    told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+    numbers = [int(number) for number in told[1].split()] if told else []
+    trained = [[one.name for one in begun.description.parameters if one.requires_grad] for begun in facts.begun]
+    named = {tuple(of_one[n] for n in numbers) for of_one in trained if numbers and max(numbers) < len(of_one)}
+    names = named.pop() if len(named) == 1 else ()  # wrappers may be several, and DDP does not say which
+    made = next((begun.lines[names[0]] for begun in facts.begun if names and names[0] in begun.lines), None)
+    raised = Location.parse(facts.first.location)
+    who = join_names(names, most=4) if names else counted(len(numbers), "parameter") if numbers else "A parameter"
+    return one_finding(
+        "DDP101",
+        names or ("parameters",),
+        f"{who} had no part in the backward pass before: DDP has waited for what did not come, and raises at its next "
+        "forward.",
+        ranks=unless_all(facts.ranks, len(facts.logs)),
+        location=made or raised,
+        evidence=[*([f"noticed in forward at {raised}"] if made else []), facts.first.message],
+    )
+
+
 def _timed_out(facts: RaisedFacts, text: str) -> list[Finding]:
     """DDP402: ranks waited for one that was at work for longer than the timeout of the process group."""
     waited = [one.rank for one in facts.failures if re.search(_TIMED_OUT, f"{one.message}\n{one.traceback}")]
@@ -206,6 +227,7 @@ _SENTENCES = {
     "mark a variable ready only once": _marked_twice,
     "modified by an inplace operation": _overwritten,
     "training graph has changed in this iteration": _graph_changed,
+    "Expected to have finished reduction in the prior iteration": _not_finished,
     _TIMED_OUT: _timed_out,
 }
 """By a pattern of torch's message: what it comes from. Torch's errors have no codes, but texts."""

@@ -138,6 +138,13 @@ class ReplicaCaptured(Struct, frozen=True):
     own_hook: bool = False
 
 
+class NotCompared(Struct, frozen=True):
+    """Steps of a wrapper are not compared between ranks, although it would be their turn; `why`: in words."""
+
+    wrapper: int
+    why: str
+
+
 class GroupUsed(Struct, frozen=True):
     """A process group has been used for the first time; its name, and the ranks in it."""
 
@@ -191,6 +198,7 @@ Entry = (
     | WrapperMade
     | StepsReported
     | ReplicaCaptured
+    | NotCompared
     | Inputs
     | LoaderPass
     | DerivedTable

@@ -38,11 +38,13 @@ from ddpcheck.monitor.script.recording.replica_recorder import ReplicaRecorder
 from ddpcheck.monitor.step_recorder import EndedStep, RecorderOptions, StepRecorder
 from ddpcheck.monitor.step_tracker import StepListener
 from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.stream.entries import StepsReported, WrapperMade
+from ddpcheck.stream.entries import NotCompared, StepsReported, WrapperMade
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.rank_report import RankReport, is_probed, is_sampled
 
 _ALWAYS_FOR, _THEN_EVERY = 32, 16  # steps after which parameters are asked whether they are frozen yet
+_JOINED = "under Join, ranks without further batches may have left the loop"
+_APART = "the communication hook lets ranks train apart for some steps"
 _MOST_PARTS = 16  # tensors that forward is given
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
 
@@ -79,6 +81,7 @@ class ScriptWatch(StepListener):
         self._through_forward = False  # the backward pass that runs comes from what the wrapper has returned
         self._incomplete = False  # the last reduction, which waits for gradients that have not come
         self._attached = True
+        self._told_apart = False  # that steps are not compared
         self._alarmed = False  # a report is due when the step has ended
         self._forward_line: Location | None = None
         self._fresh: dict[str, torch.Tensor] = {}  # parameters whose averaged gradient was not zero
@@ -242,6 +245,9 @@ class ScriptWatch(StepListener):
             self._log.add(StepsReported(self.number, mine))
         if ended.compares:
             self._replica.capture(step, ended.probe)
+        elif self._is_due(step) and self.are_apart and not self._told_apart:
+            self._told_apart = True
+            self._log.add(NotCompared(self.number, _JOINED if self.joins else _APART))
 
     # As a listener
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import mul
+from typing import TypeVar
 
 from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.construction import WrapperBegun
@@ -39,6 +40,7 @@ from ddpcheck.stream.rank_report import RankReport
 from ddpcheck.stream.watched_rank import WatchedRank
 
 _REPLICAS_PART = {"DDP208", "DDP301", "DDP306", "DDP501", "DDP502", "DDP503", "DDP504", "DDP508", "DDP515", "DDP518"}
+_Kind = TypeVar("_Kind")
 _TOLERANCE = 1e-3  # of a sketch in float32, whose sums of many elements are rounded
 
 
@@ -71,7 +73,7 @@ class WatchedWrapper:
         """How many have ended on each rank."""
         return min(rank.counts[self.number][1] for rank in self.ranks)
 
-    def entries(self, kind: type) -> Iterator[tuple[int, object]]:
+    def entries(self, kind: type[_Kind]) -> Iterator[tuple[int, _Kind]]:
         """The entries of a kind, each with its rank."""
         for rank in self.ranks:
             for entry in rank.entries:
@@ -148,7 +150,6 @@ def _judge_wrapper(wrapper: WatchedWrapper) -> list[Finding]:
     closing: dict[int, RankReport] = {}
     alone: list[RankReport] = []
     for rank, entry in wrapper.entries(StepsReported):
-        assert isinstance(entry, StepsReported)
         if entry.closing:
             closing[rank] = entry.report
         elif entry.alone:
@@ -156,9 +157,8 @@ def _judge_wrapper(wrapper: WatchedWrapper) -> list[Finding]:
         else:
             reports.setdefault(entry.report.step, {}).setdefault(rank, []).append(entry.report)
     captured: dict[int, dict[int, ReplicaCaptured]] = {}
-    for rank, entry in wrapper.entries(ReplicaCaptured):
-        assert isinstance(entry, ReplicaCaptured)
-        captured.setdefault(entry.step, {})[rank] = entry
+    for rank, one in wrapper.entries(ReplicaCaptured):
+        captured.setdefault(one.step, {})[rank] = one
     for step in sorted(reports.keys() | captured.keys()) if wrapper.is_whole else ():
         found = []
         if step in reports:

@@ -25,7 +25,7 @@ from ddpcheck.monitor.script.reporting.log_judging import (
     watched_wrappers,
 )
 from ddpcheck.monitor.script.reporting.program_judging import optimizer_steps
-from ddpcheck.stream.entries import SCHEMA, ReplicaCaptured, WatchingFailed
+from ddpcheck.stream.entries import SCHEMA, NotCompared, ReplicaCaptured, WatchingFailed
 from ddpcheck.stream.watched_rank import WatchedRank
 
 _PARTS = {  # by name of the check: the families of rules, and what was compared
@@ -176,7 +176,8 @@ def _parts(
         elif elsewhere := sorted({rank for one in wrappers if not one.is_whole for rank in one.missing}):
             yield CheckResult(name, "skipped", detail=_NOT_HERE.format(ranks=format_ranks(elsewhere)))
         elif "{times}" in what and not times:
-            yield CheckResult(name, "skipped", detail="no step was compared")
+            why = {entry.why for one in wrappers for _, entry in one.entries(NotCompared)}
+            yield CheckResult(name, "skipped", detail=": ".join(["no step was compared", *sorted(why)[:1]]))
         else:
             said = what.format(steps=counted(steps, "step"), times=f"compared {counted(times, 'time')}")
             yield CheckResult(name, "passed", detail=said)
