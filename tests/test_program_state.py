@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcheck.monitor.script.recording.program_state import _is_near, tables_of, tables_of_program
+from ddpcheck.monitor.script.recording.program_state import StateRecorder, _is_near, tables_of, tables_of_program
 
 
 class Labels:
@@ -57,3 +57,23 @@ def test_a_module_of_the_user_is_followed_and_one_that_is_installed_is_not() -> 
 def test_a_copy_is_known_by_its_direction_or_by_its_size(of: Any, near: bool) -> None:
     ours, other = (nn.Linear(8, 64).weight.detach() for _ in range(2))
     assert _is_near({"w": of(ours, other)}, {"w": ours}) == near
+
+
+@pytest.mark.parametrize(
+    ("criterion", "held"),
+    [
+        (nn.CrossEntropyLoss(weight=torch.ones(3)), ["weight"]),  # by a count of the labels, which may be a rank's own
+        (nn.CrossEntropyLoss(), []),
+        (nn.Softmax(dim=1), []),
+    ],
+)
+def test_the_buffers_of_a_loss_through_which_backward_comes(criterion: nn.Module, held: list[str]) -> None:
+    uses: Any = None
+    recorder = StateRecorder(lambda _: None, [], uses, lambda *_: None)
+    logits = torch.zeros(2, 3)
+    targets = () if isinstance(criterion, nn.Softmax) else (torch.zeros(2, dtype=torch.int64),)
+    assert not recorder._of_criterion(criterion)
+    criterion(logits, *targets)
+    assert not recorder._of_criterion(criterion)  # in evaluation only
+    criterion(logits.requires_grad_(), *targets)
+    assert list(recorder._of_criterion(criterion)) == held

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch.nn.modules.loss import _Loss
 
 from ddpcheck.findings.evidence.script import DerivedTable, StateHeld
 from ddpcheck.findings.report import Location
@@ -183,8 +184,8 @@ class StateRecorder:
         return {}, False
 
     def _of_criterion(self, module: nn.Module) -> Mapping[str, torch.Tensor]:
-        """The buffers of a module of the user's, where its output has a part in backward."""
-        if not _is_of_user(type(module)):
+        """The buffers of a module of the user's, or of a loss of torch's, where its output has a part in backward."""
+        if not _is_of_user(type(module)) and type(module).__module__ != _Loss.__module__:
             return {}
         statistics = batch_statistics(module)
         buffers = {n: b for n, b in module.named_buffers() if b.is_floating_point() and n not in statistics}
