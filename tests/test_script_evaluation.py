@@ -154,6 +154,22 @@ def test_several_metrics_of_an_own_shard_are_one_finding_and_a_reduced_one_is_no
     assert any(one.startswith("also total: Rank 0 has 0.325 printed") for one in found.evidence)
 
 
+@pytest.mark.parametrize("shown", [1.5, math.exp(1.5)], ids=["a token", "perplexity"])
+def test_what_is_divided_by_another_number_of_the_same_function_is_a_metric(shown: float) -> None:
+    tokens = [{"evaluate.nll": 60.0, "evaluate.tokens": 40.0}, {"evaluate.nll": 90.0, "evaluate.tokens": 50.0}]
+    (found,) = judged(strided(8), size=8, numbers=tokens, shown=[prints(shown), []])
+    assert (found.code, found.subjects, found.ranks) == ("DDP802", ("nll",), (0,))
+    assert (
+        judged(
+            strided(8), size=8, numbers=tokens, shown=[[MetricShown(0, "printed", LINE, (ShownNumber("1.5000"),))], []]
+        )
+        == []
+    )
+    assert judged(strided(8), size=8, numbers=tokens, shown=[prints(150 / 90), []]) == []  # of all
+    apart = [{"evaluate.nll": one["evaluate.nll"], "train.tokens": one["evaluate.tokens"]} for one in tokens]
+    assert judged(strided(8), size=8, numbers=apart, shown=[prints(shown), []]) == []  # of another function
+
+
 @pytest.mark.parametrize(("text", "known"), [("0.7500", True), ("75.0", True), ("0.8", False), ("3.00", False)])
 def test_a_printed_number_is_known_by_its_digits(text: str, known: bool) -> None:
     shown = [MetricShown(0, "printed", LINE, (ShownNumber(text),))]

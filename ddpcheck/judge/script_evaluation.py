@@ -6,6 +6,8 @@ findings. Nothing is said unless a number of the program's is just what the faul
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -35,6 +37,8 @@ from ddpcheck.judge.evaluation_results import (
 from ddpcheck.judge.script_order import judge_order
 
 _APART = 1e-4  # relative: values that are not the same on two ranks
+_ALL_DIGITS = 10
+_LARGEST_EXPONENT = 50.0  # of a perplexity
 _SOME = 0.01  # relative: a difference between metrics that matters
 
 _Key = tuple[Location | None, Location | None, str, int, int]
@@ -202,11 +206,12 @@ def judge_own_shard(of_ranks: Sequence[Evaluated]) -> list[Finding]:
     if any(gathered_labels([one]) for one in of_ranks):
         return []  # the results of all ranks are there
     found: list[Finding] = []
+    metrics, ratios = list(_metrics(of_ranks)), list(_ratios(of_ranks))
     for rank, one in enumerate(of_ranks):
         for shown, number in numbers_shown(one):
             if all(any(other.location == shown.location for other in each.shown) for each in of_ranks):
                 continue  # each rank tells its own
-            for key, values, together in _metrics(of_ranks):
+            for key, values, together in [*metrics, *(ratios if _is_exact(number) else ())]:
                 if _is_own(number, rank, values, together) and not _is_known(
                     of_ranks, rank, key, number, values, together
                 ):
@@ -231,6 +236,31 @@ def _metrics(of_ranks: Sequence[Evaluated]) -> Iterator[tuple[str, list[float], 
             for scale in (1, 100):
                 if divisors[0] != 1.0 or any(value != int(value) for value in values):  # no counter
                     yield key, [scale * value for value in values], scale * together
+
+
+def _is_exact(number: ShownNumber) -> bool:
+    """Whether it is known to the last digit, or nearly."""
+    return bool(number.values) or sum(map(str.isdigit, number.text)) >= _ALL_DIGITS
+
+
+def _ratios(of_ranks: Sequence[Evaluated]) -> Iterator[tuple[str, list[float], float]]:
+    """Likewise of what one function has counted and another number that it has (of tokens, say), and their exponential.
+
+    These are many: they are only for numbers that the program is known to hold, to the last digit.
+    """
+    keys = common_keys(of_ranks)
+    for key, other in itertools.permutations(keys, 2):
+        if key.partition(".")[0] != other.partition(".")[0]:
+            continue
+        counts, divisors = ([one.held.numbers[name] for one in of_ranks] for name in (key, other))
+        if any(divisor < 2 or divisor != int(divisor) for divisor in divisors):
+            continue
+        values = [count / divisor for count, divisor in zip(counts, divisors, strict=True)]
+        together = sum(counts) / sum(divisors)
+        for scale in (1, 100):
+            yield key, [scale * value for value in values], scale * together
+        if max(map(abs, values)) < _LARGEST_EXPONENT:
+            yield key, list(map(math.exp, values)), math.exp(together)
 
 
 def _is_own(number: ShownNumber, rank: int, values: Sequence[float], together: float) -> bool:
