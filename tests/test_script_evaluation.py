@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,14 +19,16 @@ from ddpcheck.findings.evidence.evaluation import (
     ShownNumber,
 )
 from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated
+from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.metrics_of_pairs import OF_NUMBERS, OF_SCORES
 from ddpcheck.judge.script_evaluation import judge_evaluations
 from ddpcheck.judge.script_targets import judge_targets
+from ddpcheck.monitor.script.recording import evaluation_recorder
 from ddpcheck.monitor.script.recording.comparison_recorder import ComparisonRecorder
-from ddpcheck.monitor.script.recording.evaluation_recorder import _rows_given, _values_given
-from ddpcheck.monitor.script.recording.program_numbers import labels_in, number_of
+from ddpcheck.monitor.script.recording.evaluation_recorder import EvaluationRecorder, _rows_given, _values_given
+from ddpcheck.monitor.script.recording.program_numbers import columns_of, labels_in, number_of
 from ddpcheck.monitor.script.recording.sample_rows import SampleRows
 from ddpcheck.monitor.script.recording.target_recorder import _cross_entropies, _place_of
 
@@ -552,3 +555,33 @@ def test_numbers_and_labels_are_read_as_they_are_held() -> None:
         assert labels is not None and labels.tolist() == [1, 0]
     for held in (torch.tensor(1), [torch.tensor(0)], torch.zeros(2), "ab", [0.5, 1.0], torch.zeros(2, 2, 2), [1]):
         assert labels_in(held, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "columns"),
+    [
+        ([(1, 0), (2, 2), (0, 1)], [[1, 2, 0], [0, 2, 1]]),
+        ([(0.25, 0), (0.5, 2), (0.75, 1)], [[0.25, 0.5, 0.75], [0, 2, 1]]),
+        ([{"file": "a", "p": 1}, {"file": "b", "p": 2}, {"file": "c", "p": 0}], [[1, 2, 0]]),
+        (torch.tensor([[1, 0], [2, 2], [0, 1]]), [[1, 2, 0], [0, 2, 1]]),
+        (torch.tensor([[1.0, 0.0], [2.0, 2.0], [0.0, 1.0]]), [[1, 2, 0], [0, 2, 1]]),
+        (torch.tensor([[0.1, 0.5], [0.3, 0.2], [0.4, 0.6]]), []),  # scores of classes
+        ([[1, 0, 2, 2], [0, 1, 1, 1]], []),  # two batches of predictions: no row for each of three samples
+        ([(1, 0), (2,), (0, 1)], []),
+        ([1, 2, 0], []),
+        ([], []),
+    ],
+)
+def test_the_columns_of_gathered_rows(value: Any, columns: list[list[float]]) -> None:
+    assert [list(map(float, one)) for one in columns_of(value, 3)] == columns
+
+
+def test_gathered_rows_of_predictions_and_labels_say_what_each_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation_recorder, "patched", lambda *_: None)
+    exchanged: list[Any] = []
+    recorder = EvaluationRecorder(exchanged.append)
+    recorder._comparisons = Mock()
+    recorder._evaluated, recorder._left, recorder._samples = True, [8, 8], 3
+    rows = [(1, 0), (2, 2), (0, 1)]
+    recorder.note_collective(Call("all_gather_object", "train.py:9", (0, 1)), {"obj": rows})
+    assert [one.rows for one in exchanged if one.rows] == [(1, 2, 0), (0, 2, 1)]

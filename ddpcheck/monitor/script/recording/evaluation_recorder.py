@@ -32,6 +32,7 @@ from ddpcheck.findings.source_lines import relative_path, user_location, variabl
 from ddpcheck.gather.patching import patched
 from ddpcheck.monitor.script.recording.comparison_recorder import ComparisonRecorder
 from ddpcheck.monitor.script.recording.program_numbers import (
+    columns_of,
     labels_in,
     number_of,
     numbers_of_program,
@@ -78,7 +79,7 @@ class EvaluationRecorder:
         self._ended: tuple[int, int] | None = None  # the last evaluation
         self._references: set[int] = set()  # loaders whose datasets have been looked at
         self._record: Any = None  # the last one of `logging`
-        self._size = 0  # of the dataset that was evaluated last
+        self._size = self._samples = 0  # of the dataset that was evaluated last, and how many of it this rank has
         self._comparisons = ComparisonRecorder(sink)
         patched(torch.autograd, "backward", self._trains)
         patched(builtins, "print", self._prints)
@@ -108,7 +109,7 @@ class EvaluationRecorder:
             return
         if not self._evaluated:
             self._evaluated, self._left = True, [_MOST_EXCHANGED, _MOST_SHOWN]
-        self._ended, self._size = key, entry.size
+        self._ended, self._size, self._samples = key, entry.size, len(entry.indices)
         if any(exchanged.rows for exchanged in one.exchanged):
             self._comparisons.open(self._round, entry.size)
         held = numbers_of_program()
@@ -142,7 +143,11 @@ class EvaluationRecorder:
             return
         if not isinstance(value, torch.Tensor) or made.rows:
             self._comparisons.open(self._round, self._size)
-        parts = [] if len(made.rows) else [(_rows_given(one), _values_given(one)) for one in _parts_of(value)]
+        columns = columns_of(value, self._samples)
+        if columns and not isinstance(value, torch.Tensor):
+            made = replace(made, rows=(), values=())
+        held = columns or ([] if len(made.rows) else _parts_of(value))
+        parts = [(_rows_given(one), _values_given(one)) for one in held]
         for one in (
             made,
             *(replace(made, numbers=(), rows=rows, values=values) for rows, values in parts if rows),

@@ -22,6 +22,7 @@ _MOST_NUMBERS = 256
 _MOST_OBJECTS = 1024
 _MOST_ITEMS = 4096  # of a list
 _MOST_ROWS = 1 << 14
+_MOST_COLUMNS = 8
 _MOST_LISTS = 6  # of rows
 _DEEPEST = 4  # a meter in a dictionary of a logger
 _MOST_PARTS = 16  # of a list or tuple that is looked into
@@ -108,6 +109,37 @@ def _label_rows(value: Any) -> torch.Tensor | None:
         highest: torch.Tensor = value.detach().argmax(1).cpu()
         return highest
     return None
+
+
+def columns_of(value: Any, count: int) -> list[Any]:
+    """What stands at each place in the rows of a table of `count` rows: predictions and their labels, say."""
+    if not 1 < count <= _MOST_ROWS:
+        return []
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "iuf":
+        value = torch.from_numpy(numpy.ascontiguousarray(value))
+    if type(value) is torch.Tensor and value.layout == torch.strided and value.device.type != "meta":
+        if value.dim() != 2 or len(value) != count or not 1 < value.shape[1] <= _MOST_COLUMNS or value.is_complex():
+            return []
+        columns = list(value.detach().cpu().unbind(1))
+        whole = [not one.is_floating_point() or bool((one == one.round()).all()) for one in columns]
+        return [one.long() if is_whole else one for one, is_whole in zip(columns, whole, strict=True)] * any(whole)
+    if type(value) not in (list, tuple) or len(value) != count or type(value[0]) not in (list, tuple, dict):
+        return []
+    first = value[0]
+    alike = (type(row) is type(first) and len(row) == len(first) for row in value)
+    if not 1 < len(first) <= _MOST_COLUMNS or not all(alike):
+        return []
+    keys = first if isinstance(first, dict) else range(len(first))
+    if isinstance(first, dict) and any(row.keys() != first.keys() for row in value):
+        return []
+    found = [[_plain_number(row[key]) for row in value] for key in keys]
+    return [_whole_numbers(one) for one in found if None not in one]
+
+
+def _whole_numbers(numbers: list[Any]) -> list[Any]:
+    whole = all(math.isfinite(number) and number == int(number) for number in numbers)
+    return list(map(int, numbers)) if whole else list(map(float, numbers))
 
 
 def _sum_of(items: Any) -> float | None:
