@@ -342,6 +342,14 @@ def test_parameters_in_no_wrapper(ranks: list[list[tuple[int, int, float]]], fou
     assert codes(judge_alone(steps, [], wrapped=False)) == found
 
 
+def test_gradients_that_are_reduced_after_the_step_that_uses_them() -> None:
+    late = Location("train.py", 32)
+    steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [replace(alone(1, n, 1.0 + n), late_sum_at=late) for n in (2, 3)]]
+    for wrapped in (False, True):
+        (found,) = judge_alone(steps, [], wrapped=wrapped)
+        assert (found.code, found.location) == ("DDP501", late) and "after the optimizer's step" in found.message
+
+
 def test_an_optimizer_of_tensors_that_no_module_has() -> None:
     steps = [[step(unknown=("? 0 (4,)",)), step()]]
     assert codes(judge_stale(steps, {"0/w": False}, set())) == ["DDP504"]

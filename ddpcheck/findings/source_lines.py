@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import linecache
 import os
 import re
@@ -103,6 +104,14 @@ def lines_of_program(frame: FrameType) -> tuple[str, ...]:
             lines.append(_line(file, current.f_lineno))
         current = current.f_back
     return tuple(lines)
+
+
+def below_common(lines: tuple[str, ...], others: tuple[str, ...]) -> str:
+    """The line of a stack below which another one has come to another line; innermost first."""
+    same = sum(
+        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(lines[::-1], others[::-1], strict=False))
+    )
+    return lines[::-1][same] if same < len(lines) else ""
 
 
 @functools.cache

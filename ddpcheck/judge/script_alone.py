@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.gradient_changes import GradientsTaken
 from ddpcheck.findings.evidence.script import OptimizerEnd
-from ddpcheck.findings.report import Finding
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import join_names, one_finding, plural_verb
 from ddpcheck.judge.script_gradients import Steps, are_near, gradients_differ
 
+_PARTED = "the values were the same on all ranks in the first step of the optimizer, and are not in the last"
 _FEWEST_TAKEN = 3  # looks at what torch.autograd.grad gives
 
 
@@ -48,6 +49,8 @@ def judge_alone(
     apart = [name for name in began if not any(alike(one, name) for one in of_ranks[-1:])]
     local = [name for name in apart if any(gradients_differ(one, name) for one in of_ranks)]
     if local and _few_agree(of_ranks):
+        if late := next((at for one in of_ranks for each in one if (at := each.late_sum_at)), None):
+            return _averaged_late(local, of_ranks, late)
         where = "is in no DistributedDataParallel" if wrapped else "is averaged by nothing in this script"
         return _alone(
             "DDP501",
@@ -55,7 +58,7 @@ def judge_alone(
             f"{join_names(local)} {where if len(local) == 1 else where.replace('is ', 'are ', 1)}: every rank trains "
             f"{plural_verb('it', 'them', local)} on its own gradients.",
             of_ranks,
-            "the values were the same on all ranks in the first step of the optimizer, and are not in the last",
+            _PARTED,
             "Put it into the module that is wrapped, or wrap it too."
             if wrapped
             else "Wrap the module in DistributedDataParallel, or all_reduce every gradient before the step.",
@@ -73,6 +76,19 @@ def judge_alone(
             "Broadcast the parameters from rank 0 before the first step, or seed their construction equally.",
         )
     return []
+
+
+def _averaged_late(names: Sequence[str], steps: Sequence[Steps], late: Location) -> list[Finding]:
+    return one_finding(
+        "DDP501",
+        names,
+        f"The gradients of {join_names(names)} are all_reduced after the optimizer's step that uses them: every rank "
+        "steps by its own.",
+        location=late,
+        evidence=[f"the optimizer steps at {steps[0][0].location}", _PARTED],
+        fix="all_reduce every gradient after backward and before the optimizer's step, or wrap the module in "
+        "DistributedDataParallel.",
+    )
 
 
 def judge_taken(taken: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:

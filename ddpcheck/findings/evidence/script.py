@@ -183,6 +183,8 @@ class OptimizerStep(Struct, frozen=True):
         summed: The parameters whose gradient is just as an all_reduce has left it that sums.
         summed_at: The line of that all_reduce.
         left_out_at: The lines that may leave it out after the backward pass: tests around it, and early exits.
+        late_sum_at: The line that has gradients all_reduced after an earlier step had used them, before any other
+            backward pass; `None` where there was none.
     """
 
     optimizer: int
@@ -207,6 +209,7 @@ class OptimizerStep(Struct, frozen=True):
     summed: tuple[str, ...] = ()
     summed_at: Location | None = None
     left_out_at: tuple[Location, ...] = ()
+    late_sum_at: Location | None = None
 
 
 class OptimizerEnd(Struct, frozen=True):

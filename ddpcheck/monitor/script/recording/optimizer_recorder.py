@@ -20,7 +20,7 @@ from ddpcheck.findings.evidence.script import (
     OptimizerStep,
 )
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import lines_of_program, user_location
+from ddpcheck.findings.source_lines import below_common, lines_of_program, user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward, walk_graph
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
@@ -71,6 +71,8 @@ class _Optimizer:
     apart: bool = False  # ranks may have run out of batches, or train apart: steps do not pair up by their number
     sample: Callable[[], Any] = lambda: None  # one of its parameters
     left: tuple[Callable[[], Any], int] = (lambda: None, 0)  # its gradient and version, as backward left it last
+    used: tuple[int, tuple[str, ...]] = (-1, ())  # backward passes until its last step, and the lines that led to it
+    late: Location | None = None  # of an all_reduce of gradients that this step had used
     for_inputs: bool = False  # a backward pass since the last step was for inputs (an attack, a penalty)
     watches: tuple[tuple[int, ...], list[ref[ScriptWatch]]] = field(default=((), []))  # of wrappers, by what was there
 
@@ -135,8 +137,12 @@ class OptimizerRecorder:
             schedule = known.schedule if optimizer is None else self._schedules.of(optimizer)
             self._sink(OptimizerEnd(known.number, known.steps, reductions, tuple(known.marks), schedule))
 
-    def note_sum(self, tensor: Any, location: Location | None) -> None:
+    def note_sum(self, tensor: Any, location: Location | None, callers: tuple[str, ...] = ()) -> None:
         """An all_reduce of all ranks has left a sum in `tensor`."""
+        for known in self._all[:_MOST_LOOKED_AT]:
+            after = known.used[0] == self._backwards and not known.inside and known.late is None
+            if after and getattr(known.sample(), "grad", None) is tensor is not None:
+                known.late = Location.parse(below_common(callers, known.used[1])) or location
         if type(tensor) is torch.Tensor and self._is_written(self.steps) and len(self._sums) < _MOST_SUMS:
             self._sums[id(tensor)] = ref(tensor), version_of(tensor), location
             if tensor.is_floating_point():  # of several gradients in one, perhaps
@@ -210,6 +216,8 @@ class OptimizerRecorder:
         every = {**inside, **alone}
         summed: dict[str, Location | None] = {name: line for name, p in every.items() if (line := self._sum_in(p.grad))}
         summed = summed or self._sums_in_one([(name, p.grad) for name, p in alone.items() if p.grad is not None])
+        lines = lines_of_program(sys._getframe(1))
+        known.used = self._backwards, lines
         others = [one for one in self._lines.optimizers() if one not in self._known]
         idle = {wrapped[id(p)] for one in others for p in _parameters_of(one) if id(p) in wrapped}
         names = {**{id(p): name for name, p in inside.items()}, **{id(p): name for name, p in alone.items()}}
@@ -243,7 +251,8 @@ class OptimizerRecorder:
             schedule=known.schedule,
             summed=tuple(summed),
             summed_at=next(iter(summed.values()), None),
-            left_out_at=lines_left_out_by(lines_of_program(sys._getframe(1)), self._differentiated),
+            left_out_at=lines_left_out_by(lines, self._differentiated),
+            late_sum_at=known.late,
         )
 
     def _sums_in_one(self, gradients: list[tuple[str, torch.Tensor]]) -> dict[str, Location | None]:

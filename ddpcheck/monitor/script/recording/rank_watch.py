@@ -252,7 +252,7 @@ class _WatchedRank:
         if call.operation in ("all_reduce", "broadcast") and len(call.members) == dist.get_world_size():
             self._optimizers.states.note_together(tensor)
             if call.operation == "all_reduce" and given.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM:
-                self._optimizers.note_sum(tensor, Location.parse(call.location))
+                self._optimizers.note_sum(tensor, Location.parse(call.location), call.callers)
         if not isinstance(tensor, torch.Tensor) or call.differentiable or not call.carries_gradient:
             return
         if tensor.is_leaf:  # parameters that are averaged: no gradient has to come through it
