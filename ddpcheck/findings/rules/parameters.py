@@ -9,6 +9,7 @@ RULES = (
         code="DDP101",
         name="unused-parameter",
         severity=ERROR,
+        stops_ddp=True,
         explains=(Explains(("DDP301", "DDP302", "DDP306"), when="same subjects"),),
         summary="A parameter requires grad, and no operation of the forward pass ever reads it.",
         why=(
@@ -52,6 +53,7 @@ class Net(nn.Module):
         code="DDP102",
         name="non-contributing-parameter",
         severity=ERROR,
+        stops_ddp=True,
         explains=(Explains(("DDP301", "DDP302", "DDP306"), when="same subjects"),),
         summary="A parameter is used in the forward pass, but what it made does not reach the loss.",
         why=(
@@ -85,6 +87,7 @@ def loss(model, batch):
         code="DDP103",
         name="detached-parameter",
         severity=ERROR,
+        stops_ddp=True,
         explains=(Explains(("DDP301", "DDP302", "DDP306"), when="same subjects"),),
         summary=(
             "A parameter is used, but its path to the loss is cut by detach, no_grad, .data or an operation without "
@@ -120,6 +123,7 @@ def forward(self, x):
         code="DDP104",
         name="rank-dependent-parameter",
         severity=ERROR,
+        stops_ddp=True,
         explains=(
             Explains(("DDP306",), when="same subjects"),
             Explains(("DDP301", "DDP302", "DDP303", "DDP305")),
@@ -159,6 +163,7 @@ def forward(self, x):
         code="DDP105",
         name="step-dependent-parameter",
         severity=ERROR,
+        stops_ddp=True,
         explains=(
             Explains(("DDP306",), when="same subjects"),
             Explains(GRADIENTS),
@@ -340,6 +345,7 @@ DistributedDataParallel(model)           # right: leave out names of parameters 
         code="DDP112",
         name="opaque-output",
         severity=ERROR,
+        stops_ddp=True,
         explains=(Explains(("DDP301", "DDP302", "DDP406")),),
         summary="forward returns an object in which DDP finds no tensor.",
         why=(

@@ -47,6 +47,7 @@ class Rule:
         reports: Public threads on it, as OWNER/REPOSITORY#NUMBER.
         example: A few lines of code that break the rule, with a comment on what would not.
         explains: What is a consequence of it.
+        stops_ddp: Whether the wrapper raises, hangs or aborts in the step.
         takes_severity: Whether a finding is as severe as the worst of its consequences.
         spreads: Whether a finding on more and more tensors is one defect.
         by_family: Whether findings on the blocks of one list are one defect: experts, of which each step takes others.
@@ -63,6 +64,7 @@ class Rule:
     reports: tuple[str, ...] = ()
     example: str = ""
     explains: tuple[Explains, ...] = ()
+    stops_ddp: bool = False
     takes_severity: bool = False
     spreads: bool = False
     by_family: bool = False

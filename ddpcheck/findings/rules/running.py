@@ -124,6 +124,7 @@ for file in files:                       # right: with ddp.join(): around the lo
         code="DDP406",
         name="marked-ready-twice",
         severity=ERROR,
+        stops_ddp=True,
         explains=(Explains(("DDP301", "DDP302")),),
         summary="A parameter's gradient is marked ready twice in one backward pass.",
         why=(

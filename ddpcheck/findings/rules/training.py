@@ -67,6 +67,7 @@ with ddp.no_sync():                      # no_sync takes effect in forward
         code="DDP503",
         name="changed-after-wrapping",
         severity=ERROR,
+        stops_ddp=True,
         explains=(
             Explains(("DDP208",), when="same subjects"),
             Explains(("DDP101", "DDP102", "DDP103", "DDP106", *GRADIENTS, "DDP306")),
@@ -209,6 +210,7 @@ if rank == 0:
         code="DDP513",
         name="static-graph-violated",
         severity=ERROR,
+        stops_ddp=True,
         explains=(
             Explains(("DDP306",), when="same subjects"),
             Explains(GRADIENTS),

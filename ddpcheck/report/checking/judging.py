@@ -12,6 +12,7 @@ from ddpcheck.findings.evidence.gradients import RepeatedStep
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.causes import split_consequences
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
@@ -25,7 +26,6 @@ from ddpcheck.judge.training_loop import judge_draws, judge_loop, judge_optimize
 from ddpcheck.report.checking.check_state import CheckState
 
 _LIBRARIES = {"random": "Python's random"}
-_STOPS_DDP = frozenset({"DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP112", "DDP406", "DDP503", "DDP513"})
 
 
 def decide_on_ddp(state: CheckState, step: int) -> None:
@@ -34,7 +34,7 @@ def decide_on_ddp(state: CheckState, step: int) -> None:
         return
     evidence = [item for item in state.steps.parameters if item.step == step]
     found = state.log.call_judge("parameters", judge_parameters, evidence, state.wrapper, state.names)
-    stops = {f.code for f in found if f.severity is Severity.ERROR} & _STOPS_DDP
+    stops = {f.code for f in found if f.severity is Severity.ERROR and RULES[f.code].stops_ddp}
     if stops - ({"DDP103", "DDP503"} if state.wrapper.tolerates_unused else set()):
         skipped = f"not run from step {step} on: the finding on parameters would make DDP raise or hang"
         state.steps.ddp_skipped = skipped
