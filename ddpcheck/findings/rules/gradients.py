@@ -76,8 +76,9 @@ loss.backward()                          # only the first of the two is reduced;
         ),
         detected=(
             "The gradients are those of the reference times one factor, to within rounding, and the factor is one "
-            "that the world size explains. `ddpcheck run` compares the loss with the mean that it was made of, "
-            "and looks at gradients that are summed by hand."
+            "that the world size explains. `ddpcheck run` compares the loss with the mean that it was made of, looks "
+            "for a sum that is divided by a number which an all_reduce has summed over the ranks, where nothing around "
+            "it is scaled by the world size, and at gradients that are summed by hand."
         ),
         ignore="If the learning rate was tuned with this factor; it changes when the number of ranks does.",
         reports=("neuralmagic/sparseml#135", "facebookresearch/3detr#56", "ultralytics/ultralytics#18616"),
