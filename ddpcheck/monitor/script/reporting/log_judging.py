@@ -6,6 +6,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -280,5 +281,5 @@ def _differences_of(
 
 def describe_wrappers(wrappers: Sequence[WatchedWrapper]) -> str:
     """The wrappers with their steps, in words."""
-    said = dict.fromkeys(f"{wrapper.made.module} ({counted(wrapper.steps, 'step')})" for wrapper in wrappers)
-    return ", ".join(said)
+    said = Counter(f"{wrapper.made.module} ({counted(wrapper.steps, 'step')})" for wrapper in wrappers)
+    return ", ".join(f"{times} times {one}" if times > 1 else one for one, times in said.items())
