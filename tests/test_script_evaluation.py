@@ -585,3 +585,32 @@ def test_gathered_rows_of_predictions_and_labels_say_what_each_was(monkeypatch: 
     rows = [(1, 0), (2, 2), (0, 1)]
     recorder.note_collective(Call("all_gather_object", "train.py:9", (0, 1)), {"obj": rows})
     assert [one.rows for one in exchanged if one.rows] == [(1, 2, 0), (0, 2, 1)]
+
+
+@pytest.mark.parametrize(("parts", "found"), [("own", []), ("one", ["DDP801"]), ("shards", ["DDP801"])])
+def test_samples_that_two_ranks_have_by_their_own_splits_are_no_padding(parts: str, found: list[str]) -> None:
+    """The places that a sampler gives the ranks are all different; or it repeats one; or each has all of its shard."""
+    subsets = [[3, 5, 7, 9], [5, 3, 11, 13]] if parts == "own" else [[3, 5, 7], [3, 5, 7]]
+    indices = [[3, 7], [3, 13]] if parts == "own" else [[3, 7], [5, 3]]
+    if parts == "shards":
+        subsets = indices = [[3, 7], [5, 3]]
+    loaders = [
+        [
+            LoaderPass(
+                3,
+                0,
+                LOOP,
+                "Photos",
+                len(part),
+                indices=own,
+                subset=tuple(part),
+                exhausted=True,
+                batches=1,
+                batch_size=2,
+            )
+        ]
+        for own, part in zip(indices, subsets, strict=True)
+    ]
+    passes = [[EvaluationPass(0, 3, 0, {}, {}, {"evaluate": LINE})] for _ in indices]
+    given = [[call(2.0)] for _ in indices]
+    assert codes(judge_evaluations(loaders, passes, given, [[], []])) == found

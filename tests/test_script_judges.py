@@ -30,18 +30,17 @@ from ddpcheck.findings.evidence.script import (
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_alone import judge_alone
+from ddpcheck.judge.script_clips import judge_clips, judge_step_gradients
 from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_files import _at_the_same_time, judge_files
 from ddpcheck.judge.script_losses import judge_losses, judge_summed_again, judge_sums
 from ddpcheck.judge.script_optimizers import (
-    judge_clips,
     judge_metrics,
     judge_optimizer_options,
     judge_optimizer_state,
     judge_pace,
     judge_reduced_in_place,
     judge_stale,
-    judge_step_gradients,
     judge_zeroed,
 )
 from ddpcheck.judge.script_states import judge_states
@@ -300,6 +299,25 @@ def test_gradients_that_a_rank_changes_before_the_step() -> None:
     assert not judge_step_gradients([[here, replace(there, reductions=3)]])  # DDP508
     assert not judge_step_gradients([[replace(one, unaveraged=("0/w",)) for one in (here, there)]])  # DDP501
     assert not judge_step_gradients([[here, step(norms={"0/w": float("inf")})]])  # a gradient scaler skips it
+
+
+@pytest.mark.parametrize(
+    ("norms", "limits", "at_clip"),
+    [
+        ((3.0, 3.0), (0.5, 0.7), True),
+        ((3.0, 3.0), (0.5, 0.5), False),  # so something else has changed them
+        ((3.0, 4.0), (0.5, 0.7), False),  # they differed before
+        ((0.3, 0.3), (0.5, 0.7), False),  # nothing is clipped
+        ((3.0, 3.0), (0.0, 0.0), False),  # not known
+    ],
+)
+def test_a_clip_to_a_limit_of_each_rank(
+    norms: tuple[float, float], limits: tuple[float, float], *, at_clip: bool
+) -> None:
+    clips = [[GradientsClipped(0, norm, LINE, 0, limit=limit)] for norm, limit in zip(norms, limits, strict=True)]
+    steps = step(norms={"0/w": 0.5}), step(norms={"0/w": 0.7})
+    (found,) = judge_step_gradients([[replace(one, location=Location("train.py", 99)) for one in steps]], clips)
+    assert (found.code, found.location == LINE) == ("DDP301", at_clip)
 
 
 def test_optimizer_state_that_differs() -> None:

@@ -108,7 +108,7 @@ def judge_padded(of_ranks: Sequence[Evaluated]) -> list[Finding]:
     most = len(of_ranks) * (1 + max(one.batch for one in of_ranks))  # that complete a batch on each rank
     if len(set(times.values())) < 2 or excess >= most:  # each rank evaluates all of them, say
         return []
-    if any(one.loader.replaces for one in of_ranks) or are_other_data(of_ranks):
+    if any(one.loader.replaces for one in of_ranks) or are_other_data(of_ranks) or _take_own_places(of_ranks):
         return []
     seen = _counted_in_collective(of_ranks) or _divided_by_all(of_ranks) or _rows_of_all(of_ranks)
     if seen is None:
@@ -127,6 +127,16 @@ def judge_padded(of_ranks: Sequence[Evaluated]) -> list[Finding]:
             f"the loop over the loader begins at {one.loader.location}",
         ],
     )
+
+
+def _take_own_places(of_ranks: Sequence[Evaluated]) -> bool:
+    """Whether the sampler repeats nothing: what two ranks have comes from `Subset`s that are not the same (DDP516)."""
+    subsets = [one.subset for one in of_ranks]
+    if not all(subsets) or all(list(one) == list(subsets[0]) for one in subsets):
+        return False
+    by_index = [{index: place for place, index in enumerate(one)} for one in subsets]
+    places = [found.get(index) for found, one in zip(by_index, of_ranks, strict=True) for index in one.loader.indices]
+    return len(set(places)) == len(places)
 
 
 _Seen = tuple[str, Location | None]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.script import OptimizerStep
+from ddpcheck.findings.wording import minority_ranks
 
 _TOLERANCE = 1e-3  # relative, of norms and sketches that are equal but for rounding
 
@@ -51,3 +52,27 @@ def any_gradient_differs(steps: Steps) -> bool:
     """Whether a gradient that an optimizer is about to use is another one on some ranks."""
     named = any(gradients_differ(steps, name) for name in steps[0].alone)
     return named or bool(differing([one.norms for one in steps]))
+
+
+# Words
+
+
+def minority_of(values: Sequence[Mapping[str, float]], names: Sequence[str]) -> tuple[int, ...]:
+    """The ranks that are not like most; none of two, of which either may be right."""
+    if len(values) < 3:
+        return ()
+    return minority_ranks([tuple(_rounded(of_rank.get(name)) for name in names) for of_rank in values])
+
+
+def _rounded(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
+
+
+def spelled(value: float | None) -> str:
+    """A norm in words."""
+    return "no gradient" if value is None else f"{value:.6g}"
+
+
+def short(name: str) -> str:
+    """A name without the number of its wrapper."""
+    return name.partition("/")[2] or name

@@ -1,4 +1,4 @@
-"""DDP223, 301, 306, 309, 310, 504, 507, 508, 517, 518: the optimizers of a script and what they are given.
+"""DDP223, 306, 309, 504, 507, 508, 517, 518: the optimizers of a script and what they are given.
 
 Pure functions from `findings.evidence.script` (gathered by `monitor.script`) to findings.
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
 from ddpcheck.findings.evidence.script import (
-    GradientsClipped,
     GradientsZeroed,
     MetricUsed,
     OptimizerEnd,
@@ -23,14 +21,13 @@ from ddpcheck.findings.wording import (
     format_ranks,
     group_by_value,
     join_names,
-    minority_ranks,
     one_finding,
     plural_verb,
     told_by_rank,
 )
 from ddpcheck.judge.rank_configuration import judge_options
 from ddpcheck.judge.script_alone import are_local
-from ddpcheck.judge.script_gradients import Steps, all_gradients_agree, any_gradient_differs, are_close, differing
+from ddpcheck.judge.script_gradients import Steps, any_gradient_differs, differing, minority_of, short, spelled
 
 _FEWEST_STEPS = 8  # of a schedule without an end, counting those at once as one
 _FEWEST_TURNS = 3  # of one that comes to its end
@@ -172,94 +169,6 @@ def _skipped(of_ranks: Steps, counts: Sequence[int]) -> list[Finding]:
     )
 
 
-def judge_step_gradients(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP301: averaged gradients that are not the same on every rank when the optimizer uses them."""
-    for of_ranks in steps:
-        if not all(one.averaged for one in of_ranks) or len({one.reductions for one in of_ranks}) > 1:
-            continue
-        alone = {name for one in of_ranks for name in one.unaveraged}
-        names = [name for name in differing([one.norms for one in of_ranks]) if name not in alone]
-        if names:
-            values = {name: [one.norms.get(name) for one in of_ranks] for name in names}
-            ranks = _minority([one.norms for one in of_ranks], names)
-            return one_finding(
-                "DDP301",
-                [_short(name) for name in names],
-                f"The averaged {plural_verb('gradient', 'gradients', names)} of "
-                f"{join_names([_short(name) for name in names])} {plural_verb('was', 'were', names)} changed after "
-                "backward, not alike on every rank.",
-                ranks=ranks,
-                steps=(of_ranks[0].count,),
-                location=of_ranks[0].location,
-                evidence=[
-                    f"norm before the optimizer's step: {told}"
-                    for told in told_by_rank({_short(n): [_spelled(v) for v in values[n]] for n in names[:3]})
-                ],
-                fix="Clip, scale, mask and add noise in the same way on every rank; what is decided from local data "
-                "has to be shared first.",
-            )
-    return []
-
-
-def judge_clips(clips: Sequence[Sequence[GradientsClipped]], steps: Sequence[Sequence[Steps]]) -> list[Finding]:
-    """DDP310: gradients that are clipped by each rank's own norm, and averaged after that.
-
-    Args:
-        clips: By rank, in order.
-        steps: Of each optimizer; where the gradients are not the same in them, they are averaged by nothing.
-    """
-    at = [
-        of_ranks for of_ranks in zip(*clips, strict=False) if len({(one.count, one.location) for one in of_ranks}) == 1
-    ]
-    apart = [of_ranks for of_ranks in at if not are_close([one.norm for one in of_ranks])]
-    if any(len({(one.step, one.location) for one in of_rank}) < len(of_rank) for of_rank in clips):
-        return []  # a clip for each sample, say
-    averaged = [one for of_one in steps for one in of_one if all_gradients_agree(one)]
-    if len(apart) < 2 or 2 * len(apart) <= len(at) or not averaged or len(averaged) < sum(map(len, steps)):
-        return []
-    first = apart[0]
-    return one_finding(
-        "DDP310",
-        (first[0].by,),
-        f"{first[0].by} finds other gradients on each rank: it clips what is averaged later.",
-        location=first[0].location,
-        evidence=[f"rank {rank}: a norm of {one.norm:.6g}" for rank, one in enumerate(first[:4])],
-        fix="Clip after the gradients have been averaged, and before the optimizer's step.",
-    )
-
-
-def judge_changed(changes: Sequence[Sequence[GradientsChanged]]) -> list[Finding]:
-    """DDP310: gradients that are clipped, or changed otherwise, before those of further micro-batches are added.
-
-    While they are each rank's own, ranks change them by factors of their own. Averaged ones are changed alike; then
-    only a clip is known to be one.
-    """
-    at = [
-        of_ranks
-        for of_ranks in zip(*changes, strict=False)
-        if len({(one.wrapper, one.step, one.by, one.location) for one in of_ranks}) == 1
-    ]
-    own = [of_ranks for of_ranks in at if all(one.put_off for one in of_ranks)]
-    apart = [of_ranks for of_ranks in own if not are_close([one.factor for one in of_ranks])]
-    clipped = [of_ranks for of_ranks in at if of_ranks[0].by and not any(one.put_off for one in of_ranks)]
-    found = apart if len(apart) > 1 and 2 * len(apart) > len(own) else clipped
-    if len(found) < 2:
-        return []
-    first = found[0]
-    what = first[0].by or "The script"
-    each = "by its own factor on each rank, before they are averaged" if found is apart else "before the step has all"
-    return one_finding(
-        "DDP310",
-        (first[0].by or "gradients",),
-        f"{what} changes the gradients after each micro-batch, {each}; those of the next micro-batch are added to what "
-        "is left.",
-        location=first[0].location,
-        evidence=[f"rank {rank}: their norm times {one.factor:.4g}" for rank, one in enumerate(first[:4])],
-        severity=Severity.ERROR if found is apart else Severity.WARNING,
-        fix="Clip once a step: after the backward pass of its last micro-batch, and before the optimizer's step.",
-    )
-
-
 def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
     """DDP306: momentum and the like that differ on ranks, whose gradients are the same."""
     for of_ranks in steps:
@@ -272,7 +181,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
         if not names:
             continue
         keys = sorted({name.rpartition(": ")[2] for name in names})
-        ranks = _minority(states, names)
+        ranks = minority_of(states, names)
         orders = [one.held for one in of_ranks]
         reordered = len(set(orders)) > 1 and len({frozenset(one) for one in orders}) == 1
         return one_finding(
@@ -285,12 +194,12 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             location=(reordered and of_ranks[0].made) or of_ranks[0].location,
             evidence=[
                 *(
-                    f"the optimizer of rank {rank} holds {join_names([_short(name) for name in one])}, in this order"
+                    f"the optimizer of rank {rank} holds {join_names([short(name) for name in one])}, in this order"
                     for rank, one in enumerate(orders[:2] if reordered else ())
                 ),
                 *(
                     f"norm of {told}"
-                    for told in told_by_rank({_short(n): [_spelled(one.get(n)) for one in states] for n in names[:3]})
+                    for told in told_by_rank({short(n): [spelled(one.get(n)) for one in states] for n in names[:3]})
                 ),
             ],
             fix="Give the optimizer its parameters in the same order on every rank: its state is saved and loaded by "
@@ -315,8 +224,8 @@ def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], held: set[str
         return []
     return one_finding(
         "DDP504",
-        [_short(name) for name in left],
-        f"{join_names([_short(name) for name in left])} {plural_verb('is', 'are', left)} in no optimizer and never "
+        [short(name) for name in left],
+        f"{join_names([short(name) for name in left])} {plural_verb('is', 'are', left)} in no optimizer and never "
         f"{plural_verb('moves', 'move', left)}, and the optimizer holds {len(unknown)} tensors that no module has.",
         location=steps[0][0].made or steps[0][0].location,
         evidence=[f"it steps at {steps[0][0].location}"] if steps[0][0].made else [],
@@ -377,23 +286,3 @@ def judge_reduced_in_place(uses: Sequence[ReducedInPlace], *, world_size: int, a
             fix = "Reduce a detached copy: logged = loss.detach().clone(); dist.all_reduce(logged)." if scaled else ""
             return one_finding("DDP309", (one.operation,), what, location=one.location, evidence=evidence, fix=fix)
     return []
-
-
-def _minority(values: Sequence[Mapping[str, float]], names: Sequence[str]) -> tuple[int, ...]:
-    """The ranks that are not like most; none of two, of which either may be right."""
-    if len(values) < 3:
-        return ()
-    return minority_ranks([tuple(_rounded(of_rank.get(name)) for name in names) for of_rank in values])
-
-
-def _rounded(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3g}"
-
-
-def _spelled(value: float | None) -> str:
-    return "no gradient" if value is None else f"{value:.6g}"
-
-
-def _short(name: str) -> str:
-    """A name without the number of its wrapper."""
-    return name.partition("/")[2] or name

@@ -318,13 +318,17 @@ class MetricUsed(Struct, frozen=True):
 
 
 class GradientsClipped(Struct, frozen=True):
-    """Gradients of a norm were clipped, for the `count`-th time, by a function; `step`: after so many steps."""
+    """Gradients of a norm were clipped, for the `count`-th time, by a function; `step`: after so many steps.
+
+    `limit` is what it was given, where it clips by the norm of all; 0.0 where that is not known.
+    """
 
     count: int
     norm: float
     location: Location | None
     step: int = 0
     by: str = "clip_grad_norm_"
+    limit: float = 0.0
 
 
 class GradientsZeroed(Struct, frozen=True):

@@ -49,7 +49,8 @@ class ClipRecorder:
     def _clips_norm(self, *arguments: Any, **named: Any) -> Generator[None, Any, None]:
         norm = self._norm_before("clip_grad_norm_", arguments, named)
         result = yield
-        self._clipped("clip_grad_norm_", result if norm is None else norm)
+        limit = named["max_norm"] if "max_norm" in named else arguments[1]
+        self._clipped("clip_grad_norm_", result if norm is None else norm, limit)
 
     def _clips_value(self, *arguments: Any, **named: Any) -> Iterator[None]:
         norm = self._norm_before("clip_grad_value_", arguments, named)
@@ -70,12 +71,12 @@ class ClipRecorder:
             return None
         return named["total_norm"] if "total_norm" in named else arguments[2]
 
-    def _clipped(self, name: str, norm: Any) -> None:
+    def _clipped(self, name: str, norm: Any, limit: Any = 0.0) -> None:
         if norm is math.inf:
             return
         self._last = name, user_location()
         if type(norm) is torch.Tensor and self._is_written(self._clips) and not bool(norm.isnan()):
-            self._sink(GradientsClipped(self._clips, float(norm), self._last[1], self.step, name))
+            self._sink(GradientsClipped(self._clips, float(norm), self._last[1], self.step, name, float(limit)))
         self._clips += 1
         self._after()
 

@@ -41,6 +41,7 @@ from ddpcheck.findings.evidence.state_uses import StateUsed
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_alone import are_apart, are_local, judge_alone, judge_taken
+from ddpcheck.judge.script_clips import judge_changed, judge_clips, judge_step_gradients
 from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_draws import judge_added_noise, judge_step_draws, line_of_selection
 from ddpcheck.judge.script_evaluation import judge_evaluations
@@ -49,8 +50,6 @@ from ddpcheck.judge.script_gathers import judge_gathers
 from ddpcheck.judge.script_gradients import all_gradients_agree
 from ddpcheck.judge.script_losses import are_sums, judge_accumulated, judge_losses, judge_summed_again, judge_sums
 from ddpcheck.judge.script_optimizers import (
-    judge_changed,
-    judge_clips,
     judge_metrics,
     judge_optimizer_options,
     judge_optimizer_state,
@@ -58,7 +57,6 @@ from ddpcheck.judge.script_optimizers import (
     judge_reduced_in_place,
     judge_schedule,
     judge_stale,
-    judge_step_gradients,
     judge_zeroed,
 )
 from ddpcheck.judge.script_pace import judge_left, judge_shifts, judge_unheld
@@ -199,12 +197,14 @@ def _judge_optimizers(ranks: Sequence[WatchedRank], optimizers: Sequence[_Optimi
     moved = _moved(ranks[0])
     held = {name for one in _of(ranks[0], OptimizerStep) for name in one.held}
     losses = [_of(rank, LossDifferentiated) for rank in ranks]
-    clips = judge_clips([_of(rank, GradientsClipped) for rank in ranks], [steps for steps, _ in optimizers])
-    found += clips or judge_changed([_of(rank, GradientsChanged) for rank in ranks])
+    clips = [_of(rank, GradientsClipped) for rank in ranks]
+    found += judge_clips(clips, [steps for steps, _ in optimizers]) or judge_changed(
+        [_of(rank, GradientsChanged) for rank in ranks]
+    )
     for steps, ends in optimizers:
         others = [other for other, _ in optimizers if _are_of_same(steps, other)]
         of_one = judge_optimizer_options(steps) + judge_pace(steps, ends)
-        of_one += judge_optimizer_state(steps) or judge_step_gradients(steps)
+        of_one += judge_optimizer_state(steps) or judge_step_gradients(steps, clips)
         if not of_one:
             of_one += judge_alone(steps, ends, others, wrapped=wrapped) or judge_sums(steps, losses)
         found += of_one + judge_stale(steps, moved, held) + judge_schedule(ends, len(ranks))
