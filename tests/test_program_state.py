@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ddpcheck.monitor.script.recording.program_state import StateRecorder, _is_near, tables_of, tables_of_program
+from ddpcheck.monitor.script.recording.set_order import is_order_of_a_set
 
 
 class Labels:
@@ -41,6 +42,24 @@ def test_a_module_of_the_user_is_followed_and_one_that_is_installed_is_not() -> 
     assert {"own.labels", "trainer.vocabulary", "late"} <= paths, (trainer, late)
     assert "installed.labels" not in paths
     assert not any(path.startswith("__builtins__.") for path in paths)
+
+
+class Kinds:
+    def __init__(self, *orders: list[str]) -> None:
+        self.kinds, self.shown, self.sorted_kinds = orders
+
+    def numbers(self) -> list[int]:
+        return [self.kinds.index(name) for name in self.sorted_kinds] + [self.sorted_kinds.index("cat")]
+
+
+@pytest.mark.parametrize("count", [6, 60])
+def test_a_list_made_of_a_set_of_which_places_are_asked(count: int) -> None:
+    names = [f"kind {number}" for number in range(count)]
+    of_a_set = list(set(names))
+    other = next(one for one in (sorted(names), names[::-1], names[1::2] + names[::2]) if not is_order_of_a_set(one))
+    (table,) = tables_of(Kinds(of_a_set, of_a_set, other), None)
+    assert table.name == "Kinds.kinds.index()" and table.values[repr(of_a_set[2])] == "2"
+    assert table.location is not None and table.location.path.endswith("test_program_state.py")
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,20 @@ def test_a_table_that_is_held_under_two_names_is_told_once() -> None:
     assert [finding.subjects for finding in judge_tables(held)] == [("numbers", "data.numbers")]
 
 
+def test_a_list_of_texts_in_the_order_of_a_set() -> None:
+    ranks = [{"'a'": "0", "'b'": "1", "'c'": "2"}, {"'a'": "1", "'b'": "2", "'c'": "0"}]
+    held = [[DerivedTable("Photos.classes.index()", values, LINE)] for values in ranks]
+    (finding,) = judge_tables(held)
+    assert finding.code == "DDP516" and finding.message.startswith("Photos.classes has the same 3 texts")
+    rows, labels = tuple(range(50, 66)), (0, 1, 2, 1) * 4
+    same = [[epoch(ALL, rows=rows, labels=labels)]] * 2
+    assert not judge_tables(held, same)  # no label is made of it
+    assert judge_tables(held, [same[0], [epoch(ALL, rows=rows, labels=(*labels[1:], 0))]])
+    assert judge_tables(held, [same[0], [epoch(ALL, rows=tuple(range(16)), labels=labels)]])  # other samples
+    table = [[DerivedTable("Photos.classes", values, LINE)] for values in ranks]
+    assert judge_tables(table, same)  # as before
+
+
 # Optimizers
 
 

@@ -12,7 +12,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.wrapper_construction import judge_constructions
-from ddpcheck.monitor.script.recording.construction_recorder import _is_order_of_a_set
+from ddpcheck.monitor.script.recording.set_order import is_order_of_a_set
 
 HERE, THERE = Location("train.py", 30), Location("train.py", 40)
 
@@ -83,8 +83,8 @@ def test_an_order_is_that_of_a_set_whatever_the_insertion_was() -> None:
     for number in range(1, 301):  # hashes differ from process to process, so that this is counted
         names = [f"head_{number * letter}" for letter in range(3, 11)]
         for made in (set(names), set(dict.fromkeys(names)), set(names[:4]) | set(names[4:])):
-            found += _is_order_of_a_set(list(made))
-            mistaken += _is_order_of_a_set(list(made)[::-1])
+            found += is_order_of_a_set(list(made))
+            mistaken += is_order_of_a_set(list(made)[::-1])
     assert found > 0.95 * 900 and mistaken < 0.05 * 900
 
 

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpcheck.findings.evidence.script import DerivedTable, Inputs, LoaderPass
+from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, Inputs, LoaderPass
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_ranks, group_by_value, minority_ranks, one_finding
 from ddpcheck.judge.script_rows import (
+    have_same_labels,
     judge_labels,
     judge_restarted,
     judge_resumed,
@@ -267,12 +268,16 @@ def judge_inputs(inputs: Sequence[Sequence[Inputs]], line: Location | None = Non
     )
 
 
-def judge_tables(tables: Sequence[Sequence[DerivedTable]]) -> list[Finding]:
+def judge_tables(
+    tables: Sequence[Sequence[DerivedTable]], passes: Sequence[Sequence[LoaderPass]] = ()
+) -> list[Finding]:
     """DDP516: dictionaries that have the same keys and the same values on every rank, put together differently.
 
-    At most one finding: a label map has its inverse, and may be held under several names.
+    And lists of the same texts in another order, but for those of which no labels are made: `passes`, over all loaders,
+    show the same ones on every rank. At most one finding: a label map has its inverse, and may have several names.
     """
-    by_name = [{one.name: one for one in of_rank} for of_rank in tables]
+    alike = have_same_labels(passes)
+    by_name = [{o.name: o for o in of_rank if not (alike and o.name.endswith(OF_A_LIST))} for of_rank in tables]
     shared = [name for name in (by_name[0] if by_name else ()) if all(name in of_rank for of_rank in by_name)]
     names = [name for name in shared if _is_permuted(name, [of_rank[name].values for of_rank in by_name])]
     if not names:
@@ -283,7 +288,9 @@ def judge_tables(tables: Sequence[Sequence[DerivedTable]]) -> list[Finding]:
     return one_finding(
         "DDP516",
         names,
-        f"{names[0]} has the same {len(values[0])} keys on every rank, and gives them other values.",
+        f"{names[0].removesuffix(OF_A_LIST)} has the same {len(values[0])} texts on every rank, in another order."
+        if names[0].endswith(OF_A_LIST)
+        else f"{names[0]} has the same {len(values[0])} keys on every rank, and gives them other values.",
         ranks=minority_ranks(spelled) if len(values) > 2 else (),
         location=by_name[0][names[0]].location,
         evidence=[f"{key}: {value}" for value in group_by_value([of_rank[key] for of_rank in values])],

@@ -216,6 +216,14 @@ def judge_labels(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     )
 
 
+def have_same_labels(passes: Sequence[Sequence[LoaderPass]]) -> bool:
+    """Whether samples that every rank has taken are known to have the same labels on each."""
+    labels = [_labels(of_rank) for of_rank in passes]
+    common = set.intersection(*map(set, labels)) if labels else set()
+    alike = all(of_rank[row] == labels[0][row] for of_rank in labels for row in common)
+    return alike and len(common) >= _FEWEST and len({labels[0][row] for row in common}) > 1
+
+
 def _labels(of_rank: Sequence[LoaderPass]) -> dict[int, int]:
     """The label of each row; none of a row that has had several."""
     found: dict[int, int] = {}

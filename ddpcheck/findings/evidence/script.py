@@ -147,8 +147,14 @@ class Inputs(Struct, frozen=True):
     added: tuple[float, ...] = ()
 
 
+OF_A_LIST = ".index()"
+"""Ends the name of the table of a list."""
+
+
 class DerivedTable(Struct, frozen=True):
-    """A dictionary of plain values that the script holds when an optimizer first steps."""
+    """A dictionary of plain values that the script holds when an optimizer first steps; or a list put together of a
+    set of texts, with the place of each.
+    """
 
     name: str
     values: Mapping[str, str]

@@ -123,7 +123,8 @@ torch.save(ddp.state_dict(), path)       # by every rank; right: if rank == 0, a
         detected=(
             "Ranks whose gradients are not those of their shards are asked for the plain values that the program "
             "holds; those that differ are reported. `ddpcheck run` compares dictionaries with the same keys and "
-            "values, the random splits of datasets, the samples of parts that overlap, and the labels of samples."
+            "values, lists that are made of a set of texts and numbered by `index`, the random splits of datasets, the "
+            "samples of parts that overlap, and the labels of samples."
         ),
         ignore="If ranks are to hold other data on purpose, for example a table of each rank's neighbours.",
         example="""\

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from random import Random
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -22,11 +21,11 @@ from ddpcheck.gather.ddp.ddp_wrapper import constructor_options
 from ddpcheck.gather.patching import guarded
 from ddpcheck.gather.state.module_description import structure_of
 from ddpcheck.monitor.script.recording.program_state import program_variables
+from ddpcheck.monitor.script.recording.set_order import is_order_of_a_set
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _MOST_SIZES = 512
 _MOST_FRAMES = 4  # of the user's, around the registration of a parameter
-_INSERTIONS = 200  # finds nearly all sets of up to 20 names, in less than a millisecond
 _LARGEST_OFFSET = 4  # padding, unknown, begin and end, which a vocabulary counts beside its words
 
 
@@ -138,15 +137,5 @@ def _in_order_of_sets(module: nn.Module) -> Iterator[str]:
     """The modules of which at least three children stand as a set of their names is gone through in this process."""
     for path, part in module.named_modules():
         names = list(part._modules)
-        if len(names) > 2 and not all(name.isdigit() for name in names) and _is_order_of_a_set(names):
+        if len(names) > 2 and not all(name.isdigit() for name in names) and is_order_of_a_set(names):
             yield path
-
-
-def _is_order_of_a_set(names: list[str]) -> bool:
-    """Whether a set of them is gone through so: names whose hashes collide stand in the order of their insertion."""
-    orders, inserted = Random(0), list(names)
-    for _ in range(_INSERTIONS):
-        if names in (list(set(inserted)), list(set(dict.fromkeys(inserted)))):  # of a mapping: big from the beginning
-            return True
-        orders.shuffle(inserted)
-    return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import gc
 import itertools
 import os
@@ -17,18 +19,21 @@ import torch
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
-from ddpcheck.findings.evidence.script import DerivedTable, StateHeld
+from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, StateHeld
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_user_file, last_assignment, relative_path, variables_of
+from ddpcheck.findings.source_lines import is_user_file, last_assignment, parsed_source, relative_path, variables_of
 from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.script.recording.replica_recorder import batch_statistics
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
+from ddpcheck.monitor.script.recording.set_order import is_order_of_a_set
+from ddpcheck.monitor.script.recording.source_scope import program_files
 from ddpcheck.monitor.script.recording.state_uses import UseRecorder
 from ddpcheck.monitor.script.recording.updating_line import writing_line
 from ddpcheck.recipe.pytree import tree_tensors
 
 _FEWEST, _MOST = 2, 4096  # items of a dictionary
+_FEWEST_TEXTS, _MOST_TEXTS = 3, 1024  # of a list
 _MOST_OBJECTS = 4096  # that the variables of the program are followed to
 _MOST_TOGETHER = 1 << 16  # tensors
 _MOST_OF_A_PARAMETER = 8  # tensors in the state of a module, with its buffers, for each parameter
@@ -43,16 +48,45 @@ def tables_of(holder: Any, location: Location | None) -> list[DerivedTable]:
     """Those that an object holds: a dataset, say."""
     name = type(holder).__name__
     held = getattr(holder, "__dict__", {})
-    return [DerivedTable(f"{name}.{key}", table, location) for key, item in held.items() if (table := _table(item))]
+    found = [DerivedTable(f"{name}.{key}", table, location) for key, item in held.items() if (table := _table(item))]
+    file = getattr(sys.modules.get(type(holder).__module__), "__file__", None)
+    where = Location(relative_path(file), sys.maxsize) if file and _is_of_user(type(holder)) else None
+    return found + [one for key, item in held.items() for one in _places_in(f"{name}.{key}", item, where)]
 
 
 def tables_of_program() -> list[DerivedTable]:
-    """The dictionaries of plain values in the user's functions that run now, and in their modules."""
-    return [
-        DerivedTable(path, table, where)
-        for path, value, where in program_variables(depth=1)
-        if (table := _table(value))
-    ]
+    """Dictionaries of plain values, and lists of texts, in the user's functions that run now and in their modules."""
+    found: list[DerivedTable] = []
+    for path, value, where in program_variables(depth=1):
+        if table := _table(value):
+            found.append(DerivedTable(path, table, where))
+        found += _places_in(path, value, where)
+    return found
+
+
+def _places_in(path: str, value: Any, where: Location | None) -> list[DerivedTable]:
+    """The place of each text in a list that is put together from a set, where the program asks it for places.
+
+    The order of other lists is nothing to judge: that of a rank's own files, say.
+    """
+    kind = type(value)
+    if where is None or kind not in (list, tuple) or not _FEWEST_TEXTS <= len(value) <= _MOST_TEXTS:
+        return []
+    texts = list(value)
+    if not all(type(text) is str for text in texts) or len(set(texts)) < len(texts) or not is_order_of_a_set(texts):
+        return []
+    if not any(path.rpartition(".")[2] in _asked_for_places(file) for file in program_files()):
+        return []
+    places = {repr(text): str(place) for place, text in enumerate(texts)}
+    return [DerivedTable(f"{path}{OF_A_LIST}", places, _line_of(path, where))]
+
+
+@functools.cache
+def _asked_for_places(file: str) -> frozenset[str]:
+    """The names whose method `index` a file calls."""
+    called = (node.func for node in ast.walk(parsed_source(file) or ast.Module([], [])) if isinstance(node, ast.Call))
+    owners = (one.value for one in called if isinstance(one, ast.Attribute) and one.attr == "index")
+    return frozenset(ast.unparse(one).rpartition(".")[2] for one in owners)
 
 
 def _table(value: Any) -> dict[str, str] | None:

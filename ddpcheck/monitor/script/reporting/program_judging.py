@@ -146,7 +146,7 @@ def _judge_data(ranks: Sequence[WatchedRank]) -> list[Finding]:
             theirs = [rank for rank in ranks if rank.started.rank in members]
             given = [[one for one in _of(rank, Inputs) if one.wrapper == number] for rank in theirs]
             found += judge_inputs(given, line_of_selection([_of(rank, StepDraw) for rank in theirs]))
-    return found + judge_tables([_of(rank, DerivedTable) for rank in ranks])
+    return found + judge_tables([_of(rank, DerivedTable) for rank in ranks], [rank.passes for rank in ranks])
 
 
 def _judge_evaluation(ranks: Sequence[WatchedRank]) -> list[Finding]:
