@@ -470,6 +470,18 @@ def test_scales_of_losses(given: list[list[LossDifferentiated]], found: list[str
     assert "DDP303" not in codes(judge_losses(given, [{0}, {0}]))  # of all ranks' features
 
 
+@pytest.mark.parametrize(("weights", "found"), [((5.0, 2.0), ["DDP305"]), ((0.37, 1.9), [])])
+def test_terms_of_several_that_are_divided_by_own_counts(weights: tuple[float, float], found: list[str]) -> None:
+    ranks = [
+        [loss(n, *(ScaledTerm("sum", weight / count, 48) for weight in weights)) for n, count in enumerate(counts)]
+        for counts in ((24, 31, 17, 40), (19, 33, 25, 11))
+    ]
+    assert codes(judge_losses(ranks)) == found
+    if found:
+        (finding,) = judge_losses(ranks)
+        assert any("by 24 on rank 0, by 19 on rank 1" in line for line in finding.evidence)
+
+
 def shared(count: int, *own: float, total: float = 0.0, weight: float = 1.0, **more: Any) -> list[LossDifferentiated]:
     """A backward pass of each rank: a sum, times a weight, divided by what the ranks' own numbers add up to."""
     term = ScaledTerm("sum", weight / (total or sum(own)), 24)

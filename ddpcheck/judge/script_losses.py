@@ -19,6 +19,7 @@ _TOLERANCE = 1e-3
 _UNEQUAL = 0.02  # in parts of the smallest count
 _WHOLE = 0.02  # from the next whole number
 _LARGEST = 1e5  # of which the inverse in float32 tells whether it is whole
+_WEIGHTS = (1.0, 0.5, 0.25, 0.2, 0.1, *map(float, range(2, 11)))  # of a term of a loss of several
 _SCALE_FREE = ("Adam", "NAdam", "RAdam", "Rprop", "Lion", "Adafactor")  # steps do not depend on a gradient's scale
 
 Losses = Sequence[Sequence[LossDifferentiated]]
@@ -166,9 +167,16 @@ def _total(term: ScaledTerm) -> float:
 
 def _judge_counts(passes: Losses) -> list[Finding]:
     """DDP305: sums that each rank divides by a number of its own."""
-    unequal = [counts for of_ranks in passes if (counts := _own_counts(of_ranks))]
-    if len(unequal) < _FEWEST or 2 * len(unequal) <= len(passes):
-        return []
+    for weight in _WEIGHTS:
+        every = [_own_counts(of_ranks, weight) for of_ranks in passes]
+        unequal = [counts for counts in every if counts]
+        distinct = len({tuple(counts) for counts in unequal})  # else a weight makes them whole by chance
+        if len(unequal) >= _FEWEST and 2 * len(unequal) > len(passes) and (weight == 1.0 or distinct >= _FEWEST):
+            return _unequal_counts(passes, every, unequal)
+    return []
+
+
+def _unequal_counts(passes: Losses, every: Sequence[list[float]], unequal: Sequence[list[float]]) -> list[Finding]:
     return one_finding(
         "DDP305",
         ("loss",),
@@ -179,25 +187,25 @@ def _judge_counts(passes: Losses) -> list[Finding]:
             f"in {len(unequal)} of {len(passes)} backward passes that were compared; in the first of them "
             + ", ".join(f"by {count:.0f} on rank {rank}" for rank, count in enumerate(unequal[0]))
         ],
-        severity=severity_of_weights([[1 / n for n in _own_counts(one)] or [1.0] * len(one) for one in passes]),
+        severity=severity_of_weights([[1 / n for n in counts] or [1.0] * len(passes[0]) for counts in every]),
         fix="Divide by the sum of the numbers over all ranks, and multiply by the world size, over which DDP averages.",
     )
 
 
-def _own_counts(of_ranks: Sequence[LossDifferentiated]) -> list[float]:
-    """What each rank divides a sum by, where these are whole numbers that differ."""
+def _own_counts(of_ranks: Sequence[LossDifferentiated], weight: float) -> list[float]:
+    """What each rank divides a sum by, which counts so much in the loss, where these are whole numbers that differ."""
     for terms in zip(*(one.terms for one in of_ranks), strict=False):
-        counts = [_divisor(term) for term in terms]
+        counts = [_divisor(term, weight) for term in terms]
         if min(counts) >= 1 and max(counts) > min(counts) * (1 + _UNEQUAL):
             if max(counts) < _LARGEST and all(abs(count - round(count)) < _WHOLE for count in counts):
                 return counts
     return []
 
 
-def _divisor(term: ScaledTerm) -> float:
+def _divisor(term: ScaledTerm, weight: float) -> float:
     if term.kind == "mean":
         return float(term.count) if term.chosen else 0.0
-    return 1 / abs(term.factor) if term.factor else 0.0
+    return weight / abs(term.factor) if term.factor else 0.0
 
 
 def judge_summed_again(steps: Sequence[Sequence[OptimizerStep]], world_size: int) -> list[Finding]:
