@@ -338,6 +338,11 @@ def test_optimizer_state_that_differs() -> None:
     here, there = step(states={"0/w: momentum_buffer": 1.0}), step(states={"0/w: momentum_buffer": 2.0})
     assert codes(judge_optimizer_state([[here, there]])) == ["DDP306"]
     assert codes(judge_optimizer_state([[here, step()]])) == ["DDP306"]  # loaded on one rank
+    loads = Location("train.py", 27)
+    (found,) = judge_optimizer_state([[replace(here, restored_at=loads), step()]])
+    assert (found.location, found.ranks) == (loads, (0,))
+    (found,) = judge_optimizer_state([[replace(one, restored_at=loads) for one in (here, there)]])
+    assert (found.location, found.ranks) == (here.location, ())
     assert not judge_optimizer_state([[here, here]])
     (found,) = judge_optimizer_state([[replace(here, held=("a", "b")), replace(there, held=("b", "a"))]])
     assert found.fix.startswith(

@@ -204,6 +204,33 @@ def test_the_line_that_has_last_assigned_a_variable(tmp_path: Path) -> None:
     assert last_assignment(Location(str(file), 9), "k") == Location(str(file), 9)
 
 
+CLASSES = """\
+class Info:
+    rows: list
+    classes: int = 0
+
+def read(rows):
+    return Info(rows, classes=len(set(rows)))
+
+def build(classes, width):
+    late: int
+    return Layer(classes, width)
+
+def main():
+    width = 8
+    info = read([1, 2])
+    return build(info.classes, width)
+"""
+
+
+def test_what_a_class_declares_is_no_assignment_and_an_argument_is_given_by_a_call(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(CLASSES)
+    at = Location(str(file), 10)
+    names = ("classes", "info.classes", "width", "rows", "late")
+    assert [getattr(last_assignment(at, name), "line", None) for name in names] == [6, 6, 13, None, None]
+
+
 def test_to_ask_for_variables_in_a_profile_function_leaves_them_as_they_are() -> None:
     def look(frame: FrameType, _event: str, _function: object) -> None:
         variables_of(frame)

@@ -256,7 +256,8 @@ def _assignment_in_file(file: str, kind: str, attribute: str) -> Location | None
 def last_assignment(at: Location, name: str) -> Location | None:
     """The line that has last assigned the variable `name` before the line `at`, in the function that has that line.
 
-    Of "data.classes", what assigns an attribute of that name in the file, else the variable that it begins with.
+    Of "data.classes", what assigns an attribute of that name in the file, else the variable that it begins with. Of an
+    argument, or an attribute that a constructor is given, the one line that computes it for a call by that name.
     """
     tree = parsed_source(_files.get(at.path, at.path))
     if tree is None:
@@ -264,12 +265,34 @@ def last_assignment(at: Location, name: str) -> Location | None:
     first, *attributes = name.split(".")
     if attributes and (lines := [line for line, target in _targets(tree) if target.endswith(f".{attributes[-1]}")]):
         return Location(at.path, lines[0])
+    if attributes and (given := _computed_for(tree, attributes[-1])):
+        return Location(at.path, given)
     around = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     around = [node for node in around if node.lineno <= at.line <= (node.end_lineno or 0)]
     for scope in (*sorted(around, key=lambda node: -node.lineno), tree):
         if lines := [line for line, target in _targets(scope) if target == first and line <= at.line]:
             return Location(at.path, max(lines))
+        arguments = () if isinstance(scope, ast.Module) else ast.walk(scope.args)
+        if all(not isinstance(one, ast.arg) or one.arg != first for one in arguments):
+            continue
+        if given := _computed_for(tree, first):
+            return Location(at.path, given)
+        if len(lines := [line for line, target in _targets(tree) if target == first]) == 1:
+            return Location(at.path, lines[0])
     return None
+
+
+def _computed_for(tree: ast.AST, name: str) -> int | None:
+    """The one line of a call that is given an argument by this name, and what is more than a variable or a number."""
+    plain = (ast.Name, ast.Attribute, ast.Constant)
+    found = {
+        one.value.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        for one in node.keywords
+        if one.arg == name and not isinstance(one.value, plain)
+    }
+    return found.pop() if len(found) == 1 else None
 
 
 def call_of(names: Sequence[str], files: Mapping[str, str]) -> Location | None:
@@ -282,9 +305,18 @@ def call_of(names: Sequence[str], files: Mapping[str, str]) -> Location | None:
 
 
 def _targets(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """What is assigned in `tree`, each name with its line."""
+    """What is assigned in `tree`, each name with its line; not what a class declares, of which no variable is made."""
+    declared = {
+        target
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for one in node.body
+        if isinstance(one, ast.Assign | ast.AnnAssign)
+        for target in (one.targets if isinstance(one, ast.Assign) else [one.target])
+    }
+    declared |= {one.target for one in ast.walk(tree) if isinstance(one, ast.AnnAssign) and one.value is None}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store) and node not in declared:
             yield node.lineno, ast.unparse(node)
 
 

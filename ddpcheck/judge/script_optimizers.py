@@ -184,22 +184,28 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
         ranks = minority_of(states, names)
         orders = [one.held for one in of_ranks]
         reordered = len(set(orders)) > 1 and len({frozenset(one) for one in orders}) == 1
+        restored = {rank: one.restored_at for rank, one in enumerate(of_ranks) if one.restored_at is not None}
+        alone = not reordered and 0 < len(restored) < len(of_ranks)
+        told = f"load_state_dict is called there, on {format_ranks(restored)} only; it steps at {of_ranks[0].location}"
         return one_finding(
             "DDP306",
             keys,
             f"The optimizer's {join_names(keys)} {plural_verb('differs', 'differ', keys)} between ranks in its step "
             f"{of_ranks[0].count}, so that equal gradients move the parameters apart.",
-            ranks=ranks,
+            ranks=tuple(restored) if alone else ranks,
             steps=(of_ranks[0].count,),
-            location=(reordered and of_ranks[0].made) or of_ranks[0].location,
+            location=next(iter(restored.values()))
+            if alone
+            else (reordered and of_ranks[0].made) or of_ranks[0].location,
             evidence=[
+                *([told] if alone else []),
                 *(
                     f"the optimizer of rank {rank} holds {join_names([short(name) for name in one])}, in this order"
                     for rank, one in enumerate(orders[:2] if reordered else ())
                 ),
                 *(
-                    f"norm of {told}"
-                    for told in told_by_rank({short(n): [spelled(one.get(n)) for one in states] for n in names[:3]})
+                    f"norm of {values}"
+                    for values in told_by_rank({short(n): [spelled(one.get(n)) for one in states] for n in names[:3]})
                 ),
             ],
             fix="Give the optimizer its parameters in the same order on every rank: its state is saved and loaded by "

@@ -191,6 +191,7 @@ class OptimizerStep(Struct, frozen=True):
         left_out_at: The lines that may leave it out after the backward pass: tests around it, and early exits.
         late_sum_at: The line that has gradients all_reduced after an earlier step had used them, before any other
             backward pass; `None` where there was none.
+        restored_at: The line that has last given it a state, by `load_state_dict`.
     """
 
     optimizer: int
@@ -216,6 +217,7 @@ class OptimizerStep(Struct, frozen=True):
     summed_at: Location | None = None
     left_out_at: tuple[Location, ...] = ()
     late_sum_at: Location | None = None
+    restored_at: Location | None = None
 
 
 class OptimizerEnd(Struct, frozen=True):

@@ -42,7 +42,9 @@ class LineRecorder:
         self._seen: set[tuple[int, str, Location | None]] = set()
         self._evaluated: dict[Location | None, int] = {}  # how often, by line
         self._optimizers: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
+        self._restored: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
         patched(torch.optim.Optimizer, "__init__", self._optimizer_made)
+        patched(torch.optim.Optimizer, "load_state_dict", self._optimizer_restored)
         patched(nn.Module, "load_state_dict", functools.partial(self._values_changed, "load_state_dict"))
         patched(nn.Module, "apply", functools.partial(self._values_changed, "apply"))
         patched(nn.Module, "eval", self._evaluates)  # not `train`, which calls itself for each child
@@ -60,6 +62,10 @@ class LineRecorder:
         """The line that has constructed it."""
         return self._optimizers.get(optimizer)
 
+    def of_restored(self, optimizer: Any) -> Location | None:
+        """The line that has last given it a state."""
+        return self._restored.get(optimizer)
+
     def note_changes(self, watch: ScriptWatch, kinds: Sequence[str]) -> None:
         """A watch has noticed changes of parameters of these kinds, the line of which may not have been seen."""
         if {"frozen", "unfrozen"}.isdisjoint(kinds) or any(
@@ -72,6 +78,10 @@ class LineRecorder:
     def _optimizer_made(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
         if (where := user_location()) is not None:
             self._optimizers[optimizer] = where
+
+    def _optimizer_restored(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
+        if (where := user_location()) is not None:
+            self._restored[optimizer] = where
 
     def _values_changed(self, how: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
         if sys._getframe(CALLER).f_code is not _APPLY:  # which calls itself for each child

@@ -253,6 +253,7 @@ class OptimizerRecorder:
             summed_at=next(iter(summed.values()), None),
             left_out_at=lines_left_out_by(lines, self._differentiated),
             late_sum_at=known.late,
+            restored_at=self._lines.of_restored(optimizer),
         )
 
     def _sums_in_one(self, gradients: list[tuple[str, torch.Tensor]]) -> dict[str, Location | None]:
