@@ -55,7 +55,8 @@ class Kinds:
 @pytest.mark.parametrize("count", [6, 60])
 def test_a_list_made_of_a_set_of_which_places_are_asked(count: int) -> None:
     names = [f"kind {number}" for number in range(count)]
-    of_a_set = list(set(names))
+    made = (list(set(names[start:] + names[:start])) for start in range(count))  # where hashes collide, not all are
+    of_a_set = next(order for order in made if is_order_of_a_set(order))
     other = next(one for one in (sorted(names), names[::-1], names[1::2] + names[::2]) if not is_order_of_a_set(one))
     (table,) = tables_of(Kinds(of_a_set, of_a_set, other), None)
     assert table.name == "Kinds.kinds.index()" and table.values[repr(of_a_set[2])] == "2"
