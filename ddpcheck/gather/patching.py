@@ -20,7 +20,8 @@ _Result = TypeVar("_Result")
 _INHERITED = object()
 
 CALLER = 3
-"""Frames from a plain function that is called with another one, by `patched`, to what calls that one."""
+"""Frames from a plain function that is called with another one, by `patched`, to what calls that one; of a generator
+function there is one more."""
 
 
 class OwnErrors:

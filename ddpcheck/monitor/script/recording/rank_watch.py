@@ -157,12 +157,11 @@ class _WatchedRank:
         if watched:
             self._watch(wrapper, began_alike=named.get("init_sync", True) is not False)
 
-    def _prepares(self, reducer: Any, *outputs: Any) -> Iterator[None]:
+    def _prepares(self, reducer: Any, *outputs: Any) -> None:
         """DDP does this in its forward; a framework, before a backward pass inside of that (Lightning, by hand)."""
         if sys._getframe(CALLER).f_code.co_filename != DDP_FILE:
             for watch in list(self._watches):
                 watch.expects(reducer, outputs)
-        yield
 
     def _record_calls(self, replacements: dict[str, Callable[..., Any]]) -> None:
         record_calls(lambda call: self._log.add_call(_while_handling(call)))
