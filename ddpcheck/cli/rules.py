@@ -26,7 +26,7 @@ from ddpcheck.findings.rules import (
 )
 from ddpcheck.render import Medium
 
-_HOW_IT_IS_TOLD = ("takes_severity", "spreads", "by_family")
+_HOW_IT_IS_TOLD = ("stops_ddp", "takes_severity", "spreads", "by_family")
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
