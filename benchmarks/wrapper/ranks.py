@@ -94,16 +94,16 @@ class Switch:
         self.off()
 
     def off(self) -> None:
-        self._watch._tracker.detach()
-        self._watch._optimizer_steps.detach()
+        self._watch._recorder.tracker.detach()
+        self._watch._recorder._optimizer_steps.detach()
 
     def on(self) -> None:
-        self._watch._tracker.attach()
-        self._watch._optimizer_steps.attach()
+        self._watch._recorder.tracker.attach()
+        self._watch._recorder._optimizer_steps.attach()
 
     def go_to(self, number: int) -> None:
         """Go on with another step."""
-        self._watch._tracker._step.number = number
+        self._watch._recorder.tracker._step.number = number
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
