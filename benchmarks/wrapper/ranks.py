@@ -90,20 +90,20 @@ class Switch:
     """The hooks of a watch, off and on again: the same wrapper in the same memory, with and without them."""
 
     def __init__(self, watch: ddpcheck.Watch) -> None:
-        self._watch: Any = watch
+        self._recorder: Any = watch._recorder
         self.off()
 
     def off(self) -> None:
-        self._watch._recorder.tracker.detach()
-        self._watch._recorder._optimizer_steps.detach()
+        self._recorder.tracker.detach()
+        self._recorder._optimizer_steps.detach()
 
     def on(self) -> None:
-        self._watch._recorder.tracker.attach()
-        self._watch._recorder._optimizer_steps.attach()
+        self._recorder.tracker.attach()
+        self._recorder._optimizer_steps.attach()
 
     def go_to(self, number: int) -> None:
         """Go on with another step."""
-        self._watch._recorder.tracker._step.number = number
+        self._recorder.tracker._step.number = number
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
