@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, SubsetRandomSampler, TensorDataset
@@ -430,6 +431,30 @@ def uneven_and_again() -> None:
         train(model, optimizer, x, y)
 
 
+def uneven_and_sharded() -> None:
+    """As above, with a sharded optimizer, whose steps a rank that has left the loop makes for the others."""
+    model = DistributedDataParallel(net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
+    x, y = samples()
+    for _ in range(2):
+        with Join([model, optimizer]):
+            for number in range(4 + 4 * RANK):
+                part = slice(8 * number, 8 * number + 8)
+                train(model, optimizer, x[part], y[part])  # type: ignore[arg-type]
+
+
+def tensor_as_dataset() -> None:
+    """A loader goes through a tensor, in which `==` compares each element."""
+    x, _ = samples()
+    sampler: DistributedSampler[Tensor] = DistributedSampler(x)  # type: ignore[arg-type]
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for batch in DataLoader(x, 8, sampler=sampler):  # type: ignore[arg-type]
+            train(model, optimizer, batch, batch[:, :4].argmax(1))
+
+
 def trials() -> None:
     data = Digits()
     for rate in (0.1, 0.01):
@@ -606,6 +631,8 @@ LOOPS: tuple[Callable[[], None], ...] = (
         inner_loops,
         inner_loops_beside_a_wrapper,
         uneven_and_again,
+        uneven_and_sharded,
+        tensor_as_dataset,
         trials,
         residuals_of_each_rank,
         average_on_rank_0,

@@ -187,6 +187,8 @@ class StepRecorder(StepListener):
 
     def unaveraged(self, *, under_no_sync: bool) -> None:
         """Tell of optimizer steps on gradients that were not averaged."""
+        if self.joins:  # a rank without further batches makes the steps of a sharded optimizer for the others
+            return
         where = LoopEvent("step", location=str(user_location() or ""))
         self.tell(LoopEvent("enter no_sync") if under_no_sync else self._options.bypassed(), where)
 

@@ -24,6 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpcheck.findings.evidence.script import DerivedTable, LoaderPass
 from ddpcheck.findings.exception_origin import passes_on
@@ -98,7 +99,7 @@ class LoaderRecorder:
         self._numbers: dict[tuple[Any, ...], list[int]] = {}  # number of the loader, passes so far
         self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
         self._open: dict[int, _Pass] = {}  # by number of the loader
-        self._datasets: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._datasets: Any = WeakIdKeyDictionary()  # a dataset may be a tensor, which == compares element by element
         self._dataset_numbers = itertools.count()
         self._opening: _Pass | None = None
         self.samples: list[torch.Tensor] = []  # of the batch that was taken last, before a step that is sampled
@@ -253,10 +254,10 @@ class LoaderRecorder:
         return one
 
     def _number_of(self, dataset: Any) -> int:
-        with contextlib.suppress(TypeError):  # without weak references, or without a hash
+        with contextlib.suppress(TypeError):  # without weak references
             if dataset not in self._datasets:
                 self._datasets[dataset] = next(self._dataset_numbers)
-            return self._datasets[dataset]
+            return int(self._datasets[dataset])
         return -1
 
     def _end(self, one: _Pass, *, exhausted: bool) -> None:
