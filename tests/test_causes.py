@@ -8,7 +8,7 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.rules.rule import When
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import make_finding
-from ddpcheck.judge.causes import cause_of, follows_from, goes_on, split_consequences
+from ddpcheck.judge.causes import cause_of, find_causes, follows_from, goes_on
 from ddpcheck.judge.loss_terms import BY_NORMALISATION
 from ddpcheck.judge.parameters import MADE_IN_FORWARD
 
@@ -34,8 +34,9 @@ def test_a_consequence_is_told_as_evidence_of_its_cause(code, explains, other) -
     mine, theirs, tags = APART[explains.when]
     cause, found = finding(code, *mine, tags=tags), finding(other, *theirs)
     for both in ([cause, found], [found, cause]):
-        (kept,), consequences = split_consequences(both)
-        assert kept.code == code and consequences == [(found, kept)]
+        causes = find_causes(both)
+        (kept,) = causes.findings
+        assert kept.code == code and causes.told_by == [kept, kept]
         assert (f"with it comes {other}: {found.message}" in kept.evidence) != explains.quietly
         assert (other in kept.tags) != explains.quietly
     assert follows_from(found, [cause, found]) and not follows_from(cause, [cause, found])
@@ -54,37 +55,38 @@ def test_a_consequence_is_told_as_evidence_of_its_cause(code, explains, other) -
 )
 def test_what_has_another_cause_stays(code, mine, other, theirs) -> None:
     cause, found = finding(code, *mine, tags=(BY_NORMALISATION,) if code == "DDP304" else ()), finding(other, *theirs)
-    kept, consequences = split_consequences([cause, found])
+    causes = find_causes([cause, found])
     if code == "DDP304":  # then it is the other way round: buffers that differ part the losses
-        assert [one.code for one in kept] == ["DDP214"]
+        assert [one.code for one in causes.findings] == ["DDP214"]
     else:
-        assert kept == [cause, found] and consequences == []
+        assert causes.findings == causes.told_by == [cause, found]
 
 
 def test_a_no_sync_without_effect_explains_no_difference() -> None:
     idle, apart = finding("DDP502", "no_sync", severity=Severity.WARNING), finding("DDP306", "head.weight")
-    assert split_consequences([idle, apart]) == ([idle, apart], [])
+    assert find_causes([idle, apart]).told_by == [idle, apart]
 
 
 def test_what_comes_of_a_consequence_belongs_to_the_root() -> None:
     root, between, last = finding("DDP501", "module"), finding("DDP208", "a"), finding("DDP302", "b")
-    (kept,), consequences = split_consequences([last, between, root])
+    causes = find_causes([last, between, root])
+    (kept,) = causes.findings
     assert kept.code == "DDP501" and kept.tags == ("DDP208",)
-    assert {found.code: cause.code for found, cause in consequences} == {"DDP208": "DDP501", "DDP302": "DDP501"}
+    assert causes.told_by == [kept, kept, kept]
 
 
 def test_the_same_rule_on_fewer_subjects_is_told_once() -> None:
     whole, part = finding("DDP101", "a", "b"), finding("DDP101", "b")
-    assert split_consequences([whole, part]) == ([whole], [])
-    assert split_consequences([part, finding("DDP101", "c")])[0] == [part, finding("DDP101", "c")]
+    assert find_causes([whole, part]).told_by == [whole, None]
+    assert find_causes([part, finding("DDP101", "c")]).findings == [part, finding("DDP101", "c")]
 
 
 @pytest.mark.parametrize("code", ["DDP215", "DDP518"])
 def test_a_cause_that_takes_the_severity_of_what_comes_of_it(code) -> None:
     other = RULES[code].explains[0].codes[0]
     cause, found = finding(code, "x", severity=Severity.WARNING), finding(other, "loss")
-    assert split_consequences([cause, found])[0][0].severity is Severity.ERROR
-    assert split_consequences([cause, replace(found, severity=Severity.NOTE)])[0][0].severity is Severity.WARNING
+    assert find_causes([cause, found]).findings[0].severity is Severity.ERROR
+    assert find_causes([cause, replace(found, severity=Severity.NOTE)]).findings[0].severity is Severity.WARNING
 
 
 def test_a_watch_knows_what_it_has_reported() -> None:

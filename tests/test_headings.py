@@ -11,9 +11,10 @@ from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.report import Finding, ParityEntry, Report
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import make_finding
+from ddpcheck.judge.verdict import Told, Verdict, status_of
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import check
-from ddpcheck.report.checking.check_report import HEADINGS, Comparison, Tally, Told, is_asked, report_of, status_of
+from ddpcheck.report.checking.check_report import HEADINGS, Tally, is_asked, report_of
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.checking.judging import judge
 from tests.reports import contradictions, shown
@@ -425,21 +426,21 @@ def test_every_line_says_what_was_compared_and_held(name: str) -> None:
 
 # Hand-made evidence
 
-DIFFERS = Comparison(held="2 gradients equal", differing="1 of 3 gradients differs")
+DIFFERS = Verdict(held="2 gradients equal", differing="1 of 3 gradients differs")
 
 
-def line(comparison: Comparison, *told: Told, kept: tuple[Finding, ...] = ()) -> tuple[str, str]:
+def line(comparison: Verdict, *told: Told, kept: tuple[Finding, ...] = ()) -> tuple[str, str]:
     return status_of(comparison, told, kept)
 
 
 def test_a_difference_that_no_finding_tells_is_no_tick() -> None:
     assert line(DIFFERS) == ("failed", "1 of 3 gradients differs, cause unknown")
-    assert line(Comparison(held="2 gradients equal")) == ("passed", "2 gradients equal")
+    assert line(Verdict(held="2 gradients equal")) == ("passed", "2 gradients equal")
 
 
 def test_a_note_leaves_the_tick_and_is_named() -> None:
     note = make_finding("DDP109", (), "Needless.")
-    assert line(Comparison(held="all is well"), (note, note), kept=(note,)) == ("passed", "all is well; DDP109")
+    assert line(Verdict(held="all is well"), (note, note), kept=(note,)) == ("passed", "all is well; DDP109")
 
 
 def test_a_finding_whose_cause_is_told_elsewhere_is_named_with_it() -> None:
@@ -466,7 +467,9 @@ def test_what_is_lost_in_rounding_or_zero_does_not_count_as_equal() -> None:
 def test_a_check_is_asked_for_where_one_of_its_rules_is() -> None:
     asked = {name for name in HEADINGS if is_asked(name, ["DDP101"], [])}
     assert asked == {"model", "parameters"}
-    assert not is_asked("parity", [], ["DDP303", "DDP304", "DDP305", "DDP307", "DDP308", "DDP309", "DDP31", "DDP5"])
+    assert not is_asked(
+        "parity", [], ["DDP303", "DDP304", "DDP305", "DDP307", "DDP308", "DDP309", "DDP31", "DDP5", "DDP216"]
+    )
 
 
 def test_a_difference_without_an_analysis_is_no_tick() -> None:

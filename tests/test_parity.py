@@ -13,7 +13,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
-from ddpcheck.judge.causes import split_consequences
+from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
 from ddpcheck.judge.loss_terms import BY_NORMALISATION
 from ddpcheck.judge.parameters import MADE_IN_FORWARD
@@ -520,7 +520,7 @@ def finding(code: str, *subjects: str, message: str = "m", tags: tuple[str, ...]
 
 
 def merge_causes(findings: list[Finding]) -> list[Finding]:
-    return split_consequences(findings)[0]
+    return find_causes(findings).findings
 
 
 @pytest.mark.parametrize(

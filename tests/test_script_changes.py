@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding
-from ddpcheck.judge.causes import split_consequences
+from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.replicas import MODE
 from ddpcheck.judge.script_changes import at_the_change
 from ddpcheck.judge.script_optimizers import judge_optimizer_options, judge_schedule
@@ -68,8 +68,8 @@ def test_the_line_of_a_change(
 @pytest.mark.parametrize("code", ["DDP208", "DDP515"])
 def test_what_ranks_train_apart_differs_for_that_reason(code: str) -> None:
     apart = finding("DDP501", "forward")
-    kept, consequences = split_consequences([finding(code), apart])
-    assert [one.code for one in kept] == ["DDP501"] and len(consequences) == 1
+    causes = find_causes([finding(code), apart])
+    assert [one.code for one in causes.findings] == ["DDP501"] and causes.told_by == 2 * causes.findings
 
 
 SCHEDULE = ScheduleState(WRAPS, 48, LOADS, turns=24, ends=(24, 24))

@@ -12,7 +12,7 @@ from torch import nn
 from ddpcheck.findings.evidence.gradient_changes import GradientsTaken
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import make_finding
-from ddpcheck.judge.causes import split_consequences
+from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.script_alone import judge_taken
 from ddpcheck.monitor.script.recording.taken_recorder import TakenRecorder
 
@@ -79,6 +79,6 @@ def test_what_is_taken_for_the_parameters_of_a_wrapper(monkeypatch: pytest.Monke
 
 def test_a_rank_under_no_sync_skips_no_step() -> None:
     found = [make_finding(code, (subject,), "") for code, subject in (("DDP502", "no_sync"), ("DDP508", "step"))]
-    assert [one.code for one in split_consequences(found)[0]] == ["DDP502"]
+    assert [one.code for one in find_causes(found).findings] == ["DDP502"]
     skipped = make_finding("DDP508", ("backward",), "")
-    assert len(split_consequences([found[0], skipped])[0]) == 2
+    assert len(find_causes([found[0], skipped]).findings) == 2

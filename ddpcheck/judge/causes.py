@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
@@ -15,15 +16,32 @@ from ddpcheck.judge.parameters import MADE_IN_FORWARD
 from ddpcheck.judge.replica_state import RUNNING_STATISTICS
 
 
-def split_consequences(findings: Sequence[Finding]) -> tuple[list[Finding], list[tuple[Finding, Finding]]]:
-    """One finding a root cause, and each consequence with the finding that it is evidence of now."""
+@dataclass(frozen=True, slots=True)
+class Causes:
+    """Findings, one for each root cause.
+
+    Attributes:
+        findings: The causes; each has its consequences as evidence.
+        told_by: For each of the findings that were given, the one of these that tells it: itself, or its cause; `None`
+            where the same rule was given before, on all of its subjects.
+    """
+
+    findings: list[Finding]
+    told_by: list[Finding | None]
+
+
+def find_causes(findings: Sequence[Finding]) -> Causes:
+    """One finding a root cause; the same rule on fewer subjects is told once."""
     single: list[Finding] = []
+    number_of: list[int | None] = []
     for finding in findings:
-        if not any(f.code == finding.code and set(finding.subjects) <= set(f.subjects) for f in single):
+        known = any(f.code == finding.code and set(finding.subjects) <= set(f.subjects) for f in single)
+        number_of.append(None if known else len(single))
+        if not known:
             single.append(finding)
     causes = _causes(single)
     kept = {number: finding for number, finding in enumerate(single) if number not in causes}
-    roots = {}
+    roots = {number: number for number in kept}
     for number in causes:
         root = causes[number]
         while root in causes:
@@ -40,7 +58,7 @@ def split_consequences(findings: Sequence[Finding]) -> tuple[list[Finding], list
             severity=worst if RULES[cause.code].takes_severity else cause.severity,
             tags=(*cause.tags, found.code),
         )
-    return list(kept.values()), [(single[number], kept[root]) for number, root in roots.items()]
+    return Causes(list(kept.values()), [None if number is None else kept[roots[number]] for number in number_of])
 
 
 def _causes(findings: Sequence[Finding]) -> dict[int, int]:

@@ -13,6 +13,7 @@ from typing import Any
 from ddpcheck import judge
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
+from ddpcheck.judge.causes import Causes
 
 _ANOTHER = Finding("DDP602", ("nothing",), "Nothing.", Severity.NOTE)  # a rule that no fault expects
 _NOTHING: dict[str, Callable[..., Any]] = {
@@ -21,7 +22,7 @@ _NOTHING: dict[str, Callable[..., Any]] = {
     "Finding | None": lambda *_given, **_named: None,
     "Finding": lambda *_given, **_named: "another finding",
     "tuple[str, tuple[int, ...], str]": lambda *_given, **_named: ("DDP306", (), ""),  # the code where nothing is known
-    "tuple[list[Finding], list[tuple[Finding, Finding]]]": lambda findings: (list(findings), []),  # none has a cause
+    "Causes": lambda findings: Causes(list(findings), list(findings)),  # none has a cause
 }
 """Stands for a judge, by the annotation of what that returns."""
 
@@ -34,7 +35,7 @@ def judges() -> dict[str, FunctionType]:
             if isinstance(item, FunctionType) and item.__module__ == module.name:
                 taken = {key: str(annotation) for key, annotation in item.__annotations__.items()}
                 returned = taken.pop("return", "")
-                rewords = "Finding" in str(taken) and not returned.startswith("tuple")
+                rewords = "Finding" in str(taken) and not returned.startswith(("tuple", "Causes"))
                 if not rewords and (returned in _NOTHING or "Finding" in returned):
                     found[f"{module.name.removeprefix(f'{judge.__name__}.')}.{name}"] = item
     return found
@@ -52,6 +53,12 @@ def finding_nothing(function: FunctionType) -> Iterator[None]:
         function.__code__ = kept
 
 
+def _has_found(value: Any) -> bool:
+    if isinstance(value, Causes):
+        return len(value.findings) < len(value.told_by)
+    return bool(value[-1] if isinstance(value, tuple) else value)
+
+
 @contextlib.contextmanager
 def seeing(functions: dict[str, FunctionType]) -> Iterator[set[str]]:
     """The names of the functions that have found something in the block."""
@@ -59,7 +66,7 @@ def seeing(functions: dict[str, FunctionType]) -> Iterator[set[str]]:
     found: set[str] = set()
 
     def see(frame: FrameType, event: str, value: Any) -> None:
-        if event == "return" and id(frame.f_code) in names and (value[-1] if isinstance(value, tuple) else value):
+        if event == "return" and id(frame.f_code) in names and _has_found(value):
             found.add(names[id(frame.f_code)])
 
     before = sys.getprofile()

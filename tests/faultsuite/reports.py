@@ -34,6 +34,8 @@ def main() -> None:
     for name, report in reports():
         data = json.loads(renderer_for("json").render(report))
         data = {key: value for key, value in data.items() if key not in ("timing", "environment", "tool")}
+        for check in data["checks"]:
+            del check["seconds"]
         (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from ddpcheck import __version__
-from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, ParityEntry, Report, select_findings
+from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report, select_findings
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.selection import sort_out
-from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import counted, format_steps, join_names, make_finding
 from ddpcheck.judge.reducer import plain_name
+from ddpcheck.judge.verdict import Verdict, status_of
 from ddpcheck.report.checking.check_state import CheckState
 
 HEADINGS: Mapping[str, tuple[str, ...]] = {
@@ -36,7 +35,7 @@ HEADINGS: Mapping[str, tuple[str, ...]] = {
     ),
     "parity": (
         *("DDP303", "DDP304", "DDP305", "DDP307", "DDP308", "DDP309", "DDP310", "DDP312"),
-        *("DDP505", "DDP510", "DDP514", "DDP516", "DDP519"),
+        *("DDP216", "DDP505", "DDP510", "DDP514", "DDP516", "DDP519"),
     ),
 }
 """The checks of a report, and the codes that each may give."""
@@ -46,7 +45,6 @@ UNTOLD = 0.5
 
 _WORLD = ("world_size", "backend", "device", "steps", "seed", "timeout")
 _ENDINGS = ("DDP401", "DDP402", "DDP403", "DDP404")
-_OF_BUFFERS = ("DDP214", "DDP215")  # which leave the gradients of a step as they are
 _NEAR = 0.01  # an error that is no fault under any tolerance
 
 
@@ -88,9 +86,8 @@ def report_of(state: CheckState) -> Report:
 
 
 def _line(state: CheckState, name: str, kept: Sequence[Finding]) -> CheckResult:
-    told = [*((finding, finding) for finding in state.findings), *state.merged]
-    here = [(finding, by) for finding, by in told if _heading_of(state, finding) == name]
-    status, detail = status_of(_comparison(state, name), here, kept)
+    here = [(finding, by) for part, finding, by in state.told if _heading_of(part, finding) == name]
+    status, detail = status_of(_verdict(state, name), here, kept)
     if stopped := _why_stopped(state, name, kept):
         status, detail = "error", stopped
     asked = is_asked(name, state.asked.select, state.asked.ignore)
@@ -103,12 +100,10 @@ def is_asked(name: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
     return not rules or bool(select_findings(rules, select=select, ignore=ignore))
 
 
-def _heading_of(state: CheckState, finding: Finding) -> str:
-    """The check that gave a finding: of several with its code the last one, where it was found after steps."""
-    plain = replace(finding, evidence=())  # causes have gathered evidence since
-    same = (plain == replace(other, evidence=(), severity=finding.severity) for other in state.found_after_steps)
+def _heading_of(part: str, finding: Finding) -> str:
+    """The check that a finding belongs to: the part that has made it, where that may give it."""
     names = [name for name, codes in HEADINGS.items() if finding.code.startswith(codes)]
-    return names[-1 if any(same) else 0] if names else ""
+    return part if part in names else next(iter(names), "")
 
 
 def _why_stopped(state: CheckState, name: str, kept: Sequence[Finding]) -> str:
@@ -116,56 +111,6 @@ def _why_stopped(state: CheckState, name: str, kept: Sequence[Finding]) -> str:
     if state.log.error is not None and state.log.part == name:  # where a finding tells it, that is enough
         return join_names([f.code for f in kept if f.code.startswith(_ENDINGS)], most=5) or state.log.error.message
     return "not judged, since ddpcheck itself failed" if name in state.log.unjudged else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The comparison that one check made.
-
-    Attributes:
-        held: What held, in a sentence; empty where nothing was compared.
-        lacking: Why not all of it was compared; empty where it was.
-        differing: How much did not hold; empty where all did.
-    """
-
-    held: str = ""
-    lacking: str = ""
-    differing: str = ""
-
-
-Told = tuple[Finding, Finding]
-"""A finding of a check, and the one of the report that tells it: itself, or its cause."""
-
-
-def status_of(comparison: Comparison, told: Sequence[Told], kept: Sequence[Finding]) -> tuple[CheckStatus, str]:
-    """How a check ended, and a sentence on it; findings that are not among those `kept` are ignored."""
-    shown = [(finding, by) for finding, by in told if by in kept]
-    worst = min((finding.severity for finding, _ in shown), key=lambda severity: severity.rank, default=None)
-    said = _listed(shown, comparison)
-    if worst is Severity.ERROR:
-        return "failed", said
-    hidden = _listed([(finding, by) for finding, by in told if by not in kept], comparison)
-    if comparison.differing:  # in some of the steps, where others are lacking
-        if shown:
-            return "warned", said
-        return ("ignored", f"ignored: {hidden}") if hidden else ("failed", f"{comparison.differing}, cause unknown")
-    if comparison.lacking:
-        return "skipped", f"{comparison.held}; {comparison.lacking}" if comparison.held else comparison.lacking
-    if worst is Severity.WARNING:
-        return "warned", said
-    if hidden:
-        return "ignored", f"ignored: {hidden}"
-    return "passed", f"{comparison.held}; {said}" if said else comparison.held
-
-
-def _listed(told: Sequence[Told], comparison: Comparison) -> str:
-    """The codes of what was found, and how much differs, or holds all the same; empty where nothing was found."""
-    said = [f.code if by is f else f"{f.code}, which comes with {by.code}" for f, by in told]
-    codes = join_names(list(dict.fromkeys(said)), most=5)
-    if not codes or comparison.differing:
-        return f"{codes}: {comparison.differing}" if codes else ""
-    stands = bool(comparison.held) and all(finding.code in _OF_BUFFERS for finding, _ in told)
-    return f"{codes}; {comparison.held}" if stands else codes
 
 
 # Comparisons
@@ -247,38 +192,38 @@ def _kind(entry: ParityEntry) -> str:
     return "held" if near or entry.tolerance < UNTOLD else "untold"
 
 
-def _comparison(state: CheckState, name: str) -> Comparison:
+def _verdict(state: CheckState, name: str) -> Verdict:
     """The comparison that one of the checks has made."""
     if name not in state.log.seconds and not (name == "reducer" and state.steps.ddp_skipped):
-        return Comparison(lacking=_why_not_reached(state))
+        return Verdict(lacking=_why_not_reached(state))
     several = state.asked.world_size > 1
     if name == "model":
-        return Comparison("built on every rank" if several else "built on one rank")
+        return Verdict(held="built on every rank" if several else "built on one rank")
     if name in ("consistency", "wrapping"):
         built, wrapped = "parameters, buffers and modules", "values, options and optimizers"
         what = built if name == "consistency" else wrapped
-        return Comparison(f"{what} are the same on every rank" if several else "one rank, so that nothing can differ")
+        return Verdict(held=f"{what} are the same on every rank" if several else "one rank, so that nothing can differ")
     if name == "parameters":
         return _part_taken(state)
     reference = "local" if name == "reducer" else "single-process"
     tally = Tally.of(entry for entry in _entries(state) if entry.reference == reference)
     hook = state.wrapper.comm_hook if name == "reducer" else ""
     if hook and tally.untold and not _why_not_compared(state, name, tally.steps):
-        return Comparison(tally.compressed(hook, state.asked.steps), differing=tally.differing(state.asked.steps))
+        return Verdict(held=tally.compressed(hook, state.asked.steps), differing=tally.differing(state.asked.steps))
     what = "the average of the ranks' own, and each other" if several else "those without the wrapper"
     what = what if name == "reducer" else "those of the global batch in a single process"
-    return Comparison(
-        tally.equal(what, state.asked.steps) if tally.held else "",
-        tally.vacuous() or _why_not_compared(state, name, tally.steps),
-        tally.differing(state.asked.steps),
+    return Verdict(
+        held=tally.equal(what, state.asked.steps) if tally.held else "",
+        lacking=tally.vacuous() or _why_not_compared(state, name, tally.steps),
+        differing=tally.differing(state.asked.steps),
     )
 
 
-def _part_taken(state: CheckState) -> Comparison:
+def _part_taken(state: CheckState) -> Verdict:
     """Which parameters take part in the loss."""
     steps = sorted({item.step for item in state.steps.parameters})
     if not steps:
-        return Comparison(lacking=_why_not_reached(state))
+        return Verdict(lacking=_why_not_reached(state))
     states = [item.states for item in state.steps.parameters]
     names = states[0]
     absent = [name for name in names if any(state.get(name) in ("missing", "lost") for state in states)]
@@ -290,7 +235,7 @@ def _part_taken(state: CheckState) -> Comparison:
         text = f"{len(names) - len(absent)} of {len(names)} parameters take part in each of {when}{where}"
         if state.wrapper.find_unused_parameters:
             text += ", and find_unused_parameters=True allows for the rest"
-    return Comparison(text, "" if len(steps) == state.asked.steps else _why_not_reached(state))
+    return Verdict(held=text, lacking="" if len(steps) == state.asked.steps else _why_not_reached(state))
 
 
 def _why_not_compared(state: CheckState, name: str, steps: Sequence[int]) -> str:

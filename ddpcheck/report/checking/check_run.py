@@ -111,7 +111,7 @@ class CheckRun(CheckWorlds):
             differing = next((f.exception for f in error.failures if isinstance(f.exception, OptionsDifferError)), None)
             if differing is None:
                 raise
-            self.state.findings += judge_options("DDP221", differing.options, "The wrapper")
+            self.state.add(judge_options("DDP221", differing.options, "The wrapper"))
             self._skip_rest("DDP221: DDP would stop, hang or abort")
 
     def _check_after_wrapping(self, wrapped: Sequence[WrappedModule]) -> None:
@@ -195,7 +195,7 @@ class CheckRun(CheckWorlds):
             if not found:
                 raise
             line = self.state.wrapped[0].loss_location if self.state.wrapped else None
-            self.state.findings += [replace(one, location=one.location or line) for one in found]
+            self.state.add([replace(one, location=one.location or line) for one in found])
             self._skip_rest(f"{found[0].code}: the loss is not finite on {format_ranks(found[0].ranks)}")
 
     def _train(self, step: int, words: str) -> bool:
@@ -280,7 +280,7 @@ class CheckRun(CheckWorlds):
             found = judge_wrapper_failure(self.state, error)
             if not found or isinstance(error, HangError) or (error.first is not None and error.first.bug):
                 raise
-            self.state.findings += found
+            self.state.add(found)
             self._skip_rest(f"{found[0].code}: the wrapper raised")
 
     def _compare_with_single(self, step: int, averaged: Path) -> bool:

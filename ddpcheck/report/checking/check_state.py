@@ -245,9 +245,9 @@ class CheckState:
         steps: Evidence of the ranks' steps.
         single: The comparison with the single process.
         repeats: The comparison of a step with itself.
-        findings: All findings so far.
-        found_after_steps: Those of them that were judged when the steps had been run.
-        merged: Pairs of a finding that is left out, since it comes with another, and that other.
+        found: All findings so far, each with the part of the check that has made it.
+        findings: The causes among them, once all has been judged.
+        told: Each of those found with its part, and the one of `findings` that tells it.
         modules: Those of rank 0's model.
         timelines: The last collectives of the ranks, where they have failed or parted.
     """
@@ -259,9 +259,9 @@ class CheckState:
     steps: RankSteps = field(default_factory=RankSteps)
     single: SingleComparison = field(default_factory=SingleComparison)
     repeats: Repeats = field(default_factory=Repeats)
-    findings: list[Finding] = field(default_factory=list)
-    found_after_steps: frozenset[Finding] = frozenset()
-    merged: Sequence[tuple[Finding, Finding]] = ()
+    found: list[tuple[str, Finding]] = field(default_factory=list)
+    findings: Sequence[Finding] = ()
+    told: Sequence[tuple[str, Finding, Finding]] = ()
     modules: tuple[ModuleEntry, ...] = ()
     timelines: tuple[CollectiveTimeline, ...] = ()
 
@@ -269,6 +269,10 @@ class CheckState:
     def wrapper(self) -> WrapperFacts:
         """The arguments of the wrapper; those of a plain one before there is any."""
         return self.wrapped[0].facts if self.wrapped else WrapperFacts()
+
+    def add(self, found: Sequence[Finding], part: str = "") -> None:
+        """Add findings of a part, by default of the one under way."""
+        self.found += ((part or self.log.part, finding) for finding in found)
 
     def add_quiet_steps(self, steps: Sequence[tuple[float, tuple[str, ...]]]) -> None:
         """Put the ranks' losses without random numbers, and what chose among many at random, into the last step."""

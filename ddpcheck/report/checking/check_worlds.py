@@ -232,7 +232,7 @@ class CheckWorlds:
             self.state.log.error = ReportError(f"rank {first.rank}: {first.bug}", EXIT_USAGE, error.detail)
             return
         if empty := judge_empty_shards(error, self.asked.world_size):
-            self.state.findings += empty
+            self.state.add(empty)
             self.state.log.rest_skipped = f"DDP405: {error.first.exception}" if error.first else ""
             return
         self.state.timelines = timelines_of_failure(error, self._logs())
@@ -240,13 +240,13 @@ class CheckWorlds:
         found = found or judge_failure(error, self._logs(), self.asked.world_size)
         if first is not None and isinstance(first.exception, DdpcheckError):
             everywhere = len({f.rank for f in error.failures if f.kind == "raised"}) == self.asked.world_size
-            self.state.findings += [] if everywhere else found
+            self.state.add([] if everywhere else found)
             where = "" if everywhere else f"rank {first.rank}: "
             printed = f"what rank {first.rank} printed, its last lines:\n{first.output}" if first.output.strip() else ""
             detail = "\n".join(filter(None, (first.exception.detail, printed)))
             self.state.log.error = ReportError(f"{where}{first.exception}", EXIT_TARGET, detail)
         else:
-            self.state.findings += found
+            self.state.add(found)
             stuck = isinstance(error, HangError) or any(finding.code == "DDP403" for finding in found)
             self.state.log.error = ReportError(str(error), EXIT_HANG if stuck else EXIT_TARGET, error.detail)
 
@@ -257,9 +257,8 @@ class CheckWorlds:
         try:
             by_rank = self._lines_of(nameless) if nameless else []
         finally:
-            for finding in found:
-                where = next((lines[finding.subjects[0]] for lines in by_rank if finding.subjects[0] in lines), None)
-                self.state.findings.append(finding if where is None else replace(finding, location=where))
+            lines = {name: line for of_rank in reversed(by_rank) for name, line in of_rank.items()}
+            self.state.add([replace(f, location=lines.get(f.subjects[0], f.location)) for f in found])
 
     def _lines_of(self, names: Sequence[str]) -> list[dict[str, Location]]:
         """By rank, the lines that made parameters, buffers and modules, as far as they are known."""

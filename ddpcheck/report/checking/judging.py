@@ -14,7 +14,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
-from ddpcheck.judge.causes import split_consequences
+from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
 from ddpcheck.judge.parameters import judge_parameters
 from ddpcheck.judge.rank_failure import judge_wrapper_error
@@ -53,7 +53,7 @@ def withhold_if_noisy(state: CheckState, step: int, repeated: Sequence[RepeatedS
     state.repeats.add(repeated)
     by_rank = {rank: item.differences for rank, item in enumerate(repeated)}
     found = state.log.call_judge("parity", judge_repeat, by_rank, step)
-    state.findings += found
+    state.add(found, "parity")
     state.repeats.differ = bool(found)
 
 
@@ -99,48 +99,49 @@ def judge_context(state: CheckState, module_locations: Mapping[str, Location] | 
 def judge(state: CheckState, module_locations: Mapping[str, Location]) -> None:
     """Turn all evidence into findings, whatever it was that stopped the check."""
     known = judge_context(state, module_locations)
-    found = list(state.findings)
-    before = frozenset(found)
     if state.steps.parameters:
         more = {"nonzero_when_perturbed": state.steps.nonzero_when_perturbed, "zero_ends": state.steps.zero_ends}
         args = state.steps.parameters, known.wrapper, known.names
         parameters = state.log.call_judge("parameters", judge_parameters, *args, **more)
         by_name = {finding.code for finding in parameters}  # which say more than that backward raised
-        found = [f for f in found if f.subjects != ("backward",) or f.code not in by_name] + parameters
+        state.found = [(part, f) for part, f in state.found if f.subjects != ("backward",) or f.code not in by_name]
+        state.add(parameters, "parameters")
     if not state.repeats.differ:
-        found += _judge_gradients(state, known)
+        _judge_gradients(state, known)
     if any(item.compiles for item in state.steps.local):
         state.log.notes.append(tell_compiled(state.steps.compiled))
-        found, before = list(map(without_prefix, found)), frozenset(map(without_prefix, before))
-    state.found_after_steps = frozenset(found) - before
-    state.findings, state.merged = found, []
-    if pairs := state.log.call_judge("", lambda: [split_consequences(found)]):
-        state.findings, state.merged = pairs[0]
+        state.found = [(part, without_prefix(finding)) for part, finding in state.found]
+    state.findings = [finding for _, finding in state.found]
+    for causes in state.log.call_judge("", lambda: [find_causes(state.findings)]):
+        state.findings = causes.findings
+        pairs = zip(state.found, causes.told_by, strict=True)
+        state.told = [(part, finding, by) for (part, finding), by in pairs if by is not None]
 
 
-def _judge_gradients(state: CheckState, known: JudgeContext) -> list[Finding]:
-    """Findings on gradients and what becomes of them, where a step does not differ from itself."""
+def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
+    """Find what is wrong with gradients and what becomes of them, where a step does not differ from itself."""
     steps, single, repeats, call_judge = state.steps, state.single, state.repeats, state.log.call_judge
     ddp = [replace(item, against_local=repeats.widened(item.against_local)) for item in steps.ddp]
     first = single.analysed[0].evidence.step if single.analysed else 0
     judged = [step for step in single.differences if step >= first or not state.differs(step)]
     differences = {step: repeats.widened(single.differences[step]) for step in judged}
     reducer = call_judge("reducer", judge_reducer, ddp, known) if ddp else []
-    found = reducer or call_judge("reducer", judge_compiled, steps.compiled, known)
+    state.add(reducer or call_judge("reducer", judge_compiled, steps.compiled, known), "reducer")
+    parity = []
     if steps.first_local:
-        found += call_judge("parity", judge_samples, steps.first_local, gradients_differ=known.gradients_differ)
-    found += call_judge("parity", judge_draws, single.draws)
-    parity = call_judge("parity", judge_single_process, differences, single.analysis, known)
-    found += _comparable(state, parity, known.local)
+        parity += call_judge("parity", judge_samples, steps.first_local, gradients_differ=known.gradients_differ)
+    parity += call_judge("parity", judge_draws, single.draws)
+    compared = call_judge("parity", judge_single_process, differences, single.analysis, known)
+    state.add(parity + _comparable(state, compared, known.local), "parity")
     if steps.ddp:
         start = [item.parameters for item in state.wrapped]
         unequal = bool(reducer) or "reducer" in state.log.unjudged
-        found += call_judge("reducer", judge_state, steps.ddp, known, gradients_differ=unequal, start=start)
+        found = call_judge("reducer", judge_state, steps.ddp, known, gradients_differ=unequal, start=start)
         found += call_judge("reducer", judge_loop, steps.ddp, unequal=unequal) if known.wrapper.is_ddp else []
         found += call_judge("reducer", judge_optimizer, state.wrapped, steps.ddp, state.names)
+        state.add(found, "reducer")
     if state.log.error is None:
-        found += call_judge("parity", judge_nothing_compared, steps.norms)
-    return found
+        state.add(call_judge("parity", judge_nothing_compared, steps.norms), "parity")
 
 
 def _comparable(state: CheckState, found: list[Finding], local: LocalFacts) -> list[Finding]:

@@ -22,7 +22,7 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.source_lines import assignment_in_classes, last_assignment
 from ddpcheck.findings.wording import counted
-from ddpcheck.judge.causes import split_consequences
+from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.script_changes import at_the_change
 from ddpcheck.judge.wrapper_construction import COUNTED, judge_constructions
 from ddpcheck.monitor.judging import judge_replica_states, judge_reports
@@ -118,7 +118,7 @@ def judge_logs(ranks: Sequence[WatchedRank], *, ended: bool) -> list[Finding]:
         around = [finding for finding in around if finding.code != "DDP301"]
     if not any(finding.code in _REPLICAS_PART for finding in (*around, *found)):
         around += judge_held_states(ranks)
-    return split_consequences([*around, *found])[0]
+    return find_causes([*around, *found]).findings
 
 
 def judge_begun(ranks: Sequence[WatchedRank]) -> list[Finding]:

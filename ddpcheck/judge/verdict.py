@@ -1,0 +1,157 @@
+"""What judges say, and the check lines that are made of it: one shape for all doors.
+
+A judge returns findings; a row makes a `Verdict` of them, which also says what was compared; `judge_all` asks all rows
+of a table. A check line is made of the verdicts under one heading: nothing else says what was compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ddpcheck.findings.report import CheckStatus, Finding
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import join_names
+from ddpcheck.judge.causes import find_causes
+
+Facts = TypeVar("Facts")
+_OF_BUFFERS = ("DDP214", "DDP215")  # which leave the gradients of a step as they are
+
+Told = tuple[Finding, Finding]
+"""A finding, and the one of the report that tells it: itself, or its cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one comparison has come to.
+
+    Attributes:
+        findings: What was found.
+        held: What held, in a sentence; empty where nothing was compared.
+        lacking: Why not all of it was compared; empty where it was.
+        differing: How much did not hold; empty where all did.
+    """
+
+    findings: Sequence[Finding] = ()
+    held: str = ""
+    lacking: str = ""
+    differing: str = ""
+
+
+NOTHING = Verdict()
+"""Of a comparison that has no subject in this program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Generic[Facts]):
+    """A row of the table of a door.
+
+    Attributes:
+        heading: The check line that its verdict is shown under.
+        judge: From the facts to the verdict.
+        codes: What it can find.
+        yields: Its findings of these codes are left out where another row has found one of them: that says more.
+        unless: It is not asked where another row has found one of these.
+    """
+
+    heading: str
+    judge: Callable[[Facts], Verdict]
+    codes: tuple[str, ...]
+    yields: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What the rows of a table have come to.
+
+    Attributes:
+        findings: Causes only.
+        told: All that was found, by heading.
+        verdicts: By heading.
+        errors: What a judge has raised, which is a bug of ddpcheck, by heading.
+    """
+
+    findings: list[Finding]
+    told: Mapping[str, list[Told]]
+    verdicts: Mapping[str, list[Verdict]]
+    errors: Mapping[str, Exception]
+
+    def status_of(self, heading: str, kept: Sequence[Finding]) -> tuple[CheckStatus, str]:
+        """How the check under a heading ended, and a sentence on it; other findings than `kept` are ignored."""
+        verdicts = self.verdicts[heading]
+        texts = (tuple(dict.fromkeys(filter(None, some))) for some in zip(*map(_texts, verdicts), strict=True))
+        return status_of(Verdict((), *map("; ".join, texts)), self.told[heading], kept)
+
+
+def _texts(verdict: Verdict) -> tuple[str, str, str]:
+    return verdict.held, verdict.lacking, verdict.differing
+
+
+def judge_all(facts: Facts, rows: Sequence[Row[Facts]]) -> Judged:
+    """Ask every row; a judge that raises leaves the others be."""
+    found: dict[Row[Facts], list[Finding]] = {}
+    verdicts: dict[str, list[Verdict]] = {}
+    errors: dict[str, Exception] = {}
+    for row in sorted(rows, key=lambda row: bool(row.unless)):
+        if not _have(found, row, row.unless):
+            try:
+                verdict = row.judge(facts)
+            except Exception as error:
+                errors.setdefault(row.heading, error)
+                continue
+            found[row] = list(verdict.findings)
+            if verdict is not NOTHING:
+                verdicts.setdefault(row.heading, []).append(verdict)
+    left = {
+        row: [one for one in theirs if one.code not in row.yields or not _have(found, row, row.yields)]
+        for row, theirs in found.items()
+    }
+    every = [(row, finding) for row, theirs in left.items() for finding in theirs]
+    causes = find_causes([finding for _, finding in every])
+    told: dict[str, list[Told]] = {heading: [] for heading in verdicts}
+    for (row, finding), by in zip(every, causes.told_by, strict=True):
+        if by is not None:
+            told[row.heading].append((finding, by))
+    return Judged(causes.findings, told, verdicts, errors)
+
+
+def _have(found: Mapping[Row[Facts], Sequence[Finding]], row: Row[Facts], codes: Sequence[str]) -> bool:
+    return any(one.code in codes for other, theirs in found.items() if other != row for one in theirs)
+
+
+# Check lines
+
+
+def status_of(verdict: Verdict, told: Sequence[Told], kept: Sequence[Finding]) -> tuple[CheckStatus, str]:
+    """How a check ended, and a sentence on it; findings that are not among those `kept` are ignored."""
+    shown = [(finding, by) for finding, by in told if by in kept]
+    severities = ((by if by.code == finding.code else finding).severity for finding, by in shown)
+    worst = min(severities, key=lambda severity: severity.rank, default=None)
+    said = _listed(shown, verdict)
+    if worst is Severity.ERROR:
+        return "failed", said
+    hidden = _listed([(finding, by) for finding, by in told if by not in kept], verdict)
+    if verdict.differing:  # in some of the steps, where others are lacking
+        if shown:
+            return "warned", said
+        return ("ignored", f"ignored: {hidden}") if hidden else ("failed", f"{verdict.differing}, cause unknown")
+    if verdict.lacking:
+        return "skipped", f"{verdict.held}; {verdict.lacking}" if verdict.held else verdict.lacking
+    if worst is Severity.WARNING:
+        return "warned", said
+    if hidden:
+        return "ignored", f"ignored: {hidden}"
+    return "passed", f"{verdict.held}; {said}" if said else verdict.held
+
+
+def _listed(told: Sequence[Told], verdict: Verdict) -> str:
+    """The codes of what was found, and how much differs, or holds all the same; empty where nothing was found."""
+    said = [f.code for f, by in told if by.code == f.code]
+    said += [f"{f.code}, which comes with {by.code}" for f, by in told if by.code != f.code]
+    codes = join_names(list(dict.fromkeys(said)), most=5)
+    if not codes or verdict.differing:
+        return f"{codes}: {verdict.differing}" if codes else ""
+    stands = bool(verdict.held) and all(finding.code in _OF_BUFFERS for finding, _ in told)
+    return f"{codes}; {verdict.held}" if stands else codes
