@@ -13,8 +13,10 @@ from ddpcheck.findings.evidence.modules import ModuleDescription, WrapperFacts
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.wording import Names, make_finding
 from ddpcheck.gather.ddp.ddp_wrapper import has_own_hook, hook_loss, trains_apart
-from ddpcheck.monitor.script.reporting import log_judging
-from ddpcheck.monitor.script.reporting.log_judging import judge_logs
+from ddpcheck.judge import script_table
+from ddpcheck.judge.script_facts import ScriptFacts
+from ddpcheck.judge.script_table import ROWS
+from ddpcheck.judge.verdict import judge_all
 from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, WrapperMade
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 from ddpcheck.stream.watched_rank import WatchedRank
@@ -40,7 +42,9 @@ def found_of(own: dict[str, list[list[float]]], left: dict[str, list[float]], **
         state = ReplicaState(ModuleDescription(), values)
         one = ReplicaCaptured(0, 3, state, mine, left, dict.fromkeys(own, BFLOAT16), **captured)
         ranks.append(WatchedRank(RankStarted(rank, 2, "gloo"), [made, one], [(4, 4)]))
-    return [(finding.code, finding.severity.value) for finding in judge_logs(ranks, ended=True)]
+    return [
+        (finding.code, finding.severity.value) for finding in judge_all(ScriptFacts(ranks, ended=True), ROWS).findings
+    ]
 
 
 OWN = {"body.weight": [[1.0, -2.0, 0.0], [3.0, 0.0, 1.0]], "head.weight": [[0.5, 0.5, 0.0], [0.0, 0.5, 1.0]]}
@@ -63,7 +67,7 @@ def test_a_hook_that_does_not_divide_is_an_error_of_its_own():
 def test_a_hook_that_returns_the_ranks_own_is_no_change_after_backward(monkeypatch: pytest.MonkeyPatch):
     """What is seen before the optimizer's step was there when backward ended."""
     later = make_finding("DDP301", ["body.weight"], "changed after backward")
-    monkeypatch.setattr(log_judging, "judge_program", lambda *_, **__: [later])
+    monkeypatch.setattr(script_table, "judge_clips", lambda *_, **__: [later])
     ranks = []
     for rank in range(2):
         made = WrapperMade(
@@ -72,7 +76,7 @@ def test_a_hook_that_returns_the_ranks_own_is_no_change_after_backward(monkeypat
         state = ReplicaState(ModuleDescription(), DdpStepEvidence(rank, 3, {"body.weight": 7 + rank}))
         one = ReplicaCaptured(0, 3, state, hook="local", own_hook=True)
         ranks.append(WatchedRank(RankStarted(rank, 2, "gloo"), [made, one], [(4, 4)]))
-    [finding] = judge_logs(ranks, ended=True)
+    [finding] = judge_all(ScriptFacts(ranks, ended=True), ROWS).findings
     assert finding.code == "DDP301" and finding.message.startswith("The gradients of all 1 parameter differ")
     assert "gradients are reduced by the communication hook local" in finding.evidence
     assert finding.fix.startswith("Let the communication hook return the average")

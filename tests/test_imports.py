@@ -24,7 +24,12 @@ ORDER = """
     pytest_plugin integrations cli __main__
 """.split()
 
-ONLY = {"findings": {"__init__"}, "judge": {"findings"}, "stream": {"__init__", "findings"}, "recipe": {"findings"}}
+ONLY = {
+    "findings": {"__init__"},
+    "judge": {"findings", "stream"},
+    "stream": {"__init__", "findings"},
+    "recipe": {"findings"},
+}
 """What a package imports of ddpcheck, at most."""
 
 LIGHT = (

@@ -11,7 +11,7 @@ from torch import nn
 import ddpcheck
 from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.mean_of_means import severity_of_weights
-from ddpcheck.monitor.loss_normalisation import judge_normalisation
+from ddpcheck.judge.target_weights import judge_normalisation
 from ddpcheck.stream.rank_report import MicroBatch
 
 CLASSES = 11

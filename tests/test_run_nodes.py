@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.evidence.steps import Call, LoopEvent
 from ddpcheck.findings.wording import Names, make_finding
-from ddpcheck.monitor.script.reporting import log_judging
+from ddpcheck.judge import script_wrappers
 from ddpcheck.monitor.script.reporting.ending import Ending
 from ddpcheck.monitor.script.reporting.script_report import report_on_script
 from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, StepsReported, WrapperMade
@@ -48,8 +48,7 @@ def test_what_needs_all_ranks_is_judged_where_all_are_here(
     group: tuple[int, ...], here: tuple[int, ...], found: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finding = make_finding("DDP302", ["weight"], "it is not the average")
-    monkeypatch.setattr(log_judging, "_judge_replicas", lambda *_, **__: [finding])
-    monkeypatch.setattr(log_judging, "judge_program", lambda *_, **__: [])
+    monkeypatch.setattr(script_wrappers, "_judge_replicas", lambda *_, **__: [finding])
     ranks = [rank_log(number, group) for number in here]
     report = report_on_script("train.py", Ending(), ranks, select=[], ignore=[])
     assert [one.code for one in report.findings] == found

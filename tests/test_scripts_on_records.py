@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from ddpcheck.findings.report import Report
+from ddpcheck.judge.script_facts import ScriptFacts
+from ddpcheck.judge.script_table import ROWS
 from ddpcheck.render import FORMATS, renderer_for
 from tests.faultsuite.breaking import finding_nothing, judges, seeing
 from tests.faultsuite.evidence import EvidenceError
-from tests.faultsuite.recorded_scripts import FOLDER, Run, assert_as_expected, report_on, runs
+from tests.faultsuite.recorded_scripts import FOLDER, Run, assert_as_expected, left_by, report_on, runs
 from tests.faultsuite.scripts_page import SCRIPTS, expected_of
 from tests.tiers import first_of_each, share
 
@@ -27,7 +29,15 @@ def path_of(run: Run) -> Path:
 RUNS = runs()
 FAULTS = [run for run in RUNS if run.has_fault]
 ONE_OF_EACH_CODE = first_of_each(FAULTS, lambda run: [expected_of(path_of(run))["code"]])
-OF_SCRIPTS = ("script_", "endings", "loop_endings", "branch_endings", "ending_facts", "wrapper_construction")
+OF_SCRIPTS = (
+    "script_",
+    "watched_steps",
+    "endings",
+    "loop_endings",
+    "branch_endings",
+    "ending_facts",
+    "wrapper_construction",
+)
 
 BY_HAND = frozenset(
     {
@@ -50,6 +60,7 @@ BY_HAND = frozenset(
         "script_rows.judge_restarted",
         "script_states._finding_of_use",
         "script_states.judge_uses",
+        "watched_steps.judge_events",
     }
 )
 """Judges without which the fault of each script is found all the same; test_judges_on_evidence.py names their tests."""
@@ -81,6 +92,14 @@ def test_there_are_records_of_the_scripts_that_there_are_and_of_no_others() -> N
 def test_no_record_names_a_folder_of_the_machine_that_made_it() -> None:
     named = [path.name for path in FOLDER.glob("*.json") if re.search(r'[ "(]/[^" ]*\.py\b', path.read_text())]
     assert named == []
+
+
+@pytest.mark.parametrize("run", FAULTS, ids=str)
+def test_each_row_of_the_table_finds_what_it_says_that_it_finds(run: Run) -> None:
+    facts = ScriptFacts(left_by(run)[1], ended=True)
+    for row in ROWS:
+        for heading, verdict in row.judge(facts).items():
+            assert heading in row.headings and {one.code for one in verdict.findings} <= {*row.codes}, heading
 
 
 @functools.cache

@@ -22,8 +22,8 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import AcceptedFinding, CheckResult, Finding, Location, Report, ReportError
 from ddpcheck.findings.selection import Suppression, sort_out
 from ddpcheck.findings.severity import Severity
+from ddpcheck.judge.verdict import Verdict, status_of
 from ddpcheck.monitor.script.reporting.ending import Ending
-from ddpcheck.monitor.script.reporting.script_report import _parts
 from ddpcheck.render import Medium, renderer_for
 from ddpcheck.report.settings import load_settings
 
@@ -133,16 +133,9 @@ def test_every_form_of_a_report_shows_what_does_not_count() -> None:
 
 
 def test_the_line_of_a_script_says_that_nothing_counts() -> None:
-    class Wrapper:
-        steps = 3
-        ranks = (0,)
-
-        def entries(self, kind: object) -> list[object]:
-            return []
-
-    wrappers: Any = [Wrapper()]
-    assert next(_parts([AUX], [], wrappers)).status == "ignored"
-    assert next(_parts([AUX, HEAD], [HEAD], wrappers)).status == "failed"
+    held = Verdict(held="the part of each parameter in the loss, in 3 steps")
+    assert status_of(held, [(AUX, AUX)], [])[0] == "ignored"
+    assert status_of(held, [(AUX, AUX), (HEAD, HEAD)], [HEAD])[0] == "failed"
 
 
 def test_a_clean_script_still_tells_which_suppression_is_unused(tmp_path: Path, monkeypatch, capsys) -> None:

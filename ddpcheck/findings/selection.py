@@ -135,6 +135,11 @@ def sort_out(
     )
 
 
+def is_any_selected(codes: Iterable[str], *, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> bool:
+    """Whether any rule with one of these codes is selected, and not ignored."""
+    return bool(select_findings([make_finding(code, (), "") for code in codes], select=select, ignore=ignore))
+
+
 def _is_selected(suppression: Suppression, select: Sequence[str], ignore: Sequence[str]) -> bool:
     """Whether all of its rules are reported."""
     made = [make_finding(code, (), "") for code in suppression.codes]

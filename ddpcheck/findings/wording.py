@@ -81,8 +81,8 @@ def told_by_rank(values: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def counted(number: object, noun: str) -> str:
-    """A number of things in words: "1 step", "3 steps"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """A number of things in words: "1 step", "3 steps", "2 passes"."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def suggestion(word: str, choices: Sequence[str], noun: str) -> str:

@@ -103,6 +103,31 @@ _WHEN: Mapping[When, Callable[[Finding, Finding], bool]] = {
 # What has been reported before
 
 
+class ReportedCauses:
+    """Findings that were reported, each cause once.
+
+    Attributes:
+        findings: In their order.
+    """
+
+    def __init__(self, reported: Sequence[Finding] = ()) -> None:
+        self.findings = list(reported)
+        self._causes = set(map(cause_of, reported))
+
+    def add(self, findings: Sequence[Finding], locate: Callable[[Finding], Finding]) -> list[Finding]:
+        """Add those whose cause is new, located by `locate`; returns them."""
+        new: list[Finding] = []
+        every = [*self.findings, *findings]
+        for finding in findings:
+            cause = cause_of(finding)
+            known = cause in self._causes or goes_on(finding, self.findings)
+            if not known and not follows_from(finding, every):
+                self._causes.add(cause)
+                new.append(locate(finding))
+        self.findings += new
+        return new
+
+
 def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
     """The key of a root cause: the code and the subjects, blocks of a list taken together where they are one defect."""
     subjects: Iterable[str] = finding.subjects

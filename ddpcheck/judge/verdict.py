@@ -39,8 +39,8 @@ class Verdict:
     differing: str = ""
 
 
-NOTHING = Verdict()
-"""Of a comparison that has no subject in this program."""
+Verdicts = Mapping[str, Verdict]
+"""By heading, which is the name of a check line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,15 @@ class Row(Generic[Facts]):
     """A row of the table of a door.
 
     Attributes:
-        heading: The check line that its verdict is shown under.
-        judge: From the facts to the verdict.
+        judge: From the facts to verdicts.
+        headings: Those under which these are.
         codes: What it can find.
-        yields: Its findings of these codes are left out where another row has found one of them: that says more.
-        unless: It is not asked where another row has found one of these.
+        yields: Its findings of these codes are left out where an earlier row has found one of them, which says more.
+        unless: It is not asked where an earlier row has found one of these.
     """
 
-    heading: str
-    judge: Callable[[Facts], Verdict]
+    judge: Callable[[Facts], Verdicts]
+    headings: tuple[str, ...]
     codes: tuple[str, ...]
     yields: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
@@ -78,47 +78,44 @@ class Judged:
     verdicts: Mapping[str, list[Verdict]]
     errors: Mapping[str, Exception]
 
-    def status_of(self, heading: str, kept: Sequence[Finding]) -> tuple[CheckStatus, str]:
-        """How the check under a heading ended, and a sentence on it; other findings than `kept` are ignored."""
-        verdicts = self.verdicts[heading]
-        texts = (tuple(dict.fromkeys(filter(None, some))) for some in zip(*map(_texts, verdicts), strict=True))
-        return status_of(Verdict((), *map("; ".join, texts)), self.told[heading], kept)
+    def status_of(self, heading: str, kept: Sequence[Finding]) -> tuple[CheckStatus, str] | None:
+        """How the check under a heading ended, and a sentence on it; `None` where it had no subject.
 
+        Findings that are not among those `kept` are ignored.
+        """
+        told = self.told.get(heading, [])
+        held, lacking, differing = ("; ".join(dict.fromkeys(filter(None, some))) for some in self._texts(heading))
+        return status_of(Verdict((), held, lacking, differing), told, kept) if told or held or lacking else None
 
-def _texts(verdict: Verdict) -> tuple[str, str, str]:
-    return verdict.held, verdict.lacking, verdict.differing
+    def _texts(self, heading: str) -> list[list[str]]:
+        verdicts = self.verdicts.get(heading, [])
+        return [[getattr(one, name) for one in verdicts] for name in ("held", "lacking", "differing")]
 
 
 def judge_all(facts: Facts, rows: Sequence[Row[Facts]]) -> Judged:
-    """Ask every row; a judge that raises leaves the others be."""
-    found: dict[Row[Facts], list[Finding]] = {}
+    """Ask one row after the other; a judge that raises leaves the others be."""
+    found: list[tuple[str, Finding]] = []
     verdicts: dict[str, list[Verdict]] = {}
     errors: dict[str, Exception] = {}
-    for row in sorted(rows, key=lambda row: bool(row.unless)):
-        if not _have(found, row, row.unless):
-            try:
-                verdict = row.judge(facts)
-            except Exception as error:
-                errors.setdefault(row.heading, error)
-                continue
-            found[row] = list(verdict.findings)
-            if verdict is not NOTHING:
-                verdicts.setdefault(row.heading, []).append(verdict)
-    left = {
-        row: [one for one in theirs if one.code not in row.yields or not _have(found, row, row.yields)]
-        for row, theirs in found.items()
-    }
-    every = [(row, finding) for row, theirs in left.items() for finding in theirs]
-    causes = find_causes([finding for _, finding in every])
-    told: dict[str, list[Told]] = {heading: [] for heading in verdicts}
-    for (row, finding), by in zip(every, causes.told_by, strict=True):
+    for row in rows:
+        known = {finding.code for _, finding in found}
+        if not known.isdisjoint(row.unless):
+            continue
+        try:
+            said = row.judge(facts)
+        except Exception as error:
+            errors |= dict.fromkeys(row.headings, error)
+            continue
+        left_out = () if known.isdisjoint(row.yields) else row.yields
+        for heading, verdict in said.items():
+            verdicts.setdefault(heading, []).append(verdict)
+            found += ((heading, finding) for finding in verdict.findings if finding.code not in left_out)
+    causes = find_causes([finding for _, finding in found])
+    told: dict[str, list[Told]] = {}
+    for (heading, finding), by in zip(found, causes.told_by, strict=True):
         if by is not None:
-            told[row.heading].append((finding, by))
+            told.setdefault(heading, []).append((finding, by))
     return Judged(causes.findings, told, verdicts, errors)
-
-
-def _have(found: Mapping[Row[Facts], Sequence[Finding]], row: Row[Facts], codes: Sequence[str]) -> bool:
-    return any(one.code in codes for other, theirs in found.items() if other != row for one in theirs)
 
 
 # Check lines

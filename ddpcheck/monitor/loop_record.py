@@ -12,7 +12,7 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.ddp.loop_events import noted_no_sync
 from ddpcheck.gather.patching import Patch
-from ddpcheck.monitor.judging import judge_events
+from ddpcheck.judge.watched_steps import judge_events
 
 _FORWARDS = (LoopEvent("forward"), LoopEvent("forward", synchronises=True))
 BACKWARD, STEP = LoopEvent("backward"), LoopEvent("step")

@@ -12,7 +12,7 @@ from ddpcheck.findings.errors import FindingsError
 from ddpcheck.findings.report import Finding, select_findings
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import format_ranks, format_steps, join_names
-from ddpcheck.judge.causes import cause_of, follows_from, goes_on
+from ddpcheck.judge.causes import ReportedCauses
 from ddpcheck.monitor.options import WatchOptions
 
 _MOST_SUBJECTS = 12
@@ -57,7 +57,7 @@ def as_text(finding: Finding) -> str:
 
 
 class FindingReporter:
-    """Reports each cause once; `findings` are all that were reported, in their order."""
+    """Reports each cause once."""
 
     def __init__(
         self,
@@ -75,12 +75,16 @@ class FindingReporter:
             locate: Adds to a finding the line that it is about.
             reported: Findings that have been reported already.
         """
-        self.findings = list(reported)
+        self._reported = ReportedCauses(reported)
         self._on_finding = options.on_finding
         self._ignore = tuple(options.ignore)
         self._shows_warnings = shows_warnings
         self._locate = locate
-        self._causes: set[object] = set(map(cause_of, reported))
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All that were reported, in their order."""
+        return self._reported.findings
 
     def report(self, findings: Iterable[Finding]) -> None:
         """Report those of `findings` whose cause is new, worst first.
@@ -88,16 +92,7 @@ class FindingReporter:
         Raises:
             FindingsError: There is an error among them, and errors are to be raised; after all have been noted.
         """
-        new: list[Finding] = []
-        findings = select_findings(findings, ignore=self._ignore)
-        all_findings = [*self.findings, *findings]
-        for finding in findings:
-            cause = cause_of(finding)
-            known = cause in self._causes or goes_on(finding, self.findings)
-            if not known and not follows_from(finding, all_findings):
-                self._causes.add(cause)
-                new.append(self._locate(finding))
-        self.findings += new
+        new = self._reported.add(select_findings(findings, ignore=self._ignore), self._locate)
         errors = [finding for finding in new if finding.severity is Severity.ERROR]
         for finding in new:
             raised = finding in errors and self._on_finding == "raise"

@@ -16,8 +16,8 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.source_lines import exception_location, making_of
 from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper
+from ddpcheck.judge.watched_steps import judge_reports
 from ddpcheck.monitor.alarms import AlarmBoard
-from ddpcheck.monitor.judging import judge_reports
 from ddpcheck.monitor.module_hooks import hold, release
 from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.replica_comparison import ReplicaComparison

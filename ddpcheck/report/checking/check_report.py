@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from ddpcheck import __version__
-from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report, select_findings
+from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.selection import sort_out
+from ddpcheck.findings.selection import is_any_selected, sort_out
 from ddpcheck.findings.shortening import limited
-from ddpcheck.findings.wording import counted, format_steps, join_names, make_finding
+from ddpcheck.findings.wording import counted, format_steps, join_names
 from ddpcheck.judge.reducer import plain_name
 from ddpcheck.judge.verdict import Verdict, status_of
 from ddpcheck.report.checking.check_state import CheckState
@@ -96,8 +96,8 @@ def _line(state: CheckState, name: str, kept: Sequence[Finding]) -> CheckResult:
 
 def is_asked(name: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
     """Whether any rule of a check is selected, and not ignored."""
-    rules = [make_finding(code, (), "") for code in RULES if code.startswith(HEADINGS[name])]
-    return not rules or bool(select_findings(rules, select=select, ignore=ignore))
+    codes = [code for code in RULES if code.startswith(HEADINGS[name])]
+    return not codes or is_any_selected(codes, select=select, ignore=ignore)
 
 
 def _heading_of(part: str, finding: Finding) -> str:

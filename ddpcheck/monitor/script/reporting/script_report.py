@@ -6,36 +6,22 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from ddpcheck import __version__
-from ddpcheck.findings.evidence.evaluation import EvaluationPass
-from ddpcheck.findings.exception_origin import BUG
+from ddpcheck.findings.exception_origin import BUG, as_bug
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
-from ddpcheck.findings.selection import Suppression, sort_out
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.selection import Suppression, is_any_selected, sort_out
 from ddpcheck.findings.wording import counted, format_ranks
+from ddpcheck.judge.script_facts import ScriptFacts, entries_of
+from ddpcheck.judge.script_table import HEADINGS, ROWS, not_here
+from ddpcheck.judge.verdict import Told, Verdict, judge_all, status_of
 from ddpcheck.monitor.script.reporting.ending import Ending, failures_of, judge_ending, timelines_of
 from ddpcheck.monitor.script.reporting.hang_watch import Unended
-from ddpcheck.monitor.script.reporting.log_judging import (
-    WatchedWrapper,
-    describe_wrappers,
-    judge_logs,
-    watched_wrappers,
-)
-from ddpcheck.monitor.script.reporting.program_judging import optimizer_steps
-from ddpcheck.stream.entries import SCHEMA, NotCompared, ReplicaCaptured, WatchingFailed
+from ddpcheck.stream.entries import SCHEMA, WatchingFailed
 from ddpcheck.stream.watched_rank import WatchedRank
-
-_PARTS = {  # by name of the check: the families of rules, and what was compared
-    "parameters": (("DDP1",), "the part of each parameter in the loss, in {steps}"),
-    "replicas": (("DDP2", "DDP301", "DDP306"), "modules, parameters, buffers and gradients of the ranks, {times}"),
-    "reducer": (("DDP302", "DDP303", "DDP310"), "gradients against the average of the ranks' own, {times}"),
-    "loop": (("DDP305", "DDP5"), "forward and backward passes, no_sync, optimizer steps, normalisation, in {steps}"),
-}
-
-_NOT_HERE = "not compared with {ranks}, of which nothing is here"
 
 
 def report_on_script(
@@ -61,11 +47,12 @@ def report_on_script(
     """
     unended = () if ending.unended is None else ending.unended.ranks
     ended = not ending.exit_code and all(rank.has_ended or rank.started.rank in unended for rank in ranks)
-    findings = judge_logs(ranks, ended=ended)
-    findings += judge_ending(ranks, ending, findings)
+    facts = ScriptFacts(ranks, ended=ended)
+    judged = judge_all(facts, ROWS)
+    at_end = judge_ending(ranks, ending, judged.findings)
+    findings = [*judged.findings, *at_end]
     chosen = sort_out(findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
-    wrappers = watched_wrappers(ranks)
-    checks = [_entered(ranks, wrappers) if ranks else _none_entered(ending)]
+    checks = [_entered(facts) if ranks else _none_entered(ending)]
     if ending.hang is not None:
         detail = f"its ranks waited for each other, without progress for {ending.hang.seconds:.0f} s, and were ended"
         checks.insert(0, CheckResult("script", "error", detail=detail))
@@ -84,13 +71,20 @@ def report_on_script(
                 "process at its exit, under plain torchrun too"
             )
         checks.insert(0, CheckResult("script", "error", detail=detail))
-    if any(wrapper.steps for wrapper in wrappers):
-        checks += _parts(findings, chosen.kept, wrappers)
-    checks += _collectives(ranks, findings, chosen.kept, ended=ended)
-    checks += _evaluation(findings, chosen.kept, ranks)
+    for heading in HEADINGS:
+        if heading == "collectives":
+            said = _of_collectives(facts, [*judged.told.get(heading, ()), *((one, one) for one in at_end)], chosen.kept)
+        elif (error := judged.errors.get(heading)) is not None:
+            said = "error", f"not judged, since ddpcheck itself failed: {as_bug(error)}"
+        else:
+            said = judged.status_of(heading, chosen.kept)
+        if said is not None:
+            codes = {code for row in ROWS if heading in row.headings for code in row.codes}
+            asked = heading == "collectives" or is_any_selected(codes, select=select, ignore=ignore)
+            checks.append(CheckResult(heading, said[0], detail=said[1], asked=asked))
     world: dict[str, Any] = {
-        "world_size": max((rank.started.world_size for rank in ranks), default=0),
-        "steps": max(wrapper.steps for wrapper in wrappers) if wrappers else optimizer_steps(ranks),
+        "world_size": facts.world_size,
+        "steps": facts.steps if facts.wrappers else facts.optimizer_steps,
     }
     if ending.unended is not None:
         world["notes"] = [_of_unended(ending.unended)]
@@ -132,14 +126,14 @@ def _none_entered(ending: Ending) -> CheckResult:
     return CheckResult("ranks", "skipped", detail=f"the script {how} before a rank {joined}")
 
 
-def _entered(ranks: Sequence[WatchedRank], wrappers: Sequence[WatchedWrapper]) -> CheckResult:
+def _entered(facts: ScriptFacts) -> CheckResult:
     """The check line on the ranks themselves: which were watched, and to the end."""
+    ranks, size, steps = facts.ranks, facts.world_size, facts.optimizer_steps
     for rank in ranks:
-        if failed := [entry for entry in rank.entries if isinstance(entry, WatchingFailed)]:
+        if failed := entries_of(rank, WatchingFailed):
             last = failed[0].error.strip().splitlines()[-1]
             return CheckResult("ranks", "error", detail=f"rank {rank.started.rank} was not watched to its end: {last}")
-    size = max(rank.started.world_size for rank in ranks)
-    if missing := _elsewhere(ranks):
+    if missing := facts.elsewhere:
         why = f"{format_ranks(missing)} left no log here, so the ranks were not compared"
         return CheckResult("ranks", "skipped", detail=f"{size - len(missing)} of {counted(size, 'rank')}: {why}")
     if unknown := sum(rank.unknown for rank in ranks):
@@ -149,75 +143,33 @@ def _entered(ranks: Sequence[WatchedRank], wrappers: Sequence[WatchedWrapper]) -
             return CheckResult("ranks", "error", detail=why)
         why = f"another version of ddpcheck wrote their logs: {parts} of them were not judged"
         return CheckResult("ranks", "skipped", detail=why)
-    steps = optimizer_steps(ranks)
-    if wrappers and not any(wrapper.steps for wrapper in wrappers):
-        names = ", ".join(dict.fromkeys(wrapper.made.module for wrapper in wrappers))
+    if facts.wrappers and not facts.steps:
+        names = ", ".join(dict.fromkeys(wrapper.made.module for wrapper in facts.wrappers))
         but = f", in {counted(steps, 'optimizer step')}" if steps else ""
         return CheckResult("ranks", "skipped", detail=f"no backward pass of {names} was averaged{but}")
-    if not wrappers and not steps:
+    if not facts.wrappers and not steps:
         why = "no DistributedDataParallel was constructed, and no optimizer has stepped: nothing to compare"
         if any(rank.constructs for rank in ranks):
             why = "the constructor of DistributedDataParallel has not come to its end"
         return CheckResult("ranks", "skipped", detail=why)
-    watched = describe_wrappers(wrappers) or f"no DistributedDataParallel, {counted(steps, 'optimizer step')}"
+    watched = _wrappers(facts) or f"no DistributedDataParallel, {counted(steps, 'optimizer step')}"
     detail = f"{counted(size, 'rank')} ({ranks[0].started.backend}), {watched}"
     return CheckResult("ranks", "passed", detail=detail)
 
 
-def _parts(
-    findings: Sequence[Finding], kept: Sequence[Finding], wrappers: Sequence[WatchedWrapper]
-) -> Iterator[CheckResult]:
-    """The check line on each part of what a watch looks at."""
-    steps = max(wrapper.steps for wrapper in wrappers)
-    times = max(len({id(entry) for _, entry in w.entries(ReplicaCaptured)}) // len(w.ranks) for w in wrappers)
-    for name, (families, what) in _PARTS.items():
-        if own := [finding for finding in findings if finding.code.startswith(families)]:
-            yield _failed(name, own, kept)
-        elif elsewhere := sorted({rank for one in wrappers if not one.is_whole for rank in one.missing}):
-            yield CheckResult(name, "skipped", detail=_NOT_HERE.format(ranks=format_ranks(elsewhere)))
-        elif "{times}" in what and not times:
-            why = {entry.why for one in wrappers for _, entry in one.entries(NotCompared)}
-            yield CheckResult(name, "skipped", detail=": ".join(["no step was compared", *sorted(why)[:1]]))
-        else:
-            said = what.format(steps=counted(steps, "step"), times=f"compared {counted(times, 'time')}")
-            yield CheckResult(name, "passed", detail=said)
+def _wrappers(facts: ScriptFacts) -> str:
+    """The wrappers with their steps, in words."""
+    said = Counter(f"{wrapper.made.module} ({counted(wrapper.steps, 'step')})" for wrapper in facts.wrappers)
+    return ", ".join(f"{times} times {one}" if times > 1 else one for one, times in said.items())
 
 
-def _elsewhere(ranks: Sequence[WatchedRank]) -> list[int]:
-    """The ranks that have left no log here."""
-    size = max((rank.started.world_size for rank in ranks), default=0)
-    return sorted(set(range(size)) - {rank.started.rank for rank in ranks})
-
-
-def _collectives(
-    ranks: Sequence[WatchedRank], findings: Sequence[Finding], kept: Sequence[Finding], *, ended: bool
-) -> Iterator[CheckResult]:
-    """The check line on the collectives of the ranks: whether they have come together."""
-    own = [finding for finding in findings if finding.code.startswith("DDP4")]
-    calls = [rank.first_call + len(rank.calls) for rank in ranks]
-    if own:
-        yield _failed("collectives", own, kept)
-    elif any(calls) and (elsewhere := _elsewhere(ranks)):
-        yield CheckResult("collectives", "skipped", detail=_NOT_HERE.format(ranks=format_ranks(elsewhere)))
-    elif any(calls) and ended:
-        yield CheckResult("collectives", "passed", detail=f"{counted(max(calls), 'call')} of each rank, which pair up")
-    elif any(calls):
-        yield CheckResult("collectives", "skipped", detail="the ranks have not come to the end of the script")
-
-
-def _evaluation(
-    findings: Sequence[Finding], kept: Sequence[Finding], ranks: Sequence[WatchedRank]
-) -> Iterator[CheckResult]:
-    """The check line on evaluations, where there are any."""
-    passes = sum(isinstance(entry, EvaluationPass) for rank in ranks[:1] for entry in rank.entries)
-    if own := [finding for finding in findings if finding.code.startswith("DDP8")]:
-        yield _failed("evaluation", own, kept)
-    elif passes and len(ranks) == ranks[0].started.world_size > 1:
-        what = "the numbers and labels that were exchanged and shown"
-        yield CheckResult("evaluation", "passed", detail=f"{what}, after {counted(passes, 'loop')} without backward")
-
-
-def _failed(name: str, own: Sequence[Finding], kept: Sequence[Finding]) -> CheckResult:
-    worst = min(own, key=lambda finding: (finding not in kept, finding.sort_key()))
-    status: CheckStatus = "failed" if worst.severity is Severity.ERROR else "warned"
-    return CheckResult(name, status if worst in kept else "ignored", detail=f"{worst.code}: {worst.message}")
+def _of_collectives(
+    facts: ScriptFacts, told: Sequence[Told], kept: Sequence[Finding]
+) -> tuple[CheckStatus, str] | None:
+    """Whether the collectives of the ranks have come together; `None` where there were none."""
+    calls = max((rank.first_call + len(rank.calls) for rank in facts.ranks), default=0)
+    if not calls and not told:
+        return None
+    lacking = not_here(facts.elsewhere) or ("" if facts.ended else "the ranks have not come to the end of the script")
+    held = "" if lacking else f"{counted(calls, 'call')} of each rank, which pair up"
+    return status_of(Verdict((), held, lacking), told, kept)

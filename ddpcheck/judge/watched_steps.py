@@ -19,8 +19,8 @@ from ddpcheck.judge.rank_configuration import judge_changes
 from ddpcheck.judge.reducer import judge_reducer
 from ddpcheck.judge.replica_state import judge_state
 from ddpcheck.judge.replicas import differing_names, judge_descriptions, judge_values_after_wrapping
+from ddpcheck.judge.target_weights import judge_normalisation
 from ddpcheck.judge.training_loop import judge_loop, judge_values_changed
-from ddpcheck.monitor.loss_normalisation import judge_normalisation
 from ddpcheck.stream.rank_report import RankReport, ReplicaState, WatchContext, is_probed
 
 _MOST_STEPS = 8

@@ -1,0 +1,233 @@
+"""The facts of a script: what its ranks have left, put together for the judges of `ddpcheck run`.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated, OptimizerEnd, OptimizerStep
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
+from ddpcheck.judge.script_alone import are_apart
+from ddpcheck.judge.script_gradients import all_gradients_agree
+from ddpcheck.stream.entries import ReplicaCaptured, WrapperMade
+from ddpcheck.stream.watched_rank import WatchedRank
+
+_Kind = TypeVar("_Kind")
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedWrapper:
+    """One wrapper on the ranks of its group, each of which constructed it as its `number`-th.
+
+    Attributes:
+        number: Counted from 0.
+        made: Its construction on the first of these ranks.
+        ranks: Those that have left a log.
+    """
+
+    number: int
+    made: WrapperMade
+    ranks: Sequence[WatchedRank]
+
+    @property
+    def missing(self) -> set[int]:
+        """The ranks of its group that have left no log here: they are on another machine, say."""
+        return {*self.made.ranks} - {rank.started.rank for rank in self.ranks}
+
+    @property
+    def steps(self) -> int:
+        """How many have ended on each rank."""
+        return min(rank.counts[self.number][1] for rank in self.ranks)
+
+    def of(self, kind: type[_Kind]) -> list[list[_Kind]]:
+        """The entries of a kind on this wrapper, by rank of its group."""
+        return [[one for one in entries_of(rank, kind) if _is_on(one, self.number)] for rank in self.ranks]
+
+    @property
+    def losses(self) -> list[list[LossDifferentiated]]:
+        """All of the ranks of its group."""
+        return [entries_of(rank, LossDifferentiated) for rank in self.ranks]
+
+    @property
+    def loss_line(self) -> Location | None:
+        """The line that makes the loss of which it averages the gradients, else that of its backward."""
+        losses = (one for of_rank in self.losses for one in of_rank if self.number in one.wrappers)
+        return next((line for one in losses if (line := one.made or one.location)), None)
+
+
+def _is_on(entry: Any, number: int) -> bool:
+    return bool(entry.wrapper == number)
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """One optimizer of the ranks that train with it together.
+
+    Attributes:
+        steps: That every rank has written down, each on all of these ranks.
+        ends: Of it, of the ranks on which it has come to its end.
+    """
+
+    steps: Sequence[Sequence[OptimizerStep]]
+    ends: Sequence[OptimizerEnd]
+
+
+def entries_of(rank: WatchedRank, kind: type[_Kind]) -> list[_Kind]:
+    """The entries of a kind in the log of a rank, in order."""
+    return [entry for entry in rank.entries if isinstance(entry, kind)]
+
+
+class ScriptFacts:
+    """What the ranks of a script have left.
+
+    Attributes:
+        ranks: In their order.
+        ended: Whether every rank came to its end.
+    """
+
+    def __init__(self, ranks: Sequence[WatchedRank], *, ended: bool) -> None:
+        self.ranks = ranks
+        self.ended = ended
+
+    def of(self, kind: type[_Kind]) -> list[list[_Kind]]:
+        """The entries of a kind, by rank."""
+        return [entries_of(rank, kind) for rank in self.ranks]
+
+    @cached_property
+    def world_size(self) -> int:
+        """Of the default process group; 0 where nobody has joined one."""
+        return max((rank.started.world_size for rank in self.ranks), default=0)
+
+    @cached_property
+    def elsewhere(self) -> list[int]:
+        """The ranks that have left no log here."""
+        return sorted(set(range(self.world_size)) - {rank.started.rank for rank in self.ranks})
+
+    @property
+    def can_compare(self) -> bool:
+        """Whether there are several ranks, and all have left a log here."""
+        return len(self.ranks) > 1 and not self.elsewhere
+
+    @cached_property
+    def passes(self) -> list[list[LoaderPass]]:
+        """By rank, those over its data loaders."""
+        return [rank.passes for rank in self.ranks]
+
+    # Wrappers
+
+    @cached_property
+    def wrappers(self) -> list[WatchedWrapper]:
+        """Those that the ranks have constructed, in their order."""
+        groups: dict[tuple[int, tuple[int, ...]], list[WatchedRank]] = {}
+        for rank in self.ranks:
+            for number, made in enumerate(rank.wrappers):
+                groups.setdefault((number, made.ranks), []).append(rank)
+        return [WatchedWrapper(key[0], group[0].wrappers[key[0]], group) for key, group in sorted(groups.items())]
+
+    @cached_property
+    def steps(self) -> int:
+        """The most steps that a wrapper has made."""
+        return max((wrapper.steps for wrapper in self.wrappers), default=0)
+
+    @cached_property
+    def training_groups(self) -> list[list[WatchedRank]]:
+        """The ranks that have samples of their own: not those that compute one replica together (tensor parallel)."""
+        members = {wrapper.made.ranks for wrapper in self.wrappers}
+        if not members or any(len(group) == len(self.ranks) for group in members):
+            return [list(self.ranks)]
+        return [[rank for rank in self.ranks if rank.started.rank in group] for group in sorted(members)]
+
+    @cached_property
+    def moved(self) -> Mapping[str, bool]:
+        """By name of a parameter that got gradients, whether it has changed in the steps that were compared; rank 0."""
+        values: dict[str, set[int]] = {}
+        times: Counter[str] = Counter()
+        for one in entries_of(self.ranks[0], ReplicaCaptured):
+            evidence = one.state.values
+            for name, gradient in evidence.gradients.items():
+                if gradient and any(one.averaged.get(name, (1.0,))):
+                    key = f"{one.wrapper}/{name}"
+                    values.setdefault(key, set()).add(evidence.parameters.get(name, 0))
+                    times[key] += 1
+        return {name: len(seen) > 1 for name, seen in values.items() if times[name] > 1}
+
+    # Optimizers
+
+    @cached_property
+    def optimizers(self) -> list[Optimizer]:
+        """It is the same one on several ranks where it first steps at the same line, with the same parameters."""
+        return list(self._optimizers())
+
+    def _optimizers(self) -> Iterator[Optimizer]:
+        known: dict[tuple[Any, ...], dict[int, list[OptimizerStep]]] = {}
+        by_number = {rank.started.rank: rank for rank in self.ranks}
+        for rank in self.ranks:
+            times: Counter[tuple[Any, ...]] = Counter()  # that a script has made it anew, in each round say
+            for first in first_steps(rank):
+                numbers = {int(name.partition("/")[0]) for name in first.held}
+                groups = {rank.wrappers[number].ranks for number in numbers}
+                members = next(iter(groups)) if len(groups) == 1 else tuple(range(rank.started.world_size))
+                same = [one for one in entries_of(rank, OptimizerStep) if one.optimizer == first.optimizer]
+                key = (members, first.location, tuple(sorted((*first.held, *first.alone))))
+                known.setdefault((*key, times[key]), {})[rank.started.rank] = same
+                times[key] += 1
+        for (members, *_), theirs in known.items():
+            if len(theirs) == len(members):
+                ends = [
+                    _with_reductions(end, same[-1], by_number[number])
+                    for number, same in theirs.items()
+                    for end in entries_of(by_number[number], OptimizerEnd)
+                    if end.optimizer == same[0].optimizer
+                ]
+                yield Optimizer(_in_step(list(theirs.values())), ends)
+
+    @cached_property
+    def optimizer_steps(self) -> int:
+        """How many steps all optimizers of the first rank have made, as far as they were written down."""
+        for rank in self.ranks[:1]:
+            last = {one.optimizer: one.count + 1 for one in entries_of(rank, OptimizerStep)}
+            return sum((last | {one.optimizer: one.count for one in entries_of(rank, OptimizerEnd)}).values())
+        return 0
+
+    @cached_property
+    def trains_apart(self) -> bool:
+        """Whether each rank trains a model of its own, without any wrapper."""
+        return not self.wrappers and are_apart([one.steps for one in self.optimizers])
+
+    def averages_by_hand(self, wrapper: int) -> bool:
+        """Whether gradients of a wrapper that has averaged none are the same on all ranks, step after step."""
+        steps = [
+            of_ranks
+            for one in self.optimizers
+            for of_ranks in one.steps
+            if any(name.startswith(f"{wrapper}/") for name in of_ranks[0].norms)
+        ]
+        never = all(one.reductions == 0 for of_ranks in steps for one in of_ranks)
+        return len(steps) > 1 and never and all(map(all_gradients_agree, steps))
+
+
+def first_steps(rank: WatchedRank) -> list[OptimizerStep]:
+    """The first step of each optimizer of a rank."""
+    return [one for one in entries_of(rank, OptimizerStep) if not one.count]
+
+
+def _with_reductions(end: OptimizerEnd, last: OptimizerStep, rank: WatchedRank) -> OptimizerEnd:
+    """The end of an optimizer that was gone when the script ended, and its wrappers with it."""
+    if end.reductions >= 0 or last.reductions < 0:
+        return end
+    numbers = {int(name.partition("/")[0]) for name in last.held}
+    return replace(end, reductions=sum(rank.counts[number][1] for number in numbers))
+
+
+def _in_step(by_rank: Sequence[Sequence[OptimizerStep]]) -> list[list[OptimizerStep]]:
+    """The steps that every rank has written down, each on all ranks."""
+    counts = [{one.count: one for one in of_rank} for of_rank in by_rank]
+    common = set.intersection(*(set(of_rank) for of_rank in counts))
+    return [[of_rank[count] for of_rank in counts] for count in sorted(common)]

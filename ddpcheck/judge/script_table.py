@@ -1,0 +1,368 @@
+"""The table of `ddpcheck run`: what is judged of a script, by which judge, and under which check line.
+
+Each row takes its part of the facts, asks judges, and says what they have compared. Evidence of a rule is in
+`findings.evidence`, under the name of what records it (`monitor.script.recording`).
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+from ddpcheck.findings.evidence.changes import OF_A_COPY, ModuleChanged
+from ddpcheck.findings.evidence.draws import StepDraw
+from ddpcheck.findings.evidence.evaluation import (
+    EvaluationPass,
+    GatheredTargets,
+    MetricShown,
+    ResultExchanged,
+    RowsCompared,
+)
+from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
+from ddpcheck.findings.evidence.gradient_changes import GradientsChanged, GradientsTaken
+from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun, WrapperPace
+from ddpcheck.findings.evidence.running_statistics import RunningStatistic
+from ddpcheck.findings.evidence.script import (
+    DerivedTable,
+    FileUsed,
+    GradientsClipped,
+    GradientsZeroed,
+    Inputs,
+    LossDifferentiated,
+    MetricUsed,
+    OptimizerStep,
+    ReducedInPlace,
+    StateHeld,
+)
+from ddpcheck.findings.evidence.state_uses import StateUsed
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import counted, format_ranks
+from ddpcheck.judge.script_alone import are_local, judge_alone, judge_taken
+from ddpcheck.judge.script_clips import judge_changed, judge_clips, judge_step_gradients
+from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables
+from ddpcheck.judge.script_draws import judge_added_noise, judge_step_draws, line_of_selection
+from ddpcheck.judge.script_evaluation import judge_evaluations
+from ddpcheck.judge.script_facts import Optimizer, ScriptFacts, entries_of, first_steps
+from ddpcheck.judge.script_files import judge_files
+from ddpcheck.judge.script_gathers import judge_gathers
+from ddpcheck.judge.script_gradients import all_gradients_agree
+from ddpcheck.judge.script_losses import judge_accumulated, judge_losses, judge_summed_again, judge_sums
+from ddpcheck.judge.script_optimizers import (
+    judge_metrics,
+    judge_optimizer_options,
+    judge_optimizer_state,
+    judge_pace,
+    judge_reduced_in_place,
+    judge_schedule,
+    judge_stale,
+    judge_zeroed,
+)
+from ddpcheck.judge.script_pace import judge_left, judge_shifts, judge_unheld
+from ddpcheck.judge.script_states import judge_states, judge_uses
+from ddpcheck.judge.script_statistics import judge_statistics
+from ddpcheck.judge.script_targets import judge_targets
+from ddpcheck.judge.script_wrappers import judge_begun, judge_wrappers
+from ddpcheck.judge.verdict import Row, Verdict, Verdicts
+from ddpcheck.stream.entries import NotCompared, ReplicaCaptured
+from ddpcheck.stream.watched_rank import WatchedRank
+
+_NEAR = 0.3  # of a norm by a sketch, as a power of the world size
+_MOST_RUNS = 1024  # as many are written down: without a regular pace
+_REPLICAS_PART = (
+    *("DDP208", "DDP301", "DDP306", "DDP501", "DDP502", "DDP503", "DDP504", "DDP508", "DDP515", "DDP518"),
+)
+
+
+def not_here(missing: Sequence[int]) -> str:
+    """Why not all ranks were compared; empty where they were."""
+    return f"not compared with {format_ranks(missing)}, of which nothing is here" if missing else ""
+
+
+def _compared(found: Sequence[Finding], words: str, times: int) -> Verdict:
+    """Of a comparison that was made so often; it had no subject where that is never."""
+    return Verdict(found, words if times else "")
+
+
+def _over_ranks(judge: Callable[[ScriptFacts], Verdicts]) -> Callable[[ScriptFacts], Verdicts]:
+    """A judge that compares all ranks of the script, asked where all have left a log here."""
+    return lambda facts: judge(facts) if facts.can_compare else {}
+
+
+# Wrappers
+
+_PARTS = {  # by heading: the families of rules, and what was compared
+    "parameters": (("DDP1",), "the part of each parameter in the loss, in {steps}"),
+    "replicas": (("DDP2", "DDP301", "DDP306"), "modules, parameters, buffers and gradients of the ranks, {times}"),
+    "reducer": (("DDP302", "DDP303", "DDP310"), "gradients against the average of the ranks' own, {times}"),
+    "loop": (("DDP305", "DDP5"), "forward and backward passes, no_sync and optimizer steps, in {steps}"),
+}
+
+
+def _of_wrappers(facts: ScriptFacts) -> Verdicts:
+    found = judge_wrappers(facts)
+    captured = [wrapper.of(ReplicaCaptured) for wrapper in facts.wrappers]
+    times = max(
+        (len({id(one) for one in itertools.chain(*of_ranks)}) // len(of_ranks) for of_ranks in captured), default=0
+    )
+    why = sorted({one.why for wrapper in facts.wrappers for one in itertools.chain(*wrapper.of(NotCompared))})
+    missing = sorted({rank for wrapper in facts.wrappers for rank in wrapper.missing})
+    verdicts = {}
+    for heading, (families, what) in _PARTS.items():
+        said = what.format(steps=counted(facts.steps, "step"), times=f"compared {counted(times, 'time')}")
+        lacking = not_here(missing)
+        if "{times}" in what and not times:
+            lacking = lacking or ": ".join(["no step was compared", *why[:1]])
+        own = [finding for finding in found if finding.code.startswith(families)]
+        verdicts[heading] = Verdict(own, "" if lacking else said, lacking) if facts.steps else Verdict(own)
+    return verdicts
+
+
+def _begun(facts: ScriptFacts) -> Verdicts:
+    found = judge_begun(facts)
+    order = [finding for finding in found if finding.code == "DDP403"]
+    return {"replicas": Verdict([one for one in found if one not in order]), "collectives": Verdict(order)}
+
+
+# The loop
+
+
+def _loop(facts: ScriptFacts) -> Verdicts:
+    return {"loop": Verdict([*_of_one_rank(facts), *_judge_taken(facts), *_judge_pace(facts)])}
+
+
+def _of_one_rank(facts: ScriptFacts) -> list[Finding]:
+    """What shows on the first rank that has it."""
+    for rank in facts.ranks:
+        accumulates = any(one.reductions > one.count + 1 for one in entries_of(rank, OptimizerStep))
+        reduced = entries_of(rank, ReducedInPlace)
+        found = judge_zeroed(entries_of(rank, GradientsZeroed))
+        found += judge_reduced_in_place(reduced, world_size=facts.world_size, accumulates=accumulates)
+        if found:
+            return found
+    return []
+
+
+def _judge_taken(facts: ScriptFacts) -> list[Finding]:
+    taken = facts.of(GradientsTaken)
+    for number in sorted({one.wrapper for of_rank in taken for one in of_rank}):
+        of_one = [[one for one in of_rank if one.wrapper == number] for of_rank in taken]
+        if found := judge_taken([of_rank for of_rank in of_one if of_rank]):
+            return found
+    return []
+
+
+def _judge_pace(facts: ScriptFacts) -> list[Finding]:
+    """The findings on steps that shift between ranks, and on gradients that are used again."""
+    for of_rank in facts.of(GradientsLeft):
+        if left := judge_left(of_rank):
+            return left
+    for wrapper in facts.wrappers:
+        paces = [
+            WrapperPace(tuple(runs), rank.counts[wrapper.number][1])
+            for rank, runs in zip(wrapper.ranks, wrapper.of(PaceRun), strict=True)
+            if 0 < len(runs) < _MOST_RUNS
+        ]
+        if len(paces) == len(wrapper.made.ranks) and (found := judge_shifts(paces)):
+            return found
+    return []
+
+
+# Optimizers
+
+
+def _optimizer_state(facts: ScriptFacts) -> Verdicts:
+    found = [finding for one in facts.optimizers for finding in judge_optimizer_state(one.steps)]
+    return {"optimizers": Verdict(found)}
+
+
+def _optimizers(facts: ScriptFacts) -> Verdicts:
+    found: list[Finding] = []
+    known = facts.optimizers
+    wrapped, clips, losses = bool(facts.wrappers), facts.of(GradientsClipped), facts.of(LossDifferentiated)
+    held = {name for one in entries_of(facts.ranks[0], OptimizerStep) for name in one.held}
+    for one in known:
+        of_one = judge_optimizer_options(one.steps) + judge_pace(one.steps, one.ends)
+        apart = bool(judge_optimizer_state(one.steps))
+        of_one += [] if apart else judge_step_gradients(one.steps, clips)
+        if not apart and not of_one:
+            others = [other.steps for other in known if _are_of_same(one, other)]
+            of_one += judge_alone(one.steps, one.ends, others, wrapped=wrapped) or judge_sums(one.steps, losses)
+        found += of_one + judge_stale(one.steps, facts.moved, held) + judge_schedule(one.ends, len(facts.ranks))
+        found += judge_summed_again(one.steps, len(facts.ranks))
+    firsts = [first_steps(rank) for rank in facts.ranks]
+    if not found and len({len(of_rank) for of_rank in firsts}) == 1:  # ranks may have given them other parameters
+        for first in zip(*firsts, strict=True):
+            found += judge_optimizer_options([first])
+    steps = sum(len(one.steps) for one in known)
+    what = f"options, state and gradients of {counted(len(known), 'optimizer')}, in {counted(steps, 'step')}"
+    return {"optimizers": _compared(found, what, steps)}
+
+
+def _are_of_same(one: Optimizer, other: Optimizer) -> bool:
+    """Whether two optimizers are of the same parameters in no wrapper, by their names."""
+    return bool(one.steps and other.steps) and one.steps[0][0].alone.keys() == other.steps[0][0].alone.keys()
+
+
+def _clips(facts: ScriptFacts) -> Verdicts:
+    clips, steps = facts.of(GradientsClipped), [one.steps for one in facts.optimizers]
+    return {"optimizers": Verdict(judge_clips(clips, steps) or judge_changed(facts.of(GradientsChanged)))}
+
+
+def _metrics(facts: ScriptFacts) -> Verdicts:
+    local = {one.steps[0][0].optimizer for one in facts.optimizers if one.steps and are_local(one.steps)}
+    used = [[one for one in of_rank if one.optimizer not in local] for of_rank in facts.of(MetricUsed)]
+    return {"optimizers": Verdict(judge_metrics(used))}
+
+
+def _unheld(facts: ScriptFacts) -> Verdicts:
+    if not facts.wrappers:
+        return {}
+    every = [one for of_rank in facts.of(OptimizerStep) for one in of_rank]
+    named = [name for one in every for name in (*one.held, *one.idle)]
+    made = next((one.made for one in every if one.held), None)
+    return {"optimizers": Verdict(judge_unheld(facts.moved, named, size=len(facts.moved), made=made))}
+
+
+# Losses
+
+
+def _losses(facts: ScriptFacts) -> Verdicts:
+    losses = facts.of(LossDifferentiated)
+    whole = [{one.step for one in of_rank} for of_rank in facts.of(OwnPartPutBack)]
+    found = judge_losses(losses, whole) or judge_accumulated(losses)
+    found = [one for one in found if one.code != "DDP303" or not _are_scaled_back(facts.ranks[0])]
+    found += judge_gathers(facts.of(GatheredConstant))
+    passes = min(len([one for one in of_rank if one.terms]) for of_rank in losses)
+    what = f"scale and normalisation of the loss, in {counted(passes, 'backward pass')}"
+    return {"loss": _compared(found, what, passes)}
+
+
+def _are_scaled_back(rank: WatchedRank) -> bool:
+    """Whether steps use averaged gradients times the world size, or divided by it, as far as sketches tell."""
+    averaged = {(one.wrapper, one.step + 1): one for one in entries_of(rank, ReplicaCaptured)}
+    for step in entries_of(rank, OptimizerStep):
+        numbers = {name.partition("/")[0] for name in step.norms}
+        one = averaged.get((int(min(numbers)), step.reductions)) if len(numbers) == 1 else None
+        if one is not None and one.averaged:
+            there = math.hypot(*itertools.chain.from_iterable(one.averaged.values()))
+            factor = math.hypot(*step.norms.values()) / there if there else 0.0
+            if factor and abs(abs(math.log(factor, rank.started.world_size)) - 1) < _NEAR:
+                return True
+    return False
+
+
+# Data, files and evaluation
+
+
+def _data(facts: ScriptFacts) -> Verdicts:
+    if facts.trains_apart:
+        return {}
+    passes, draws, inputs = facts.passes, facts.of(StepDraw), facts.of(Inputs)
+    found: list[Finding] = []
+    for group in facts.training_groups:
+        of_loaders = judge_loaders([rank.passes for rank in group])
+        if _take_slices(group):  # of a batch that all load
+            of_loaders = [finding for finding in of_loaders if finding.code not in ("DDP505", "DDP519")]
+        found += [finding for finding in of_loaders if finding not in found]
+    orders = [tuple(tuple(one.indices) for one in of_rank if one.trains) for of_rank in passes]
+    of_draws = judge_step_draws(draws, inputs, loads_others=len(set(orders)) == len(facts.ranks))
+    of_draws = of_draws or judge_added_noise(draws, inputs)
+    found += of_draws
+    if not of_draws and not any(finding.code == "DDP505" for finding in found):
+        for wrapper in facts.wrappers:
+            of_group = [entries_of(rank, StepDraw) for rank in wrapper.ranks]
+            found += judge_inputs(wrapper.of(Inputs), line_of_selection(of_group))
+    tables = facts.of(DerivedTable)
+    found += judge_tables(tables, passes)
+    taken = [one for one in passes[0] if one.trains]
+    what = {
+        f"samples of {counted(len(taken), 'pass')} over loaders": taken,
+        f"inputs of {counted(len(inputs[0]), 'forward pass')}": inputs[0],
+        counted(len(tables[0]), "table"): tables[0],
+    }
+    return {"data": Verdict(found, ", ".join(words for words, there in what.items() if there))}
+
+
+def _take_slices(ranks: Sequence[WatchedRank]) -> bool:
+    """Whether each rank's forward is given a part of the batches that the loader gives."""
+    rows = [len(one.samples) for one in entries_of(ranks[0], Inputs)]
+    sizes = [one.batch_size for one in ranks[0].passes if one.trains]
+    return bool(rows and sizes) and 1 < max(rows) and max(rows) * len(ranks) <= max(sizes)
+
+
+def _files(facts: ScriptFacts) -> Verdicts:
+    uses = facts.of(FileUsed)
+    paths = {one.path for of_rank in uses for one in of_rank}
+    return {"files": _compared(judge_files(uses), f"uses of {counted(len(paths), 'file')}", len(paths))}
+
+
+def _evaluation(facts: ScriptFacts) -> Verdicts:
+    if facts.trains_apart:
+        return {}
+    passes = facts.of(EvaluationPass)
+    exchanged, shown, compared = facts.of(ResultExchanged), facts.of(MetricShown), facts.of(RowsCompared)
+    found = judge_evaluations(facts.passes, passes, exchanged, shown, compared)
+    found += judge_targets(facts.of(GatheredTargets), facts.of(LossDifferentiated))
+    loops = f"after {counted(len(passes[0]), 'loop')} without backward"
+    what = f"the numbers and labels that were exchanged and shown, {loops}"
+    return {"evaluation": _compared(found, what, len(passes[0]))}
+
+
+# What is beside the wrappers
+
+
+def _statistics(facts: ScriptFacts) -> Verdicts:
+    return {"replicas": Verdict(judge_statistics(facts.of(RunningStatistic)))}
+
+
+def _copies(facts: ScriptFacts) -> Verdicts:
+    """Models beside the wrappers: no cause if the wrapped modules themselves are apart."""
+    held = facts.of(StateHeld)
+    whole = all(len(wrapper.made.ranks) == len(facts.ranks) for wrapper in facts.wrappers)
+    steps = [of_ranks for one in facts.optimizers for of_ranks in one.steps if of_ranks[0].held]
+    uses = facts.of(StateUsed) if whole and all(map(all_gradients_agree, steps)) else []
+    written = [[one for one in of_rank if one.wrapper == OF_A_COPY] for of_rank in facts.of(ModuleChanged)]
+    return {"replicas": Verdict(judge_states(held, written) or judge_uses(uses, held, written))}
+
+
+# The table
+
+_OF_A_WATCH = (
+    *("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP106", "DDP107", "DDP108", "DDP109", "DDP111", "DDP112"),
+    *("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP208", "DDP209"),
+    *("DDP211", "DDP212", "DDP213", "DDP214", "DDP215", "DDP216", "DDP222"),
+    *("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP310"),
+    *("DDP501", "DDP502", "DDP503", "DDP508", "DDP509", "DDP513", "DDP514", "DDP515", "DDP517"),
+)
+_OF_OPTIMIZERS = (*("DDP208", "DDP223", "DDP301", "DDP303", "DDP305", "DDP501", "DDP504", "DDP507", "DDP508"),)
+_OF_MODULES = (
+    *("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP209"),
+    *("DDP211", "DDP212", "DDP213", "DDP221"),
+)
+
+ROWS: tuple[Row[ScriptFacts], ...] = (
+    Row(_over_ranks(_optimizer_state), ("optimizers",), ("DDP306",)),
+    Row(_over_ranks(_begun), ("replicas", "collectives"), (*_OF_MODULES, "DDP403")),
+    Row(_of_wrappers, tuple(_PARTS), _OF_A_WATCH, yields=("DDP306",)),
+    Row(_over_ranks(_losses), ("loss",), ("DDP303", "DDP305", "DDP309", "DDP514"), yields=("DDP305", "DDP514")),
+    Row(_over_ranks(_clips), ("optimizers",), ("DDP301", "DDP310"), yields=("DDP301",)),
+    Row(_over_ranks(_optimizers), ("optimizers",), _OF_OPTIMIZERS, yields=("DDP301", "DDP305")),
+    Row(_over_ranks(_metrics), ("optimizers",), ("DDP518",)),
+    Row(_over_ranks(_loop), ("loop",), ("DDP309", "DDP501", "DDP508", "DDP517", "DDP520")),
+    Row(_over_ranks(_data), ("data",), ("DDP505", "DDP506", "DDP510", "DDP516", "DDP519")),
+    Row(_over_ranks(_statistics), ("replicas",), ("DDP217",)),
+    Row(_over_ranks(_files), ("files",), ("DDP512",)),
+    Row(_over_ranks(_evaluation), ("evaluation",), ("DDP516", "DDP801", "DDP802", "DDP803", "DDP804", "DDP805")),
+    Row(_over_ranks(_unheld), ("optimizers",), ("DDP504",), unless=("DDP504",)),
+    Row(_over_ranks(_copies), ("replicas",), ("DDP214", "DDP306"), unless=_REPLICAS_PART),
+)
+"""In the order in which they are asked: what says more comes first."""
+
+HEADINGS = (
+    *("parameters", "replicas", "reducer", "loop", "loss", "optimizers", "data", "files"),
+    *("collectives", "evaluation"),
+)
+"""The check lines, in the order in which they are shown."""
