@@ -12,18 +12,8 @@ from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import format_ranks, one_finding, plural_verb
-from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD
-from ddpcheck.judge.ending_facts import (
-    EndingFacts,
-    Position,
-    backward_of,
-    calls_there,
-    described_call,
-    handled_in,
-    lines_of,
-    named,
-    told,
-)
+from ddpcheck.judge.ending_facts import EndingFacts, Position, calls_there, described_call, lines_of, named, told
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, backward_of, handled_in
 
 
 def explain_by_exception(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:

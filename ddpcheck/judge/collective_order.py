@@ -13,11 +13,6 @@ from ddpcheck.findings.evidence.steps import Call, ReductionInput
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, minority_ranks, one_finding, plural_verb
 
-DDP_BACKWARD = "DistributedDataParallel.backward"
-"""Stands in a log for the collectives that DDP makes in one backward pass."""
-DDP_FORWARD = "DistributedDataParallel.forward"
-"""Likewise, for the broadcast of buffers with which a forward pass begins."""
-
 
 def judge_collectives(
     logs: Sequence[Sequence[Call]], at_work: Collection[int] = (), first: Mapping[str, int] | None = None

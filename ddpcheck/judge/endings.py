@@ -15,10 +15,11 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, group_by, one_finding, plural_verb
 from ddpcheck.judge.branch_endings import explain_by_branch, explain_by_exception
 from ddpcheck.judge.call_sites import place_of_call_in_addition
-from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD, first_mismatch
+from ddpcheck.judge.collective_order import first_mismatch
 from ddpcheck.judge.ending_facts import EndingFacts, Position, calls_there, lines_of, named, own_branches, told
 from ddpcheck.judge.loop_endings import explain_by_loader, explain_by_loop
 from ddpcheck.judge.skipped_endings import explain_by_skipped_end, explain_by_skipped_pass
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD
 
 _MOST_CLASSES = 8  # of ranks that have called the same, whose calls are compared with those of all others
 

@@ -13,19 +13,18 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import ENDLESS, Block
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, one_finding, plural_verb
-from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD
 from ddpcheck.judge.ending_facts import (
     EndingFacts,
     Position,
     and_told,
     backwards_of,
     calls_there,
-    lines_in,
     lines_of,
     named,
     own_branches,
     told,
 )
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, lines_in
 
 # A loader that ended earlier
 

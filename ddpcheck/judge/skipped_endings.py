@@ -12,17 +12,9 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, one_finding, plural_verb
-from ddpcheck.judge.collective_order import DDP_FORWARD
-from ddpcheck.judge.ending_facts import (
-    Backward,
-    EndingFacts,
-    Position,
-    backward_of,
-    backwards_of,
-    lines_of,
-    told,
-)
+from ddpcheck.judge.ending_facts import EndingFacts, Position, backwards_of, lines_of, told
 from ddpcheck.judge.loop_endings import FIX_OF_EXIT, exits_of, may_leave_out, shard_in_words
+from ddpcheck.stream.places import DDP_FORWARD, Backward, backward_of
 
 # A pass that a rank leaves out
 

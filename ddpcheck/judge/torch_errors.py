@@ -16,7 +16,7 @@ from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb, unless_all
-from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,6 @@ from ddpcheck.gather.collectives.collective_log import (
     replace_functions,
 )
 from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, accompanied, guarded, patched
-from ddpcheck.judge.ending_facts import place_of_handling
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.script.environment import STACK_SIGNAL, RunOptions, options_of_run
 from ddpcheck.monitor.script.recording.bypass_recorder import DDP_FILE
@@ -62,6 +61,7 @@ from ddpcheck.monitor.script.recording.taken_recorder import TakenRecorder
 from ddpcheck.monitor.script.recording.target_recorder import TargetRecorder
 from ddpcheck.monitor.script.recording.write_recorder import WriteRecorder
 from ddpcheck.stream.entries import ExitCalled, GroupDestroyed, ProgramEnded, RankRaised, RankStarted, WatchingFailed
+from ddpcheck.stream.places import place_of_handling
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.worlds.failures import described
 

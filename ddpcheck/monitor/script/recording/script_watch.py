@@ -27,8 +27,6 @@ from ddpcheck.gather.state.module_description import module_entries
 from ddpcheck.gather.steps.gradient_distance import dense, norms
 from ddpcheck.gather.steps.gradient_sketch import Kept
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
-from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD
-from ddpcheck.judge.ending_facts import place_of_backward
 from ddpcheck.monitor.forward_snapshot import Snapshot
 from ddpcheck.monitor.module_hooks import UnpickledHook, hold, release
 from ddpcheck.monitor.script.recording.added_noise import added_to
@@ -39,6 +37,7 @@ from ddpcheck.monitor.step_recorder import EndedStep, RecorderOptions, StepRecor
 from ddpcheck.monitor.step_tracker import StepListener
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.stream.entries import NotCompared, StepsReported, WrapperMade
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, place_of_backward
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.rank_report import RankReport, is_probed, is_sampled
 

@@ -29,14 +29,15 @@ from ddpcheck.findings.stacks import (
     region_of,
     waits_for_others,
 )
-from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD, judge_collectives, place_of_parting
-from ddpcheck.judge.ending_facts import described_call, lines_in, lines_of
+from ddpcheck.judge.collective_order import judge_collectives, place_of_parting
+from ddpcheck.judge.ending_facts import described_call, lines_of
 from ddpcheck.judge.endings import judge_endings
 from ddpcheck.judge.rank_failure import describe_failure, follows_from_another_rank, judge_failure
 from ddpcheck.judge.timelines import those_that_differ, timelines
 from ddpcheck.judge.torch_errors import RaisedFacts, judge_torch_errors
 from ddpcheck.monitor.script.reporting.hang_watch import Hang, Unended
 from ddpcheck.stream.entries import ExitCalled, RankRaised
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, lines_in
 from ddpcheck.stream.watched_rank import WatchedRank, comparable_logs
 from ddpcheck.worlds import failures
 
