@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ddpcheck.findings.errors import EmptyShardError, HangError, RankError, RankFailure
+from ddpcheck.findings.errors import EmptyShardError, HangError, RankFailure
 from ddpcheck.findings.evidence.steps import Call, ReductionInput
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
@@ -327,11 +327,11 @@ def failure(rank: int, kind: Any, message: str = "it failed", **more: Any) -> Ra
 
 
 def judge(*failures: RankFailure, logs: list[list[Call]] | None = None, world_size: int = 2) -> Finding:
-    return only(judge_failure(RankError("failed", failures), logs or [[]] * world_size, world_size))
+    return only(judge_failure(failures, logs or [[]] * world_size, world_size))
 
 
 def test_a_failure_without_ranks_is_no_finding() -> None:
-    assert judge_failure(RankError("the ranks could not go on"), [[], []], 2) == []
+    assert judge_failure([], [[], []], 2) == []
 
 
 def test_a_rank_that_raised_is_the_cause_and_the_one_that_fell_is_evidence() -> None:
@@ -350,9 +350,8 @@ def test_the_line_of_a_failure_is_the_line_of_the_finding(kind: str) -> None:
 
 
 def test_a_rank_that_had_finished_is_named() -> None:
-    error = RankError("failed", [failure(1, "stuck", place="step 0: forward")])
-    error.results = {0: None}
-    assert "rank 0: had finished" in only(judge_failure(error, [[], []], 2)).evidence
+    stuck = [failure(1, "stuck", place="step 0: forward")]
+    assert "rank 0: had finished" in only(judge_failure(stuck, [[], []], 2, [0])).evidence
 
 
 def test_the_same_exception_everywhere_is_every_rank() -> None:
@@ -411,10 +410,10 @@ def test_the_advice_on_a_hang_is_for_what_the_ranks_do() -> None:
 
 def test_a_rank_without_samples_is_the_cause_unless_all_are() -> None:
     empty = failure(1, "raised", exception=EmptyShardError("its shard is empty", 2))
-    (finding,) = judge_empty_shards(RankError("failed", [empty]), 2)
+    (finding,) = judge_empty_shards([empty], 2)
     assert (finding.code, finding.subjects, finding.ranks, finding.steps) == ("DDP405", ("step 2",), (1,), (2,))
-    assert judge_empty_shards(RankError("failed", [empty, replace(empty, rank=0)]), 2) == []
-    assert judge_empty_shards(RankError("failed", [failure(1, "raised")]), 2) == []
+    assert judge_empty_shards([empty, replace(empty, rank=0)], 2) == []
+    assert judge_empty_shards([failure(1, "raised")], 2) == []
 
 
 def test_a_mismatch_in_the_logs_is_the_cause_of_a_hang_or_of_a_broken_connection() -> None:
@@ -435,5 +434,5 @@ def test_what_happened_to_several_ranks_is_said_in_the_plural(code: int, one: st
     for ranks, words in (([1], one), ([1, 2], several)):
         error = failures.error([failures.died(rank, code, 0.0) for rank in ranks])
         assert str(error).startswith(words)
-        (finding,) = judge_failure(error, [[]] * 4, 4)
+        (finding,) = judge_failure(error.failures, [[]] * 4, 4)
         assert finding.message.startswith(words[0].upper() + words[1:])

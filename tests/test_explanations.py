@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.findings.errors import RankError, RankFailure
+from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
 from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
@@ -135,9 +135,7 @@ def failure(message: str, rank: int = 1, **more: Any) -> RankFailure:
 
 
 def wrapper_facts(*failures: RankFailure, results: dict[int, object] | None = None) -> WrapperErrorFacts:
-    error = RankError("failed", failures)
-    error.results = results or {}
-    return WrapperErrorFacts(error, KNOWN)
+    return WrapperErrorFacts(failures, results or {}, KNOWN)
 
 
 def test_a_rank_that_never_called_the_wrapper_is_the_cause_of_the_failure_of_the_others() -> None:
@@ -160,17 +158,17 @@ REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)")
 
 def test_collectives_that_do_not_match_are_the_cause_of_errors_of_communication_only() -> None:
     logs = [[REDUCE], []]
-    closed = FailureFacts(RankError("failed", [failure("rank 1 raised RuntimeError: Connection closed")]), logs, 2)
+    closed = FailureFacts([failure("rank 1 raised RuntimeError: Connection closed")], logs, 2, ())
     assert codes(rank_failure.explain_by_collectives(closed)) == ["DDP403"]
-    own = FailureFacts(RankError("failed", [failure("rank 1 raised ValueError: no")]), logs, 2)
+    own = FailureFacts([failure("rank 1 raised ValueError: no")], logs, 2, ())
     assert rank_failure.explain_by_collectives(own) == []
     assert codes(first_explanation(rank_failure.EXPLANATIONS, own)) == ["DDP401"]
 
 
 def test_ranks_that_hang_are_told_where_no_rank_failed() -> None:
-    stuck = FailureFacts(RankError("failed", [failure("", kind="stuck", place="step 0: forward")]), [[], []], 2)
+    stuck = FailureFacts([failure("", kind="stuck", place="step 0: forward")], [[], []], 2, ())
     assert codes(rank_failure.explain_by_hang(stuck)) == ["DDP402"]
-    died = FailureFacts(RankError("failed", [failure("rank 1 was killed", kind="died")]), [[], []], 2)
+    died = FailureFacts([failure("rank 1 was killed", kind="died")], [[], []], 2, ())
     assert rank_failure.explain_by_hang(died) == []
     assert codes(rank_failure.explain_by_first_failure(died)) == ["DDP404"]
 

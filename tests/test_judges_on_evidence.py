@@ -212,7 +212,7 @@ def called(reference: str) -> Iterator[Callable[[], None]]:
         [getattr(module, one)] if one else [vars(module)[key] for key in vars(module) if key.startswith("test_")]
     ):
         given: list[dict[str, object]] = [{}]
-        for mark in getattr(test, "pytestmark", ()):
+        for mark in (one for one in getattr(test, "pytestmark", ()) if one.name == "parametrize"):
             (names, values), single = mark.args, isinstance(mark.args[0], str)
             given = [{names: value} if single else dict(zip(names, value, strict=True)) for value in values]
         if given[0].keys() == inspect.signature(test).parameters.keys():  # and no fixture is wanted

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.findings.errors import RankError, RankFailure
+from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
 from ddpcheck.findings.evidence.single_process import Coupling, Fit, LossTerm, ShardAnalysis, WeightedFit
@@ -484,7 +484,7 @@ def test_what_the_wrapper_raises_is_known(words: str, code: str) -> None:
     failure = RankFailure(
         1, "raised", "rank 1 raised RuntimeError", 0.0, traceback=f"... parameter name head.weight {words}"
     )
-    finding = only(judge_wrapper_error(RankError("x", [failure]), KNOWN))
+    finding = only(judge_wrapper_error([failure], {}, KNOWN))
     assert (finding.code, finding.subjects, finding.ranks) == (code, ("head.weight",), (1,))
 
 
@@ -492,15 +492,15 @@ def test_what_the_wrapper_raises_is_known(words: str, code: str) -> None:
 def test_what_was_overwritten_in_place_is_named(held: str) -> None:
     text = f"RuntimeError: modified by an inplace operation\nddpcheck: overwritten in place: {held}\n"
     failure = RankFailure(1, "raised", "rank 1 raised RuntimeError", 0.0, traceback=text)
-    found = only(judge_wrapper_error(RankError("x", [failure]), KNOWN))
+    found = only(judge_wrapper_error([failure], {}, KNOWN))
     assert (found.code, found.subjects) == ("DDP311", tuple(held.split(", ")))
     assert ("One of gate and body.weight was" if "," in held else "gate was overwritten") in found.message
 
 
 def test_what_somebody_else_raises_is_not() -> None:
-    assert judge_wrapper_error(RankError("x", [RankFailure(0, "raised", "rank 0 raised KeyError", 0.0)]), KNOWN) == []
+    assert judge_wrapper_error([RankFailure(0, "raised", "rank 0 raised KeyError", 0.0)], {}, KNOWN) == []
     died = RankFailure(0, "died", "Expected to mark a variable ready only once", 0.0)
-    assert judge_wrapper_error(RankError("x", [died]), KNOWN) == []
+    assert judge_wrapper_error([died], {}, KNOWN) == []
 
 
 def test_a_comparison_of_zeros_is_no_pass() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcheck.findings.errors import NonFiniteLossError, RankError, RankFailure
+from ddpcheck.findings.errors import NonFiniteLossError, RankFailure
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.module_description import describe
 from ddpcheck.gather.state.module_state import capture_state, moved
@@ -111,7 +111,7 @@ def test_nothing_stops_at_a_tensor(make: Callable[[int], torch.Tensor]) -> None:
 def test_a_loss_that_only_some_ranks_cannot_compute(of_batch: float, ranks: list[int], found: int) -> None:
     error = NonFiniteLossError("loss(model, batch) in step 2 is nan")
     failures = [RankFailure(rank, "raised", "", 0.0, exception=error) for rank in ranks]
-    findings = judge_undefined_losses(RankError("", failures), of_batch, 2, 2)
+    findings = judge_undefined_losses(failures, of_batch, 2, 2)
     assert [finding.code for finding in findings] == ["DDP305"] * found
 
 

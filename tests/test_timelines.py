@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpcheck.findings.errors import RankError, RankFailure
+from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import CollectiveTimeline
 from ddpcheck.judge.timelines import timelines, timelines_of_failure
@@ -62,16 +62,15 @@ def test_groups_in_which_ranks_part_come_first() -> None:
 
 
 def test_ranks_that_failed_in_step_have_none() -> None:
-    error = RankError("rank 0 ...", [RankFailure(rank, "raised", f"rank {rank} raised E", 0.0) for rank in (0, 1)])
-    assert timelines_of_failure(error, logs_of("AB", "AB")) == ()
-    assert len(timelines_of_failure(error, logs_of("AB", "A"))) == 1
+    failed = [RankFailure(rank, "raised", f"rank {rank} raised E", 0.0) for rank in (0, 1)]
+    assert timelines_of_failure(failed, logs_of("AB", "AB")) == ()
+    assert len(timelines_of_failure(failed, logs_of("AB", "A"))) == 1
 
 
 def test_a_failed_world_says_what_each_rank_did() -> None:
     stuck = RankFailure(0, "stuck", "rank 0 did not finish", 0.0, collective="barrier() at train.py:66")
-    error = RankError("rank 1 ...", [RankFailure(1, "raised", "rank 1 raised ValueError: no", 0.0), stuck])
-    error.results = {2: None}
-    (timeline,) = timelines_of_failure(error, logs_of("AB", "A", "AB"))
+    failed = [RankFailure(1, "raised", "rank 1 raised ValueError: no", 0.0), stuck]
+    (timeline,) = timelines_of_failure(failed, logs_of("AB", "A", "AB"), [2])
     assert [one.at_end for one in timeline.ranks] == [
         "waits in barrier() at train.py:66",
         "raised ValueError: no",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ddpcheck.findings.errors import RankError, RankFailure
+from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.source_lines import relative_path
 from ddpcheck.judge.rank_failure import judge_failure
@@ -60,7 +60,7 @@ def failure_of(function: Callable[[], object], rank: int = 1) -> RankFailure:
 
 
 def judged(*failures: RankFailure) -> Finding:
-    (finding,) = judge_failure(RankError("", failures), [[], []], 2)
+    (finding,) = judge_failure(failures, [[], []], 2)
     return finding
 
 

@@ -1,6 +1,6 @@
 """DDP401 to 405: why ranks failed or did not finish; DDP302, 311, 406, 501 and 513 where the wrapper is the reason.
 
-Pure functions from `findings.errors.RankError` and the ranks' logs of collectives to findings.
+Pure functions from `findings.errors.RankFailure` and the ranks' logs of collectives to findings.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ddpcheck.findings.errors import EmptyShardError, NonFiniteLossError, RankError, RankFailure
+from ddpcheck.findings.errors import EmptyShardError, NonFiniteLossError, RankFailure
 from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
@@ -36,39 +36,41 @@ class FailureFacts:
     """The facts on a world that failed.
 
     Attributes:
-        error: What the world raised.
+        failures: Of the ranks, in order of time.
         logs: The collectives of each rank until then.
         world_size: The number of ranks.
+        finished: The ranks that had.
     """
 
-    error: RankError
+    failures: Sequence[RankFailure]
     logs: Sequence[Sequence[Call]]
     world_size: int
+    finished: Collection[int]
 
     @property
     def ended(self) -> list[RankFailure]:
         """The failures of ranks that ended by themselves, in order of time."""
-        return [failure for failure in self.error.failures if failure.kind in ("raised", "exited", "died")]
+        return [failure for failure in self.failures if failure.kind in ("raised", "exited", "died")]
 
     @property
     def stuck(self) -> list[RankFailure]:
         """The ranks that were still at work."""
-        return [failure for failure in self.error.failures if failure.kind == "stuck"]
+        return [failure for failure in self.failures if failure.kind == "stuck"]
 
     @property
     def evidence(self) -> list[str]:
         """Each rank's failure; the same of several ranks once, unless they are stuck."""
-        groups = group_by(
-            self.error.failures, lambda one: (describe_failure(one), one.rank if one.kind == "stuck" else None)
-        )
+        groups = group_by(self.failures, lambda one: (describe_failure(one), one.rank if one.kind == "stuck" else None))
         told = [(text, [failure.rank for failure in alike]) for (text, _), alike in groups.items()]
         lines = [f"{format_ranks(ranks)}: {agreeing(text, ranks)}" for text, ranks in told]
-        return lines + ([f"{format_ranks(self.error.results)}: had finished"] if self.error.results else [])
+        return lines + ([f"{format_ranks(self.finished)}: had finished"] if self.finished else [])
 
 
-def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: int) -> list[Finding]:
+def judge_failure(
+    failures: Sequence[RankFailure], logs: Sequence[Sequence[Call]], world_size: int, finished: Collection[int] = ()
+) -> list[Finding]:
     """The finding behind a world that failed: DDP401 to DDP404, the root cause only; see `FailureFacts`."""
-    return first_explanation(EXPLANATIONS, FailureFacts(error, logs, world_size)) if error.failures else []
+    return first_explanation(EXPLANATIONS, FailureFacts(failures, logs, world_size, finished)) if failures else []
 
 
 def explain_by_collectives(facts: FailureFacts) -> list[Finding]:
@@ -93,7 +95,7 @@ def explain_by_hang(facts: FailureFacts) -> list[Finding]:
     if facts.ended:
         return []
     busy = [f for f in stuck if not is_waiting(f)] or [f for f in stuck if not f.collective]
-    lead = (busy or stuck or list(facts.error.failures))[0]
+    lead = (busy or stuck or list(facts.failures))[0]
     ranks = format_ranks(failure.rank for failure in stuck)
     return one_finding(
         "DDP402",
@@ -116,7 +118,7 @@ def explain_by_first_failure(facts: FailureFacts) -> list[Finding]:
     else:
         text = f"{format_ranks(same).capitalize()} {agreeing(phrase(first), same)}"
     evidence = facts.evidence
-    others = [failure for failure in facts.error.failures if failure.rank not in same]
+    others = [failure for failure in facts.failures if failure.rank not in same]
     return one_finding(
         "DDP404" if died else "DDP401",
         (first.place or "run",),
@@ -172,9 +174,9 @@ def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
     )
 
 
-def judge_empty_shards(error: RankError, world_size: int) -> list[Finding]:
+def judge_empty_shards(failures: Sequence[RankFailure], world_size: int) -> list[Finding]:
     """DDP405: ranks failed because they had no samples in a step in which others had some."""
-    empty = {f.rank: (f.exception, f.location) for f in error.failures if isinstance(f.exception, EmptyShardError)}
+    empty = {f.rank: (f.exception, f.location) for f in failures if isinstance(f.exception, EmptyShardError)}
     if not empty or len(empty) == world_size:
         return []
     step = min(exception.step for exception, _ in empty.values())
@@ -192,9 +194,11 @@ def judge_empty_shards(error: RankError, world_size: int) -> list[Finding]:
     )
 
 
-def judge_undefined_losses(error: RankError, of_batch: float, step: int, world_size: int) -> list[Finding]:
+def judge_undefined_losses(
+    failures: Sequence[RankFailure], of_batch: float, step: int, world_size: int
+) -> list[Finding]:
     """DDP305: the loss is not finite on some ranks, and that of the whole batch is: those have nothing to average."""
-    undefined = {f.rank: f for f in error.failures if isinstance(f.exception, NonFiniteLossError)}
+    undefined = {f.rank: f for f in failures if isinstance(f.exception, NonFiniteLossError)}
     if not undefined or len(undefined) == world_size or not math.isfinite(of_batch):
         return []
     ranks = sorted(undefined)
@@ -250,27 +254,36 @@ def _stack_lines(failures: Sequence[RankFailure]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class WrapperErrorFacts:
-    """The facts on ranks that failed under the wrapper."""
+    """The facts on ranks that failed under the wrapper.
 
-    error: RankError
+    Attributes:
+        failures: Of the ranks, in order of time.
+        finished: By rank, what the others have returned.
+        known: The facts beside them.
+    """
+
+    failures: Sequence[RankFailure]
+    finished: Mapping[int, object]
     known: JudgeContext
 
     @property
     def text(self) -> str:
         """What the first failure says, with its traceback; empty where it is no exception."""
-        first = self.error.first
+        first = next(iter(self.failures), None)
         return f"{first.message}\n{first.traceback}" if first is not None and first.kind == "raised" else ""
 
     @property
     def raised_on(self) -> tuple[int, ...]:
         """The ranks that raised; empty for all."""
-        raised = sorted(failure.rank for failure in self.error.failures if failure.kind == "raised")
+        raised = sorted(failure.rank for failure in self.failures if failure.kind == "raised")
         return unless_all(raised, self.known.world_size)
 
 
-def judge_wrapper_error(error: RankError, known: JudgeContext) -> list[Finding]:
+def judge_wrapper_error(
+    failures: Sequence[RankFailure], finished: Mapping[int, object], known: JudgeContext
+) -> list[Finding]:
     """DDP302, 311, 406, 501 and 513 from how the wrapper fails in a step that the unwrapped module has just done."""
-    return first_explanation(WRAPPER_EXPLANATIONS, WrapperErrorFacts(error, known))
+    return first_explanation(WRAPPER_EXPLANATIONS, WrapperErrorFacts(failures, finished, known))
 
 
 def explain_by_bypassed_forward(facts: WrapperErrorFacts) -> list[Finding]:
@@ -278,7 +291,7 @@ def explain_by_bypassed_forward(facts: WrapperErrorFacts) -> list[Finding]:
 
     First, for the failure of the ranks that waited only shows that somebody did not come.
     """
-    finished = [item for item in facts.error.results.values() if isinstance(item, DdpStepEvidence)]
+    finished = [item for item in facts.finished.values() if isinstance(item, DdpStepEvidence)]
     bypassed = [item.rank for item in finished if item.wrapper_calls == 0 and item.inner_calls > 0]
     if not bypassed:
         return []
@@ -289,7 +302,7 @@ def explain_by_bypassed_forward(facts: WrapperErrorFacts) -> list[Finding]:
         "for its gradients.",
         ranks=bypassed,
         steps=(finished[0].step,),
-        evidence=[failure.message for failure in facts.error.failures],
+        evidence=[failure.message for failure in facts.failures],
     )
 
 
@@ -301,7 +314,7 @@ def explain_by_overwritten_parameters(facts: WrapperErrorFacts) -> list[Finding]
     overwritten = re.search(r"ddpcheck: overwritten in place: (.+)", facts.text)
     if overwritten is None or _IN_PLACE not in facts.text:
         return []
-    first = facts.error.failures[0]
+    first = facts.failures[0]
     names = overwritten[1].split(", ")
     return facts.known.names.one_finding(
         "DDP311",
@@ -336,7 +349,7 @@ def explain_by_sentence_of_torch(facts: WrapperErrorFacts) -> list[Finding]:
     """DDP302, 311, 406 or 513: a sentence of DDP's reducer or of autograd, with the parameters that it names."""
     for sentence, (code, message) in _SENTENCES.items():
         if sentence in facts.text:
-            first = facts.error.failures[0]
+            first = facts.failures[0]
             named = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", facts.text)))
             return one_finding(
                 code,

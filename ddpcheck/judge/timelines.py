@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from ddpcheck.findings.errors import RankError
+from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import CalledCollective, CollectiveTimeline, RankCollectives
 from ddpcheck.findings.replace import replace
@@ -20,13 +20,15 @@ _MOST = 60  # calls of a rank
 _MOST_GROUPS = 8
 
 
-def timelines_of_failure(error: RankError, logs: Sequence[Sequence[Call]]) -> tuple[CollectiveTimeline, ...]:
+def timelines_of_failure(
+    failures: Sequence[RankFailure], logs: Sequence[Sequence[Call]], finished: Collection[int] = ()
+) -> tuple[CollectiveTimeline, ...]:
     """Those of ranks that have failed, or did not finish."""
-    stuck = {failure.rank: bool(failure.collective) for failure in error.failures if failure.kind == "stuck"}
-    at_end = {failure.rank: describe_failure(failure) for failure in error.failures}
+    stuck = {failure.rank: bool(failure.collective) for failure in failures if failure.kind == "stuck"}
+    at_end = {failure.rank: describe_failure(failure) for failure in failures}
     waiting = {(logs[rank][-1].group, rank) for rank, waits in stuck.items() if waits and logs[rank]}
     at_work = {rank for rank, waits in stuck.items() if not waits}
-    made = timelines(logs, waiting, at_end | dict.fromkeys(error.results, "had finished"), at_work)
+    made = timelines(logs, waiting, at_end | dict.fromkeys(finished, "had finished"), at_work)
     return made if stuck else those_that_differ(made)
 
 

@@ -191,7 +191,7 @@ class CheckRun(CheckWorlds):
         except RankError as error:
             whole = None if single is None else self._settle_single(single)
             loss = math.nan if whole is None else whole.loss
-            found = judge_undefined_losses(error, loss, step, self.asked.world_size)
+            found = judge_undefined_losses(error.failures, loss, step, self.asked.world_size)
             if not found:
                 raise
             line = self.state.wrapped[0].loss_location if self.state.wrapped else None

@@ -231,13 +231,13 @@ class CheckWorlds:
         if first is not None and first.bug:
             self.state.log.error = ReportError(f"rank {first.rank}: {first.bug}", EXIT_USAGE, error.detail)
             return
-        if empty := judge_empty_shards(error, self.asked.world_size):
+        if empty := judge_empty_shards(error.failures, self.asked.world_size):
             self.state.add(empty)
             self.state.log.rest_skipped = f"DDP405: {error.first.exception}" if error.first else ""
             return
-        self.state.timelines = timelines_of_failure(error, self._logs())
+        self.state.timelines = timelines_of_failure(error.failures, self._logs(), error.results)
         found = judge_wrapper_failure(self.state, error)
-        found = found or judge_failure(error, self._logs(), self.asked.world_size)
+        found = found or judge_failure(error.failures, self._logs(), self.asked.world_size, error.results)
         if first is not None and isinstance(first.exception, DdpcheckError):
             everywhere = len({f.rank for f in error.failures if f.kind == "raised"}) == self.asked.world_size
             self.state.add([] if everywhere else found)

@@ -61,7 +61,7 @@ def judge_wrapper_failure(state: CheckState, error: RankError) -> list[Finding]:
     """The findings on a failure in the wrapper's step, where it is one of those that ddpcheck knows."""
     if state.log.part != "reducer":
         return []
-    return state.log.call_judge("reducer", judge_wrapper_error, error, judge_context(state))
+    return state.log.call_judge("reducer", judge_wrapper_error, error.failures, error.results, judge_context(state))
 
 
 def judge_context(state: CheckState, module_locations: Mapping[str, Location] | None = None) -> JudgeContext:

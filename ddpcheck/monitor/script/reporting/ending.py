@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddpcheck.findings.errors import RankError, RankFailure
+from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.steps import Call
@@ -88,12 +88,9 @@ def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[F
         return []
     if not ending.interrupted and (raised := judge_torch_errors(_raised_facts(ranks, ordered))):
         return raised
-    error = RankError("", ordered)
     failed = {one.rank for one in found}
-    ended = {rank.started.rank for rank in ranks if rank.has_ended}
-    error.results = dict.fromkeys(sorted(ended - failed))
-    logs = comparable_logs(ranks)
-    judged = judge_failure(error, logs, len(ranks))
+    finished = [rank.started.rank for rank in ranks if rank.has_ended and rank.started.rank not in failed]
+    judged = judge_failure(ordered, comparable_logs(ranks), len(ranks), finished)
     if ending.interrupted:
         judged = [finding for finding in judged if finding.code == "DDP403"]
     by_itself = judged and judged[0].code == "DDP401" and not follows_from_another_rank(ordered[0])
