@@ -27,7 +27,7 @@ from ddpcheck.judge.script_rows import (
 
 _SHARED = 0.2  # of a rank's samples that are on another rank, too, before that is no rounding at the end
 _LEFT_OUT = 0.05  # of the samples, likewise
-_FEWEST_INPUTS = 3  # steps in which ranks were given the same samples
+FEWEST_INPUTS = 3  # steps in which ranks were given the same samples
 _FEWEST_DRAWS = 2  # batches that were made with the same random numbers
 
 
@@ -251,7 +251,7 @@ def judge_inputs(inputs: Sequence[Sequence[Inputs]], line: Location | None = Non
     steps = [of_ranks for of_ranks in zip(*inputs, strict=False) if len({one.step for one in of_ranks}) == 1]
     varying = len({of_ranks[0].samples for of_ranks in steps}) > 1
     same = [of_ranks for of_ranks in steps if len({tuple(sorted(one.samples)) for one in of_ranks}) == 1]
-    if len(inputs) < 2 or len(same) < _FEWEST_INPUTS or len(same) < len(steps) or not varying:
+    if len(inputs) < 2 or len(same) < FEWEST_INPUTS or len(same) < len(steps) or not varying:
         return []
     return one_finding(
         "DDP505",

@@ -14,7 +14,7 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, one_finding
 from ddpcheck.judge.mean_of_means import severity_of_weights
 
-_FEWEST = 3  # backward passes
+FEWEST_PASSES = 3  # that are compared
 _TOLERANCE = 1e-3
 _UNEQUAL = 0.02  # in parts of the smallest count
 _WHOLE = 0.02  # from the next whole number
@@ -37,7 +37,7 @@ def judge_losses(losses: Losses, whole: Sequence[Container[int]] = ()) -> list[F
     by_place = [{(one.step, one.number): one for one in of_rank} for of_rank in losses]
     common = sorted(set.intersection(*map(set, by_place))) if by_place else []
     passes = [[of_rank[place] for of_rank in by_place] for place in common]
-    if len(passes) < _FEWEST:
+    if len(passes) < FEWEST_PASSES:
         return []
     add_up = any(of_ranks[rank].step in steps for of_ranks in passes for rank, steps in enumerate(whole))
     return ([] if add_up else _judge_scale(passes, len(losses)) or _judge_shared(passes)) or _judge_counts(passes)
@@ -124,7 +124,7 @@ def judge_accumulated(losses: Losses) -> list[Finding]:
             steps.setdefault(one.step, [[] for _ in losses])[rank].append(one)
     several = [of_ranks for of_ranks in steps.values() if all(len(passes) > 1 for passes in of_ranks)]
     undivided = [of_ranks for of_ranks in several if all(map(_is_undivided, of_ranks))]
-    if len(undivided) < _FEWEST - 1 or len(undivided) < len(several):
+    if len(undivided) < FEWEST_PASSES - 1 or len(undivided) < len(several):
         return []
     passes = undivided[0][0]
     return one_finding(
@@ -171,7 +171,11 @@ def _judge_counts(passes: Losses) -> list[Finding]:
         every = [_own_counts(of_ranks, weight) for of_ranks in passes]
         unequal = [counts for counts in every if counts]
         distinct = len({tuple(counts) for counts in unequal})  # else a weight makes them whole by chance
-        if len(unequal) >= _FEWEST and 2 * len(unequal) > len(passes) and (weight == 1.0 or distinct >= _FEWEST):
+        if (
+            len(unequal) >= FEWEST_PASSES
+            and 2 * len(unequal) > len(passes)
+            and (weight == 1.0 or distinct >= FEWEST_PASSES)
+        ):
             return _unequal_counts(passes, every, unequal)
     return []
 
@@ -213,7 +217,7 @@ def judge_summed_again(steps: Sequence[Sequence[OptimizerStep]], world_size: int
     summed = [
         of_ranks for of_ranks in steps if all(one.averaged and set(one.summed) & set(one.held) for one in of_ranks)
     ]
-    if len(summed) < _FEWEST or len(summed) < len(steps):
+    if len(summed) < FEWEST_PASSES or len(summed) < len(steps):
         return []
     first = summed[0][0]
     return one_finding(
@@ -243,7 +247,7 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list
         if one.terms
     ]
     summed = [of_ranks for of_ranks in steps if all(one.summed for one in of_ranks)]
-    if len(summed) < _FEWEST or len(summed) < len(steps) or len(means) < _FEWEST or not all(means):
+    if len(summed) < FEWEST_PASSES or len(summed) < len(steps) or len(means) < FEWEST_PASSES or not all(means):
         return []
     first = summed[0][0]
     if first.options.get("class", "").startswith(_SCALE_FREE):

@@ -42,14 +42,14 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.judge.script_alone import are_local, judge_alone, judge_taken
 from ddpcheck.judge.script_clips import judge_changed, judge_clips, judge_step_gradients
-from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables
+from ddpcheck.judge.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_draws import judge_added_noise, judge_step_draws, line_of_selection
 from ddpcheck.judge.script_evaluation import judge_evaluations
 from ddpcheck.judge.script_facts import Optimizer, ScriptFacts, entries_of, first_steps
 from ddpcheck.judge.script_files import judge_files
 from ddpcheck.judge.script_gathers import judge_gathers
 from ddpcheck.judge.script_gradients import all_gradients_agree
-from ddpcheck.judge.script_losses import judge_accumulated, judge_losses, judge_summed_again, judge_sums
+from ddpcheck.judge.script_losses import FEWEST_PASSES, judge_accumulated, judge_losses, judge_summed_again, judge_sums
 from ddpcheck.judge.script_optimizers import (
     judge_metrics,
     judge_optimizer_options,
@@ -235,9 +235,9 @@ def _losses(facts: ScriptFacts) -> Verdicts:
     found = judge_losses(losses, whole) or judge_accumulated(losses)
     found = [one for one in found if one.code != "DDP303" or not _are_scaled_back(facts.ranks[0])]
     found += judge_gathers(facts.of(GatheredConstant))
-    passes = min(len([one for one in of_rank if one.terms]) for of_rank in losses)
+    passes = min(len([one for one in of_rank if one.terms and one.wrappers]) for of_rank in losses)
     what = f"scale and normalisation of the loss, in {counted(passes, 'backward pass')}"
-    return {"loss": _compared(found, what, passes)}
+    return {"loss": _compared(found, what, passes if passes >= FEWEST_PASSES else 0)}
 
 
 def _are_scaled_back(rank: WatchedRank) -> bool:
@@ -280,7 +280,7 @@ def _data(facts: ScriptFacts) -> Verdicts:
     taken = [one for one in passes[0] if one.trains]
     what = {
         f"samples of {counted(len(taken), 'pass')} over loaders": taken,
-        f"inputs of {counted(len(inputs[0]), 'forward pass')}": inputs[0],
+        f"inputs of {counted(len(inputs[0]), 'forward pass')}": len(inputs[0]) >= FEWEST_INPUTS,
         counted(len(tables[0]), "table"): tables[0],
     }
     return {"data": Verdict(found, ", ".join(words for words, there in what.items() if there))}
