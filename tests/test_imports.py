@@ -222,3 +222,18 @@ def test_the_version_is_the_one_that_is_installed() -> None:
 
 def test_the_package_travels_to_ranks_by_name() -> None:
     assert pickle.loads(wire.dumps(ddpcheck)) is ddpcheck, "a function that speaks of it may be sent by value"
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_modules_that_texts_name_are_there(module: str) -> None:
+    """`judge.reducer` in a docstring or a comment: a module of ours, or a name in one."""
+    known, tops = modules(), "|".join(sorted({top(name) for name in modules()} - {"__init__", "rank", "report"}))
+    text = modules()[module].read_text(encoding="utf-8")
+    for named in re.findall(rf"`(?:ddpcheck\.)?((?:{tops})\.[a-z_]+(?:\.[a-z_]+)*)[`(. ]", text):
+        parts = named.split(".")
+        while len(parts) > 1 and ".".join(parts) not in known:
+            parts.pop()
+        source = known.get(".".join(parts), PACKAGE / "missing")
+        assert source.exists() and (
+            len(parts) == len(named.split(".")) or named.split(".")[len(parts)] in source.read_text()
+        ), named
