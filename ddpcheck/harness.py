@@ -93,7 +93,7 @@ class World:
                 those that have not; a sentence that it returns ends the run as a `HangError`. Time that it takes is not
                 counted.
             ahead: Whether nobody needs the ranks yet. They may start late then, with more modules imported.
-            hosts: Processes that a launcher has started, each of which starts one rank; see `Leader`.
+            hosts: Processes that a launcher has started, each of which starts one rank; for ddpcheck's own use.
 
         Raises:
             UsageError: When an argument makes no sense.

@@ -57,13 +57,21 @@ def name_what_is_outside(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def list_pages(app: Sphinx, page: str, source: list[str]) -> None:
-    """Put the pages of rules below their list, and pages that no list names into the guides."""
+    """Put pages below the list that names them, and those that no list names into the guides."""
     if page == "rules":
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\nrules/*\n```\n"
+    if page == "measured":
+        source[0] += "\n".join(["\n```{toctree}", ":hidden:", "", *_measured(source[0]), "```", ""])
     if page == "index":
-        named = {*source[0].split(), "index"}
+        measured = _measured((Path(app.srcdir) / "measured.md").read_text(encoding="utf-8"))
+        named = {*source[0].split(), *measured, "index"}
         others = sorted(path.stem for path in Path(app.srcdir).glob("*.md") if path.stem not in named)
         source[0] = source[0].replace("\ncommand-line\n", "\n".join(["\ncommand-line", *others, ""]))
+
+
+def _measured(text: str) -> list[str]:
+    """The pages whose figures docs/measured.md lists."""
+    return re.findall(r"^\| \[[^]]*\]\(([\w-]+)\.md\)", text, re.MULTILINE)
 
 
 _LONG_PATH = re.compile(r"(\S{12,}/\S*)")

@@ -73,10 +73,9 @@ def load_samples(step, count):
 """
 
 
-@pytest.mark.parametrize("page", ["start.md", "report.md"])
-def test_the_first_recipe_is_checked(page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_recipe_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my_project.py").write_text(PROJECT)
-    (code,) = (code for code, _ in snippets(DOCS / page, "python") if code.startswith("# check_my_model.py"))
+    (code,) = (code for code, _ in snippets(DOCS / "start.md", "python") if code.startswith("# check_my_model.py"))
     (tmp_path / "check_my_model.py").write_text(code)
     assert cli.main(["report", str(tmp_path / "check_my_model.py")]) == 0
     assert "clean: 6 checks passed" in capsys.readouterr().out
@@ -140,11 +139,6 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_public_name_is_in_the_reference() -> None:
-    told = set(re.findall(r"^\.\. auto\w+:: (\w+)", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE))
-    assert told == set(ddpcheck.__all__) - {"__version__"}
-
-
 def test_the_comparison_is_that_of_the_pages_that_it_counts() -> None:
     page = (DOCS / "comparison.md").read_text(encoding="utf-8")
     assert endings((DOCS / "faults.md").read_text(encoding="utf-8")) in page
@@ -157,6 +151,31 @@ def test_the_comparison_is_that_of_the_pages_that_it_counts() -> None:
         f"lists {len(rows)} scripts .* {silent} ended with exit code 0 .* {waiting} waited .* {counts['after']} raised"
     )
     assert re.search(words.replace(" ", r"\s"), page, re.DOTALL), words
+
+
+MEASURED = re.findall(r"^\| \[.*?\]\((.*?)\) .*\| (.*?) \|$", (DOCS / "measured.md").read_text("utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("page", "figures"), MEASURED, ids=[page for page, _ in MEASURED])
+def test_the_figures_in_the_index_are_those_of_the_page(page: str, figures: str) -> None:
+    """A number of a sentence may be a figure of the page that it leads to, or a number of ranks."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for figure in re.findall(r"\d+(?:\.\d+)?", figures):
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?!\.?\d)", text), f"{page} has no {figure}"
+
+
+def test_every_page_that_a_measurement_writes_is_in_the_index() -> None:
+    written = {
+        page.name for page in PAGES if re.search(r"^(<!-- )?Written by `", page.read_text("utf-8"), re.MULTILINE)
+    }
+    assert written - {"rules.md"} <= {page for page, _ in MEASURED}
+
+
+def test_the_faults_in_programs_are_counted() -> None:
+    page = (DOCS / "programs.md").read_text(encoding="utf-8")
+    faults = [each for row in re.findall(r"^\| .* \| (.*<br>.*) \|$", page, re.MULTILINE) for each in row.split("<br>")]
+    missed = sum("not found" in fault for fault in faults)
+    assert f"Of the {len(faults)} faults, {len(faults) - missed} are found and {missed} are not." in page
 
 
 SYMPTOM = re.compile(r"^### (?P<title>[^\n]*)\n(?P<text>.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)

@@ -115,7 +115,7 @@ class RankFailure:
         type: Qualified name of the exception's class, empty when there was none.
         traceback: The traceback of the exception as text, without frames of ddpcheck.
         exception: The exception itself where it could be sent, else `None`.
-        place: Where the rank was, in the words of `ddpcheck.rank.set_status`.
+        place: Where the rank was, such as `step 1: backward`; may be empty.
         collective: The collective that the rank waits in, empty when it waits in none that is known.
         stack: The Python stack of a stuck rank, most recent call first.
         location: The innermost line of the user's code, as "path:line"; may be empty.

@@ -58,7 +58,10 @@ class Finding:
 
     @property
     def places(self) -> tuple[Location, ...]:
-        """The lines that it names, each once: where what cut its path begins, the end of that, and its own."""
+        """The lines that it names, each once.
+
+        They are where what cut its path begins, where the path ends, and the line of the finding itself.
+        """
         path = self.path
         of_path = () if path is None else (path.begins_at, path.steps[-1].location if path.steps else None)
         return tuple(dict.fromkeys(place for place in (*of_path, self.location) if place is not None))
@@ -93,7 +96,9 @@ class AcceptedFinding:
 
 
 CheckStatus = Literal["passed", "warned", "failed", "ignored", "skipped", "error"]
-"""`passed`: all was compared, and held. `warned`, `failed`: something did not hold, a finding says what. `ignored`: the
+"""How a check ended.
+
+`passed`: all was compared, and held. `warned`, `failed`: something did not hold, a finding says what. `ignored`: the
 same, and no finding on it counts: ignored, not selected, suppressed or known. `skipped`: not all was compared.
 `error`: it stopped here."""
 
@@ -170,8 +175,11 @@ class ReportError:
 
 
 Status = Literal["clean", "findings", "incomplete", "ignored", "error", "hang"]
-"""`clean`: every check that was asked for was made, and held. `incomplete`: no findings, and some were not made.
-`ignored`: no findings but those of rules that are ignored or not selected, and those that are `accepted`."""
+"""How a whole check ended.
+
+`clean`: every check that was asked for was made, and held. `incomplete`: no findings, and some were not made.
+`ignored`: no findings but those of rules that are ignored or not selected, and those that are `accepted`. `error`: the
+checks could not be finished. `hang`: because ranks hung."""
 
 
 class Document:

@@ -83,7 +83,7 @@ def watch(
 
 
 class Watch:
-    """A watch on a wrapper, as `watch` returns it; attached until `close`. The door of a `StepRecorder`."""
+    """A watch on a wrapper, as `watch` returns it; attached until `close`."""
 
     def __init__(
         self,

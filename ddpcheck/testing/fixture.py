@@ -66,9 +66,10 @@ class DdpWorld:
 
     @property
     def world(self) -> Lent:
-        """The `ddpcheck.World` behind this fixture: a fresh one at first, and after one that failed.
+        """The `ddpcheck.World` behind this fixture.
 
-        Where torchrun or mpirun has started the ranks, it is what stands for one there.
+        It is a fresh one at first, and after one that failed. On ranks that torchrun or mpirun has started, it is what
+        stands for a world there.
         """
         return self._lease.world
 

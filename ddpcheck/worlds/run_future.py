@@ -41,7 +41,7 @@ class Running(Protocol):
 
 
 class RunFuture(Generic[Result]):
-    """A run that is under way; `watch` is called with the ranks that have finished and those that have not."""
+    """A run that is under way, as `World.start` returns it."""
 
     def __init__(
         self,

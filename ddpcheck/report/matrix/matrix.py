@@ -18,7 +18,9 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.report.matrix.option_sets import DdpOptions
 
 Verdict = Literal["right", "lossy", "incomplete", "wrong", "stops", "skipped"]
-"""`right`: all was compared, and nothing is at severity error. `lossy`: right up to what a communication hook rounds.
+"""What options do to a model.
+
+`right`: all was compared, and nothing is at severity error. `lossy`: right up to what a communication hook rounds.
 `incomplete`: the same, as far as it was compared, or but for what is ignored. `wrong`: trains to the end with a wrong
 result. `stops`: DDP raises, hangs or aborts. `skipped`: the options cannot make a difference."""
 
