@@ -98,7 +98,7 @@ def excerpt(kind: str, target: str, text: str) -> str:
         return _found(rf"^DDP\d{{3}} .*?{end}", text).rstrip() + "\n"
     if kind == "pytest":
         shown = _found(r"^_{5,} .*?(?=^={5,} short)", text)
-        shown = re.sub(r'"[^"\n]*site-packages/', '"', shown)
+        shown = re.sub(r'"[^"\n]*site-packages/', '"', re.sub(r" +$", "", shown, flags=re.MULTILINE))
         return f"$ pytest {target}\n" + re.sub(
             r"^([_-])+ (.*) [_-]+$", r"\1\1\1\1 \2 \1\1\1\1", shown, flags=re.MULTILINE
         )
