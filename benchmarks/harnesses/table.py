@@ -104,22 +104,21 @@ _TOP = """\
 <!-- Written by `make bench`. -->
 # What a distributed test costs
 
-ddpcheck's `ddp_world` beside what people test distributed PyTorch code with today, on one machine in one run. Every row
-does the same work: W processes, a gloo process group, one all-reduce whose result is checked on every rank, and an
-orderly end. **The ratios are what to compare**: seconds are those of the machine that this page was written on, and the
-ratios hold, more or less, on others.
+`ddp_world` beside other ways to test distributed PyTorch code, on one machine in one run. Every row does the same work:
+W processes, a gloo process group, one all-reduce whose result is checked on every rank, and an orderly end. **Compare
+the ratios**: the seconds are those of one machine, and the ratios are similar on others.
 
 {how}
 """
 _MEANING = """
 ## What is measured
 
-- **One test: a session** is what a person waits for who runs a single test: the whole of `pytest -q FILE`, with a file
-  that imports torch at its top, as test files do. All files have been read before, so nothing of it is the disk.
-- **Each further test** is (T(N) - T(1)) / (N - 1): what a session of N tests takes longer than a session of one, for
-  each of them. N is 3 where a test takes seconds, and 51 or 201 where it takes milliseconds.
-- **CPU** is that of the session and of every process that came of it, also of those that outlived their parent: the
-  benchmark adopts them and waits for them.
+- **wall s** is the time of a session with a single test: the whole of `pytest -q FILE`, with a file that imports torch
+  at its top. All files have been read before, so the disk does not count.
+- **further** is the time of each further test, (T(N) - T(1)) / (N - 1). N is 3 if a test takes seconds, and 51 or 201
+  if it takes milliseconds.
+- **CPU** is that of the session and of every process that it has started, also of those that outlived their parent: the
+  benchmark waits for them.
 - **Peak MiB** is the highest sum over all processes of a session of their proportional set size, in which a page that n
   processes share counts 1/n in each. It comes from a session of its own, which is not timed: in it the ranks stay for
   half a second, so that none is missed. Other programs that use the same torch make it look lower than it is.

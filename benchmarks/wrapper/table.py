@@ -71,9 +71,9 @@ CPU, {how}.
 _MEANING = """
 ## What is measured
 
-- **A step** is `zero_grad`, forward, backward and the step of an SGD optimizer, on a small batch (8 samples where no
-  other number stands): that makes a step short, and our part of it large. Models are chains of linear layers with a way
-  around each, and one transformer encoder. Each rank has one thread.
+- **A step** is `zero_grad`, forward, backward and the step of an SGD optimizer, on a small batch (8 samples, unless
+  another number is given), so that a step is short, and ddpcheck's part of it large. Models are chains of linear layers
+  with a way around each, and one transformer encoder. Each rank has one thread.
 - **Turns.** In each turn every alternative makes one step, in a random order that is the same on both ranks, after a
   barrier. Percentages compare with the plain step of the same turn, so that other load meets all alike. The wall time
   of a step is that of the slower rank. Medians over {turns} turns; the interval, by order statistics, holds the true
