@@ -192,9 +192,8 @@ def test_every_public_name_is_there_and_listed(name: str) -> None:
 
 def test_calls_that_the_documentation_names_need_no_other_import() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    called = {
-        name for page in pages for name in re.findall(r"(?<![\w./-])ddpcheck\.([A-Za-z_][\w.]*)\(", page.read_text())
-    }
+    texts = [re.sub(r"^\.\. auto.*", "", page.read_text(), flags=re.MULTILINE) for page in pages]  # no calls
+    called = {name for text in texts for name in re.findall(r"(?<![\w./-])ddpcheck\.([A-Za-z_][\w.]*)\(", text)}
     assert "rank.current" in called
     code = "import operator, sys, ddpcheck; operator.attrgetter(*sys.argv[1:])(ddpcheck)"
     command = [sys.executable, "-c", code, *sorted(called)]
