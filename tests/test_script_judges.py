@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
+from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
     FileUsed,
@@ -27,10 +29,11 @@ from ddpcheck.findings.evidence.script import (
     ScaledTerm,
     StateHeld,
 )
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_alone import judge_alone
-from ddpcheck.judge.script_clips import judge_clips, judge_step_gradients
+from ddpcheck.judge.script_clips import judge_clips, judge_rescaled, judge_step_gradients
 from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_files import _at_the_same_time, judge_files
 from ddpcheck.judge.script_losses import judge_losses, judge_summed_again, judge_sums
@@ -45,6 +48,8 @@ from ddpcheck.judge.script_optimizers import (
 )
 from ddpcheck.judge.script_states import judge_states
 from ddpcheck.monitor.script.recording.drawing_code import drawing_code
+from ddpcheck.stream.entries import ReplicaCaptured
+from ddpcheck.stream.rank_report import ReplicaState
 
 LINE = Location("train.py", 30)
 
@@ -528,6 +533,37 @@ def test_gradients_that_are_summed_by_hand_after_the_average() -> None:
     assert not judge_summed_again(steps(averaged=False), 2)  # by hand alone
     assert not judge_summed_again(steps(summed=("criterion.w",)), 2)  # of what no wrapper averages
     assert not judge_summed_again([*steps(), [step(3), step(3)]], 2)  # now and then
+
+
+@pytest.mark.parametrize(
+    ("factors", "more", "found"),
+    [
+        ((0.5, 0.5, 0.5), {}, ["DDP303"]),
+        ((2.0, 2.0, 2.0), {}, ["DDP303"]),
+        ((1.0, 1.0, 1.0), {}, []),
+        ((0.5, 0.5, 0.4), {}, []),  # a clip
+        ((0.25, 0.25, 0.25), {}, []),  # nothing that the number of ranks explains
+        ((0.5, 0.5), {}, []),  # too few
+        ((0.5, 0.5, 0.5), {"scaled": LINE}, []),  # the loss is multiplied by it
+        ((0.5, 0.5, 0.5), {"number": 1}, []),  # as many micro-batches
+        ((0.5, 0.5, 0.5), {"name": "AdamW"}, []),  # whose steps do not depend on the scale
+        ((0.5, 0.5, 0.5), {"elements": 65}, []),  # of whose norm the sketch is an estimate
+    ],
+)
+def test_averaged_gradients_that_are_divided_once_more(
+    factors: Sequence[float], more: dict[str, Any], found: list[str]
+) -> None:
+    numbers = [1.0] * more.pop("elements", 9)
+    options = {"class": more.pop("name", "SGD")}
+    state = ReplicaState(ModuleDescription(), DdpStepEvidence(0, 0))
+    used = [
+        (
+            step(count, options=options, norms={"0/w": factor * math.hypot(*numbers)}),
+            ReplicaCaptured(0, count, state, averaged={"w": numbers}),
+        )
+        for count, factor in enumerate(factors)
+    ]
+    assert codes(judge_rescaled([used, used], losses([MEAN], [MEAN], **more), 2)) == found
 
 
 # Models beside the wrappers

@@ -1,4 +1,4 @@
-"""DDP301 and 310: gradients that a script changes between backward and the optimizer's step: clips, and all else.
+"""DDP301, 303 and 310: gradients that a script changes between backward and the optimizer's step: clips, and all else.
 
 Pure functions from `findings.evidence.script` and `.gradient_changes` (gathered by
 `monitor.script.recording.clip_recorder`) to findings.
@@ -6,13 +6,15 @@ Pure functions from `findings.evidence.script` and `.gradient_changes` (gathered
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
-from ddpcheck.findings.evidence.script import GradientsClipped
+from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.source_lines import change_of_gradients
 from ddpcheck.findings.wording import group_by_value, join_names, one_finding, plural_verb, told_by_rank
 from ddpcheck.judge.script_gradients import (
     Steps,
@@ -23,9 +25,17 @@ from ddpcheck.judge.script_gradients import (
     short,
     spelled,
 )
+from ddpcheck.judge.script_losses import SCALE_FREE
+from ddpcheck.stream.entries import ReplicaCaptured
 
 Clips = Sequence[Sequence[GradientsClipped]]
 """Of each rank, in order."""
+Used = Sequence[tuple[OptimizerStep, ReplicaCaptured]]
+"""Steps of an optimizer on one rank, each with what the reduction before it has left."""
+
+_FEWEST_STEPS = 3
+_EXACT = 64  # numbers of a sketch up to which it has one for each element, so that its norm is the gradient's
+_TOLERANCE = 1e-3
 
 
 def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Finding]:
@@ -137,3 +147,60 @@ def judge_changed(changes: Sequence[Sequence[GradientsChanged]]) -> list[Finding
         severity=Severity.ERROR if found is apart else Severity.WARNING,
         fix="Clip once a step: after the backward pass of its last micro-batch, and before the optimizer's step.",
     )
+
+
+def judge_rescaled(used: Sequence[Used], losses: Sequence[Sequence[LossDifferentiated]], size: int) -> list[Finding]:
+    """DDP303: averaged gradients that a script divides by the number of ranks once more, or multiplies by it.
+
+    Nothing of the loss may be scaled by it, and no step may have as many backward passes as there are ranks: that would
+    be what the factor is for. Optimizers whose steps do not depend on the scale of gradients are left out.
+
+    Args:
+        used: By rank, of one optimizer.
+        losses: By rank.
+        size: The number of ranks.
+    """
+    every = [one for of_rank in losses for one in of_rank]
+    if size < 2 or not all(used) or not every or any(one.scaled or one.number + 1 == size for one in every):
+        return []
+    if used[0][0][0].options.get("class", "").startswith(SCALE_FREE):
+        return []
+    factors = [_factor_of(step, left) for of_rank in used for step, left in of_rank]
+    known = [factor for factor in factors if factor is not None]
+    if len(known) < _FEWEST_STEPS * len(used) or not math.isclose(abs(math.log(known[0], size)), 1, rel_tol=_TOLERANCE):
+        return []
+    if not all(math.isclose(factor, known[0], rel_tol=_TOLERANCE) for factor in known):
+        return []
+    step = used[0][0][0]
+    divided = known[0] < 1
+    made = None if step.location is None else change_of_gradients(step.location)
+    return one_finding(
+        "DDP303",
+        ("gradients",),
+        f"The gradients that DDP has averaged are {'divided' if divided else 'multiplied'} by the number of ranks "
+        f"before the optimizer uses them, which are {f'1/{size} of' if divided else f'{size} times'} the average then.",
+        location=made or step.location,
+        evidence=[
+            f"in all {len(known) // len(used)} steps that were compared, on every rank: a norm of {known[0]:.6g} times "
+            "that of the average",
+            *([f"the optimizer steps at {step.location}"] if made else []),
+        ],
+        severity=Severity.WARNING,
+        fix="Use the gradients as backward leaves them: DDP has divided their sum by the number of ranks.",
+    )
+
+
+def _factor_of(step: OptimizerStep, left: ReplicaCaptured) -> float | None:
+    """The one factor between gradients that an optimizer uses and those that a reduction has left, where it is known.
+
+    By those of few elements, whose norm the sketch has exactly.
+    """
+    factors = [factor for factor in _factors(step, left) if factor > 0]
+    alike = bool(factors) and max(factors) - min(factors) <= _TOLERANCE * max(factors)
+    return sum(factors) / len(factors) if alike else None
+
+
+def _factors(step: OptimizerStep, left: ReplicaCaptured) -> Iterator[float]:
+    for name, numbers in left.averaged.items():
+        if 0 < len(numbers) <= _EXACT and (there := math.hypot(*numbers)):
+            yield step.norms.get(f"{left.wrapper}/{name}", 0.0) / there

@@ -213,6 +213,16 @@ class ScriptFacts:
         return len(steps) > 1 and never and all(map(all_gradients_agree, steps))
 
 
+def used_by(rank: WatchedRank, steps: Sequence[OptimizerStep]) -> Iterator[tuple[OptimizerStep, ReplicaCaptured]]:
+    """Steps of an optimizer on a rank, each with what the reduction before it has left, where that is known."""
+    left = {(one.wrapper, one.step + 1): one for one in entries_of(rank, ReplicaCaptured) if one.averaged}
+    for step in steps:
+        numbers = {name.partition("/")[0] for name in step.norms}
+        one = left.get((int(min(numbers)), step.reductions)) if len(numbers) == 1 else None
+        if one is not None:
+            yield step, one
+
+
 def first_steps(rank: WatchedRank) -> list[OptimizerStep]:
     """The first step of each optimizer of a rank."""
     return [one for one in entries_of(rank, OptimizerStep) if not one.count]

@@ -20,7 +20,7 @@ _UNEQUAL = 0.02  # in parts of the smallest count
 _WHOLE = 0.02  # from the next whole number
 _LARGEST = 1e5  # of which the inverse in float32 tells whether it is whole
 _WEIGHTS = (1.0, 0.5, 0.25, 0.2, 0.1, *map(float, range(2, 11)))  # of a term of a loss of several
-_SCALE_FREE = ("Adam", "NAdam", "RAdam", "Rprop", "Lion", "Adafactor")  # steps do not depend on a gradient's scale
+SCALE_FREE = ("Adam", "NAdam", "RAdam", "Rprop", "Lion", "Adafactor")  # steps do not depend on a gradient's scale
 
 Losses = Sequence[Sequence[LossDifferentiated]]
 """By rank, in order."""
@@ -250,7 +250,7 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list
     if len(summed) < FEWEST_PASSES or len(summed) < len(steps) or len(means) < FEWEST_PASSES or not all(means):
         return []
     first = summed[0][0]
-    if first.options.get("class", "").startswith(_SCALE_FREE):
+    if first.options.get("class", "").startswith(SCALE_FREE):
         return []
     return one_finding(
         "DDP303",

@@ -41,11 +41,11 @@ from ddpcheck.findings.evidence.state_uses import StateUsed
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.judge.script_alone import are_local, judge_alone, judge_taken
-from ddpcheck.judge.script_clips import judge_changed, judge_clips, judge_step_gradients
+from ddpcheck.judge.script_clips import judge_changed, judge_clips, judge_rescaled, judge_step_gradients
 from ddpcheck.judge.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_draws import judge_added_noise, judge_step_draws, line_of_selection
 from ddpcheck.judge.script_evaluation import judge_evaluations
-from ddpcheck.judge.script_facts import Optimizer, ScriptFacts, entries_of, first_steps
+from ddpcheck.judge.script_facts import Optimizer, ScriptFacts, entries_of, first_steps, used_by
 from ddpcheck.judge.script_files import judge_files
 from ddpcheck.judge.script_gathers import judge_gathers
 from ddpcheck.judge.script_gradients import all_gradients_agree
@@ -208,7 +208,13 @@ def _are_of_same(one: Optimizer, other: Optimizer) -> bool:
 
 def _clips(facts: ScriptFacts) -> Verdicts:
     clips, steps = facts.of(GradientsClipped), [one.steps for one in facts.optimizers]
-    return {"optimizers": Verdict(judge_clips(clips, steps) or judge_changed(facts.of(GradientsChanged)))}
+    found = judge_clips(clips, steps) or judge_changed(facts.of(GradientsChanged))
+    for of_ranks in () if found else steps:
+        theirs = [(rank, [of_step[n] for of_step in of_ranks]) for n, rank in enumerate(facts.ranks)]
+        if all(len(of_step) == len(facts.ranks) for of_step in of_ranks):
+            used = [list(used_by(rank, of_rank)) for rank, of_rank in theirs]
+            found += judge_rescaled(used, facts.of(LossDifferentiated), len(facts.ranks))
+    return {"optimizers": Verdict(found)}
 
 
 def _metrics(facts: ScriptFacts) -> Verdicts:
@@ -242,15 +248,11 @@ def _losses(facts: ScriptFacts) -> Verdicts:
 
 def _are_scaled_back(rank: WatchedRank) -> bool:
     """Whether steps use averaged gradients times the world size, or divided by it, as far as sketches tell."""
-    averaged = {(one.wrapper, one.step + 1): one for one in entries_of(rank, ReplicaCaptured)}
-    for step in entries_of(rank, OptimizerStep):
-        numbers = {name.partition("/")[0] for name in step.norms}
-        one = averaged.get((int(min(numbers)), step.reductions)) if len(numbers) == 1 else None
-        if one is not None and one.averaged:
-            there = math.hypot(*itertools.chain.from_iterable(one.averaged.values()))
-            factor = math.hypot(*step.norms.values()) / there if there else 0.0
-            if factor and abs(abs(math.log(factor, rank.started.world_size)) - 1) < _NEAR:
-                return True
+    for step, left in used_by(rank, entries_of(rank, OptimizerStep)):
+        there = math.hypot(*itertools.chain.from_iterable(left.averaged.values()))
+        factor = math.hypot(*step.norms.values()) / there if there else 0.0
+        if factor and abs(abs(math.log(factor, rank.started.world_size)) - 1) < _NEAR:
+            return True
     return False
 
 
@@ -348,7 +350,7 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
     Row(_over_ranks(_begun), ("replicas", "collectives"), (*_OF_MODULES, "DDP403")),
     Row(_of_wrappers, tuple(_PARTS), _OF_A_WATCH, yields=("DDP306",)),
     Row(_over_ranks(_losses), ("loss",), ("DDP303", "DDP305", "DDP309", "DDP514"), yields=("DDP305", "DDP514")),
-    Row(_over_ranks(_clips), ("optimizers",), ("DDP301", "DDP310"), yields=("DDP301",)),
+    Row(_over_ranks(_clips), ("optimizers",), ("DDP301", "DDP303", "DDP310"), yields=("DDP301",)),
     Row(_over_ranks(_optimizers), ("optimizers",), _OF_OPTIMIZERS, yields=("DDP301", "DDP305")),
     Row(_over_ranks(_metrics), ("optimizers",), ("DDP518",)),
     Row(_over_ranks(_loop), ("loop",), ("DDP309", "DDP501", "DDP508", "DDP517", "DDP520")),
