@@ -553,8 +553,8 @@ def test_gradients_that_are_summed_by_hand_after_the_average() -> None:
 def test_averaged_gradients_that_are_divided_once_more(
     factors: Sequence[float], more: dict[str, Any], found: list[str]
 ) -> None:
-    numbers = [1.0] * more.pop("elements", 9)
-    options = {"class": more.pop("name", "SGD")}
+    numbers, options = [1.0] * more.get("elements", 9), {"class": more.get("name", "SGD")}
+    of_loss = {name: value for name, value in more.items() if name in ("scaled", "number")}
     state = ReplicaState(ModuleDescription(), DdpStepEvidence(0, 0))
     used = [
         (
@@ -563,7 +563,7 @@ def test_averaged_gradients_that_are_divided_once_more(
         )
         for count, factor in enumerate(factors)
     ]
-    assert codes(judge_rescaled([used, used], losses([MEAN], [MEAN], **more), 2)) == found
+    assert codes(judge_rescaled([used, used], losses([MEAN], [MEAN], **of_loss), 2)) == found
 
 
 # Models beside the wrappers
