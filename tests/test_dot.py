@@ -28,7 +28,6 @@ def picture(*, name: str = "encoder", parameter: str = "weight", reason: str = "
     """encoder -> detach() -> head -> loss, with a module that is never called."""
     end = PathEnd("cut", reason, Location("net.py", 17), "")
     return GraphView(
-        detail="modules",
         nodes=(
             Node("batch", "input", name="batch"),
             Node("encoder", "module", module=name, operations={"linear": 1}),
@@ -51,7 +50,6 @@ def picture(*, name: str = "encoder", parameter: str = "weight", reason: str = "
             "head.weight": ParameterFact(("head.weight",), (1, 8), ("head",)),
             "idle.weight": ParameterFact(("idle.weight",), (1, 8)),
         },
-        size=9,
     )
 
 
@@ -108,7 +106,7 @@ def test_the_title_has_target_world_size_codes_and_a_legend_of_what_is_there() -
 def test_a_tied_parameter_is_drawn_once_with_all_its_names() -> None:
     whole = picture()
     tied = ParameterFact(("idle.weight", "other.weight"), (1, 8))
-    whole = GraphView(whole.detail, whole.nodes, whole.edges, whole.modules, {**whole.parameters, "idle.weight": tied})
+    whole = GraphView(whole.nodes, whole.edges, whole.modules, {**whole.parameters, "idle.weight": tied})
     marks = (Mark("idle.weight", "DDP101"), Mark("other.weight", "DDP101"))
     assert parse(draw(whole, marks, report("DDP101"))).node("idle.weight = other.weight")
     assert summary(whole, marks, report("DDP101")) == "2 modules drawn, 1 anomalous parameter (DDP101)"

@@ -27,7 +27,7 @@ def chain(*modules: tuple[str, str], loss: str = "loss") -> GraphView:
     edges = [Edge(one.key, other.key) for one, other in itertools.pairwise(nodes)]
     facts = {path: ModuleFact(name, 9, 1) for path, name in modules}
     parameters = {f"{path}.w": ParameterFact((f"{path}.w",), (9,), (path,)) for path, _ in modules}
-    return GraphView("modules", tuple(nodes), tuple(edges), facts, parameters)
+    return GraphView(tuple(nodes), tuple(edges), facts, parameters)
 
 
 def stack(*names: str, depth: int = 12) -> list[tuple[str, str]]:
@@ -89,7 +89,7 @@ def test_blocks_in_which_the_same_is_wrong_stand_once() -> None:
 def test_blocks_of_other_sizes_are_not_alike() -> None:
     picture = chain(*stack("norm", "linear", "gelu"))
     facts = {**picture.modules, "blocks.3.linear": ModuleFact("Linear", 10, 1)}
-    folded = fold(GraphView("modules", picture.nodes, picture.edges, facts, picture.parameters), ())
+    folded = fold(GraphView(picture.nodes, picture.edges, facts, picture.parameters), ())
     assert [len(paths) for paths in folded.stands_for.values()] == [3, 8]
 
 
@@ -98,9 +98,7 @@ def nested(*, cut_in: str = "") -> GraphView:
     paths = [f"a{i}.b{j}.c{k}" for i in range(6) for j in range(5) for k in range(4)]
     whole = chain(*((path, f"Class{number}") for number, path in enumerate(paths)))
     stop = Node("stop", "stop", module=cut_in, end=PathEnd("cut", "detach()", Location("net.py", 1), cut_in))
-    return GraphView(
-        "modules", (*whole.nodes, *([stop] if cut_in else [])), whole.edges, whole.modules, whole.parameters
-    )
+    return GraphView((*whole.nodes, *([stop] if cut_in else [])), whole.edges, whole.modules, whole.parameters)
 
 
 def test_deep_modules_fold_into_what_holds_them() -> None:
@@ -130,15 +128,9 @@ def test_neighbours_that_are_all_different_are_taken_together_but_not_what_is_ma
 def test_a_loop_in_a_module_s_own_forward_stands_once() -> None:
     adds = [Node(f"add {part}", "module", module="", operations={"add": 1}) for part in range(40)]
     edges = [Edge(one.key, other.key) for one, other in itertools.pairwise(adds)]
-    picture = fold(GraphView("modules", (*adds, Node("loss", "loss")), (*edges, Edge("add 39", "loss")), {}, {}), ())
+    picture = fold(GraphView((*adds, Node("loss", "loss")), (*edges, Edge("add 39", "loss")), {}, {}), ())
     assert [node.key for node in picture.nodes] == ["add 0", "loss"]
     assert arrows(picture) == {("add 0", "loss")}
-
-
-def test_operations_are_never_folded() -> None:
-    nodes = tuple(Node(f"operation {number}", "operation", name="Add") for number in range(1000))
-    picture = GraphView("operations", nodes, (), {}, {})
-    assert fold(picture, ()) is picture
 
 
 @pytest.mark.parametrize(

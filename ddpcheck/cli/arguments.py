@@ -130,7 +130,6 @@ def _add_hang(hang: argparse.ArgumentParser) -> None:
 
 def _add_graph(graph: argparse.ArgumentParser) -> None:
     how = _add_target(graph)
-    how.add_argument("--detail", default="auto", metavar="NAME", help="operations, modules or auto (by size; default)")
     how.add_argument(
         "-o",
         "--output",

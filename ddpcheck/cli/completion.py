@@ -27,7 +27,6 @@ _VALUES: Mapping[str, Sequence[str]] = {
     "launcher": ("auto", "on", "off"),
     "fail_on": ("error", "warning", "note", "never"),
     "format": tuple(FORMATS),
-    "detail": ("auto", "operations", "modules"),
     "document": ("report", "matrix", "difference"),
     "shell": SHELLS,
 }

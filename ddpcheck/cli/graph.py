@@ -30,7 +30,6 @@ def run_graph(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
 
         report, picture, marks = trace_graph(
             arguments.target,
-            detail=arguments.detail,
             progress=progress,
             hosts=hosts,
             **{name: getattr(settings, name) for name in RUN_SETTINGS},

@@ -40,7 +40,7 @@ def unregistered_leaves(
     strange = [leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad]
     if not strange:
         return ()
-    names = {id(tensor): (name, kind) for name, kind, tensor in _held(module, recipe)}
+    names = {id(tensor): (name, kind) for name, kind, tensor in held_tensors(module, recipe)}
     if before is None:
         before = {id(leaf): leaf for leaf in strange if isinstance(leaf, nn.Parameter)}
         before |= {id(tensor): tensor for _, tensor in unregistered_tensors(module)}
@@ -54,10 +54,10 @@ def unregistered_leaves(
 
 def lasting_tensors(module: nn.Module, recipe: Recipe) -> dict[int, torch.Tensor]:
     """Tensors that require grad, are no parameters of `module`, and that it or the recipe holds, by identity."""
-    return {id(tensor): tensor for _, _, tensor in _held(module, recipe) if tensor.requires_grad}
+    return {id(tensor): tensor for _, _, tensor in held_tensors(module, recipe) if tensor.requires_grad}
 
 
-def _held(module: nn.Module, recipe: Recipe | None) -> list[Held]:
+def held_tensors(module: nn.Module, recipe: Recipe | None) -> list[Held]:
     """The tensors that are no parameters of `module`, where somebody holds them; the module's own names come last."""
     own = [*module.named_buffers(), *unregistered_tensors(module)]
     return [*held_by_functions(getattr(recipe, "loss", None), module), *((name, "", tensor) for name, tensor in own)]

@@ -24,13 +24,13 @@ _LEAST_COPIES = 3
 
 
 def fold(picture: GraphView, marks: Sequence[Mark]) -> GraphView:
-    """A picture by modules that a person can read; one by operations is left as it is.
+    """A picture that a person can read.
 
     Modules of one holder that follow each other and are alike, in class, size, what they call and what is wrong with
     them, are shown once and counted. Where that is not enough, modules without a cut in them are folded into what
     holds them, the deepest first, and at last neighbours are taken together.
     """
-    if picture.detail == "operations" or len(picture.nodes) <= FOLD_FROM:
+    if len(picture.nodes) <= FOLD_FROM:
         return picture
     picture = _fold_alike(picture, marks)
     if len(picture.nodes) > MOST_NODES:

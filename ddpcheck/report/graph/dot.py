@@ -71,12 +71,11 @@ class _Drawing:
         self.picture = picture
         self.report = report
         self.marks = _by_first_name(marks, picture.parameters)
-        self.by_operations = picture.detail == "operations"
         self.top = _Cluster()
         self.edges: list[tuple[str, str, dict[str, str]]] = []
         self._ids: dict[str, str] = {}
         count = Counter(node.module for node in picture.nodes if node.module is not None)
-        crowded = {module for module, number in count.items() if number > 1 or self.by_operations}
+        crowded = {module for module, number in count.items() if number > 1}
         self._crowded = crowded.union(*(prefixes(module)[:-1] for module in count))  # drawn as a box around their nodes
 
     def source(self) -> str:
@@ -129,8 +128,6 @@ class _Drawing:
             attributes = {"shape": shape, "fillcolor": "#F4F4F4", "label": label([(node.name, "b")])}
         elif node.kind == "stop":
             attributes = _stop(node)
-        elif node.kind == "operation":
-            attributes = {"label": label([(_operation(node.name), "")]), "tooltip": attribute(node.name)}
         else:
             attributes = self._module(node)
         self._place(node.key, node.module, attributes)
@@ -176,11 +173,6 @@ class _Drawing:
     # Parameters
 
     def _draw_parameters(self) -> None:
-        if self.by_operations:
-            for name, fact in self.picture.parameters.items():
-                if fact.read_by or name in self.marks:
-                    self._parameter_node([name], self.marks.get(name))
-            return
         groups = self._groups(lambda name: (self._home(name), self._shown_as(module_of(name))))
         if len(groups) > MOST_NODES:
             groups = self._groups(self._home)
@@ -212,20 +204,20 @@ class _Drawing:
                 return path
         return module
 
-    def _parameter_node(self, names: Sequence[str], mark: Mark | None) -> None:
+    def _parameter_node(self, names: Sequence[str], mark: Mark) -> None:
         facts = [self.picture.parameters.get(name) for name in names]
-        lines = [(CAUSES[mark.code].word, "b"), (mark.where, "small")] if mark else []
+        cause = CAUSES[mark.code]
+        lines = [(cause.word, "b"), (mark.where, "small")]
         shown = names if len(names) <= MOST_LINES else names[: MOST_LINES - 1]
         for name, fact in zip(shown, facts, strict=False):
             shape = "\u00d7".join(map(str, fact.shape)) or "scalar" if fact else ""
             aliases = " = ".join(fact.names) if fact else name
-            lines.append((f"{aliases}  {shape}".rstrip(), "" if mark else "small"))
+            lines.append((f"{aliases}  {shape}".rstrip(), ""))
         if len(shown) < len(names):
             lines.append((f"and {len(names) - len(shown)} more", ""))
         key = f"parameter {names[0]}"
-        line = {"color": "#000000", "penwidth": "1.5"} if mark else {}
-        fill, colour = (CAUSES[mark.code].fill, CAUSES[mark.code].text) if mark else ("#E8F1F8", INK)
-        attributes = {"style": "filled", "fillcolor": fill, "label": label(lines, colour=colour), **line}
+        line = {"color": "#000000", "penwidth": "1.5"}
+        attributes = {"style": "filled", "fillcolor": cause.fill, "label": label(lines, colour=cause.text), **line}
         self._place(key, self._home(names[0]), {**attributes, "tooltip": attribute(", ".join(names))})
         readers = dict.fromkeys(reader for fact in facts if fact for reader in fact.read_by)
         for reader in readers:
@@ -272,10 +264,7 @@ class _Drawing:
 
     def _title(self) -> str:
         world = self.report.world
-        size = self.picture.size
-        operations = f"graph of {size:,} nodes" if size is not None else "graph of more nodes than are counted"
-        drawn = "" if self.by_operations else ", drawn as modules"
-        facts = f"rank 0 of {world.get('world_size', 1)}, step 0 · {operations}{drawn}"
+        facts = f"rank 0 of {world.get('world_size', 1)}, step 0"
         codes = dict.fromkeys(finding.code for finding in self.report.findings)
         marked = {mark.code for mark in self.marks.values()}
         found = [f"{code} {RULES[code].name}" + ("" if code in marked else " (not drawn)") for code in codes]
@@ -332,12 +321,6 @@ def _by_first_name(marks: Iterable[Mark], parameters: Mapping[str, ParameterFact
     return {name: found[name] for name in (*parameters, *found) if name in found}
 
 
-def _operation(name: str) -> str:
-    """A node of the autograd graph by the operation that it belongs to: "AddmmBackward0" is Addmm."""
-    head, backward, number = name.rpartition("Backward")
-    return head if backward and head and (not number or number.isdecimal()) else name
-
-
 def _most(operations: Mapping[str, int]) -> list[tuple[str, int]]:
     shown = list(operations.items())
     return shown if len(shown) <= 5 else [*shown[:4], (f"{len(shown) - 4} more", 1)]
@@ -349,11 +332,8 @@ def _count(number: int, noun: str) -> str:
 
 def summary(picture: GraphView, marks: Sequence[Mark], report: Report) -> str:
     """One line on what was drawn, and on what the report says of the parameters."""
-    if picture.detail == "operations":
-        drawn = _count(sum(node.kind == "operation" for node in picture.nodes), "operation")
-    else:
-        modules = {node.module for node in picture.nodes if node.kind == "module" and node.module is not None}
-        drawn = _count(len(modules), "module")
+    modules = {node.module for node in picture.nodes if node.kind == "module" and node.module is not None}
+    drawn = _count(len(modules), "module")
     marked = _by_first_name(marks, picture.parameters)
     codes = join_names(sorted({mark.code for mark in marked.values()}), most=5)
     anomalous = _count(len(marked), "anomalous parameter") if marked else "no anomalous parameters"

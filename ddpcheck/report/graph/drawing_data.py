@@ -1,4 +1,4 @@
-"""The graph of a loss as plain data, by operations or by modules, for `ddpcheck graph` to draw.
+"""The graph of a loss as plain data: modules, and the tensors that flow between them, for `ddpcheck graph` to draw.
 
 This module is light: it never imports torch.
 """
@@ -12,8 +12,7 @@ from typing import Literal
 
 from ddpcheck.findings.evidence.parameters import PathEnd
 
-Detail = Literal["operations", "modules"]
-NodeKind = Literal["input", "operation", "module", "parameter", "loss", "stop"]
+NodeKind = Literal["input", "module", "loss", "stop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +22,8 @@ class Node:
     Attributes:
         key: Its identity within the picture.
         kind: `module` is what a module itself computes (one part of it, where calls of other modules lie between),
-            `operation` a node of the autograd graph, `stop` the place where a path ends.
-        name: Of the operation, the parameter or the loss; empty for a module, which is known by its path.
+            `stop` the place where a path ends.
+        name: Of the loss, or of many modules taken together; empty for a module, which is known by its path.
         module: Path of the module in which it stands: "" is the model, `None` what the loss function does outside it.
         operations: What a module itself calls, with how often.
         end: Why a path ends here, for a stop.
@@ -78,22 +77,18 @@ class GraphView:
     """The graph of rank 0's loss in the first step.
 
     Attributes:
-        detail: What its nodes are.
-        nodes: In order of execution (modules), or from the loss backwards (operations).
+        nodes: In order of execution.
         edges: Between their keys.
         modules: By path, in order of registration.
         parameters: By first name.
-        size: Number of nodes of the autograd graph, `None` where there are too many to count.
         stands_for: The paths that a module of the picture stands for, where it is one of several alike.
         shown_as: The module of the picture that a module is shown as, where that is not itself.
     """
 
-    detail: Detail
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
     modules: Mapping[str, ModuleFact]
     parameters: Mapping[str, ParameterFact]
-    size: int | None = None
     stands_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shown_as: Mapping[str, str] = field(default_factory=dict)
 

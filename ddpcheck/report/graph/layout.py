@@ -51,8 +51,8 @@ def lay_out(source: str, form: str, *, timeout: float) -> bytes:
         done = subprocess.run(["dot", f"-T{form}"], input=text, capture_output=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired as error:
         raise UsageError(
-            f"dot did not lay out the picture within {timeout:g} s; pass --detail modules, a larger --timeout, or "
-            "write the source with -o graph.dot"
+            f"dot did not lay out the picture within {timeout:g} s; pass a larger --timeout, or write the source with "
+            "-o graph.dot"
         ) from error
     except OSError as error:
         raise UsageError(f"dot could not be run: {error.strerror or error}") from error

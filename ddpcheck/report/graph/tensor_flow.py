@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +13,11 @@ from torch import nn
 from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import user_location
-from ddpcheck.gather.autograd.autograd_graph import WALK_LIMIT
 from ddpcheck.gather.autograd.gradient_paths import LEAVES_TORCH, TensorRecorder, cut_reason, function_name
 from ddpcheck.recipe.pytree import tree_tensors
+from ddpcheck.report.graph.drawing_data import Edge, Node
 
-Place = tuple[str | None, int]
-"""A module's path (`None`: the loss function) and the part of its forward, counted by the calls that lie between."""
-
-INPUT: Place = ("input", -1)
+INPUT = "batch"
 
 
 @dataclass(slots=True)
@@ -30,105 +25,91 @@ class _Made:
     """The origin of a tensor.
 
     Attributes:
-        place: Where; `None` for what a stop made of a leaf.
+        by: The node that made it.
         stop: The stop that lies behind it, if one does.
         off: Whether it was made from what requires grad while autograd was off.
-        after: The stops on its way since gradient was last recorded.
     """
 
-    place: Place | None
-    stop: int | None = None
+    by: str
+    stop: str = ""
     off: bool = False
-    after: frozenset[int] = frozenset()
-
-
-@dataclass(slots=True)
-class Stop:
-    """A place where a path ends, as it was met in the forward pass.
-
-    Attributes:
-        module: The module that was at work.
-        sources: The places whose results end here.
-        dead: What goes in, and requires grad (kept only when asked to).
-        alive: What comes of it later, and requires grad again (kept only when asked to).
-    """
-
-    module: str | None
-    sources: list[Place] = field(default_factory=list)
-    dead: list[torch.Tensor] = field(default_factory=list)
-    alive: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Frame:
     module: str | None
     registered: str = ""  # the innermost registered module around it
-    part: int = 0
+    part: int = 0  # of its forward, counted by the calls and cuts that lie between
+
+    @property
+    def key(self) -> str:
+        return f"{'loss function' if self.module is None else f'module {self.module}'} {self.part}"
 
 
 class FlowRecorder(TensorRecorder):
     """While active, follows every tensor from the module that made it to those that read it.
 
-    It is given the identities of the modules that are registered, and the tensors of the batch (`inputs`).
-
     Attributes:
-        places: What was called in each place, in order of execution.
-        flows: Which place reads what another made: "gradient", "values", or "off" where autograd was switched off.
-        reads: The places that read each leaf that requires grad, by identity.
+        read_by: The nodes that read each leaf that requires grad, by its identity.
         leaves: Those leaves.
-        stops: What was met of the `ends` it was given, by their index.
-        stop_edges: From a stop to the places that read what comes out of it.
-        calls: How often each module's forward ran.
-        owners: By identity, each node of the autograd graph, and the module in which it was made (filled only while
-            `keeps`); while a node is kept, nothing else gets its identity.
-        ends: Where paths are known to end.
-        names: Paths of modules by identity, also of those that are held without being registered.
-        keeps: Whether tensors are kept and their nodes looked at; ends when there are too many to be looked at.
+        calls: How often the forward of each module ran, by path.
     """
 
     def __init__(
         self,
         names: Mapping[int, str],
-        registered: Collection[int],
-        inputs: Iterable[torch.Tensor],
+        registered: Collection[int] = (),
+        inputs: Iterable[torch.Tensor] = (),
         ends: Sequence[PathEnd] = (),
-        *,
-        keep: bool = False,
     ) -> None:
+        """It is told of one forward pass.
+
+        Args:
+            names: Paths of modules by identity, also of those that are held without being registered.
+            registered: The identities of those that are.
+            inputs: The tensors of the batch.
+            ends: Where paths are known to end.
+        """
         super().__init__()
-        self.places: dict[Place, Counter[str]] = {}
-        self.flows: dict[tuple[Place, Place], set[str]] = {}
-        self.reads: dict[int, dict[Place, None]] = {}
+        self.read_by: dict[int, dict[str, None]] = {}
         self.leaves: dict[int, torch.Tensor] = {}
-        self.stops: dict[int, Stop] = {}
-        self.stop_edges: dict[tuple[int, Place], None] = {}
         self.calls: Counter[str] = Counter()
-        self.owners: dict[int, tuple[Any, str | None]] = {}
-        self.keeps = keep
-        self.names = names
-        self._registered = registered
+        self._names, self._registered = names, registered
         self._known.update({tensor: _Made(INPUT) for tensor in inputs})
-        self.ends = list(ends)
+        self._stops = {stop_key(end): end for end in ends}
+        self._met: dict[str, str | None] = {}  # the modules in which they were met
+        self._reasons = {end.reason for end in ends}
+        self._called: dict[str, tuple[str | None, Counter[str]]] = {}  # by node: its module, and what that calls there
+        self._flows: dict[tuple[str, str], set[str]] = {}
         self._frames = [_Frame(None)]
-        self._revived: dict[Place, None] = {}
+        self._revived: set[str] = set()
+
+    def graph(self, losses: Mapping[str, torch.Tensor]) -> tuple[tuple[Node, ...], tuple[Edge, ...]]:
+        """What was seen: the nodes in order of execution, and the edges between them."""
+        pending = list(self._revived)
+        while pending:
+            reached = pending.pop()
+            for (source, target), kinds in self._flows.items():
+                if target == reached and "off" in kinds and "gradient" not in kinds:
+                    kinds.add("gradient")
+                    pending.append(source)
+        for name, loss in losses.items():
+            if (made := self._known.get(loss)) is not None:
+                self._join(made.by, f"loss {name}", "gradient")
+        nodes = [Node(INPUT, "input", name="batch")] if any(INPUT in ends for ends in self._flows) else []
+        nodes += [Node(key, "module", module=path, operations=called) for key, (path, called) in self._called.items()]
+        for key, end in self._stops.items():
+            nodes.append(Node(key, "stop", module=self._met.get(key, end.module), end=end))
+        nodes += [Node(f"loss {name}", "loss", name=name) for name in losses]
+        there = {node.key for node in nodes}
+        edges = [Edge(*ends, "gradient" in kinds) for ends, kinds in self._flows.items() if there.issuperset(ends)]
+        return tuple(nodes), tuple(edges)
 
     # Modules
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, value, trace)
-        pending = list(self._revived)
-        while pending:
-            place = pending.pop()
-            for (source, target), kinds in self.flows.items():
-                if target == place and "off" in kinds and "gradient" not in kinds:
-                    kinds.add("gradient")
-                    pending.append(source)
-
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
         around = self._frames[-1]
-        name = self.names.get(id(module))
+        name = self._names.get(id(module))
         if name is None:  # what it computes counts as done by the module around it
             self._frames.append(around)
             return
@@ -139,12 +120,10 @@ class FlowRecorder(TensorRecorder):
         frame = self._frames.pop()
         unseen = [t for t in tree_tensors(output) if t not in self._known and id(t) not in self.leaves]
         if unseen:  # made by what no Python function shows, as in a scripted module
-            place = (frame.module, frame.part)
-            self.places.setdefault(place, Counter())
-            self._read(place, list(tree_tensors((args, kwargs))), None)
-            for tensor in unseen:
-                self._known[tensor] = _Made(place)
-        self._frames[-1].part += id(module) in self.names
+            self._called.setdefault(frame.key, (frame.module, Counter()))
+            self._read(frame.key, tree_tensors((args, kwargs)))
+            self._known.update({tensor: _Made(frame.key) for tensor in unseen})
+        self._frames[-1].part += id(module) in self._names
 
     # Functions
 
@@ -154,98 +133,84 @@ class FlowRecorder(TensorRecorder):
     ) -> Any:
         kwargs = kwargs or {}
         inputs = list(tree_tensors((args, kwargs)))
-        required = [tensor.requires_grad for tensor in inputs]
+        required_grad = any(tensor.requires_grad for tensor in inputs)
         result = func(*args, **kwargs)
         if inputs:
-            self._record(function_name(func), args, kwargs, inputs, required, result)
+            name = function_name(func)
+            outputs = list(tree_tensors(result))
+            if name == "__setitem__" and isinstance(args[0], torch.Tensor):
+                outputs.append(args[0])
+            outputs += tree_tensors(kwargs.get("out"))
+            if outputs or name in LEAVES_TORCH:
+                self._record(name, inputs, outputs, required_grad)
         return result
 
     def _record(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: Any,
-        inputs: list[torch.Tensor],
-        required: list[bool],
-        result: Any,
+        self, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], required_grad: bool
     ) -> None:
-        outputs = list(tree_tensors(result))
-        if name == "__setitem__" and isinstance(args[0], torch.Tensor):
-            outputs.append(args[0])
-        outputs += tree_tensors(kwargs.get("out"))
-        if not outputs and name not in LEAVES_TORCH:
-            return
-        frame = self._frames[-1]
-        place = (frame.module, frame.part)
-        lost = any(required) and not any(output.requires_grad for output in outputs)
+        frame, operation = self._frames[-1], name.strip("_")
+        lost = required_grad and not any(output.requires_grad for output in outputs)
         stop = self._stop_here(name, lost, outputs)
-        cut = stop if stop is not None and self.ends[stop].cause == "cut" else None
-        before = [self._known.get(tensor) for tensor in inputs]
-        after = frozenset(s for made in before if made is not None for s in made.after)
-        if stop is not None:
-            met = self.stops.setdefault(stop, Stop(frame.module))
-            if self.ends[stop].cause == "unreachable":
-                met.sources, met.dead = [place], [t for t in outputs if self.keeps and t.requires_grad]
-            else:
-                after |= {stop}
-                if self.keeps:
-                    met.dead += [t for t, grad in zip(inputs, required, strict=True) if grad]
-        if cut is not None and self.ends[cut].reason.startswith((f"{name.strip('_')}()", f".{name}")):
-            met.sources += [made.place for made in before if made is not None and made.place not in (None, INPUT)]
-            for output in outputs:  # the stop stands for the operation
-                self._known[output] = _Made(None, stop=cut, after=after)
+        end = self._stops.get(stop, PathEnd(""))
+        if stop:
+            self._met[stop] = frame.module
+        cut = stop if end.cause == "cut" else ""
+        if cut and end.reason.startswith((f"{operation}()", f".{name}")):  # the stop stands for the operation
+            for made in filter(None, map(self._known.get, inputs)):
+                if made.by != INPUT and made.by not in self._stops:
+                    self._join(made.by, cut, "gradient")
+            self._known.update({output: _Made(cut) for output in outputs})
             frame.part += 1
             return
+        key = frame.key
+        if stop and not cut:
+            self._join(key, stop, "gradient")
         if not outputs:
             return
-        self.places.setdefault(place, Counter())[name.strip("_")] += 1
-        self._read(place, inputs, stop)
-        off = not torch.is_grad_enabled() and (any(required) or any(made is not None and made.off for made in before))
+        self._called.setdefault(key, (frame.module, Counter()))[1][operation] += 1
+        self._read(key, inputs, cut)
+        off = required_grad or any(made is not None and made.off for made in map(self._known.get, inputs))
+        in_place = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))  # no __getitem__
         for output in outputs:
-            grad = output.requires_grad
-            self._known[output] = _Made(place, None if grad else cut, off, frozenset() if grad else after)
-            in_place = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))  # no __getitem__
-            if output._is_view() and output._base is not None and in_place:
-                self._known[output._base] = self._known[output]
-            if self.keeps and output.grad_fn is not None:
-                self.owners.setdefault(id(output.grad_fn), (output.grad_fn, frame.module))
-                self.keeps = len(self.owners) < WALK_LIMIT
-                for index in after:
-                    self.stops[index].alive.append(output)
-        frame.part += cut is not None
+            made = _Made(key, "" if output.requires_grad else cut, off and not torch.is_grad_enabled())
+            self._known[output] = made
+            if in_place and output._is_view() and output._base is not None:
+                self._known[output._base] = made
+        frame.part += bool(cut)
 
-    def _read(self, place: Place, tensors: Iterable[torch.Tensor], stop: int | None) -> None:
+    def _read(self, key: str, tensors: Iterable[torch.Tensor], stop: str = "") -> None:
+        """The node `key`, which the region of `stop` is around, reads `tensors`."""
         for tensor in tensors:
             made = self._known.get(tensor)
             if tensor.is_leaf and tensor.requires_grad:
                 self.leaves[id(tensor)] = tensor
-                self.reads.setdefault(id(tensor), {})[place] = None
+                self.read_by.setdefault(id(tensor), {})[key] = None
             if made is None:
                 continue
-            if self.keeps and made.place is not None and tensor.grad_fn is not None:
-                # of a custom Function, whose call is not seen
-                self.owners.setdefault(id(tensor.grad_fn), (tensor.grad_fn, made.place[0]))
-            if made.stop is not None and made.stop != stop:
-                self.stops[made.stop].sources += [] if made.place is None else [made.place]
-                self.stop_edges[made.stop, place] = None
-            elif made.place is not None and made.place != place:
-                kind = "gradient" if tensor.requires_grad else "off" if made.off else "values"
-                self.flows.setdefault((made.place, place), set()).add(kind)
-            if made.off and made.place is not None and tensor.requires_grad:
-                self._revived[made.place] = None  # what a custom Function returned was made while autograd was off
+            if made.stop not in ("", stop):
+                self._join(made.by, made.stop, "gradient")
+                self._join(made.stop, key, "values")
+            else:
+                self._join(made.by, key, "gradient" if tensor.requires_grad else "off" if made.off else "values")
+            if made.off and tensor.requires_grad:
+                self._revived.add(made.by)  # what a custom Function returned was made while autograd was off
 
-    def maker_of(self, tensor: torch.Tensor) -> Place | None:
-        """The place that made `tensor`, as far as it was seen."""
-        made = self._known.get(tensor)
-        return made.place if made is not None else None
+    def _join(self, source: str, target: str, kind: str) -> None:
+        if source != target:
+            self._flows.setdefault((source, target), set()).add(kind)
 
-    def _stop_here(self, name: str, lost: bool, outputs: Sequence[torch.Tensor]) -> int | None:
-        ending = any(end.cause == "unreachable" and end.reason == f"{name.strip('_')}()" for end in self.ends)
-        if not self.ends or not (lost or outputs == [] or ending):
-            return None
-        where, module = user_location(sys._getframe(2)), self._frames[-1].registered
+    def _stop_here(self, name: str, lost: bool, outputs: Sequence[torch.Tensor]) -> str:
+        """The stop at which a path ends in this call; empty where none does."""
         reason = f"{name.strip('_')}()" if outputs else f"{name.strip('_')}(), which leaves torch"
         if outputs and lost:
             reason = cut_reason(name, outputs[0])
-        found = [(end.location, end.module, end.reason) for end in self.ends]
-        return found.index((where, module, reason)) if where and (where, module, reason) in found else None
+        if reason not in self._reasons:
+            return ""
+        stop = stop_key(PathEnd("cut", reason, user_location(), self._frames[-1].registered))
+        met = stop in self._stops and (lost or not outputs or self._stops[stop].cause == "unreachable")
+        return stop if met else ""
+
+
+def stop_key(end: PathEnd) -> str:
+    """The key of the node at which a path ends."""
+    return f"stop {end.reason} {end.location} {end.module}"

@@ -33,18 +33,16 @@ from ddpcheck.report.graph.drawing_data import GraphView, Mark
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
 
-DETAILS = ("auto", "operations", "modules")
 _ABSENT = ("DDP104", "DDP105")  # their ranks and steps are those in which the parameter takes no part
 
 
 def trace_graph(
-    target: Recipe | str, *, detail: str = "auto", hosts: RankHosts | None = None, **options: Any
+    target: Recipe | str, *, hosts: RankHosts | None = None, **options: Any
 ) -> tuple[Report, GraphView, tuple[Mark, ...]]:
     """Check a recipe, and gather the graph of rank 0's loss in the first step.
 
     Args:
         target: As for `ddpcheck.check`.
-        detail: One of `DETAILS`, what the nodes are; "auto" decides by their number.
         hosts: Processes that a launcher has started.
         **options: The others of `ddpcheck.check`.
 
@@ -55,10 +53,8 @@ def trace_graph(
         TargetError: The target could not be built or run.
         HangError: It hung.
         BugError: ddpcheck itself failed; where only an explanation did, the picture is drawn and the report says so.
-        UsageError: An argument is wrong, or the graph cannot be drawn in this detail.
+        UsageError: An argument is wrong.
     """
-    if detail not in DETAILS:
-        raise UsageError(f"--detail must be {', '.join(DETAILS[:-1])} or {DETAILS[-1]}, not {detail!r}")
     if importlib.util.find_spec("graphviz") is None:
         raise UsageError("drawing needs the Python package graphviz: pip install 'ddpcheck[graph]'")
     report = check(target, hosts=hosts, **options)
@@ -67,11 +63,11 @@ def trace_graph(
         kinds: Mapping[int, type[DdpcheckError]] = {EXIT_TARGET: TargetError, EXIT_HANG: HangError}
         raise kinds.get(report.error.exit_code, BugError)(report.error.message, detail=report.error.detail)
     if options.get("progress"):
-        options["progress"]("following the loss's graph")
+        options["progress"]("following the tensors")
     settings = {name: report.world[name] for name in ("world_size", "backend", "device", "timeout")}
     try:
         with World(**settings, watch=CollectiveMismatchWatch(), hosts=hosts) as world:
-            return report, _gather(world, report, target, detail), marks(report.findings)
+            return report, _gather(world, report, target), marks(report.findings)
     except RankError as error:
         first = error.first
         if first is not None and isinstance(first.exception, DdpcheckError):
@@ -81,13 +77,12 @@ def trace_graph(
         raise
 
 
-def _gather(world: World, report: Report, target: Recipe | str, detail: str) -> GraphView:
+def _gather(world: World, report: Report, target: Recipe | str) -> GraphView:
     lazy = any(finding.code == "DDP110" for finding in report.findings)
     wrapping = next((item.status for item in report.checks if item.name == "wrapping"), "skipped")
     wrapped = wrapping in ("passed", "failed") and not lazy
     world.run(partial(calls.graph_phases.prepare, target, report.world["seed"], wrapped=wrapped, materialise=lazy))
-    world.run(calls.graph_phases.run_step)
-    picture = world.run(partial(calls.graph_phases.trace, detail))[0]
+    picture = world.run(calls.graph_phases.trace)[0]
     assert picture is not None, "rank 0 makes one"
     return picture
 
