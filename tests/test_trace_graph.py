@@ -197,7 +197,7 @@ def loss(model, batch):
         )
     )
     octagons = [node["label"] for node in dot.nodes.values() if node.get("shape") == "doubleoctagon"]
-    assert octagons == ["first<1>", "second"]
+    assert octagons == ["loss['first<1>']", "loss['second']"]
     assert dot.node("unused\nc.weight  4\u00d74\nc.bias  4")
 
 

@@ -6,6 +6,7 @@ Pure functions from `GraphView` to `GraphView`. This module is light: it never i
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -162,7 +163,7 @@ def _merge(picture: GraphView, renamed: Mapping[str, str], shown: Callable[[str]
 
 def _emptied(picture: GraphView, keys: Container[str], **changes: Any) -> GraphView:
     """The picture with nodes that say no more what they call, and with other changes of them."""
-    nodes = (replace(node, operations={}, **changes) if node.key in keys else node for node in picture.nodes)
+    nodes = (replace(node, operations=Counter(), **changes) if node.key in keys else node for node in picture.nodes)
     return replace(picture, nodes=tuple(nodes))
 
 

@@ -6,6 +6,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -33,7 +34,7 @@ class Node:
     kind: NodeKind
     name: str = ""
     module: str | None = None
-    operations: Mapping[str, int] = field(default_factory=dict)
+    operations: Counter[str] = field(default_factory=Counter)
     end: PathEnd | None = None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,16 +10,16 @@ from torch import nn
 
 from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.findings.replace import replace
-from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, all_names, contents
+from ddpcheck.gather.autograd.autograd_graph import all_names
 from ddpcheck.gather.autograd.unregistered_leaves import held_tensors
 from ddpcheck.gather.phases import local_step as local
 from ddpcheck.gather.phases import missing_gradients
 from ddpcheck.gather.phases.model_build import build, wrap
 from ddpcheck.gather.phases.rank_state import rank_state
 from ddpcheck.gather.steps.training_step import make_batch
-from ddpcheck.recipe.pytree import copied, to_device, tree_tensors
+from ddpcheck.recipe.pytree import copied, named_tensors, to_device, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
-from ddpcheck.report.graph.drawing_data import GraphView, ModuleFact, ParameterFact
+from ddpcheck.report.graph.drawing_data import GraphView, ParameterFact
 from ddpcheck.report.graph.tensor_flow import FlowRecorder, stop_key
 
 STEP = 0
@@ -65,64 +64,26 @@ def trace() -> GraphView | None:
     ends = {name: end for name, end in ends.items() if end.cause in ("cut", "unreachable")}
     module, recipe = state.reference.module, state.recipe
     state.step.before.restore(module)
-    modules = _named_modules(module)
-    names = {key: name for key, (name, _) in modules.items()}
-    registered = {id(submodule) for submodule in module.modules()}
-    recorders: list[FlowRecorder] = []
+    recorder = FlowRecorder(module, list(ends.values()))
     losses: dict[str, torch.Tensor] = {}
 
     def recorded(model: nn.Module, batch: Any) -> Any:
-        recorder = FlowRecorder(names, registered, tree_tensors(batch), list(ends.values()))
-        recorders.append(recorder)
+        recorder.enter_batch(tree_tensors(batch))
         with recorder:
             result = call_loss(recipe, model, batch, STEP)
-        losses.update(_named_losses(result))
+        losses.update({name: tensor for name, tensor in named_tensors(result, "loss") if tensor.requires_grad})
         return result
 
     state.recipe = replace(recipe, loss=recorded)
     state.run_loss(STEP, "drawing, ")
     if state.rank != 0:
         return None
-    recorder = recorders[0]
-    nodes, edges = recorder.graph(losses)
-    tensors: dict[int, torch.Tensor] = {id(p): p for p in module.parameters()}
-    aliases = all_names(module)
-    held = {id(tensor): name for name, _, tensor in held_tensors(module, recipe)}
-    for key, leaf in recorder.leaves.items():
-        if key in held and key not in aliases:
-            tensors[key], aliases[key] = leaf, (held[key],)
+    held = {id(tensor): (name,) for name, _, tensor in held_tensors(module, recipe)}
+    names = {**held, **all_names(module)}
     parameters = {}
-    for key, tensor in tensors.items():
-        first = aliases[key][0]
-        end = stop_key(ends[first]) if first in ends else ""
-        parameters[first] = ParameterFact(aliases[key], tuple(tensor.shape), tuple(recorder.read_by.get(key, ())), end)
-    facts = {
-        name: ModuleFact(type(found).__name__, sum(p.numel() for p in found.parameters()), recorder.calls[name])
-        for name, found in modules.values()
-    }
-    return GraphView(nodes, edges, facts, parameters)
-
-
-def _named_losses(result: Any) -> dict[str, torch.Tensor]:
-    """The losses that are minimised, by key or position; tensors that are only logged are left out."""
-    pairs = result.items() if isinstance(result, Mapping) else [("", result)]
-    found: dict[str, torch.Tensor] = {}
-    for key, value in pairs:
-        tensors = [tensor for tensor in tree_tensors(value) if tensor.requires_grad]
-        name = f"{key}" if key != "" else "loss"
-        found.update({name if len(tensors) == 1 else f"{name}[{i}]": tensor for i, tensor in enumerate(tensors)})
-    return found
-
-
-def _named_modules(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
-    """Every module with its path, by identity, also those in plain attributes, lists and dicts of others."""
-    found = {id(submodule): (name, submodule) for name, submodule in module.named_modules()}
-    for prefix, holder in module.named_modules():
-        for key, value in vars(holder).items():
-            if key not in MODULE_INTERNALS:
-                path = f"{prefix}.{key}" if prefix else key
-                for place, held in [(path, value), *((f"{path}{suffix}", item) for suffix, item in contents(value))]:
-                    if isinstance(held, nn.Module):
-                        for inner, submodule in held.named_modules(prefix=place):
-                            found.setdefault(id(submodule), (inner, submodule))
-    return found
+    for key, tensor in ({id(p): p for p in module.parameters()} | recorder.leaves).items():
+        if key in names:
+            first, readers = names[key][0], recorder.read_by.get(key, ())
+            end = stop_key(ends[first]) if first in ends else ""
+            parameters[first] = ParameterFact(names[key], tuple(tensor.shape), tuple(readers), end)
+    return GraphView(*recorder.graph(losses), recorder.module_facts(), parameters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch import nn
 from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, contents
 from ddpcheck.gather.autograd.gradient_paths import LEAVES_TORCH, TensorRecorder, cut_reason, function_name
 from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.report.graph.drawing_data import Edge, Node
+from ddpcheck.report.graph.drawing_data import Edge, ModuleFact, Node
 
 INPUT = "batch"
 
@@ -47,42 +48,39 @@ class _Frame:
 
 
 class FlowRecorder(TensorRecorder):
-    """While active, follows every tensor from the module that made it to those that read it.
+    """While active, follows every tensor from the module that made it to those that read it, in one forward pass.
 
     Attributes:
         read_by: The nodes that read each leaf that requires grad, by its identity.
         leaves: Those leaves.
-        calls: How often the forward of each module ran, by path.
     """
 
-    def __init__(
-        self,
-        names: Mapping[int, str],
-        registered: Collection[int] = (),
-        inputs: Iterable[torch.Tensor] = (),
-        ends: Sequence[PathEnd] = (),
-    ) -> None:
-        """It is told of one forward pass.
-
-        Args:
-            names: Paths of modules by identity, also of those that are held without being registered.
-            registered: The identities of those that are.
-            inputs: The tensors of the batch.
-            ends: Where paths are known to end.
-        """
+    def __init__(self, module: nn.Module, ends: Sequence[PathEnd] = ()) -> None:
+        """`ends` are where paths are known to end."""
         super().__init__()
         self.read_by: dict[int, dict[str, None]] = {}
         self.leaves: dict[int, torch.Tensor] = {}
-        self.calls: Counter[str] = Counter()
-        self._names, self._registered = names, registered
-        self._known.update({tensor: _Made(INPUT) for tensor in inputs})
+        self._calls: Counter[str] = Counter()
+        self._registered = {id(submodule) for submodule in module.modules()}
+        self._modules = _named_modules(module)
         self._stops = {stop_key(end): end for end in ends}
         self._met: dict[str, str | None] = {}  # the modules in which they were met
         self._reasons = {end.reason for end in ends}
-        self._called: dict[str, tuple[str | None, Counter[str]]] = {}  # by node: its module, and what that calls there
+        self._nodes = {INPUT: Node(INPUT, "input", name="batch")}
         self._flows: dict[tuple[str, str], set[str]] = {}
         self._frames = [_Frame(None)]
         self._revived: set[str] = set()
+
+    def enter_batch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These tensors are the batch."""
+        self._known.update({tensor: _Made(INPUT) for tensor in tensors})
+
+    def module_facts(self) -> dict[str, ModuleFact]:
+        """The modules by path."""
+        return {
+            path: ModuleFact(type(module).__name__, sum(p.numel() for p in module.parameters()), self._calls[path])
+            for path, module in self._modules.values()
+        }
 
     def graph(self, losses: Mapping[str, torch.Tensor]) -> tuple[tuple[Node, ...], tuple[Edge, ...]]:
         """What was seen: the nodes in order of execution, and the edges between them."""
@@ -96,8 +94,7 @@ class FlowRecorder(TensorRecorder):
         for name, loss in losses.items():
             if (made := self._known.get(loss)) is not None:
                 self._join(made.by, f"loss {name}", "gradient")
-        nodes = [Node(INPUT, "input", name="batch")] if any(INPUT in ends for ends in self._flows) else []
-        nodes += [Node(key, "module", module=path, operations=called) for key, (path, called) in self._called.items()]
+        nodes = list(self._nodes.values())[0 if any(INPUT in ends for ends in self._flows) else 1 :]
         for key, end in self._stops.items():
             nodes.append(Node(key, "stop", module=self._met.get(key, end.module), end=end))
         nodes += [Node(f"loss {name}", "loss", name=name) for name in losses]
@@ -109,21 +106,24 @@ class FlowRecorder(TensorRecorder):
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
         around = self._frames[-1]
-        name = self._names.get(id(module))
-        if name is None:  # what it computes counts as done by the module around it
+        if id(module) not in self._modules:  # what it computes counts as done by the module around it
             self._frames.append(around)
             return
-        self.calls[name] += 1
-        self._frames.append(_Frame(name, name if id(module) in self._registered else around.registered))
+        path, _ = self._modules[id(module)]
+        self._calls[path] += 1
+        self._frames.append(_Frame(path, path if id(module) in self._registered else around.registered))
 
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         frame = self._frames.pop()
         unseen = [t for t in tree_tensors(output) if t not in self._known and id(t) not in self.leaves]
         if unseen:  # made by what no Python function shows, as in a scripted module
-            self._called.setdefault(frame.key, (frame.module, Counter()))
-            self._read(frame.key, tree_tensors((args, kwargs)))
-            self._known.update({tensor: _Made(frame.key) for tensor in unseen})
-        self._frames[-1].part += id(module) in self._names
+            node = self._node_of(frame)
+            self._read(node.key, tree_tensors((args, kwargs)))
+            self._known.update({tensor: _Made(node.key) for tensor in unseen})
+        self._frames[-1].part += id(module) in self._modules
+
+    def _node_of(self, frame: _Frame) -> Node:
+        return self._nodes.setdefault(frame.key, Node(frame.key, "module", module=frame.module))
 
     # Functions
 
@@ -167,7 +167,7 @@ class FlowRecorder(TensorRecorder):
             self._join(key, stop, "gradient")
         if not outputs:
             return
-        self._called.setdefault(key, (frame.module, Counter()))[1][operation] += 1
+        self._node_of(frame).operations[operation] += 1
         self._read(key, inputs, cut)
         off = required_grad or any(made is not None and made.off for made in map(self._known.get, inputs))
         in_place = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))  # no __getitem__
@@ -214,3 +214,17 @@ class FlowRecorder(TensorRecorder):
 def stop_key(end: PathEnd) -> str:
     """The key of the node at which a path ends."""
     return f"stop {end.reason} {end.location} {end.module}"
+
+
+def _named_modules(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
+    """Every module with its path, by identity, also those in plain attributes, lists and dicts of others."""
+    found = {id(submodule): (path, submodule) for path, submodule in module.named_modules()}
+    for prefix, holder in module.named_modules():
+        for key, value in vars(holder).items():
+            path = f"{prefix}.{key}" if prefix else key
+            inside = [] if key in MODULE_INTERNALS else [("", value), *contents(value)]
+            for suffix, held in inside:
+                if isinstance(held, nn.Module):
+                    for inner, submodule in held.named_modules(prefix=f"{path}{suffix}"):
+                        found.setdefault(id(submodule), (inner, submodule))
+    return found
