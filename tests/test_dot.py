@@ -12,13 +12,10 @@ from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
+from ddpcheck.report.graph.dot import CAUSES, draw, summary
 from ddpcheck.report.graph.drawing_data import Edge, GraphView, Mark, ModuleFact, Node, ParameterFact
 from ddpcheck.report.graph.layout import lay_out, picture_format
 from tests.dotsource import Dot, parse
-
-pytest.importorskip("graphviz", reason="the Python package graphviz, which writes dot source, is not installed")
-
-from ddpcheck.report.graph.dot import CAUSES, draw, summary
 
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's dot is not installed")
 CUT = PathEnd("cut", "detach()", Location("net.py", 17), "")

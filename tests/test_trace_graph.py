@@ -1,14 +1,11 @@
 """`ddpcheck graph` on real ranks: what is drawn of a recipe, and what is said where it cannot be."""
 
-import importlib.util
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("graphviz", reason="the Python package graphviz, which writes dot source, is not installed")
 
 from ddpcheck import cli
 from ddpcheck.findings.report import Report
@@ -329,17 +326,6 @@ def test_without_dot_a_picture_is_refused_with_the_way_out(
     assert cli.main(["graph", broken("parameters/unused"), "-o", "x.svg"]) == 2
     said = capsys.readouterr().err
     assert "needs the `dot` executable of Graphviz" in said and "-o graph.dot" in said and said.count("\n") == 1
-
-
-@pytest.mark.usefixtures("no_check")
-def test_without_the_packages_the_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "graphviz" else find(name))
-    assert cli.main(["graph", broken("parameters/unused"), "-o", "x.dot"]) == 2
-    said = "ddpcheck: error: drawing needs the Python package graphviz: pip install 'ddpcheck[graph]'\n"
-    assert capsys.readouterr().err == said
 
 
 def test_without_a_file_dot_source_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from ddpcheck.findings.errors import DdpcheckError
 from ddpcheck.worlds.validation import WorldOptions
 
 PACKAGES = (
-    *("cloudpickle", "rich", "numpy", "pytest", "pytest-xdist", "graphviz", "shtab"),
+    *("cloudpickle", "rich", "numpy", "pytest", "pytest-xdist", "shtab"),
     *("lightning", "transformers", "accelerate", "mmengine"),
 )
 _OURS = re.compile(

@@ -3,20 +3,19 @@
 Names are data: what means something to dot or to its HTML-like labels is escaped, and control characters are shown.
 The same picture gives the same text.
 
-This module is light: it never imports torch, and graphviz only to write dot source.
+This module is light: it never imports torch.
 """
 
 from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.wording import join_names
+from ddpcheck.findings.wording import group_by, join_names
 from ddpcheck.report.graph.drawing_data import GraphView, Mark, Node, ParameterFact, module_of, path_parts, prefixes
 
 MOST_LINES = 6  # names in one node
@@ -50,7 +49,18 @@ CAUSES: Mapping[str, Cause] = {
 
 INK, FAINT = "#333333", "#767676"
 _STOP, _STOP_FILL = "#B00020", "#FFF1F0"
-_FONT = "Helvetica,Arial,sans-serif"
+_FONT = f'fontname="Helvetica,Arial,sans-serif" fontcolor="{INK}"'
+
+# Attributes in the dot language
+_GRAPH = f'{_FONT} bgcolor=white labeljust=l labelloc=t rankdir=TB nodesep=0.3 ranksep=0.35 pad=0.3 tooltip=" "'
+_NODE = f'{_FONT} fontsize=11 shape=box style="rounded,filled" color="#8A8A8A" fillcolor=white height=0.3'
+_NODE_MARGIN, _STOP_MARGIN = 'margin="0.12,0.05"', 'margin="0.05,0.02"'
+_EDGE = 'color="#555555" arrowsize=0.6'
+_PLAIN = 'fillcolor="#F4F4F4"'
+_BOX = 'labeljust=l style="rounded,filled" color="#C4C4C4"'
+_STOP_SIGN = f'shape=octagon style=filled color="{_STOP}" fillcolor="{_STOP_FILL}" fontcolor="{_STOP}" penwidth=2'
+_MARKED = 'color="#000000" penwidth=1.5'
+_DATA_ONLY = f'color="{FAINT}" style=dashed'
 
 
 def draw(picture: GraphView, marks: Sequence[Mark], report: Report) -> str:
@@ -58,12 +68,12 @@ def draw(picture: GraphView, marks: Sequence[Mark], report: Report) -> str:
     return _Drawing(picture, marks, report).source()
 
 
-class _Cluster:
-    """A box around what belongs to one module."""
+@dataclass(slots=True)
+class _Box:
+    """What belongs to one module: lines of dot source, and the boxes of the modules in it, by path."""
 
-    def __init__(self) -> None:
-        self.nodes: list[tuple[str, dict[str, str]]] = []
-        self.inside: dict[str, _Cluster] = {}
+    lines: list[str] = field(default_factory=list)
+    inside: dict[str, _Box] = field(default_factory=dict)
 
 
 class _Drawing:
@@ -71,8 +81,8 @@ class _Drawing:
         self.picture = picture
         self.report = report
         self.marks = _by_first_name(marks, picture.parameters)
-        self.top = _Cluster()
-        self.edges: list[tuple[str, str, dict[str, str]]] = []
+        self.top = _Box()
+        self.edges: list[str] = []
         self._ids: dict[str, str] = {}
         count = Counter(node.module for node in picture.nodes if node.module is not None)
         crowded = {module for module, number in count.items() if number > 1}
@@ -80,66 +90,32 @@ class _Drawing:
 
     def source(self) -> str:
         """The whole text."""
-        import graphviz
-
         for node in self.picture.nodes:
-            self._draw_node(node)
+            self._place(node.key, node.module, self._look(node))
         for edge in self.picture.edges:
-            self._join(edge.source, edge.target, {} if edge.gradient else {"style": "dashed", "color": FAINT})
+            self._join(edge.source, edge.target, "" if edge.gradient else _DATA_ONLY)
         self._draw_parameters()
-        dot = graphviz.Digraph(
-            "ddpcheck",
-            graph_attr={
-                "label": self._title(),
-                "labelloc": "t",
-                "labeljust": "l",
-                "fontname": _FONT,
-                "fontcolor": INK,
-                "rankdir": "TB",
-                "nodesep": "0.3",
-                "ranksep": "0.35",
-                "pad": "0.3",
-                "bgcolor": "white",
-                "tooltip": " ",
-            },
-            node_attr={
-                "fontname": _FONT,
-                "fontsize": "11",
-                "fontcolor": INK,
-                "color": "#8A8A8A",
-                "shape": "box",
-                "style": "rounded,filled",
-                "fillcolor": "white",
-                "height": "0.3",
-                "margin": "0.12,0.05",
-            },
-            edge_attr={"color": "#555555", "arrowsize": "0.6"},
-        )
-        self._write(dot, self.top, None, 0)
-        for source, target, attributes in self.edges:
-            dot.edge(source, target, **attributes)
-        return str(dot.source)
+        head = (f"graph [{_GRAPH} label={self._title()}]", f"node [{_NODE} {_NODE_MARGIN}]", f"edge [{_EDGE}]")
+        lines = [f"\t{line}" for line in (*head, *self._written(self.top, 0), *self.edges)]
+        return "\n".join(["digraph ddpcheck {", *lines, "}\n"])
 
     # Nodes
 
-    def _draw_node(self, node: Node) -> None:
-        if node.kind in ("input", "loss"):
-            shape = "cds" if node.kind == "input" else "doubleoctagon"
-            attributes = {"shape": shape, "fillcolor": "#F4F4F4", "label": label([(node.name, "b")])}
-        elif node.kind == "stop":
-            attributes = _stop(node)
-        else:
-            attributes = self._module(node)
-        self._place(node.key, node.module, attributes)
-
-    def _module(self, node: Node) -> dict[str, str]:
-        called = ", ".join(name if count == 1 else f"{name} \u00d7{count}" for name, count in _most(node.operations))
-        if node.name:  # many modules taken together
-            return {"label": label([(node.name, "b")])}
+    def _look(self, node: Node) -> str:
+        if node.end is not None:
+            at = f"at {node.end.location}" if node.end.location else ""
+            lost = "does not reach the loss" if node.end.cause == "unreachable" else ""
+            text = label([(node.end.reason, "b"), (at, "small"), (lost, "small")], colour=_STOP)
+            return f"{_STOP_SIGN} {_STOP_MARGIN} label={text}"
+        if node.name:  # also of many modules taken together
+            shape = {"input": f"shape=cds {_PLAIN} ", "loss": f"shape=doubleoctagon {_PLAIN} "}.get(node.kind, "")
+            return f"{shape}label={label([(node.name, 'b')])}"
+        calls = [name if count == 1 else f"{name} \u00d7{count}" for name, count in node.operations.items()]
+        called = ", ".join(calls if len(calls) <= 5 else [*calls[:4], f"{len(calls) - 4} more"])
         if node.module is None or node.module in self._crowded:  # what a container computes between its modules
-            return {"label": label([(called or "computes", "small")]), "fillcolor": "#F4F4F4"}
-        lines = [(self._called(node.module), "b"), (self._about(node.module), "small")]
-        return {"label": label(lines), "tooltip": attribute(f"{node.module}: {called}")}
+            return f"{_PLAIN} label={label([(called or 'computes', 'small')])}"
+        text = label([(self._called(node.module), "b"), (self._about(node.module), "small")])
+        return f"label={text} tooltip={quoted(f'{node.module}: {called}')}"
 
     def _called(self, module: str) -> str:
         """The last part of a module's path, or the range of them where it stands for several."""
@@ -173,29 +149,22 @@ class _Drawing:
     # Parameters
 
     def _draw_parameters(self) -> None:
-        groups = self._groups(lambda name: (self._home(name), self._shown_as(module_of(name))))
-        if len(groups) > MOST_NODES:
-            groups = self._groups(self._home)
-        for names in groups.values():
+        """A node for those with which the same is wrong in one module, or, where these are many, in one box."""
+        alike = group_by(self.marks, lambda name: (self.marks[name].code, self.marks[name].where, self._home(name)))
+        nodes = [names for group in alike.values() for names in group_by(group, self._shown_module_of).values()]
+        for names in nodes if len(nodes) <= MOST_NODES else alike.values():
             self._parameter_node(names, self.marks[names[0]])
-
-    def _groups(self, place: Callable[[str], Hashable]) -> dict[Hashable, list[str]]:
-        """The marked parameters that share a node: the same is wrong with them, and `place` is the same."""
-        groups: dict[Hashable, list[str]] = {}
-        for name, mark in self.marks.items():
-            groups.setdefault((mark.code, mark.where, place(name)), []).append(name)
-        return groups
 
     def _home(self, name: str) -> str | None:
         """The module in whose box the node of a parameter stands: around what reads it, else its own."""
         fact = self.picture.parameters.get(name)
-        module = self._shown_as(module_of(name))
+        module = self._shown_module_of(name)
         if fact is None or not any(key in self._ids for key in fact.read_by):
             return self._outermost_never_called(module)
         return ".".join(path_parts(module)[:-1]) if module and module not in self._crowded else module
 
-    def _shown_as(self, module: str) -> str:
-        return self.picture.shown_as.get(module, module)
+    def _shown_module_of(self, name: str) -> str:
+        return self.picture.shown_as.get(module_of(name), module_of(name))
 
     def _outermost_never_called(self, module: str) -> str:
         for path in prefixes(module)[1:-1]:
@@ -216,49 +185,41 @@ class _Drawing:
         if len(shown) < len(names):
             lines.append((f"and {len(names) - len(shown)} more", ""))
         key = f"parameter {names[0]}"
-        line = {"color": "#000000", "penwidth": "1.5"}
-        attributes = {"style": "filled", "fillcolor": cause.fill, "label": label(lines, colour=cause.text), **line}
-        self._place(key, self._home(names[0]), {**attributes, "tooltip": attribute(", ".join(names))})
+        look = f'{_MARKED} style=filled fillcolor="{cause.fill}" tooltip={quoted(", ".join(names))}'
+        self._place(key, self._home(names[0]), f"{look} label={label(lines, colour=cause.text)}")
         readers = dict.fromkeys(reader for fact in facts if fact for reader in fact.read_by)
         for reader in readers:
-            self._join(key, reader, line)
+            self._join(key, reader, _MARKED)
         if not any(reader in self._ids for reader in readers):
             for stop in sorted({fact.ends_at for fact in facts if fact and fact.ends_at}):
-                self._join(key, stop, line)
+                self._join(key, stop, _MARKED)
 
     # Boxes
 
-    def _place(self, key: str, module: str | None, attributes: dict[str, str]) -> None:
+    def _place(self, key: str, module: str | None, look: str) -> None:
         self._ids[key] = f"n{len(self._ids) + 1}"
-        cluster = self.top
+        box = self.top
         if module is not None:
             is_box = not module or module in self._crowded or not key.startswith("module ")
             for path in prefixes(module) if is_box else prefixes(module)[:-1]:
-                cluster = cluster.inside.setdefault(path, _Cluster())
-        cluster.nodes.append((self._ids[key], attributes))
+                box = box.inside.setdefault(path, _Box())
+        box.lines.append(f"{self._ids[key]} [{look}]")
 
-    def _write(self, dot: Any, cluster: _Cluster, path: str | None, depth: int) -> None:
-        for name, attributes in cluster.nodes:
-            dot.node(name, **attributes)
-        for inner_path, inner in cluster.inside.items():
-            number = self._ids.setdefault(f"cluster {inner_path}", f"m{len(self._ids) + 1}")
-            with dot.subgraph(name=f"cluster_{number}") as box:
-                heading = label([(self._called(inner_path), "b"), (self._about(inner_path), "small")], between="  ")
-                grey = max(0xFF - 7 * depth, 0xE0)
-                box.attr(
-                    "graph",
-                    label=heading,
-                    labeljust="l",
-                    style="rounded,filled",
-                    color="#C4C4C4",
-                    fillcolor=f"#{grey:02X}{grey:02X}{min(grey + 3, 255):02X}",
-                    tooltip=attribute(inner_path or "model"),
-                )
-                self._write(box, inner, inner_path, depth + 1)
+    def _written(self, box: _Box, depth: int) -> Iterator[str]:
+        yield from box.lines
+        for path, inner in box.inside.items():
+            self._ids[f"box {path}"] = number = f"m{len(self._ids) + 1}"
+            grey = max(0xFF - 7 * depth, 0xE0)
+            fill = f"#{grey:02X}{grey:02X}{min(grey + 3, 255):02X}"
+            heading = label([(self._called(path), "b"), (self._about(path), "small")], between="  ")
+            yield f"subgraph cluster_{number} {{"
+            yield f'\tgraph [{_BOX} fillcolor="{fill}" tooltip={quoted(path or "model")} label={heading}]'
+            yield from (f"\t{line}" for line in self._written(inner, depth + 1))
+            yield "}"
 
-    def _join(self, source: str, target: str, attributes: dict[str, str]) -> None:
+    def _join(self, source: str, target: str, look: str) -> None:
         if source in self._ids and target in self._ids:
-            self.edges.append((self._ids[source], self._ids[target], attributes))
+            self.edges.append(f"{self._ids[source]} -> {self._ids[target]}" + (f" [{look}]" if look else ""))
 
     # Title and legend
 
@@ -285,22 +246,6 @@ class _Drawing:
         return f'<<TABLE BORDER="0" CELLSPACING="3" CELLPADDING="2">{"".join(rows)}</TABLE>>'
 
 
-def _stop(node: Node) -> dict[str, str]:
-    assert node.end is not None
-    at = f"at {node.end.location}" if node.end.location else ""
-    lost = "does not reach the loss" if node.end.cause == "unreachable" else ""
-    return {
-        "shape": "octagon",
-        "style": "filled",
-        "fillcolor": _STOP_FILL,
-        "color": _STOP,
-        "fontcolor": _STOP,
-        "penwidth": "2",
-        "margin": "0.05,0.02",
-        "label": label([(node.end.reason, "b"), (at, "small"), (lost, "small")], colour=_STOP),
-    }
-
-
 def _row(text: str, *, fill: str = "", border: str = "") -> str:
     """A row of the title; one of the legend looks like what it explains."""
     look = f' BGCOLOR="{fill}" BORDER="1" COLOR="{border}"' if fill else ' BORDER="0"'
@@ -319,11 +264,6 @@ def _by_first_name(marks: Iterable[Mark], parameters: Mapping[str, ParameterFact
     for mark in marks:
         found.setdefault(first.get(mark.parameter, mark.parameter), mark)
     return {name: found[name] for name in (*parameters, *found) if name in found}
-
-
-def _most(operations: Mapping[str, int]) -> list[tuple[str, int]]:
-    shown = list(operations.items())
-    return shown if len(shown) <= 5 else [*shown[:4], (f"{len(shown) - 4} more", 1)]
 
 
 def _count(number: int, noun: str) -> str:
@@ -367,12 +307,10 @@ def text_in_label(text: str) -> str:
     return html.escape(_shown(text).replace("\\", "\\\\")) or " "
 
 
-def attribute(text: str) -> str:
-    """`text` as an ordinary attribute that dot takes literally; graphviz quotes it."""
-    import graphviz
-
-    escaped: str = graphviz.escape(_shown(text))  # of a class that keeps "<...>" from being taken for a label
-    return escaped
+def quoted(text: str) -> str:
+    """`text` as an ordinary attribute that dot takes literally."""
+    escaped = _shown(text).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def _shown(text: str) -> str:

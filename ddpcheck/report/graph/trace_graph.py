@@ -5,7 +5,6 @@ This module is light: torch is only imported on the ranks.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ from ddpcheck.findings.errors import (
     HangError,
     RankError,
     TargetError,
-    UsageError,
 )
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.wording import format_ranks, format_steps
@@ -55,8 +53,6 @@ def trace_graph(
         BugError: ddpcheck itself failed; where only an explanation did, the picture is drawn and the report says so.
         UsageError: An argument is wrong.
     """
-    if importlib.util.find_spec("graphviz") is None:
-        raise UsageError("drawing needs the Python package graphviz: pip install 'ddpcheck[graph]'")
     report = check(target, hosts=hosts, **options)
     bug = report.error is not None and report.error.exit_code == EXIT_USAGE
     if report.error is not None and not (bug and all(check.status != "error" for check in report.checks)):
