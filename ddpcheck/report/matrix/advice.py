@@ -37,9 +37,7 @@ def advise(rows: Sequence[MatrixRow], *, noise: float | None = None) -> tuple[Ad
         found += _on_needs(defaults, fine, said=defaults.own)
     if fine:
         found += _on_wrong(tried, fine)
-        found += _on_costs(fine, noise)
-        found += _on_gains(fine, noise)
-        found += _on_safe(fine, noise)
+        found += _on_fine(fine, noise)
     return tuple(found)
 
 
@@ -104,21 +102,34 @@ def _is_less(less: MatrixRow, more: MatrixRow) -> bool:
     return within and less.hook in ("", more.hook) and less.options != more.options
 
 
-def _on_costs(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
-    found = []
+def _on_fine(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
+    """What options cost, gain or warn of, and those that make no measurable difference."""
+    costs, gains, warns, safe = [], [], [], []
+    expected = _warnings(fine[0])
     for row in fine:
         ratio, takes = _step_time(row, noise)
-        if _needless(row) and (row.options == FIND_UNUSED or row.own):  # else said once, of the option by itself
+        rounds = _rounds(row)
+        more = {code: message for code, message in _warnings(row).items() if code not in expected}
+        needless = any(finding.code == _NEEDLESS for finding in row.findings)
+        if needless and (row.options == FIND_UNUSED or row.own):  # else said once, of the option by itself
             cost = f"; {takes} here" if ratio > 1 else ""
-            text = f"{row.title} is needless: every parameter contributes in every step on every rank{cost}."
-            found.append(Advice("costs", text))
-        elif ratio > 1 and not _needless(row):
-            found.append(Advice("costs", f"{row.title} is {_right(row)} and slower: {takes}."))
-    return found
-
-
-def _needless(row: MatrixRow) -> bool:
-    return any(finding.code == _NEEDLESS for finding in row.findings)
+            costs.append(f"{row.title} is needless: every parameter contributes in every step on every rank{cost}.")
+        elif ratio > 1 and not needless:
+            costs.append(f"{row.title} is {_right(row)} and slower: {takes}.")
+        elif ratio < 1:
+            gains.append((ratio, f"{row.title} is faster{f' and {rounds}' if rounds else ''}: {takes}."))
+        if row.own or row.baseline or needless:
+            continue
+        if more:
+            said = " ".join(f"{code}: {message}" for code, message in more.items())
+            warns.append(f"{row.title} is {_right(row)}, with a warning: {said}")
+        elif ratio == 1:
+            safe.append(f"{row.title} ({rounds})" if rounds else row.title)
+    found = [Advice("costs", text) for text in costs]
+    found += [Advice("gains", text) for _, text in sorted(gains, key=lambda gain: gain[0])]
+    found += [Advice("warns", text) for text in warns]
+    tail = ", and without a measurable difference in step time" if any(row.step_time for row in fine) else ""
+    return [*found, Advice("safe", f"Safe{tail}: {'; '.join(safe)}.")] if safe else found
 
 
 def _step_time(row: MatrixRow, noise: float) -> tuple[float, str]:
@@ -127,33 +138,6 @@ def _step_time(row: MatrixRow, noise: float) -> tuple[float, str]:
     if time is None or not time.differs(noise):
         return 1.0, ""
     return time.ratio, f"a step takes {time.ratio:.2f} times as long ({time.low:.2f} to {time.high:.2f})"
-
-
-def _on_gains(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
-    found = []
-    for row in sorted(fine, key=lambda row: _step_time(row, noise)[0]):
-        ratio, takes = _step_time(row, noise)
-        if ratio < 1:
-            how = f" and {rounds}" if (rounds := _rounds(row)) else ""
-            found.append(Advice("gains", f"{row.title} is faster{how}: {takes}."))
-    return found
-
-
-def _on_safe(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
-    """Advice on options that make no measurable difference, and on those that differ in a warning only."""
-    expected = _warnings(fine[0])
-    same, found = [], []
-    for row in fine:
-        more = {code: message for code, message in _warnings(row).items() if code not in expected}
-        if row.own or row.baseline or _needless(row):
-            continue
-        if more:
-            said = " ".join(f"{code}: {message}" for code, message in more.items())
-            found.append(Advice("warns", f"{row.title} is {_right(row)}, with a warning: {said}"))
-        elif _step_time(row, noise)[0] == 1:
-            same.append(f"{row.title} ({rounds})" if (rounds := _rounds(row)) else row.title)
-    tail = ", and without a measurable difference in step time" if any(row.step_time for row in fine) else ""
-    return [*found, Advice("safe", f"Safe{tail}: {'; '.join(same)}.")] if same else found
 
 
 def _rounds(row: MatrixRow) -> str:

@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -106,31 +107,23 @@ def check_matrix(
         suppress=suppress,
         hosts=hosts,
     )
-    matrix = _MatrixRun(target, asked, progress=progress or (lambda _text: None), hosts=hosts)
-    return matrix.run(step_times=step_times)
+    return _MatrixRun(target, asked, progress or (lambda _text: None), hosts).run(step_times=step_times)
 
 
+@dataclass
 class _MatrixRun:
     """A matrix under way: one check a row, then the step times of the rows that are right."""
 
-    def __init__(
-        self,
-        target: Recipe | str,
-        asked: CheckOptions,
-        *,
-        progress: Callable[[str], None],
-        hosts: RankHosts | None,
-    ) -> None:
-        self.target = target
-        self.asked = asked
-        self.progress = progress
-        self.hosts = hosts
-        self._references: list[CheckState] = []  # one, or two that differ in whether the wrapper broadcasts buffers
-        self._facts = ModelFacts()
-        self._noise: float | None = None
-        self._rows: list[MatrixRow] = []
-        self._notes: list[str] = []
-        self._bug: ReportError | None = None  # of ddpcheck, in a row
+    target: Recipe | str
+    asked: CheckOptions
+    progress: Callable[[str], None]
+    hosts: RankHosts | None
+    references: list[CheckState] = field(default_factory=list)  # one, or two that differ in who broadcasts buffers
+    facts: ModelFacts = field(default_factory=ModelFacts)
+    noise: float | None = None
+    rows: list[MatrixRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    bug: ReportError | None = None  # of ddpcheck, in a row
 
     def run(self, *, step_times: bool) -> Matrix:
         """Run everything, whatever happens on the way."""
@@ -140,10 +133,10 @@ class _MatrixRun:
             made = self._check(DEFAULTS, "defaults")
         wrapped = [item for item in made.wrapped if isinstance(item, WrappedRow)]
         if made.stopped_by_target or not wrapped:
-            self._rows = [self._judged(own, DEFAULTS, own=True)]
+            self.rows = [self._judged(own, DEFAULTS, own=True)]
         else:
-            self._facts = self._facts_of(own, wrapped)
-            self._rows = [self._judged(own, self._own_options(wrapped[0]), own=True)]
+            self.facts = self._facts_of(own, wrapped)
+            self.rows = [self._judged(own, self._own_options(wrapped[0]), own=True)]
             if wrapped[0].facts.is_ddp:
                 self._try_options()
             if step_times:
@@ -151,13 +144,13 @@ class _MatrixRun:
         report = report_of(own)
         return Matrix(
             target=report.target,
-            rows=tuple(self._rows),
-            advice=advise(self._rows, noise=self._noise),
+            rows=tuple(self.rows),
+            advice=advise(self.rows, noise=self.noise),
             environment=report.environment,
-            world={**report.world, "notes": list(dict.fromkeys([*own.log.notes, *self._notes]))},
-            noise=self._noise,
+            world={**report.world, "notes": list(dict.fromkeys([*own.log.notes, *self.notes]))},
+            noise=self.noise,
             timing={**report.timing, "total": round(time.perf_counter() - begun, 4)},
-            error=(own.log.error if made.stopped_by_target else None) or self._bug or next(iter(own.log.bugs), None),
+            error=(own.log.error if made.stopped_by_target else None) or self.bug or next(iter(own.log.bugs), None),
             tool=report.tool,
         )
 
@@ -170,7 +163,7 @@ class _MatrixRun:
         broadcasts buffers in only one of them: the steps of the ranks, with which it is compared, then begin apart.
         """
         synced = options is None or not {False} & {options.arguments.get(name) for name in _BROADCASTS}
-        wrapped = [(done.wrapped[0], done) for done in self._references]
+        wrapped = [(done.wrapped[0], done) for done in self.references]
         alike = (done for item, done in wrapped if not item.buffers or item.broadcasts_buffers == synced)
         reference = next(alike, None)
         state = CheckRun(
@@ -183,13 +176,13 @@ class _MatrixRun:
         ).run()
         stopped = state.log.error is not None or state.log.rest_skipped
         if not (reference or stopped or state.repeats.differ or state.steps.ranks_differ):
-            self._references.append(state)
+            self.references.append(state)
         return state
 
     def _facts_of(self, own: CheckState, wrapped: Sequence[WrappedRow]) -> ModelFacts:
         """Facts of the model that decide which options can make a difference."""
         first = wrapped[0].model
-        reference = next(iter(self._references), own)
+        reference = next(iter(self.references), own)
         return replace(
             first,
             own=first.own if all(item.model.own == first.own for item in wrapped) else None,
@@ -199,27 +192,27 @@ class _MatrixRun:
 
     def _own_options(self, wrapped: WrappedRow) -> DdpOptions:
         """The recipe's own options that are not torch's defaults."""
-        own = {**(self._facts.own or {}), **wrapped.set_by_wrap}
+        own = {**(self.facts.own or {}), **wrapped.set_by_wrap}
         kept = [name for name in own if (own[name] is False if name in _BROADCASTS else own[name] not in (None, False))]
         return DdpOptions({name: own[name] for name in kept})
 
     def _try_options(self) -> None:
-        own, rows = self._rows[0], self._rows
-        first = first_option_sets(self._facts)
+        own, rows = self.rows[0], self.rows
+        first = first_option_sets(self.facts)
         queue = [options for options in first if own.label or options != own.options]
-        expected = 1 + len(queue) + len(further_option_sets(self._facts, DEFAULTS, []))
+        expected = 1 + len(queue) + len(further_option_sets(self.facts, DEFAULTS, []))
         for options in queue:
             rows.append(self._row(OptionSet(options), expected))
         right = [row.options for row in rows if row.fine and not row.label]
         if not right and any(row.failure is not None and row.failure.exit_code == EXIT_HANG for row in rows):
-            self._notes.append(
+            self.notes.append(
                 "no further options were tried: nothing is right so far, and each row that hangs takes "
                 f"{self.asked.timeout:g} s"
             )
             return
         base = next((options for options in first if options in right), next(iter(right), DEFAULTS))
         graphs = [options for options in first if options in right and options != DEFAULTS]
-        for option_set in further_option_sets(self._facts, base, graphs):
+        for option_set in further_option_sets(self.facts, base, graphs):
             if own.label or option_set.options != own.options:
                 rows.append(self._row(option_set, expected))
 
@@ -231,7 +224,7 @@ class _MatrixRun:
             return row("skipped", reason=option_set.skip_reason)
         if option_set.unsafe_reason:
             return row("stops", code="DDP104", reason=option_set.unsafe_reason)
-        state = self._check(options, f"options {len(self._rows) + 1} of about {expected}: {options}")
+        state = self._check(options, f"options {len(self.rows) + 1} of about {expected}: {options}")
         set_by_wrap = next((item.set_by_wrap for item in state.wrapped if isinstance(item, WrappedRow)), {})
         if set_by_wrap:
             values = ", ".join(f"{name}={value!r}" for name, value in set_by_wrap.items())
@@ -248,7 +241,7 @@ class _MatrixRun:
         verdict: Verdict = "right"
         said = report.error.message if report.error is not None else state.steps.ddp_skipped or state.log.rest_skipped
         if state.log.unfinished is not None:
-            self._bug = self._bug or state.log.unfinished
+            self.bug = self.bug or state.log.unfinished
             verdict, errors, said = "skipped", [], state.log.unfinished.message
         elif state.log.error is not None or state.steps.ddp_skipped or state.log.rest_skipped:
             verdict = "stops"
@@ -258,7 +251,7 @@ class _MatrixRun:
             verdict = "incomplete"
             why = "; ".join(f"{check.name}: {check.detail}" for check in report.checks if check.name in report.not_made)
             said = f"{report.shortfall} ({why})" if why else report.shortfall
-        elif (options.hook or self._facts.own_hook) and (error or 0.0) > 10 * _EPS.get(self._facts.bits, 0.0):
+        elif (options.hook or self.facts.own_hook) and (error or 0.0) > 10 * _EPS.get(self.facts.bits, 0.0):
             verdict = "lossy"
         if errors:
             said = errors[0].message
@@ -269,7 +262,7 @@ class _MatrixRun:
             verdict,
             hook=options.hook,
             own=own,
-            label="as the recipe wraps it" if own and self._facts.own is None else "",
+            label="as the recipe wraps it" if own and self.facts.own is None else "",
             code=errors[0].code if errors else "",
             reason=said,
             error=error,
@@ -281,22 +274,22 @@ class _MatrixRun:
 
     def _measure_rows(self) -> None:
         """Measure the step times of the rows that are right, against the plainest one of them."""
-        fine = [row for row in self._rows if row.fine]
+        fine = [row for row in self.rows if row.fine]
         baseline = next((row for row in fine if not row.label and row.options == DEFAULTS), fine[0] if fine else None)
         if baseline is None:
             return
         for row in (baseline, *(row for row in fine if row is not baseline)):
-            place = self._rows.index(row)
-            self.progress(f"options {place + 1} of {len(self._rows)}: {row.options}: timing steps")
+            place = self.rows.index(row)
+            self.progress(f"options {place + 1} of {len(self.rows)}: {row.options}: timing steps")
             try:
                 measured = self._measure(baseline, row)
             except RankError as error:
-                self._notes.append(f"step times were not measured from {row.options} on: {error}")
+                self.notes.append(f"step times were not measured from {row.options} on: {error}")
                 return
             if row is baseline:
-                self._noise = max(abs(measured.ratio - 1), (measured.high - measured.low) / 2)
+                self.noise = max(abs(measured.ratio - 1), (measured.high - measured.low) / 2)
                 measured = replace(measured, ratio=1.0, low=1.0, high=1.0)
-            self._rows[place] = replace(row, baseline=row is baseline, step_time=measured)
+            self.rows[place] = replace(row, baseline=row is baseline, step_time=measured)
 
     def _measure(self, baseline: MatrixRow, row: MatrixRow) -> StepTime:
         asked = self.asked

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import importlib
 import inspect
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,12 +19,11 @@ from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.patching import Patch
 from ddpcheck.gather.phases import model_build
-from ddpcheck.gather.phases.rank_state import RankState, TrainingModel, rank_state
-from ddpcheck.gather.state.external_state import Restore, put_back
+from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, TrainingModel, rank_state
+from ddpcheck.gather.state.external_state import put_back
 from ddpcheck.gather.state.module_state import ModuleState, capture_state
 from ddpcheck.gather.state.randomness import seed_everything
-from ddpcheck.gather.state.training_mode import into_training
-from ddpcheck.gather.steps.training_step import make_batch, model_seed, run_backward, run_optimizer
+from ddpcheck.gather.steps.training_step import make_batch, run_backward, run_optimizer
 from ddpcheck.recipe.pytree import copied, to_device, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
 from ddpcheck.report.matrix.option_sets import VARIED, DdpOptions, ModelFacts, WrappedRow
@@ -109,30 +106,19 @@ def _plain(value: Any) -> Any:
 # Step times
 
 
-@dataclass(slots=True)
-class Timing:
-    """The models of the baseline and the row that are timed on this rank.
-
-    Attributes:
-        two: Each with the state in which its steps begin.
-        batches: Of the steps.
-        external: The recipe's own state in which each step begins.
-    """
-
-    two: list[tuple[TrainingModel, ModuleState]]
-    batches: list[Any]
-    external: list[Restore]
-
-
 def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[DdpOptions | None]) -> None:
-    """Build and wrap the model twice: as the baseline and as the row do."""
+    """Build the model twice, wrap it as the baseline and as the row do, and make what times a step of either.
+
+    A step is zero_grad, forward, backward and optimizer step. Both run the same steps from the same states, with the
+    same random numbers.
+    """
     model_build.build(target, seed)
     state = rank_state()
     recipe = state.recipe
     timed: list[tuple[TrainingModel, ModuleState]] = []
-    for options in two:
-        if timed:
-            state.module = _build_again(state)
+    for module, options in zip((state.module, state.reference.module), two, strict=True):
+        state.module = module
+        state.reference = ReferenceModule(module, submodules={"": module})  # as one whose gradients nobody counts
         wrap(options)
         timed.append((state.training_model, capture_state(state.module)))
     batches = []
@@ -140,52 +126,42 @@ def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[Dd
         batch = make_batch(recipe, step, seed=seed, world_size=state.world_size)
         batches.append(to_device(recipe.local_batch(batch, state.rank, state.world_size), state.device))
     external = state.training_model.external_state.capture()
-    this_rank.state["timing"] = Timing(timed, batches, external)
 
+    def seconds(place: int, pair: int) -> float:
+        (model, before), step = timed[place], pair % steps
+        before.restore(model.module)
+        put_back(external)
+        batch = copied(batches[step])
+        seed_everything(state.seed_of(step))
+        _synchronize(state)
+        if state.world_size > 1:
+            dist.barrier(group=state.group)
+        begun = time.perf_counter()
+        run_optimizer(model.optimizer, "zero_grad")
+        result = call_loss(recipe, model.wrapped, batch, step)
+        losses = [part.reshape(()) for part in tree_tensors(result) if part.requires_grad]
+        run_backward(functools.reduce(torch.add, losses))
+        run_optimizer(model.optimizer, "step")
+        _synchronize(state)
+        return time.perf_counter() - begun
 
-def _build_again(state: RankState) -> nn.Module:
-    seed_everything(model_seed(state.seed))
-    module = state.recipe.build_model()
-    if {id(p) for p in state.module.parameters()} & {id(p) for p in module.parameters()}:
-        module = copy.deepcopy(module)  # model() hands out the same parameters every time
-    into_training(module)
-    return module.to(state.device)
+    this_rank.state["seconds of a step"] = seconds
 
 
 def time_steps(pairs: int) -> list[tuple[float, float]]:
-    """Seconds of a training step under the baseline and under the row, interleaved, so that noise hits both.
+    """Seconds of a step under the baseline and under the row, in turns, so that noise hits both.
 
-    A step is zero_grad, forward, backward and optimizer step. Both run the same steps from the same states, with the
-    same random numbers; which of them goes first changes from pair to pair.
+    Which of them goes first changes from pair to pair.
     """
-    state, timing = rank_state(), this_rank.state["timing"]
+    seconds = this_rank.state["seconds of a step"]
     found = []
     with unlogged():
         for pair in range(pairs):
             this_rank.set_status(f"timing pair {pair} of {pairs}")
             first = pair % 2
-            seconds = {place: _seconds(state, timing, place, pair) for place in (first, 1 - first)}
-            found.append((seconds[0], seconds[1]))
+            measured = {place: seconds(place, pair) for place in (first, 1 - first)}
+            found.append((measured[0], measured[1]))
     return found
-
-
-def _seconds(state: RankState, timing: Timing, place: int, pair: int) -> float:
-    (model, before), step = timing.two[place], pair % len(timing.batches)
-    before.restore(model.module)
-    put_back(timing.external)
-    batch = copied(timing.batches[step])
-    seed_everything(state.seed_of(step))
-    _synchronize(state)
-    if state.world_size > 1:
-        dist.barrier(group=state.group)
-    begun = time.perf_counter()
-    run_optimizer(model.optimizer, "zero_grad")
-    result = call_loss(state.recipe, model.wrapped, batch, step)
-    losses = [part.reshape(()) for part in tree_tensors(result) if part.requires_grad]
-    run_backward(functools.reduce(torch.add, losses))
-    run_optimizer(model.optimizer, "step")
-    _synchronize(state)
-    return time.perf_counter() - begun
 
 
 def _synchronize(state: RankState) -> None:
