@@ -1,6 +1,7 @@
 """Folding: modules that are alike stand once, deep ones fold, and what is wrong stays visible."""
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -22,7 +23,7 @@ from ddpcheck.report.graph.drawing_data import (
 
 def chain(*modules: tuple[str, str], loss: str = "loss") -> GraphView:
     """A chain of modules, given by path and class, that ends in the loss."""
-    nodes = [Node(path, "module", module=path, operations={"linear": 1}) for path, _ in modules]
+    nodes = [Node(path, "module", module=path, operations=Counter(linear=1)) for path, _ in modules]
     nodes.append(Node(loss, "loss", name=loss))
     edges = [Edge(one.key, other.key) for one, other in itertools.pairwise(nodes)]
     facts = {path: ModuleFact(name, 9, 1) for path, name in modules}
@@ -126,11 +127,27 @@ def test_neighbours_that_are_all_different_are_taken_together_but_not_what_is_ma
 
 
 def test_a_loop_in_a_module_s_own_forward_stands_once() -> None:
-    adds = [Node(f"add {part}", "module", module="", operations={"add": 1}) for part in range(40)]
+    adds = [Node(f"add {part}", "module", module="", operations=Counter(add=1)) for part in range(40)]
     edges = [Edge(one.key, other.key) for one, other in itertools.pairwise(adds)]
     picture = fold(GraphView((*adds, Node("loss", "loss")), (*edges, Edge("add 39", "loss")), {}, {}), ())
     assert [node.key for node in picture.nodes] == ["add 0", "loss"]
     assert arrows(picture) == {("add 0", "loss")}
+
+
+def test_a_loop_around_blocks_stands_once_and_each_kind_of_block_leads_to_it() -> None:
+    blocks = chain(*stack("norm", "linear"))
+    nodes, edges = [], []
+    for number in range(12):
+        norm, linear = blocks.nodes[2 * number : 2 * number + 2]
+        nodes += [norm, linear, Node(f"add {number}", "module", module="", operations=Counter(add=1))]
+        edges += [Edge(norm.key, linear.key), Edge(linear.key, f"add {number}")]
+        edges += [Edge(f"add {number - 1}", norm.key)] if number else []
+    view = GraphView(
+        (*nodes, Node("loss", "loss")), (*edges, Edge("add 11", "loss")), blocks.modules, blocks.parameters
+    )
+    picture = fold(view, [Mark("blocks.7.linear.w", "DDP101")])
+    assert {("blocks.0.linear", "add 0"), ("blocks.7.linear", "add 0"), ("blocks.8.linear", "add 0")} <= arrows(picture)
+    assert ("add 0", "loss") in arrows(picture)
 
 
 @pytest.mark.parametrize(
