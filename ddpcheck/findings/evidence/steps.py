@@ -136,18 +136,26 @@ class LoopEvent(Struct, frozen=True):
     """One call of the training loop in a step under the wrapper.
 
     Attributes:
-        kind: "forward" (of the wrapper), "backward", "no_sync" (called), "enter no_sync", "leave no_sync",
-            "zero_grad" or "step" (of an optimizer, on what the backward passes before it have left); where a wrapper is
-            bypassed, "forward inside" (of the module in it is called) or "backward inside" (of the wrapper's forward).
+        kind: "forward" (of the wrapper), "backward", "reduction" (has ended), "no_sync" (called), "enter no_sync",
+            "leave no_sync", "zero_grad" or "step" (of an optimizer, on what the backward passes before it have left); a
+            backward pass around the wrapper is "forward inside" (of the module in it, which is called) or "backward
+            inside" (of the wrapper's forward).
         location: The line of the user's code, as "path:line"; empty where ddpcheck itself did it.
         synchronises: Of a forward: whether DDP will average the gradients of the next backward.
-        discarded: Of a `zero_grad`: the parameters whose gradients go before anybody has used them.
+        discarded: Of a `zero_grad`: the parameters whose gradients go before anybody has used them; empty where not all
+            that are there go so.
+        others: Of a backward: whether leaves that are no parameters get gradients too.
+        resting: Of a `zero_grad`: whether the rate of all that the optimizer holds is zero, as in a warm-up.
+        spares_unreduced: Of a step: whether it uses nothing that was not reduced, although some was there.
     """
 
     kind: str
     location: str = ""
     synchronises: bool = False
     discarded: tuple[str, ...] = ()
+    others: bool = False
+    resting: bool = False
+    spares_unreduced: bool = False
 
 
 class SharedDraw(Struct, frozen=True):

@@ -1,0 +1,174 @@
+"""The ledger: what becomes of the gradients of each backward pass around one wrapper, on one rank.
+
+A rank keeps one while its loop runs, and a judge makes one of the events that a rank has left. It judges nothing: that
+a step has used what was not reduced is a fact.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ddpcheck.findings.evidence.steps import LoopEvent
+
+AROUND = ("forward inside", "backward inside")
+"""Kinds of events that stand for a backward pass around the wrapper, and say how it came to that."""
+
+_NOTHING = LoopEvent("")
+
+
+@dataclass(slots=True)
+class Contribution:
+    """What one backward pass has added to the gradients of the wrapper's parameters.
+
+    Attributes:
+        number: Of the event `backward`, counted from 0.
+        backward: The pass.
+        forward: Of the wrapper, to whose output it belongs; `None`: it has none of its own.
+        under: The line of the `no_sync` under which that forward pass ran; `None`: under none.
+        within: The `no_sync` that encloses the backward pass alone, and so changes nothing.
+        after: Without a forward pass of its own: the one that has ended the reduction before it.
+        reduced: Whether its gradients were averaged before anything has used or zeroed them.
+        fate: What has become of them: an optimizer's step has used them, they were zeroed before one has, or neither.
+        ended: The number of the event that has used or zeroed them; -1 for none.
+        ended_by: That event; of no kind where there is none.
+        excused: Whether what was zeroed may be meant to go: the pass was for other tensors, or the optimizer rests.
+    """
+
+    number: int
+    backward: LoopEvent
+    forward: LoopEvent | None = None
+    under: str | None = None
+    within: LoopEvent | None = None
+    after: LoopEvent | None = None
+    reduced: bool = False
+    fate: Literal["open", "used", "discarded"] = "open"
+    ended: int = -1
+    ended_by: LoopEvent = _NOTHING
+    excused: bool = False
+
+
+class Ledger:
+    """The contributions of the backward passes so far.
+
+    A backward pass is reduced where a forward pass has prepared DDP for it; then all that `.grad` holds is averaged,
+    also what earlier passes have added. What a step has used is not followed any further.
+
+    Attributes:
+        contributions: In order; the last ones, where not all are kept.
+        open: Those that nothing has used or zeroed.
+        prepared: The forward pass after which DDP averages, while its backward pass is awaited.
+        waiting: The forward passes after which it does not, likewise, each with the line of its `no_sync`.
+        not_entered: Calls of `no_sync` whose context was not entered.
+        zeroed: Whether `zero_grad` was called since the last step.
+    """
+
+    def __init__(self, events: Iterable[LoopEvent] = (), *, kept: int | None = None) -> None:
+        """Take in `events`; `kept`: how many contributions are kept, at most."""
+        self.contributions: deque[Contribution] = deque(maxlen=kept)
+        self.open: deque[Contribution] = deque(maxlen=kept)
+        self.prepared: LoopEvent | None = None
+        self.waiting: deque[tuple[LoopEvent, str | None]] = deque(maxlen=kept)
+        self.not_entered: deque[LoopEvent] = deque(maxlen=kept)
+        self.zeroed = False
+        self._no_sync: LoopEvent | None = None  # in which the loop is
+        self._called = ""  # the line of its call
+        self._forwards_inside = 0
+        self._reducing: LoopEvent | None = None  # the backward pass that was reduced last
+        self._number = -1
+        for event in events:
+            self.add(event)
+
+    @property
+    def lost(self) -> list[Contribution]:
+        """Gradients that were zeroed before a step has used them, and for which nothing speaks."""
+        return [one for one in self.contributions if one.fate == "discarded" and not one.excused]
+
+    @property
+    def used_unreduced(self) -> list[Contribution]:
+        """Gradients that a step has used and that were not averaged."""
+        return [one for one in self.contributions if one.fate == "used" and not one.reduced]
+
+    @property
+    def unpaired(self) -> list[Contribution]:
+        """Gradients of passes without a forward pass of their own, which come after the reduction and are not in it."""
+        return [one for one in self.contributions if one.after is not None and not one.reduced]
+
+    def add(self, event: LoopEvent) -> None:
+        """Take in the next event."""
+        self._number += 1
+        kind = event.kind
+        if kind == "forward":
+            self._forward(event)
+        elif kind == "backward":
+            self._backward(event)
+        elif kind == "reduction":
+            self._reduce()
+        elif kind == "step":
+            self.zeroed = False
+            self._end("used", event)
+        elif kind == "zero_grad":
+            self._zero(event)
+        elif kind in AROUND:
+            self._contribute(event)
+        elif kind == "no_sync":
+            self.not_entered.append(event)
+            self._called = event.location
+        elif kind == "enter no_sync":
+            self._no_sync, self._forwards_inside = event, 0
+            if self.not_entered:
+                self.not_entered.pop()
+        elif kind == "leave no_sync":
+            self._no_sync = None
+
+    def _forward(self, event: LoopEvent) -> None:
+        self._forwards_inside += 1
+        if event.synchronises:
+            self.prepared = event
+        else:
+            under = None if self._no_sync is None else self._no_sync.location or self._called or None
+            self.waiting.append((event, under))
+
+    def _backward(self, event: LoopEvent) -> None:
+        made = self._contribute(event)
+        if self.prepared is not None:
+            made.forward, self.prepared, self._reducing = self.prepared, None, event
+            made.within = None if self._forwards_inside else self._no_sync
+            self._reduce()
+        elif self.waiting:
+            made.forward, made.under = self.waiting.popleft()
+        else:
+            made.after = self._reducing
+
+    def _contribute(self, event: LoopEvent) -> Contribution:
+        made = Contribution(self._number, event)
+        self.contributions.append(made)
+        self.open.append(made)
+        return made
+
+    def _reduce(self) -> None:
+        self.waiting.clear()
+        for one in self.open:
+            one.reduced = True
+
+    def _zero(self, event: LoopEvent) -> None:
+        self.zeroed = True
+        if event.discarded:
+            if not self.open:  # its backward pass is of the time before these events
+                self._contribute(LoopEvent("backward"))
+            excused = event.resting or any(one.backward.others for one in self.open)
+            for one in self.open:
+                one.excused = excused
+            self._end("discarded", event)
+
+    def _end(self, fate: Literal["used", "discarded"], event: LoopEvent) -> None:
+        for _ in range(len(self.open)):
+            one = self.open.popleft()
+            if event.spares_unreduced and not one.reduced:
+                self.open.append(one)
+            else:
+                one.fate, one.ended, one.ended_by = fate, self._number, event
