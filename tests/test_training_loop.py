@@ -38,7 +38,7 @@ def test_a_loop_in_order_is_clean() -> None:
 
 
 def test_no_sync_around_every_forward() -> None:
-    finding = only(judge_loop(steps(CALLED, ENTER, LOCAL, LEAVE, event("backward")), unequal=True))
+    finding = only(judge_loop(steps(CALLED, ENTER, LOCAL, LEAVE, event("backward"), event("step")), unequal=True))
     assert (finding.code, finding.severity, finding.location) == ("DDP502", Severity.ERROR, Location("train.py", 3))
 
 

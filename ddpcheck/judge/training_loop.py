@@ -14,6 +14,10 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, one_finding, plural_verb, unless_all
 from ddpcheck.judge.replicas import differing_names
+from ddpcheck.stream.ledger import Contribution, Ledger
+
+_Ledgers = Sequence[tuple[DdpStepEvidence, Ledger]]
+_Found = Sequence[tuple[DdpStepEvidence, Contribution]]
 
 # Values and data
 
@@ -105,55 +109,74 @@ def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
 
 
 def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Finding]:
-    """DDP502, 509 and 517: how forwards, backwards, `no_sync` and `zero_grad` follow each other under the wrapper.
+    """DDP502, 509 and 517: what has become of the gradients of each backward pass, by the ledger of each rank and step.
 
     Some only where gradients are `unequal` on the ranks, or not their average.
     """
-    found = _judge_discarded(evidence)
+    ledgers = [(item, Ledger(_with_passes(item.events))) for item in evidence]
+    found = _judge_discarded(ledgers)
     if unequal:
-        found += _judge_never_synchronised(evidence) or _judge_last_unsynchronised(evidence)
-        found += _judge_pairing(evidence)
-    return found or _judge_useless_no_sync(evidence)
+        found += _judge_unreduced(ledgers) + _judge_pairing(ledgers)
+    return found or _judge_useless_no_sync(ledgers)
 
 
-def _judge_discarded(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
+def _with_passes(events: Sequence[LoopEvent]) -> Sequence[LoopEvent]:
+    """The events; an older version told of steps under `no_sync` without the passes in it."""
+    if [event.kind for event in events] == ["enter no_sync", "step"]:
+        return events[0], LoopEvent("forward"), LoopEvent("backward"), events[1]
+    return events
+
+
+def _judge_discarded(ledgers: _Ledgers) -> list[Finding]:
     """DDP517: gradients that are zeroed before an optimizer has used them."""
-    discards = [(item, event) for item in evidence for event in item.events if event.discarded]
-    if not discards:
+    found = [(item, one) for item, ledger in ledgers for one in ledger.lost]
+    if not found:
         return []
-    item, event = discards[0]
-    backwards = [e for e in item.events[: item.events.index(event)] if e.kind == "backward"]
-    made = backwards[-1].location if backwards else ""
+    first = found[0][1]
+    made = [one for item, one in found if item is found[0][0] and one.ended == first.ended][-1].backward.location
     return one_finding(
         "DDP517",
         ("zero_grad",),
-        f"zero_grad throws away the gradients of {join_names(event.discarded)} before any step has used them.",
-        ranks=_ranks([item for item, _ in discards], evidence),
-        steps=_steps([item for item, _ in discards], evidence),
-        location=Location.parse(event.location),
+        f"zero_grad throws away the gradients of {join_names(first.ended_by.discarded)} before any step has used them.",
+        ranks=_ranks(found, ledgers),
+        steps=_steps(found, ledgers),
+        location=Location.parse(first.ended_by.location),
         evidence=[f"they come from the backward at {made}"] if made else [],
     )
 
 
-def _judge_last_unsynchronised(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
+def _judge_unreduced(ledgers: _Ledgers) -> list[Finding]:
     """DDP502: a step on what backward passes have added after the reduction, or without any."""
-    found = [(item, *place) for item in evidence if (place := _unreduced_at_step(item.events)) is not None]
+    found = [(item, one) for item, ledger in ledgers for one in ledger.used_unreduced if one.forward is not None]
     if not found:
         return []
-    item, reduced, passes, step, called = found[0]
-    several = f"{passes} backward passes" if passes > 1 else "A backward pass"
-    kind = "ones" if passes > 1 else "one"
-    where = Location.parse(step.location) or Location.parse(item.events[item.events.index(step) - 1].location)
+    item, first = found[0]
+    step, ledger = first.ended_by, next(ledger for other, ledger in ledgers if other is item)
+    of_step = [one for one in ledger.contributions if one.ended == first.ended]
+    unreduced = [one for one in of_step if not one.reduced]
+    entered = next((event for event in item.events if event.kind == "enter no_sync"), None)
+    if entered is not None and not any(event.synchronises for event in item.events):
+        return one_finding(
+            "DDP502",
+            ("no_sync",),
+            "Every forward of the step runs under no_sync, so its gradients are never averaged.",
+            ranks=_ranks(found, ledgers),
+            steps=_steps(found, ledgers),
+            location=Location.parse(entered.location or step.location),
+        )
+    called = unreduced[-1].under
+    several = f"{len(unreduced)} backward passes" if len(unreduced) > 1 else "A backward pass"
+    kind = "ones" if len(unreduced) > 1 else "one"
     at_step = f" at {step.location}" if step.location else ""
     return one_finding(
         "DDP502",
         ("no_sync",),
         f"{several} after the reduction of the step: what the last {kind} added was never averaged, and every rank "
         "steps on its own."
-        if reduced
+        if len(unreduced) < len(of_step)
         else "No gradient of the step is averaged: DDP was not to synchronise after any of its forward passes.",
-        ranks=_ranks([item for item, *_ in found], evidence),
-        location=where,
+        ranks=_ranks(found, ledgers),
+        location=Location.parse(step.location or unreduced[-1].backward.location),
         evidence=["whether a backward pass is averaged was decided in its forward, by require_backward_grad_sync"]
         if called is None
         else [f"the last forward before the step{at_step} ran under the no_sync() at {called}"],
@@ -165,119 +188,41 @@ def _judge_last_unsynchronised(evidence: Sequence[DdpStepEvidence]) -> list[Find
     )
 
 
-def _unreduced_at_step(events: Sequence[LoopEvent]) -> tuple[bool, int, LoopEvent, str | None] | None:
-    """The first step on gradients not averaged.
-
-    Whether others of it were, how many passes were not, the step, and the line of the `no_sync()` under which the last
-    of these ran, where it was one.
-    """
-    ready = reduced = waiting = False
-    passes, called = 0, ""
-    inside: str | None = None
-    under: str | None = None
-    for event in events:
-        if event.kind == "no_sync":
-            called = event.location
-        elif event.kind == "enter no_sync":
-            inside = event.location or called or None
-        elif event.kind == "leave no_sync":
-            inside = None
-        elif event.kind == "forward":
-            ready, waiting = ready or event.synchronises, waiting or not event.synchronises
-            under = None if event.synchronises else inside
-        elif event.kind == "backward":
-            if ready:
-                ready, reduced, passes = False, True, 0
-            elif waiting:
-                passes += 1
-            waiting = False
-        elif event.kind == "step":
-            if passes:
-                return reduced, passes, event, under
-            ready = reduced = waiting = False
-    return None
-
-
-def _judge_never_synchronised(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
-    """DDP502: a step of which every forward runs under `no_sync`."""
-    unsynchronised = [
-        item
-        for item in evidence
-        if any(event.kind == "enter no_sync" for event in item.events)
-        and not any(event.synchronises for event in item.events if event.kind == "forward")
-    ]
-    if not unsynchronised:
-        return []
-    events = unsynchronised[0].events
-    entered = next(event for event in events if event.kind == "enter no_sync")
-    steps = (event.location for event in events if event.kind == "step" and event.location)
-    return one_finding(
-        "DDP502",
-        ("no_sync",),
-        "Every forward of the step runs under no_sync, so its gradients are never averaged.",
-        ranks=_ranks(unsynchronised, evidence),
-        steps=_steps(unsynchronised, evidence),
-        location=Location.parse(entered.location or next(steps, "")),
-    )
-
-
-def _judge_pairing(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
+def _judge_pairing(ledgers: _Ledgers) -> list[Finding]:
     """DDP509: a backward pass of the wrapper's output after the one that ended the reduction."""
-    for item in evidence:
-        ready, waiting, done = False, False, None
-        for index, event in enumerate(item.events):
-            if event.kind == "forward":
-                ready, waiting = ready or event.synchronises, waiting or not event.synchronises
-            elif event.kind == "backward" and ready:
-                ready, waiting, done = False, False, event
-            elif event.kind == "backward" and waiting:  # its forward was not to be synchronised
-                waiting = False
-            elif event.kind == "backward" and done is not None:
-                after = [e.kind for e in item.events[: index + 1] if e.kind in ("forward", "backward")]
-                return one_finding(
-                    "DDP509",
-                    ("backward",),
-                    "A second backward pass follows without a forward of its own: the reduction ended with the first, "
-                    "and what the second adds stays on its rank.",
-                    location=Location.parse(event.location) or Location.parse(done.location),
-                    evidence=[
-                        f"the step runs {', '.join(after)}",
-                        *([f"reduced: the backward at {done.location}"] if done.location else []),
-                    ],
-                )
-    return []
-
-
-def _judge_useless_no_sync(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
-    """DDP502: `no_sync` that changes nothing, since it encloses no forward."""
-    for item in evidence:
-        called = [event for event in item.events if event.kind == "no_sync"]
-        entered = sum(event.kind == "enter no_sync" for event in item.events)
-        if len(called) > entered:
-            return _useless(called[0], "no_sync() is called and its context never entered, so it changes nothing.")
-        inside: LoopEvent | None = None
-        forwards, synchronising = 0, False
-        for event in item.events:
-            if event.kind == "enter no_sync":
-                inside, forwards = event, 0
-            elif event.kind == "leave no_sync":
-                inside = None
-            elif event.kind == "forward":
-                forwards, synchronising = forwards + 1, event.synchronises
-            elif event.kind == "backward" and inside is not None and not forwards and synchronising:
-                return _useless(inside, "no_sync encloses a backward pass and not its forward, so it changes nothing.")
-    return []
-
-
-def _useless(event: LoopEvent, message: str) -> list[Finding]:
+    found = [(item, one) for item, ledger in ledgers for one in ledger.unpaired]
+    if not found:
+        return []
+    item, one = found[0]
+    done = "" if one.after is None else one.after.location
+    after = [event.kind for event in item.events[: one.number + 1] if event.kind in ("forward", "backward")]
     return one_finding(
-        "DDP502",
-        ("no_sync",),
-        message,
-        location=Location.parse(event.location),
-        evidence=["the gradients are right, and every micro-step pays for a reduction"],
-        severity=Severity.WARNING,
+        "DDP509",
+        ("backward",),
+        "A second backward pass follows without a forward of its own: the reduction ended with the first, and what the "
+        "second adds stays on its rank.",
+        location=Location.parse(one.backward.location or done),
+        evidence=[f"the step runs {', '.join(after)}", *([f"reduced: the backward at {done}"] if done else [])],
     )
+
+
+def _judge_useless_no_sync(ledgers: _Ledgers) -> list[Finding]:
+    """DDP502: `no_sync` that changes nothing, since it encloses no forward."""
+    for _, ledger in ledgers:
+        alone = [one.within for one in ledger.contributions if one.within is not None]
+        for event, message in (
+            *((one, "no_sync() is called and its context never entered") for one in ledger.not_entered),
+            *((one, "no_sync encloses a backward pass and not its forward") for one in alone),
+        ):
+            return one_finding(
+                "DDP502",
+                ("no_sync",),
+                f"{message}, so it changes nothing.",
+                location=Location.parse(event.location),
+                evidence=["the gradients are right, and every micro-step pays for a reduction"],
+                severity=Severity.WARNING,
+            )
+    return []
 
 
 # The optimizer
@@ -309,9 +254,9 @@ def judge_optimizer(
     )
 
 
-def _ranks(items: Sequence[DdpStepEvidence], evidence: Sequence[DdpStepEvidence]) -> tuple[int, ...]:
-    return unless_all(sorted({item.rank for item in items}), len({item.rank for item in evidence}))
+def _ranks(found: _Found, ledgers: _Ledgers) -> tuple[int, ...]:
+    return unless_all(sorted({item.rank for item, _ in found}), len({item.rank for item, _ in ledgers}))
 
 
-def _steps(items: Sequence[DdpStepEvidence], evidence: Sequence[DdpStepEvidence]) -> tuple[int, ...]:
-    return unless_all(sorted({item.step for item in items}), len({item.step for item in evidence}))
+def _steps(found: _Found, ledgers: _Ledgers) -> tuple[int, ...]:
+    return unless_all(sorted({item.step for item, _ in found}), len({item.step for item, _ in ledgers}))
