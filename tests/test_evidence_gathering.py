@@ -13,6 +13,7 @@ from ddpcheck.gather.ddp.loop_events import Recorder, counted_backwards, recorde
 from ddpcheck.gather.state.randomness import QuietRandomness
 from ddpcheck.gather.steps.batch_coupling import first_coupling
 from ddpcheck.gather.steps.training_step import sample_fingerprints
+from ddpcheck.stream.ledger import Ledger
 
 
 def test_a_sample_has_the_same_fingerprint_in_the_batch_and_in_a_shard() -> None:
@@ -137,16 +138,21 @@ def test_gradients_count_as_lost_only_where_nobody_has_used_them() -> None:
 def test_gradients_for_an_input_and_a_rate_of_zero_are_no_loss() -> None:
     net = nn.Linear(2, 1)
     probe = torch.ones(3, 2, requires_grad=True)
+    for inputs, rate, lost in ((probe, 0.1, 0), (probe.detach(), 0.0, 0), (probe.detach(), 0.1, 1)):
+        block, _ = recorder(net, rate=rate)
+        with block as found:
+            net(inputs).sum().backward()
+            net.zero_grad()
+        assert kinds(found) == ["forward", "backward", "zero_grad lost", "step"]
+        assert len(Ledger(found.events).lost) == lost
+
+
+def test_gradients_of_another_module_that_are_zeroed_are_no_loss() -> None:
+    net, other = nn.Linear(2, 1), nn.Linear(2, 1)
     block, _ = recorder(net)
     with block as found:
-        net(probe).sum().backward()
-        net.zero_grad()
-    assert kinds(found) == ["forward", "backward", "step"]
-    block, optimizer = recorder(net, rate=0.0)
-    with block as found:
         net(torch.ones(3, 2)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        other.zero_grad()
     assert kinds(found) == ["forward", "backward", "step"]
 
 

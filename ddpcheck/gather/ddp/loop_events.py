@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch import nn
 
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, walk_graph
 from ddpcheck.gather.patching import Patch, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.steps.gradient_distance import has_gradient
 
 _DDP: Any = nn.parallel.DistributedDataParallel
 
@@ -34,7 +36,6 @@ class Recorder:
         self.events: list[LoopEvent] = []
         self.values: dict[str, int] = {}
         self._parameters = named_parameters(module)
-        self._feeds_others = False
 
     def note(self, kind: str, **more: Any) -> None:
         """Add an event, with the line of the user's code at which it happens."""
@@ -45,8 +46,9 @@ class Recorder:
     def backward(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a backward pass."""
         self.note("backward")
-        if self.events[-1].location:  # the user's own, and not the last one, which is ddpcheck's
-            self._feeds_others = self._reaches_others(args[0] if args else kwargs.get("tensors"))
+        own = self.events[-1].location  # the user's, and not the last one, which is ddpcheck's
+        if own and self._reaches_others(args[0] if args else kwargs.get("tensors")):
+            self.events[-1] = replace(self.events[-1], others=True)
         try:
             return original(*args, **kwargs)
         finally:
@@ -59,13 +61,14 @@ class Recorder:
         own = {id(p) for p in self._parameters.values()}
         return not walk.complete or any(id(leaf) not in own for leaf in walk.leaves)
 
-    def zero_grad(self) -> None:
-        """Note which gradients go before an optimizer has used them; that may be all, some or none."""
-        fresh = {n: p for n, p in self._parameters.items() if p.grad is not None and bool(p.grad.count_nonzero())}
-        lost = [name for name, p in fresh.items() if self.values.get(name) == fingerprint(p)]
-        resting = all(float(group.get("lr", 1.0)) == 0.0 for group in self._optimizer.param_groups)  # a warm-up
-        if lost and len(lost) == len(fresh) and not self._feeds_others and not resting:
-            self.note("zero_grad", discarded=tuple(lost))
+    def zero_grad(self, *_args: Any, **_kwargs: Any) -> Generator[None, Any, None]:
+        """Note which gradients go before an optimizer has used them, where all do that are there."""
+        fresh = {n: p for n, p in self._parameters.items() if has_gradient(p)}
+        yield
+        unused = [n for n, p in fresh.items() if self.values.get(n) == fingerprint(p) and not has_gradient(p)]
+        if unused and len(unused) == len(fresh):
+            resting = all(float(group.get("lr", 1.0)) == 0.0 for group in self._optimizer.param_groups)  # a warm-up
+            self.note("zero_grad", discarded=tuple(unused), resting=resting)
 
 
 @contextlib.contextmanager
@@ -77,15 +80,12 @@ def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optim
         if torch.is_grad_enabled():
             recorder.note("forward", synchronises=bool(getattr(wrapper, "require_backward_grad_sync", True)))
 
-    def zeroes(*_args: Any, **_kwargs: Any) -> None:
-        recorder.zero_grad()
-
     with contextlib.ExitStack() as stack:
         stack.callback(wrapper.register_forward_pre_hook(before_forward).remove)
         stack.enter_context(backward_through(recorder.backward))
         stack.enter_context(Patch(_DDP, "no_sync", lambda original: noted_no_sync(original, lambda _: recorder.note)))
-        stack.enter_context(patched(nn.Module, "zero_grad", zeroes))
-        stack.enter_context(patched(torch.optim.Optimizer, "zero_grad", zeroes))
+        stack.enter_context(patched(nn.Module, "zero_grad", recorder.zero_grad))
+        stack.enter_context(patched(torch.optim.Optimizer, "zero_grad", recorder.zero_grad))
         yield recorder
         recorder.events.append(LoopEvent("step"))
 

@@ -23,6 +23,11 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_dense() if tensor.layout != torch.strided else tensor
 
 
+def has_gradient(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has a gradient that is not zero everywhere."""
+    return parameter.grad is not None and bool(dense(parameter.grad).count_nonzero())
+
+
 def norm(tensor: torch.Tensor) -> float:
     """The Frobenius norm, computed in float64."""
     return float(torch.linalg.vector_norm(dense(tensor), dtype=_wide(tensor.dtype)))

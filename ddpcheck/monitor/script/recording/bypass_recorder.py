@@ -20,6 +20,7 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location
 from ddpcheck.gather.state.tensor_values import version_of
+from ddpcheck.gather.steps.gradient_distance import has_gradient
 from ddpcheck.monitor.module_hooks import UnpickledHook, remove_hooks
 
 DDP_FILE = inspect.getfile(nn.parallel.DistributedDataParallel)
@@ -83,7 +84,7 @@ class BypassRecorder:
         return [None if p.grad is None else (id(p.grad), version_of(p.grad)) for p in self._some]
 
     def _has_gradients(self) -> bool:
-        return any(p.grad is not None and bool(p.grad.detach().count_nonzero()) for p in self._some)
+        return any(map(has_gradient, self._some))
 
     def _listen(self) -> None:
         if not self._handles and not self.event.location and self._steps < _STEPS:

@@ -14,7 +14,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.tensor_values import version_of
-from ddpcheck.gather.steps.gradient_distance import dense
+from ddpcheck.gather.steps.gradient_distance import dense, has_gradient
 
 _MOST_LOOKED_AT = 16  # steps of an optimizer
 _FEWEST = 3  # steps, one after the other
@@ -91,7 +91,6 @@ class LeftoverRecorder:
 
 def _mark(parameter: Any) -> int:
     """A fingerprint of its gradient; 0 where there is none, or it is zero."""
-    gradient = getattr(parameter, "grad", None)
-    if gradient is None or not bool(dense(gradient).detach().count_nonzero()):
+    if parameter is None or not has_gradient(parameter):
         return 0
-    return fingerprint(dense(gradient).detach()) or 1
+    return fingerprint(dense(parameter.grad)) or 1

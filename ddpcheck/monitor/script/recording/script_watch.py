@@ -24,7 +24,7 @@ from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file,
 from ddpcheck.gather.collectives.collective_log import note_collective
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.module_description import module_entries
-from ddpcheck.gather.steps.gradient_distance import dense, norms
+from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
 from ddpcheck.gather.steps.gradient_sketch import Kept
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
 from ddpcheck.monitor.forward_snapshot import Snapshot
@@ -203,7 +203,7 @@ class ScriptWatch(StepListener):
         zeroed, self._zeroed = self._zeroed, False
         if not fresh or not zeroed:
             return
-        thrown_away = all(p.grad is None or not bool(dense(p.grad).count_nonzero()) for p in fresh.values())
+        thrown_away = not any(map(has_gradient, fresh.values()))
         self._discarded = self._discarded + 1 if thrown_away else 0
         if self._discarded == _DISCARDED_STEPS:
             where = str(user_location() or "")
