@@ -141,10 +141,10 @@ def test_what_excuses_zeroing(letters: str, lost: int) -> None:
 
 
 def test_of_no_sync_the_line_of_the_call_is_kept() -> None:
-    under, within = ledger("c<fB>S"), ledger("Fc<B>S")
+    under, around = ledger("c<fB>S"), ledger("Fc<B>S")
     (one,) = under.used_unreduced
     assert one.under == "train.py:3"
-    assert [one.within and one.within.kind for one in within.contributions] == ["enter no_sync"]
+    assert [event.location for event in around.around_backward] == ["train.py:3"]
     assert not under.not_entered and len(ledger("cFBc<").not_entered) == 1
 
 

@@ -42,6 +42,13 @@ def test_no_sync_around_every_forward() -> None:
     assert (finding.code, finding.severity, finding.location) == ("DDP502", Severity.ERROR, Location("train.py", 3))
 
 
+def test_what_older_versions_told_without_the_passes() -> None:
+    for under, code in ((event("enter no_sync"), "DDP502"), (event("forward inside", 3), "DDP501")):
+        finding = only(judge_loop(steps(under, event("step", 9)), unequal=True))
+        assert (finding.code, finding.location) == (code, Location("train.py", 9 if code == "DDP502" else 3))
+    assert only(judge_loop(steps(event("zero_grad", 7, discarded=("a",))), unequal=True)).code == "DDP517"
+
+
 @pytest.mark.parametrize(
     ("before", "names"),
     [((CALLED, event("enter no_sync")), True), ((), False), ((CALLED,), False), ((CALLED, ENTER, LEAVE), False)],

@@ -3,10 +3,12 @@
 import contextlib
 import copy
 import gc
+import linecache
 import math
 import pickle
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -328,6 +330,11 @@ def test_a_checkpoint_that_every_rank_loads_is_no_finding():
 # The loop
 
 
+def line_of(finding):
+    """The text of the line that a finding names."""
+    return linecache.getline(str(Path(__file__).parents[1] / finding.location.path), finding.location.line)
+
+
 def test_a_second_backward_pass_without_a_forward_of_its_own_is_told():
     told = []
     model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
@@ -339,6 +346,8 @@ def test_a_second_backward_pass_without_a_forward_of_its_own_is_told():
         second.sum().backward()
         optimizer.step()
     assert [finding.code for finding in told] == ["DDP509"]
+    assert "second.sum().backward()" in line_of(told[0])
+    assert "the step runs forward, forward, backward, backward" in told[0].evidence
 
 
 def test_a_no_sync_that_is_never_entered_is_told_with_its_line():
@@ -359,6 +368,7 @@ def test_a_no_sync_around_the_backward_pass_alone_is_told():
         with model.no_sync():
             loss.backward()
     assert [finding.code for finding in told] == ["DDP502"]
+    assert "model.no_sync()" in line_of(told[0])
 
 
 @pytest.mark.parametrize(("code", "way"), [("DDP502", "no_sync"), ("DDP501", "inner module")])

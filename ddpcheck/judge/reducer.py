@@ -115,6 +115,9 @@ def explain_by_ignored_parameters(facts: ReducerFacts) -> list[Finding]:
     )
 
 
+BYPASSED = "The loss calls the wrapped module and not the wrapper, so DDP does not take part in the step."
+
+
 def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
     """DDP501: the loss does not call the wrapper.
 
@@ -134,7 +137,7 @@ def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
     return one_finding(
         "DDP501",
         ("forward",),
-        "The loss calls the wrapped module and not the wrapper, so DDP does not take part in the step."
+        BYPASSED
         if any(item.inner_calls for item in bypassed)
         else "The loss never calls the wrapper, only parts or methods of the module in it, so DDP does not "
         "take part in the step.",

@@ -13,8 +13,9 @@ from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, LoopEve
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, one_finding, plural_verb, unless_all
+from ddpcheck.judge.reducer import BYPASSED
 from ddpcheck.judge.replicas import differing_names
-from ddpcheck.stream.ledger import Contribution, Ledger
+from ddpcheck.stream.ledger import AROUND, Contribution, Ledger
 
 _Ledgers = Sequence[tuple[DdpStepEvidence, Ledger]]
 _Found = Sequence[tuple[DdpStepEvidence, Contribution]]
@@ -109,14 +110,14 @@ def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
 
 
 def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Finding]:
-    """DDP502, 509 and 517: what has become of the gradients of each backward pass, by the ledger of each rank and step.
+    """DDP501, 502, 509 and 517: what has become of the gradients of each backward pass, by the ledger of each rank.
 
     Some only where gradients are `unequal` on the ranks, or not their average.
     """
     ledgers = [(item, Ledger(_with_passes(item.events))) for item in evidence]
     found = _judge_discarded(ledgers)
     if unequal:
-        found += _judge_unreduced(ledgers) + _judge_pairing(ledgers)
+        found += _judge_unreduced(ledgers) + _judge_bypassed(ledgers) + _judge_pairing(ledgers)
     return found or _judge_useless_no_sync(ledgers)
 
 
@@ -188,6 +189,28 @@ def _judge_unreduced(ledgers: _Ledgers) -> list[Finding]:
     )
 
 
+def _judge_bypassed(ledgers: _Ledgers) -> list[Finding]:
+    """DDP501: a step on gradients of a backward pass around the wrapper, as a rank has told of it."""
+    found = [one for _, ledger in ledgers for one in ledger.used_unreduced if one.backward.kind in AROUND]
+    if not found:
+        return []
+    line, noticed = found[0].backward.location, found[0].ended_by.location
+    inside_forward = found[0].backward.kind == "backward inside"
+    return one_finding(
+        "DDP501",
+        ("forward",),
+        "Backward runs inside of the wrapper's forward, before DDP has prepared for it: nothing is averaged."
+        if inside_forward
+        else BYPASSED,
+        location=Location.parse(line or noticed),
+        evidence=[f"noticed at {noticed}"] if line and line != noticed else [],
+        fix="Call backward when forward has returned; in a LightningModule that is not automatic, "
+        "self.manual_backward(loss) in the place of loss.backward()."
+        if inside_forward
+        else "",
+    )
+
+
 def _judge_pairing(ledgers: _Ledgers) -> list[Finding]:
     """DDP509: a backward pass of the wrapper's output after the one that ended the reduction."""
     found = [(item, one) for item, ledger in ledgers for one in ledger.unpaired]
@@ -209,10 +232,9 @@ def _judge_pairing(ledgers: _Ledgers) -> list[Finding]:
 def _judge_useless_no_sync(ledgers: _Ledgers) -> list[Finding]:
     """DDP502: `no_sync` that changes nothing, since it encloses no forward."""
     for _, ledger in ledgers:
-        alone = [one.within for one in ledger.contributions if one.within is not None]
         for event, message in (
             *((one, "no_sync() is called and its context never entered") for one in ledger.not_entered),
-            *((one, "no_sync encloses a backward pass and not its forward") for one in alone),
+            *((one, "no_sync encloses a backward pass and not its forward") for one in ledger.around_backward),
         ):
             return one_finding(
                 "DDP502",

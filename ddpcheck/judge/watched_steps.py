@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpcheck.findings.evidence.parameters import GradientState, PathEnd, StepEvidence
-from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import format_steps, join_names, plural_verb
 from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.parameters import judge_parameters
@@ -54,36 +54,7 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
     if any(report.events for report in reports):
         loop = [DdpStepEvidence(report.probed.rank, report.step, events=report.events) for report in reports]
         findings += judge_loop(loop, unequal=True)
-        findings += [one for report in reports for one in _judge_bypassed(report, context)]
     return findings + judge_normalisation([report.micro_batches for report in reports])
-
-
-def judge_events(events: Sequence[LoopEvent]) -> list[Finding]:
-    """Findings on the events of one step whose gradients were averaged on every rank."""
-    return judge_loop([DdpStepEvidence(0, 0, events=tuple(events))], unequal=False)
-
-
-def _judge_bypassed(report: RankReport, context: WatchContext) -> list[Finding]:
-    """DDP501 from one rank: the module inside of the wrapper is called, and not the wrapper."""
-    inside = next((event for event in report.events if event.kind in ("forward inside", "backward inside")), None)
-    if inside is None:
-        return []
-    noticed = Location.parse(report.events[-1].location)
-    line = Location.parse(inside.location)
-    alone = DdpStepEvidence(report.probed.rank, report.step, wrapper_calls=0, inner_calls=1)
-    how = _BACKWARD_INSIDE if inside.kind == "backward inside" else {}
-    evidence = [f"noticed at {noticed}"] if line not in (None, noticed) else []
-    return [
-        replace(one, location=line or noticed, evidence=(*one.evidence, *evidence), **how)
-        for one in judge_reducer([alone], _facts(context, world_size=1))
-    ]
-
-
-_BACKWARD_INSIDE: dict[str, Any] = {
-    "message": "Backward runs inside of the wrapper's forward, before DDP has prepared for it: nothing is averaged.",
-    "fix": "Call backward when forward has returned; in a LightningModule that is not automatic, "
-    "self.manual_backward(loss) in the place of loss.backward().",
-}
 
 
 _FEW = 4  # steps in which a parameter that no forward pass has read may belong to an idle branch or expert

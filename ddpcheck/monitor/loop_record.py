@@ -1,7 +1,8 @@
-"""The events of a watched loop: forward and backward passes, optimizer steps, `no_sync`; wrong ones are reported."""
+"""The events of a watched loop: forward and backward passes, reductions, optimizer steps, `no_sync`."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -12,10 +13,11 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.ddp.loop_events import noted_no_sync
 from ddpcheck.gather.patching import Patch
-from ddpcheck.judge.watched_steps import judge_events
+from ddpcheck.stream.ledger import Ledger
 
 _FORWARDS = (LoopEvent("forward"), LoopEvent("forward", synchronises=True))
-BACKWARD, STEP = LoopEvent("backward"), LoopEvent("step")
+BACKWARD, STEP, ZEROED = LoopEvent("backward"), LoopEvent("step"), LoopEvent("zero_grad")
+_REDUCTION = LoopEvent("reduction")
 _EVENTS_KEPT = 64
 
 _DDP: Any = nn.parallel.DistributedDataParallel
@@ -27,18 +29,17 @@ class LoopRecord:
     """The events of the step that is under way, and of the one before.
 
     Attributes:
+        ledger: Of all events so far.
         to_report: Events that this rank reports when the ranks exchange reports next.
-        forwards: The number of forward passes since the last optimizer step, under `no_sync` and after which DDP
-            averages.
     """
 
     def __init__(self, alarm: Callable[[int], None]) -> None:
         """`alarm` is called with the step after which they are to be reported."""
+        self.ledger = Ledger(kept=_EVENTS_KEPT)
         self.to_report: tuple[LoopEvent, ...] = ()
-        self.forwards = [0, 0]
         self._alarm = alarm
-        self._events: list[LoopEvent] = []
-        self._last_step: list[LoopEvent] = []
+        self._events: deque[LoopEvent] = deque(maxlen=_EVENTS_KEPT)
+        self._last_step: tuple[LoopEvent, ...] = ()
 
     def attach(self, wrapper: nn.Module) -> None:
         """Record each `no_sync` of `wrapper`, its begin and its end."""
@@ -60,12 +61,10 @@ class LoopRecord:
     def add(self, event: LoopEvent) -> None:
         """Record an event."""
         self._events.append(event)
-        if len(self._events) > _EVENTS_KEPT:
-            del self._events[0]
+        self.ledger.add(event)
 
     def add_forward(self, *, synced: bool) -> None:
         """Record a forward pass, and whether DDP averages after it."""
-        self.forwards[synced] += 1
         self.add(_FORWARDS[synced])
 
     def report(self, step: int) -> None:
@@ -74,11 +73,16 @@ class LoopRecord:
             self.to_report = (*self._last_step, *self._events)
             self._alarm(step)
 
-    def step_ended(self, step: int) -> None:
-        """Begin with the events of the next step."""
-        if any(event.kind == "no_sync" for event in self._events) and judge_events(self._events):
+    def step_ended(self, step: int, *, reduced: bool) -> None:
+        """Begin with the events of the next step; `reduced`: DDP has averaged, and does not wait for gradients."""
+        if reduced:
+            self.add(_REDUCTION)
+        if self.ledger.not_entered or self.ledger.around_backward:
             self.report(step + 1)
-        self._last_step, self._events = self._events, []
+            self.ledger.not_entered.clear()
+            self.ledger.around_backward.clear()
+        self._last_step = tuple(self._events)
+        self._events.clear()
 
 
 def _note_of(wrapper: nn.Module) -> Callable[[str], None] | None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
+from ddpcheck.gather.steps.gradient_distance import has_gradient
 from ddpcheck.monitor.loop_record import STEP, LoopRecord
 from ddpcheck.monitor.module_hooks import UnpickledHook, remove_hooks
 from ddpcheck.monitor.step_tracker import StepTracker
+from ddpcheck.stream.ledger import AROUND, Contribution
 
-_UNAVERAGED_STEPS = 3  # optimizer steps on gradients that have not been averaged, before that is reported
+_FEWEST = 3  # optimizer steps on gradients that have not been averaged, before that is told without the other ranks
+_SPARING = LoopEvent("step", spares_unreduced=True)
 
 
 # One hook for all, which stays where objects are only dropped: torch goes through its hooks as it calls them, and must
@@ -29,9 +34,9 @@ def _before_steps(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, A
         steps.before_step(optimizer, arguments, named)
 
 
-def _after_steps(optimizer: Any, *_arguments: Any) -> None:
+def _after_steps(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     for steps in list(_living.values()):
-        steps.after_step(optimizer)
+        steps.after_step(optimizer, arguments, named)
 
 
 class Unaveraged(Protocol):
@@ -41,8 +46,15 @@ class Unaveraged(Protocol):
     def has_others(self) -> bool:
         """Whether there are other ranks to average with."""
 
-    def unaveraged(self, *, under_no_sync: bool) -> None:
-        """Several steps, one after the other, were so; `under_no_sync`: the wrapper's forward ran in the last."""
+    def unaveraged(self, used: Contribution | None) -> None:
+        """Several steps were so; `used`: what the last has used of a forward pass of the wrapper, if that was seen."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    groups: int = 0  # of the optimizer, when it was asked for its parameters
+    holds: bool = False  # some of the wrapper's
+    reductions: int = 0  # at its last step
 
 
 class OptimizerSteps:
@@ -53,8 +65,9 @@ class OptimizerSteps:
         self._tracker = tracker
         self._loop = loop
         self._recorder = recorder
-        self._reductions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # at the last step of each optimizer
-        self._unaveraged_steps = 0
+        self._known: WeakKeyDictionary[Any, _Followed] = WeakKeyDictionary()
+        self._alone = 0  # steps, one after the other, since whose optimizer's last one nothing was reduced
+        self._around = 0  # steps on gradients of backward passes around the wrapper
         self._number = next(_numbers)
 
     def attach(self) -> None:
@@ -75,42 +88,66 @@ class OptimizerSteps:
         if in_backward():  # on one parameter, say, by a hook that DDP calls when it has averaged that
             return
         self._tracker.settle()
-        number = self._tracker.number
-        reductions = number - self._reductions.get(optimizer, 0)
-        self._reductions[optimizer] = number
-        (no_sync_forwards, forwards), self._loop.forwards = self._loop.forwards, [0, 0]
-        if self._tracker.unreduced and not any(map(callable, (*arguments[1:], *named.values()))):
-            self._judge_unreduced(optimizer)
-        if reductions or not self._recorder.has_others:  # the healthy step, at no cost for each parameter
-            self._unaveraged_steps = 0
+        if not _has_closure(arguments, named):
+            self._steps(optimizer)
+
+    def after_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """An optimizer has stepped; a closure that it was given has run the last passes of the step."""
+        if _has_closure(arguments, named) and not in_backward():
+            self._steps(optimizer)
+
+    def _steps(self, optimizer: Any) -> None:
+        known = self._known.get(optimizer)
+        if known is None or known.groups != len(optimizer.param_groups):
+            known = self._known.setdefault(optimizer, _Followed())
+            known.groups = len(optimizer.param_groups)
+            known.holds = bool(_parameters_of(optimizer) & {id(p) for p in self._tracker.parameters.tensors})
+        if not known.holds:
+            return
+        number, ledger = self._tracker.number, self._loop.ledger
+        reductions, known.reductions = number - known.reductions, number
+        if not self._recorder.has_others or (reductions and not ledger.unreduced):  # the healthy step, at no cost for
+            self._alone = 0  # each parameter
             self._loop.add(STEP)
             return
-        parameters = {id(parameter) for parameter in self._tracker.parameters.tensors if parameter.grad is not None}
-        if not parameters:
-            self._unaveraged_steps = 0
-        elif parameters & _parameters_of(optimizer):
-            self._unaveraged_steps += 1
-            if forwards:  # the loss does not come through the tensors that they have returned
-                self._tracker.hooks_parameters = True
-            elif self._unaveraged_steps == _UNAVERAGED_STEPS:
-                if not parameters & parameters_in_wrappers(but=self._tracker.wrapper):  # wrapped again
-                    self._recorder.unaveraged(under_no_sync=bool(no_sync_forwards))
+        self._step_unreduced(_parameters_of(optimizer), alone=not reductions)
 
-    def after_step(self, optimizer: Any) -> None:
-        """An optimizer has stepped; a closure that it was given has run the last passes of the step."""
-        if self._tracker.unreduced and not in_backward():
-            self._judge_unreduced(optimizer)
+    def _step_unreduced(self, held: set[int], *, alone: bool) -> None:
+        """A step for which nothing was reduced (`alone`), or before which other gradients have come."""
+        ledger = self._loop.ledger
+        prepared, uses = bool(ledger.forwards[True]), ledger.unreduced and self._is_there(held)
+        used = [one for one in ledger.open if not one.reduced] if uses else []
+        if used:
+            self._loop.note("step")
+        else:
+            self._loop.add(_SPARING if ledger.unreduced else STEP)
+        around = [one for one in used if one.backward.kind in AROUND]
+        own = [one for one in used if one.forward is not None]
+        if own:
+            self._tracker.unreduced.clear()
+            self._loop.report(self._tracker.number)
+        there = {id(p) for p in self._tracker.parameters.tensors if p.grad is not None}
+        times = 0
+        if around:
+            times = self._around = self._around + 1
+        elif not alone or not there:
+            self._alone = 0
+        elif there & held:
+            times = self._alone = self._alone + 1
+            if prepared:  # the loss does not come through the tensors that they have returned
+                times, self._tracker.hooks_parameters = 0, True
+        if times == _FEWEST and not there & parameters_in_wrappers(but=self._tracker.wrapper):  # wrapped again
+            self._recorder.unaveraged(own[-1] if own else None)
 
-    def _judge_unreduced(self, optimizer: Any) -> None:
-        """Report a step that uses gradients of backward passes after the last reduction."""
-        tensors, in_optimizer = self._tracker.parameters.tensors, _parameters_of(optimizer)
-        unreduced = [tensors[index] for index in self._tracker.unreduced]
-        used = [p for p in unreduced if id(p) in in_optimizer and p.grad is not None]
-        if not self._recorder.has_others or not any(bool(p.grad.detach().count_nonzero()) for p in used):
-            return
-        self._tracker.unreduced.clear()
-        self._loop.note("step")
-        self._loop.report(self._tracker.number)
+    def _is_there(self, held: set[int]) -> bool:
+        """Whether an optimizer of these parameters is about to use what was not reduced: it was not zeroed."""
+        tensors, indices = self._tracker.parameters.tensors, self._tracker.unreduced
+        some = [tensors[i] for i in indices if id(tensors[i]) in held] if indices else [*tensors[:1], *tensors[-1:]]
+        return any(map(has_gradient, some))
+
+
+def _has_closure(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    return any(map(callable, (*arguments[1:], *named.values())))
 
 
 def _parameters_of(optimizer: Any) -> set[int]:

@@ -27,6 +27,7 @@ from ddpcheck.monitor.parameter_history import ParameterHistory
 from ddpcheck.monitor.replica_capture import ReplicaCapture
 from ddpcheck.monitor.step_probe import StepProbe
 from ddpcheck.monitor.step_tracker import StepListener, StepTracker
+from ddpcheck.stream.ledger import Contribution
 from ddpcheck.stream.rank_report import FIRST_SETTLED, RankReport, WatchContext, is_probed, is_settled
 
 
@@ -96,6 +97,7 @@ class StepRecorder(StepListener):
         module: What is wrapped.
         rank: In the default group.
         ranks: Of the wrapper's process group.
+        loop: The events of the loop.
         tracker: Of the steps.
         parameters: Those that the wrapper synchronises, by name.
         context: The wrapper as it is when this begins.
@@ -129,8 +131,8 @@ class StepRecorder(StepListener):
         self._door = door
         self._options = options
         self._began = time.monotonic()
-        self._loop = LoopRecord(door.alarm)
-        self.tracker = StepTracker(wrapper, self._loop, (self, *listeners), completes=options.completes)
+        self.loop = LoopRecord(door.alarm)
+        self.tracker = StepTracker(wrapper, self.loop, (self, *listeners), completes=options.completes)
         synced = self.tracker.parameters
         self.parameters = dict(zip(synced.names, synced.tensors, strict=True))
         self.context = _context_of(wrapper, synced.names, began_alike=began_alike)
@@ -140,19 +142,19 @@ class StepRecorder(StepListener):
         )
         self._probe: StepProbe | None = None
         self._micro_batches = MicroBatches(synced.tensors) if options.normalisation else None
-        self._optimizer_steps = OptimizerSteps(self.tracker, self._loop, self)
+        self._optimizer_steps = OptimizerSteps(self.tracker, self.loop, self)
 
     def attach(self) -> None:
         """Begin to record."""
         self._optimizer_steps.attach()
         self.tracker.attach()
         if self.wrapper is not None:
-            self._loop.attach(self.wrapper)
+            self.loop.attach(self.wrapper)
 
     def detach(self) -> None:
         """Leave the wrapper as it was; may be called again."""
         self.tracker.detach()
-        self._loop.detach(self.wrapper)
+        self.loop.detach(self.wrapper)
         self._optimizer_steps.detach()
         if self._micro_batches is not None:
             self._micro_batches.close()
@@ -185,12 +187,12 @@ class StepRecorder(StepListener):
         """Whether ranks may have left the loop, or all train apart on purpose (post-local SGD): none compares."""
         return self.joins or (self.wrapper is not None and trains_apart(self.wrapper))
 
-    def unaveraged(self, *, under_no_sync: bool) -> None:
-        """Tell of optimizer steps on gradients that were not averaged."""
+    def unaveraged(self, used: Contribution | None) -> None:
+        """Tell of optimizer steps on gradients that were not averaged; `used`: those of a forward of the wrapper."""
         if self.joins:  # a rank without further batches makes the steps of a sharded optimizer for the others
             return
-        where = LoopEvent("step", location=str(user_location() or ""))
-        self.tell(LoopEvent("enter no_sync") if under_no_sync else self._options.bypassed(), where)
+        around = self._options.bypassed(), LoopEvent("step", location=str(user_location() or ""))
+        self.tell(*(around if used is None else used.events))
 
     def tell(self, *events: LoopEvent) -> None:
         """Tell of events that show a fault on this rank, whatever the others do."""
@@ -252,8 +254,9 @@ class StepRecorder(StepListener):
             probe.close()
         if self._options.parameters:
             self.history.step_ended(step, probe, unused, awaited, self.tracker.accumulated)
-        self._loop.step_ended(step)
-        compares = self._compares(step) and (self._options.completes or not awaited)  # else DDP has not averaged
+        reduced = self._options.completes or not awaited
+        self.loop.step_ended(step, reduced=reduced)
+        compares = self._compares(step) and reduced
         self._door.reduced(EndedStep(step, probe, snapshot, compares, self._reports(step)))
 
     def _compares(self, step: int) -> bool:
@@ -282,15 +285,15 @@ class StepRecorder(StepListener):
             )
         measured = () if self._micro_batches is None else self._micro_batches.measured()
         seconds = (time.monotonic() - self._began) / (ended.number + 1)
-        events, self._loop.to_report = self._loop.to_report, ()
+        events, self.loop.to_report = self.loop.to_report, ()
         return replace(mine, events=events, micro_batches=measured, seconds=seconds)
 
     def last_report(self) -> RankReport | None:
         """What is left to report at the end; `None` for nothing."""
         if self.settles:
             return self.history.report(self.step - 1, settled=True)
-        if self.history.not_reported or self._loop.to_report:
-            return replace(self.history.report(self.step, settled=False), events=self._loop.to_report)
+        if self.history.not_reported or self.loop.to_report:
+            return replace(self.history.report(self.step, settled=False), events=self.loop.to_report)
         return None
 
     @property

@@ -264,7 +264,8 @@ class StepTracker:
             if is_grad and not reached:
                 self._backward = Backward.GRAD
         if self._backward is Backward.SYNCED:
-            self._loop.add(BACKWARD)
+            if self._step.ready:
+                self._loop.add(BACKWARD)
             for listener in self._listeners:
                 listener.backward_begins()
         if everything:

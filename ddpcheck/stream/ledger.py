@@ -30,7 +30,6 @@ class Contribution:
         backward: The pass.
         forward: Of the wrapper, to whose output it belongs; `None`: it has none of its own.
         under: The line of the `no_sync` under which that forward pass ran; `None`: under none.
-        within: The `no_sync` that encloses the backward pass alone, and so changes nothing.
         after: Without a forward pass of its own: the one that has ended the reduction before it.
         reduced: Whether its gradients were averaged before anything has used or zeroed them.
         fate: What has become of them: an optimizer's step has used them, they were zeroed before one has, or neither.
@@ -43,13 +42,18 @@ class Contribution:
     backward: LoopEvent
     forward: LoopEvent | None = None
     under: str | None = None
-    within: LoopEvent | None = None
     after: LoopEvent | None = None
     reduced: bool = False
     fate: Literal["open", "used", "discarded"] = "open"
     ended: int = -1
     ended_by: LoopEvent = _NOTHING
     excused: bool = False
+
+    @property
+    def events(self) -> tuple[LoopEvent, ...]:
+        """The events that tell of it alone."""
+        no_sync = () if self.under is None else (LoopEvent("enter no_sync"),)
+        return (*no_sync, *filter(None, (self.forward, self.backward, self.ended_by)))
 
 
 class Ledger:
@@ -64,7 +68,9 @@ class Ledger:
         prepared: The forward pass after which DDP averages, while its backward pass is awaited.
         waiting: The forward passes after which it does not, likewise, each with the line of its `no_sync`.
         not_entered: Calls of `no_sync` whose context was not entered.
+        around_backward: Each `no_sync` that has enclosed a backward pass and not its forward, and so changed nothing.
         zeroed: Whether `zero_grad` was called since the last step.
+        forwards: The number of forward passes since the last step, after which DDP does not average and does.
     """
 
     def __init__(self, events: Iterable[LoopEvent] = (), *, kept: int | None = None) -> None:
@@ -74,9 +80,11 @@ class Ledger:
         self.prepared: LoopEvent | None = None
         self.waiting: deque[tuple[LoopEvent, str | None]] = deque(maxlen=kept)
         self.not_entered: deque[LoopEvent] = deque(maxlen=kept)
+        self.around_backward: deque[LoopEvent] = deque(maxlen=kept)
         self.zeroed = False
+        self.forwards = [0, 0]
         self._no_sync: LoopEvent | None = None  # in which the loop is
-        self._called = ""  # the line of its call
+        self._called: LoopEvent | None = None  # the last call of one
         self._forwards_inside = 0
         self._reducing: LoopEvent | None = None  # the backward pass that was reduced last
         self._number = -1
@@ -98,6 +106,16 @@ class Ledger:
         """Gradients of passes without a forward pass of their own, which come after the reduction and are not in it."""
         return [one for one in self.contributions if one.after is not None and not one.reduced]
 
+    @property
+    def unreduced(self) -> bool:
+        """Whether gradients are there that were not averaged."""
+        return any(not one.reduced for one in self.open)
+
+    @property
+    def put_off(self) -> bool:
+        """Whether such gradients are there of a forward pass of the wrapper: they may be averaged with later ones."""
+        return any(not one.reduced and one.forward is not None for one in self.open)
+
     def add(self, event: LoopEvent) -> None:
         """Take in the next event."""
         self._number += 1
@@ -109,7 +127,7 @@ class Ledger:
         elif kind == "reduction":
             self._reduce()
         elif kind == "step":
-            self.zeroed = False
+            self.zeroed, self.forwards = False, [0, 0]
             self._end("used", event)
         elif kind == "zero_grad":
             self._zero(event)
@@ -117,9 +135,9 @@ class Ledger:
             self._contribute(event)
         elif kind == "no_sync":
             self.not_entered.append(event)
-            self._called = event.location
+            self._called = event
         elif kind == "enter no_sync":
-            self._no_sync, self._forwards_inside = event, 0
+            self._no_sync, self._forwards_inside = event if event.location else self._called or event, 0
             if self.not_entered:
                 self.not_entered.pop()
         elif kind == "leave no_sync":
@@ -127,17 +145,19 @@ class Ledger:
 
     def _forward(self, event: LoopEvent) -> None:
         self._forwards_inside += 1
+        self.forwards[event.synchronises] += 1
         if event.synchronises:
             self.prepared = event
         else:
-            under = None if self._no_sync is None else self._no_sync.location or self._called or None
+            under = None if self._no_sync is None else self._no_sync.location or None
             self.waiting.append((event, under))
 
     def _backward(self, event: LoopEvent) -> None:
         made = self._contribute(event)
         if self.prepared is not None:
             made.forward, self.prepared, self._reducing = self.prepared, None, event
-            made.within = None if self._forwards_inside else self._no_sync
+            if self._no_sync is not None and not self._forwards_inside:
+                self.around_backward.append(self._no_sync)
             self._reduce()
         elif self.waiting:
             made.forward, made.under = self.waiting.popleft()

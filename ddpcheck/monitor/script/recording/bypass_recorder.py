@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -20,39 +20,38 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location
 from ddpcheck.gather.state.tensor_values import version_of
-from ddpcheck.gather.steps.gradient_distance import has_gradient
 from ddpcheck.monitor.module_hooks import UnpickledHook, remove_hooks
 
 DDP_FILE = inspect.getfile(nn.parallel.DistributedDataParallel)
-_STEPS = 3  # that use such gradients, before that is said
 
 _Marks = list[tuple[int, int] | None]
 
 
 class BypassRecorder:
-    """Counts the optimizer steps on gradients of backward passes around one wrapper.
+    """Follows the backward passes around one wrapper.
 
     Attributes:
         event: That makes them so: the module inside of the wrapper is called, or backward inside of its forward; with
             the line, once it is known.
     """
 
-    def __init__(self, module: nn.Module, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, module: nn.Module, parameters: Sequence[torch.Tensor], sink: Callable[[LoopEvent], object]
+    ) -> None:
+        """Begin; `sink` is told of each such pass."""
         self.event = LoopEvent("forward inside")
+        self._sink = sink
         self._module = module
         self._some = [*parameters[:1], *parameters[-1:]]  # by which a backward pass is known to have come
         self._marks: _Marks = []
         self._reductions = 0
         self._in_forward = False
-        self._passes = 0  # since the last step
-        self._steps = 0
+        self._listens = True
         self._handles: list[Any] = []
 
     def backward_begins(self, reductions: int, *, in_forward: bool) -> None:
         """Any backward pass of the script begins; so many reductions have ended, and the wrapper's forward runs."""
         self._in_forward = in_forward
-        if self._passes and not self._has_gradients():  # they are zeroed before anything has used them
-            self._passes = 0
         self._marks, self._reductions = self._marked(), reductions
 
     def backward_ended(self, reductions: int, *, put_off: bool) -> None:
@@ -60,34 +59,22 @@ class BypassRecorder:
         marks, before = self._marked(), self._marks
         grown = any(now is not None and now != then for now, then in zip(marks, before, strict=False))
         if grown and reductions == self._reductions and not put_off:
-            self._passes += 1
             if self._in_forward:
                 self.event = LoopEvent("backward inside", location=str(user_location() or ""))
             else:
                 self._listen()
-
-    def steps(self) -> bool:
-        """An optimizer steps; whether this is the step at which such steps are to be reported."""
-        passes, self._passes = self._passes, 0
-        passes = passes if passes and self._has_gradients() else 0
-        self._steps += bool(passes)
-        if passes and self._steps == _STEPS:
-            self.close()
-            return True
-        return False
+            self._sink(self.event)
 
     def close(self) -> None:
         """Listen no more."""
+        self._listens = False
         remove_hooks(self._handles)
 
     def _marked(self) -> _Marks:
         return [None if p.grad is None else (id(p.grad), version_of(p.grad)) for p in self._some]
 
-    def _has_gradients(self) -> bool:
-        return any(map(has_gradient, self._some))
-
     def _listen(self) -> None:
-        if not self._handles and not self.event.location and self._steps < _STEPS:
+        if self._listens and not self._handles and not self.event.location:
             hook = UnpickledHook(self._called)
             self._handles = [part.register_forward_pre_hook(hook) for part in self._module.modules()]
 

@@ -28,6 +28,7 @@ from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
 from ddpcheck.gather.steps.gradient_sketch import Kept
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
 from ddpcheck.monitor.forward_snapshot import Snapshot
+from ddpcheck.monitor.loop_record import ZEROED
 from ddpcheck.monitor.module_hooks import UnpickledHook, hold, release
 from ddpcheck.monitor.script.recording.added_noise import added_to
 from ddpcheck.monitor.script.recording.bypass_recorder import BypassRecorder
@@ -37,6 +38,7 @@ from ddpcheck.monitor.step_recorder import EndedStep, RecorderOptions, StepRecor
 from ddpcheck.monitor.step_tracker import StepListener
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.stream.entries import NotCompared, StepsReported, WrapperMade
+from ddpcheck.stream.ledger import AROUND
 from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, place_of_backward
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.rank_report import RankReport, is_probed, is_sampled
@@ -84,7 +86,6 @@ class ScriptWatch(StepListener):
         self._alarmed = False  # a report is due when the step has ended
         self._forward_line: Location | None = None
         self._fresh: dict[str, torch.Tensor] = {}  # parameters whose averaged gradient was not zero
-        self._zeroed = False  # by zero_grad, since the last optimizer step
         self._discarded = 0  # optimizer steps before which all of these were thrown away by it
         self._recorder = StepRecorder(
             wrapper,
@@ -106,7 +107,7 @@ class ScriptWatch(StepListener):
         )
         self._replica = ReplicaRecorder(self._recorder, log, number)
         self._paths = {id(part): path for path, part in self.module.named_modules()}
-        self._bypass = BypassRecorder(self.module, self._recorder.tracker.parameters.tensors)
+        self._bypass = BypassRecorder(self.module, self._recorder.tracker.parameters.tensors, self._recorder.loop.add)
         self._recorder.attach()
         hold(self.module, self)
         self._handle = wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(_note_broadcast, self._which)))
@@ -163,7 +164,7 @@ class ScriptWatch(StepListener):
     @property
     def has_unreduced(self) -> bool:
         """Whether a parameter has what backward passes have added since the last reduction, or that has not ended."""
-        return bool(self._recorder.tracker.unreduced) or self._incomplete
+        return self._recorder.loop.ledger.put_off or self._incomplete
 
     @property
     def joins(self) -> bool:
@@ -183,7 +184,7 @@ class ScriptWatch(StepListener):
 
     def gradients_zeroed(self) -> None:
         """`zero_grad` is called on the wrapper, or on an optimizer that holds some of its parameters."""
-        self._zeroed = True
+        self._recorder.loop.add(ZEROED)
 
     def any_backward_begins(self) -> None:
         """A backward pass of the script begins, of whatever."""
@@ -197,17 +198,17 @@ class ScriptWatch(StepListener):
     def optimizer_steps(self) -> None:
         """An optimizer with parameters of the wrapper is about to step."""
         self._replica.write()
-        if self._bypass.steps() and self._recorder.has_others:
-            self._recorder.unaveraged(under_no_sync=False)
         fresh, self._fresh = self._fresh, {}
-        zeroed, self._zeroed = self._zeroed, False
-        if not fresh or not zeroed:
+        loop = self._recorder.loop
+        if not fresh or not loop.ledger.zeroed:
             return
-        thrown_away = not any(map(has_gradient, fresh.values()))
-        self._discarded = self._discarded + 1 if thrown_away else 0
+        if any(map(has_gradient, fresh.values())):
+            self._discarded = 0
+            return
+        self._discarded += 1
+        loop.add(LoopEvent("zero_grad", location=str(user_location() or ""), discarded=tuple(fresh)))
         if self._discarded == _DISCARDED_STEPS:
-            where = str(user_location() or "")
-            self._recorder.tell(LoopEvent("zero_grad", location=where, discarded=tuple(fresh)))
+            self._recorder.tell(*loop.ledger.lost[-1].events)
 
     def close(self, *, failing: bool = False) -> None:
         """Leave the wrapper as it was; may be called again. `failing`: the script ends in an exception."""
@@ -228,6 +229,8 @@ class ScriptWatch(StepListener):
 
     def tell(self, report: RankReport) -> None:
         """Write it."""
+        if any(event.kind in AROUND for event in report.events):
+            self._bypass.close()
         self._log.add(StepsReported(self.number, report, alone=True))
 
     def reduced(self, ended: EndedStep) -> None:
