@@ -54,10 +54,30 @@ dist.destroy_process_group()
 BACKWARD = 1 + SCRIPT.splitlines().index("            loss.backward()")
 
 
-def reported(folder: Path, *arguments: str) -> dict[str, Any]:
+AROUND = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+torch.manual_seed(dist.get_rank())
+for _ in range(8):
+    optimizer.zero_grad()
+    for module in (net, net.module) if "late" in sys.argv else (net.module, net):
+        module(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def reported(folder: Path, *arguments: str, source: str = SCRIPT) -> dict[str, Any]:
     """The report on the script."""
     script, output = folder / "manual.py", folder / "report.json"
-    script.write_text(SCRIPT)
+    script.write_text(source)
     ended = run(DDPCHECK, "--check-format", "json", "--check-output", str(output), str(script), *arguments)
     assert output.exists(), ended.stderr
     return dict(json.loads(output.read_text()))
@@ -75,6 +95,15 @@ def test_of_one_that_is_not_nothing_is_averaged(tmp_path: Path) -> None:
     (finding,) = report["findings"]
     assert (finding["code"], finding["location"]["line"]) == ("DDP501", BACKWARD)
     assert "inside of the wrapper's forward" in finding["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("when", "codes"), [("early", []), ("late", ["DDP301", "DDP501"])])
+def test_a_pass_around_the_wrapper_counts_where_no_later_one_averages_it(
+    when: str, codes: list[str], tmp_path: Path
+) -> None:
+    report = reported(tmp_path, when, source=AROUND)
+    assert sorted(finding["code"] for finding in report["findings"]) == codes
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ddpcheck.gather.ddp.loop_events import noted_no_sync
 from ddpcheck.gather.patching import Patch
 from ddpcheck.stream.ledger import Ledger
 
-_FORWARDS = (LoopEvent("forward"), LoopEvent("forward", synchronises=True))
+FORWARDS = (LoopEvent("forward"), LoopEvent("forward", synchronises=True))
 BACKWARD, STEP, ZEROED = LoopEvent("backward"), LoopEvent("step"), LoopEvent("zero_grad")
 _REDUCTION = LoopEvent("reduction")
 _EVENTS_KEPT = 64
@@ -62,10 +62,6 @@ class LoopRecord:
         """Record an event."""
         self._events.append(event)
         self.ledger.add(event)
-
-    def add_forward(self, *, synced: bool) -> None:
-        """Record a forward pass, and whether DDP averages after it."""
-        self.add(_FORWARDS[synced])
 
     def report(self, step: int) -> None:
         """Report the events so far, which show a fault, when `step` has ended."""

@@ -7,7 +7,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
-from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -24,17 +23,6 @@ class UnpickledHook:
     def __init__(self, method: Any) -> None:
         self.method = method
         self._not_compiled = _not_compiled()
-
-    @classmethod
-    def weakly(cls, method: Any) -> UnpickledHook:
-        """A hook that does not keep the object of `method` alive: for hooks that live longer."""
-        found = WeakMethod(method)
-
-        def call(*args: Any, **kwargs: Any) -> None:
-            if (alive := found()) is not None:
-                alive(*args, **kwargs)
-
-        return cls(call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if OwnErrors.all_off:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -39,17 +40,6 @@ def _after_steps(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, An
         steps.after_step(optimizer, arguments, named)
 
 
-class Unaveraged(Protocol):
-    """What is told of optimizer steps on gradients that were not averaged."""
-
-    @property
-    def has_others(self) -> bool:
-        """Whether there are other ranks to average with."""
-
-    def unaveraged(self, used: Contribution | None) -> None:
-        """Several steps were so; `used`: what the last has used of a forward pass of the wrapper, if that was seen."""
-
-
 @dataclass(slots=True)
 class _Followed:
     groups: int = 0  # of the optimizer, when it was asked for its parameters
@@ -60,11 +50,22 @@ class _Followed:
 class OptimizerSteps:
     """Follows every optimizer that has parameters of one wrapper."""
 
-    def __init__(self, tracker: StepTracker, loop: LoopRecord, recorder: Unaveraged) -> None:
-        """Follow the steps of `tracker`, note those of optimizers in `loop`, and tell `recorder`."""
+    def __init__(
+        self,
+        tracker: StepTracker,
+        loop: LoopRecord,
+        has_others: Callable[[], bool],
+        tell: Callable[[Contribution | None], object],
+    ) -> None:
+        """Note the steps of optimizers in `loop`, beside those of `tracker`.
+
+        `has_others` says whether there are ranks to average with. `tell` is called where several steps used gradients
+        that were not averaged, with those of the last step that belong to a forward pass of the wrapper.
+        """
         self._tracker = tracker
         self._loop = loop
-        self._recorder = recorder
+        self._has_others = has_others
+        self._tell = tell
         self._known: WeakKeyDictionary[Any, _Followed] = WeakKeyDictionary()
         self._alone = 0  # steps, one after the other, since whose optimizer's last one nothing was reduced
         self._around = 0  # steps on gradients of backward passes around the wrapper
@@ -106,7 +107,7 @@ class OptimizerSteps:
             return
         number, ledger = self._tracker.number, self._loop.ledger
         reductions, known.reductions = number - known.reductions, number
-        if not self._recorder.has_others or (reductions and not ledger.unreduced):  # the healthy step, at no cost for
+        if not self._has_others() or (reductions and not ledger.unreduced):  # the healthy step, at no cost for
             self._alone = 0  # each parameter
             self._loop.add(STEP)
             return
@@ -137,7 +138,7 @@ class OptimizerSteps:
             if prepared:  # the loss does not come through the tensors that they have returned
                 times, self._tracker.hooks_parameters = 0, True
         if times == _FEWEST and not there & parameters_in_wrappers(but=self._tracker.wrapper):  # wrapped again
-            self._recorder.unaveraged(own[-1] if own else None)
+            self._tell(own[-1] if own else None)
 
     def _is_there(self, held: set[int]) -> bool:
         """Whether an optimizer of these parameters is about to use what was not reduced: it was not zeroed."""

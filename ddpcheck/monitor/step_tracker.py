@@ -21,7 +21,7 @@ from torch import nn
 
 from ddpcheck.gather.autograd.autograd_graph import at_end_of_backward, will_be_reached
 from ddpcheck.monitor.forward_snapshot import Snapshot, differentiable_tensors, trainable_leaves
-from ddpcheck.monitor.loop_record import BACKWARD, LoopRecord
+from ddpcheck.monitor.loop_record import BACKWARD, FORWARDS, LoopRecord
 from ddpcheck.monitor.module_hooks import UnpickledHook, remove_hooks
 from ddpcheck.monitor.synced_parameters import NONE, SyncedParameters
 from ddpcheck.recipe.pytree import tree_leaves
@@ -171,7 +171,7 @@ class StepTracker:
             self._begin()
             self._step.snapshot = Snapshot.take(wrapper.module, arguments, named, thorough=self.number < 1)
         else:
-            self._loop.add_forward(synced=False)
+            self._loop.add(FORWARDS[False])
 
     def _begin(self) -> None:
         if len(self._step.unused) in (0, len(self.parameters.all)):  # no backward pass of the step has run yet
@@ -193,7 +193,7 @@ class StepTracker:
         if synced:
             self._begin()
         else:
-            self._loop.add_forward(synced=False)
+            self._loop.add(FORWARDS[False])
         self._expect_backward(loss, synced=synced)
 
     def _expect_backward(self, output: Any, *, synced: bool) -> None:
@@ -201,7 +201,7 @@ class StepTracker:
         tensors = differentiable_tensors(output)
         if synced:
             self._step.ready = True
-            self._loop.add_forward(synced=True)
+            self._loop.add(FORWARDS[True])
             self._hook_leaves(output)
             self._step.roots.append([tensor.grad_fn for tensor in tensors])
         for listener in self._listeners:
