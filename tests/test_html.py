@@ -26,8 +26,9 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import AcceptedFinding, Finding, Location, ParityEntry, Report, ReportError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
-from ddpcheck.render.page.finding_parts import together
-from ddpcheck.render.page.frame import data_in, visible
+from ddpcheck.render.page.data import data_in
+from ddpcheck.render.page.findings import together
+from ddpcheck.render.page.page import visible
 from ddpcheck.report.matrix.matrix import Advice, Matrix, MatrixRow, StepTime
 from tests.test_render import COUPLED, REPORT, UNUSED
 

@@ -12,7 +12,7 @@ import ddpcheck.report.checking.check  # noqa: E402, F401
 import tests.innerhere  # noqa: E402, F401 - imports what an inner pytest in this process has to share with us
 from ddpcheck.findings.errors import UsageError  # noqa: E402
 from ddpcheck.findings.report import Report  # noqa: E402
-from ddpcheck.render.page.frame import data_in  # noqa: E402
+from ddpcheck.render.page.data import data_in  # noqa: E402
 from ddpcheck.testing.kept_reports import ReportFolder, file_name  # noqa: E402
 from ddpcheck.worlds.preloading import ONLY_WHAT_IS_ASKED_FOR  # noqa: E402
 from tests.tiers import share  # noqa: E402

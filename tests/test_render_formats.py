@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 from xml.etree import ElementTree
 
@@ -15,8 +16,9 @@ from ddpcheck.findings.figures import ParameterPath, PathStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Report, ReportError
 from ddpcheck.findings.severity import Severity
-from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
+from ddpcheck.render import FORMATS, MATRIX_FORMATS, Medium, renderer_for
 from ddpcheck.render.github import MOST_OF_A_KIND
+from ddpcheck.render.parts import Fact, facts_of
 from ddpcheck.render.sarif import MOST_RESULTS
 from tests.test_render import COUPLED, REPORT, UNUSED
 
@@ -149,6 +151,20 @@ def test_whatever_names_and_messages_hold_is_shown_and_is_no_markup(found: list[
     commands = [line for line in rendered("github", report).splitlines() if line.startswith("::")]
     assert len(commands) == len(found)
     assert rendered("markdown", report).count("\n### ") == len(found)
+
+
+@pytest.mark.parametrize("name", sorted({*FORMATS} - {"json"}))
+def test_a_new_kind_of_fact_on_a_finding_is_shown_in_every_format(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "seen before" not in rendered(name, REPORT).lower()
+    original = facts_of
+
+    def with_another(finding: Finding) -> list[Fact]:
+        return [*original(finding), Fact("history", ("in 3 <b>runs</b>",), "seen before")]
+
+    for module in [one for one in sys.modules.values() if getattr(one, "facts_of", None) is original]:
+        monkeypatch.setattr(module, "facts_of", with_another)
+    shown = rendered(name, REPORT)
+    assert shown.lower().count("seen before") == 2 and shown.count("in 3") == 2
 
 
 @pytest.mark.parametrize("name", ["markdown", "junit", "github", "sarif"])

@@ -12,7 +12,7 @@ from ddpcheck.cli.output import reason_of
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.from_json import IncompleteError
 from ddpcheck.findings.report import Report
-from ddpcheck.render.page.frame import data_in
+from ddpcheck.render.page.data import data_in
 from ddpcheck.report.matrix.matrix import Matrix, is_matrix
 
 

@@ -14,18 +14,10 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Protocol, TextIO
+from typing import Any, TextIO
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Document, Report
-
-
-class Renderer(Protocol):
-    """Turns a report, a matrix or a difference, whichever it is made for, into text."""
-
-    def render(self, report: Document) -> str:
-        """The whole output, with a newline at its end."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +63,21 @@ class Medium:
             return False
         return True
 
+    def fitted(self, text: str) -> str:
+        """`text`, with what cannot be encoded as escapes of Python."""
+        return text if self.shows(text) else text.encode(self.encoding, "backslashreplace").decode(self.encoding)
+
+
+class Renderer:
+    """Base of what turns a report, a matrix or a difference, whichever it is made for, into text for a medium."""
+
+    def __init__(self, medium: Medium) -> None:
+        self.medium = medium
+
+    def render(self, report: Any) -> str:
+        """The whole output, with a newline at its end."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, slots=True)
 class Format:
@@ -86,18 +93,18 @@ class Format:
         return made
 
 
-class JsonRenderer:
+class JsonRenderer(Renderer):
     """Writes what `Report.from_json` or `Matrix.from_json` reads, or a difference."""
-
-    def __init__(self, medium: Medium) -> None:
-        self._medium = medium
 
     def render(self, report: Document) -> str:
         """The report as JSON with sorted keys; characters that the medium cannot show are escaped as JSON does."""
         text = report.to_json()
-        if not self._medium.shows(text):
-            text = "".join(c if ord(c) < 128 else json_escaped(c) for c in text)
-        return text + "\n"
+        return (text if self.medium.shows(text) else in_ascii(text)) + "\n"
+
+
+def in_ascii(text: str, besides: str = "") -> str:
+    """JSON without any but ASCII characters, and without those `besides`, which may stand in its strings."""
+    return "".join(c if c < "\x7f" and c not in besides else json_escaped(c) for c in text)
 
 
 def json_escaped(character: str) -> str:
@@ -112,12 +119,12 @@ FORMATS: Mapping[str, Format] = {
     "markdown": Format("ddpcheck.render.markdown:MarkdownRenderer", (".md",)),
     "sarif": Format("ddpcheck.render.sarif:SarifRenderer", (".sarif",)),
     "junit": Format("ddpcheck.render.junit:JunitRenderer", (".xml",)),
-    "html": Format("ddpcheck.render.page.report_page:HtmlRenderer", (".html", ".htm")),
+    "html": Format("ddpcheck.render.page.page:HtmlRenderer", (".html", ".htm")),
     "github": Format("ddpcheck.render.github:GithubRenderer", ()),
 }
 MATRIX_FORMATS: Mapping[str, Format] = {
     "json": FORMATS["json"],
-    "html": Format("ddpcheck.render.page.matrix_page:MatrixHtmlRenderer", (".html", ".htm")),
+    "html": FORMATS["html"],
     "text": Format("ddpcheck.render.matrix_terminal:MatrixTerminalRenderer", (".txt", ".log")),
 }
 """The formats of a `Matrix`."""

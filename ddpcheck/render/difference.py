@@ -11,11 +11,11 @@ from rich.console import RenderableType
 
 from ddpcheck.findings.difference import ReportDifference
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import format_place, join_names
-from ddpcheck.render import Medium
+from ddpcheck.render import Renderer
 from ddpcheck.render.markdown import code_span, escaped
+from ddpcheck.render.parts import title_of
 from ddpcheck.render.text_parts import TextRenderer, indented, labelled, styled
 
 MOST_FINDINGS = 50
@@ -54,11 +54,8 @@ class DifferenceTerminalRenderer(TextRenderer):
             yield indented(styled(f"and {len(findings) - MOST_FINDINGS} more"))
 
 
-class DifferenceMarkdownRenderer:
+class DifferenceMarkdownRenderer(Renderer):
     """The counts first, then a list of each kind."""
-
-    def __init__(self, medium: Medium) -> None:
-        self._medium = medium
 
     def render(self, difference: ReportDifference) -> str:
         """The Markdown, in GitHub's flavour; names and messages are escaped."""
@@ -73,11 +70,8 @@ class DifferenceMarkdownRenderer:
             if len(findings) > MOST_FINDINGS:
                 lines.append(f"- and {len(findings) - MOST_FINDINGS} more")
         lines += [f"\nNote: {escaped(note)}" for note in difference.notes]
-        text = "\n".join(lines) + "\n"
-        encoding = self._medium.encoding
-        return text if self._medium.shows(text) else text.encode(encoding, "backslashreplace").decode(encoding)
+        return self.medium.fitted("\n".join(lines) + "\n")
 
 
 def _title(finding: Finding) -> str:
-    rule = RULES.get(finding.code)
-    return " ".join(filter(None, (finding.code, rule.name if rule else "", f"({finding.severity.value})")))
+    return f"{title_of(finding)} ({finding.severity.value})"

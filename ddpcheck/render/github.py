@@ -9,28 +9,21 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ddpcheck.findings.report import Finding, Report
-from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import counted, format_place
-from ddpcheck.render import Medium
-from ddpcheck.report.matrix.matrix import Matrix
+from ddpcheck.findings.wording import counted
+from ddpcheck.render import Renderer
+from ddpcheck.render.parts import plain_facts, sorted_findings, title_of
 
 MOST_OF_A_KIND = 10  # annotations that GitHub shows of one step ("Workflow commands", in GitHub's documentation)
 _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
 
 
-class GithubRenderer:
+class GithubRenderer(Renderer):
     """An annotation for each finding, worst first, and the summary as a last line."""
 
-    def __init__(self, medium: Medium) -> None:
-        self._medium = medium
-
-    def render(self, report: Report | Matrix) -> str:
+    def render(self, report: Report) -> str:
         """One command a line."""
-        assert isinstance(report, Report)
-        text = "\n".join(_lines(report)) + "\n"
-        encoding = self._medium.encoding
-        return text if self._medium.shows(text) else text.encode(encoding, "backslashreplace").decode(encoding)
+        return self.medium.fitted("\n".join(_lines(report)) + "\n")
 
 
 def _lines(report: Report) -> Iterator[str]:
@@ -39,7 +32,7 @@ def _lines(report: Report) -> Iterator[str]:
     if report.error is not None:
         room[Severity.ERROR] -= 1
         yield f"::error title=ddpcheck::{_data(report.error.message)}"
-    for finding in sorted(report.findings, key=Finding.sort_key):
+    for finding in sorted_findings(report):
         if room[finding.severity]:
             room[finding.severity] -= 1
             yield _annotation(finding)
@@ -50,11 +43,10 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _annotation(finding: Finding) -> str:
-    rule = RULES.get(finding.code)
     place = {"file": finding.location.path, "line": str(finding.location.line)} if finding.location else {}
-    about = {**place, "title": " ".join(filter(None, (finding.code, rule.name if rule else "")))}
-    fix = [f"fix: {finding.what_to_do}"] if finding.what_to_do else []
-    text = "\n".join((f"{finding.message} ({format_place(finding)})", *finding.evidence, *fix))
+    about = {**place, "title": title_of(finding)}
+    message, where, *rest = plain_facts(finding)
+    text = "\n".join((f"{message} ({where})", *rest))
     return f"::{_COMMANDS[finding.severity]} {','.join(f'{k}={_property(v)}' for k, v in about.items())}::{_data(text)}"
 
 

@@ -9,26 +9,24 @@ import re
 from xml.etree import ElementTree
 
 from ddpcheck.findings.report import AcceptedFinding, CheckResult, Finding, Report
-from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import format_place, join_names
-from ddpcheck.render import Medium
-from ddpcheck.report.matrix.matrix import Matrix
+from ddpcheck.findings.wording import join_names
+from ddpcheck.render import Renderer
+from ddpcheck.render.parts import plain_facts, sorted_findings, title_of, why_accepted, words
 
 _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # section 2.2 of XML 1.0
 
 
-class JunitRenderer:
-    """A test case for each check and for each finding; a finding that is no error is a case that has passed."""
+class JunitRenderer(Renderer):
+    """A test case for each check and for each finding; a finding that is no error is a case that has passed.
 
-    def __init__(self, medium: Medium) -> None:
-        del medium  # XML in ASCII: every medium shows it
+    XML in ASCII: every medium shows it.
+    """
 
-    def render(self, report: Report | Matrix) -> str:
+    def render(self, report: Report) -> str:
         """The XML."""
-        assert isinstance(report, Report)
         cases = [_case_of_check(report.target, check) for check in report.checks]
-        cases += [_case_of_finding(report.target, finding) for finding in sorted(report.findings, key=Finding.sort_key)]
+        cases += [_case_of_finding(report.target, finding) for finding in sorted_findings(report)]
         cases += [_case_of_accepted(report.target, one) for one in report.accepted]
         if report.error is not None:
             case = _case(report.target, "the whole", 0.0)
@@ -60,11 +58,8 @@ def _case_of_check(target: str, check: CheckResult) -> ElementTree.Element:
 
 
 def _case_of_finding(target: str, finding: Finding) -> ElementTree.Element:
-    rule = RULES.get(finding.code)
-    name = (finding.code, rule.name if rule else "", join_names(finding.subjects))
-    case = _case(target, " ".join(filter(None, name)))
-    fix = [f"fix: {finding.what_to_do}"] if finding.what_to_do else []
-    text = "\n".join((finding.message, format_place(finding), *finding.evidence, *fix))
+    case = _case(target, words(title_of(finding), join_names(finding.subjects)))
+    text = "\n".join(plain_facts(finding))
     if finding.severity is Severity.ERROR:
         _child(case, "failure", finding.message, text).set("type", finding.code)
     else:
@@ -80,8 +75,7 @@ def _case_of_accepted(target: str, accepted: AcceptedFinding) -> ElementTree.Ele
     case = _case_of_finding(target, accepted.finding)
     for child in list(case):
         case.remove(child)
-    how = "known" if accepted.by == "baseline" else "suppressed"
-    _child(case, "skipped", f"{how}: {accepted.reason}", accepted.finding.message)
+    _child(case, "skipped", f"{why_accepted(accepted)}: {accepted.reason}", accepted.finding.message)
     return case
 
 

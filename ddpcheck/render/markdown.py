@@ -6,43 +6,46 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ddpcheck.findings.report import Finding, Report
-from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.wording import counted, format_place
-from ddpcheck.render import Medium
-from ddpcheck.report.matrix.matrix import Matrix
+from ddpcheck.findings.wording import counted
+from ddpcheck.render import Renderer
+from ddpcheck.render.parts import (
+    STATUSES,
+    facts_of,
+    notes_of,
+    options_in_words,
+    sorted_findings,
+    title_of,
+    tool_of,
+    versions_of,
+    why_accepted,
+)
 
 MOST_FINDINGS = 100
-_MARKS = {"passed": "✓", "warned": "~", "failed": "✗", "ignored": "·", "skipped": "-", "error": "!"}
+_MOST_NAMES = 12
+_LABELS = {"fix": "What to do"}
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~&@-])")
 
 
-class MarkdownRenderer:
+class MarkdownRenderer(Renderer):
     """The verdict first, then the findings, then the checks in a table."""
 
-    def __init__(self, medium: Medium) -> None:
-        self._medium = medium
-
-    def render(self, report: Report | Matrix) -> str:
+    def render(self, report: Report) -> str:
         """The Markdown, in GitHub's flavour; names and messages are escaped."""
-        assert isinstance(report, Report)
-        text = "\n".join(_lines(report)) + "\n"
-        encoding = self._medium.encoding
-        return text if self._medium.shows(text) else text.encode(encoding, "backslashreplace").decode(encoding)
+        return self.medium.fitted("\n".join(_lines(report)) + "\n")
 
 
 def _lines(report: Report) -> Iterator[str]:
     yield f"## ddpcheck: {escaped(report.summary)}"
-    size = report.world.get("world_size")
-    ranks = f" on {counted(size, 'rank')}" if size else ""
+    ranks = "".join(f" on {size}" for size in options_in_words(report, only=("world_size",)))
     yield f"\n{code_span(report.target)}{ranks}"
     if report.error is not None:
         yield f"\n**Stopped:** {escaped(report.error.message)}"
         if report.error.detail:
             yield f"\n{_block(report.error.detail)}"
-    findings = sorted(report.findings, key=Finding.sort_key)
+    findings = sorted_findings(report)
     for finding in findings[:MOST_FINDINGS]:
         yield from _finding(finding)
     if len(findings) > MOST_FINDINGS:
@@ -50,34 +53,33 @@ def _lines(report: Report) -> Iterator[str]:
     if report.accepted:
         yield "\n### found, and not counted\n"
     for one in report.accepted[:MOST_FINDINGS]:
-        how = "known" if one.by == "baseline" else "suppressed"
-        subjects = f" {', '.join(map(code_span, one.finding.subjects[:12]))}" if one.finding.subjects else ""
-        yield f"- {one.finding.code}{subjects}: {how}, {escaped(one.reason)}"
+        names = [one.finding.code, *([_names(one.finding.subjects)] if one.finding.subjects else [])]
+        yield f"- {' '.join(names)}: {why_accepted(one)}, {escaped(one.reason)}"
     if report.checks:
         yield "\n| check | | |\n|---|---|---|"
         for check in report.checks:
-            yield f"| {escaped(check.name)} | {_MARKS[check.status]} {check.status} | {escaped(check.detail)} |"
-    notes = report.world.get("notes") or ()
-    for note in [notes] if isinstance(notes, str) else notes:
+            sign = STATUSES[check.status].sign
+            yield f"| {escaped(check.name)} | {sign} {check.status} | {escaped(check.detail)} |"
+    for note in notes_of(report):
         yield f"\nNote: {escaped(note)}"
-    versions = [f"{key} {value}" for key, value in sorted(report.environment.items()) if value is not None]
-    tool = " ".join(filter(None, (report.tool.get("name", "ddpcheck"), report.tool.get("version", ""))))
-    yield f"\n{escaped(', '.join((tool, *versions)))}"
+    yield f"\n{escaped(', '.join((tool_of(report), *versions_of(report))))}"
 
 
 def _finding(finding: Finding) -> Iterator[str]:
-    rule = RULES.get(finding.code)
-    yield f"\n### {finding.severity.value}: {finding.code} {escaped(rule.name if rule else '')}\n"
-    if finding.subjects:
-        shown = ", ".join(map(code_span, finding.subjects[:12]))
-        more = len(finding.subjects) - 12
-        yield f"{shown}{f' and {more} more' if more > 0 else ''}\n"
-    yield escaped(finding.message)
-    yield f"\n{escaped(format_place(finding))}"
-    if finding.evidence:
-        yield "\n" + "\n".join(f"- {escaped(fact)}" for fact in finding.evidence)
-    if finding.what_to_do:
-        yield f"\n**What to do:** {escaped(finding.what_to_do)}"
+    yield f"\n### {finding.severity.value}: {escaped(title_of(finding))}"
+    for fact in facts_of(finding):
+        if fact.kind == "subjects":
+            left = len(fact.lines) - _MOST_NAMES
+            yield f"\n{_names(fact.lines)}{f' and {left} more' if left > 0 else ''}"
+        elif fact.kind == "evidence":
+            yield "\n" + "\n".join(f"- {escaped(line)}" for line in fact.lines)
+        else:
+            label = f"**{_LABELS.get(fact.label, fact.label)}:** " if fact.label else ""
+            yield from (f"\n{label}{escaped(line)}" for line in fact.lines)
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(map(code_span, names[:_MOST_NAMES]))
 
 
 def escaped(text: str) -> str:

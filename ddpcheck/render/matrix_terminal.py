@@ -12,18 +12,11 @@ from rich.console import RenderableType
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import counted
+from ddpcheck.render.parts import VERDICTS, words
 from ddpcheck.render.text_parts import TextRenderer, indented, labelled, styled
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
 from ddpcheck.report.matrix.option_sets import DEFAULTS, DdpOptions
 
-MARKS = {
-    "right": ("✓", "ok", "green"),
-    "lossy": ("≈", "~", "green"),
-    "incomplete": ("-", "open", "yellow"),
-    "wrong": ("✗", "FAIL", "red"),
-    "stops": ("!", "STOP", "bold red"),
-    "skipped": ("-", "skip", "dim"),
-}
 MOST_WORDS = 160  # of a reason in the table; the whole of it is in the JSON
 
 
@@ -51,10 +44,8 @@ class MatrixTerminalRenderer(TextRenderer):
             table.add_column("step time", no_wrap=True, min_width=19)  # of figures: the others do not move
         table.add_column("verdict", overflow="fold", ratio=4 if self.medium.width else None)
         for row in _grouped(matrix.rows):
-            mark, plain, style = MARKS[row.verdict]
-            mark = mark if self.medium.shows("✓≈✗") else plain
             title = (row.title, "bold") if row.own else (row.title, "dim" if row.verdict == "skipped" else "")
-            cells = [styled((mark, style)), styled(title, " (the recipe's own)" if row.own else "")]
+            cells = [self.mark(VERDICTS[row.verdict]), styled(title, " (the recipe's own)" if row.own else "")]
             if timed:
                 cells.append(styled(_step_time(row, matrix.noise or 0.0)))
             table.add_row(*cells, styled(_verdict(row)))
@@ -84,7 +75,7 @@ class MatrixTerminalRenderer(TextRenderer):
             return styled(("stopped: ", "bold red"), matrix.error.message)
         if own is None:
             return styled("nothing was run")
-        style = f"bold {MARKS[own.verdict][2].removeprefix('bold ')}"
+        style = f"bold {VERDICTS[own.verdict].style.removeprefix('bold ')}"
         return styled((f"{own.verdict}: ", style), f"the recipe's own options; {matrix.summary}")
 
 
@@ -129,8 +120,7 @@ def _verdict(row: MatrixRow) -> str:
     elif row.verdict == "skipped":
         return f"skipped: {row.reason}"
     else:
-        text = " ".join(filter(None, (row.verdict, row.code))) + f": {_shortened(row.reason)}"
-        return text
+        return f"{words(row.verdict, row.code)}: {_shortened(row.reason)}"
     warned = [f.code for f in row.findings if f.severity is Severity.WARNING]
     return f"{text}; warns of {', '.join(dict.fromkeys(warned))}" if warned else text
 

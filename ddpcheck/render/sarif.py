@@ -17,9 +17,9 @@ from ddpcheck.findings.report import AcceptedFinding, Finding, Location, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.selection import fingerprint
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import counted, format_place
-from ddpcheck.render import Medium
-from ddpcheck.report.matrix.matrix import Matrix
+from ddpcheck.findings.wording import counted
+from ddpcheck.render import Renderer
+from ddpcheck.render.parts import plain_facts, sorted_findings
 
 MOST_RESULTS = 5000  # that GitHub shows of a run ("SARIF support for code scanning", in GitHub's documentation)
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schema-2.1.0.json"
@@ -27,17 +27,16 @@ _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: 
 _ON_A_RANK = re.compile(r"^rank (\d+)\b.*?\bat (\S+\.py:\d+)")  # evidence: where a rank stood
 
 
-class SarifRenderer:
-    """One run of the tool: a result for each finding, worst first, and a notification for what went wrong."""
+class SarifRenderer(Renderer):
+    """One run of the tool: a result for each finding, worst first, and a notification for what went wrong.
 
-    def __init__(self, medium: Medium) -> None:
-        del medium  # JSON in ASCII: every medium shows it
+    JSON in ASCII: every medium shows it.
+    """
 
-    def render(self, report: Report | Matrix) -> str:
+    def render(self, report: Report) -> str:
         """The log file."""
-        assert isinstance(report, Report)
         accepted = {one.finding: one for one in report.accepted}
-        findings = [*sorted(report.findings, key=Finding.sort_key), *accepted]
+        findings = [*sorted_findings(report), *accepted]
         codes = sorted({finding.code for finding in findings})
         shown = findings[:MOST_RESULTS]
         run = {
@@ -82,13 +81,12 @@ def _invocation(report: Report, left_off: int) -> dict[str, Any]:
 
 
 def _result(finding: Finding, index: int, target: str) -> dict[str, Any]:
-    fix = f"What to do: {finding.what_to_do}" if finding.what_to_do else ""
     location = finding.location or Location(target.partition("::")[0].partition(" ")[0] or "unknown", 1)
     result = {
         "ruleId": finding.code,
         "ruleIndex": index,
         "level": _LEVELS[finding.severity],
-        "message": {"text": "\n".join(filter(None, (finding.message, format_place(finding), *finding.evidence, fix)))},
+        "message": {"text": "\n".join(filter(None, plain_facts(finding, fix="What to do")))},
         "locations": [_location(location)],
         "partialFingerprints": {"ddpcheckFinding/v1": _fingerprint(finding)},
         "properties": {"subjects": list(finding.subjects), "ranks": list(finding.ranks), "steps": list(finding.steps)},

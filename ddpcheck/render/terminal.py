@@ -1,40 +1,37 @@
 """The report as text for a person at a terminal, and for a log.
 
-Names and messages are data: markup is off, and control characters in them are shown, not obeyed.
-
 This module is light: it never imports torch.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from rich.console import RenderableType
 
-from ddpcheck.findings.report import Finding, ParityEntry, Report
-from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.shortening import limited
-from ddpcheck.findings.wording import counted, format_place
-from ddpcheck.render.text_parts import UNBROKEN, TextRenderer, broken, indented, labelled, styled
+from ddpcheck.findings.wording import counted, group_by
+from ddpcheck.render.parts import (
+    STATUSES,
+    facts_of,
+    name_of,
+    passed_in_words,
+    severities_of,
+    sorted_findings,
+    title_of,
+    why_accepted,
+)
+from ddpcheck.render.text_parts import UNBROKEN, TextRenderer, broken, indented, labelled, listed, styled
 
 MOST_FINDINGS = 50
-MOST_SUBJECTS = 8
 MOST_EVIDENCE = 16
 _MOST_EXPLAINED = 4  # codes in the last line
-
 _OTHER_COLUMNS = 59  # of the table of gradients: all but the parameter's
 
-MARKS = {
-    "passed": ("✓", "ok", "green"),
-    "warned": ("~", "warn", "yellow"),
-    "failed": ("✗", "FAIL", "red"),
-    "ignored": ("-", "ign", "dim"),
-    "skipped": ("-", "skip", "dim"),
-    "error": ("!", "STOP", "bold red"),
-}
 SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
+_STYLES = {"subjects": "bold", "place": "cyan", "evidence": "dim"}  # of facts
 
 
 class TerminalRenderer(TextRenderer):
@@ -57,18 +54,14 @@ class TerminalRenderer(TextRenderer):
         table.add_column(overflow="fold")
         timed = any(check.seconds for check in report.checks)  # those of a script are not
         for check in report.checks:
-            mark, plain, style = MARKS[check.status]
             seconds = f"{check.seconds:.2f} s" if timed and check.status != "skipped" else ""
             table.add_row(
-                styled((mark if self.unicode else plain, style)),
-                styled(check.name),
-                styled((seconds, "dim")),
-                styled(check.detail),
+                self.mark(STATUSES[check.status]), styled(check.name), styled((seconds, "dim")), styled(check.detail)
             )
         yield indented(table)
 
     def _findings(self, report: Report) -> Iterable[RenderableType]:
-        findings = sorted(report.findings, key=Finding.sort_key)
+        findings = sorted_findings(report)
         for number, finding in enumerate(findings[:MOST_FINDINGS]):
             if number:
                 yield ""
@@ -78,19 +71,18 @@ class TerminalRenderer(TextRenderer):
             yield styled(f"and {counted(len(findings) - MOST_FINDINGS, 'more finding')}: see the JSON report")
 
     def _finding(self, finding: Finding) -> Iterable[RenderableType]:
-        rule = RULES.get(finding.code)
-        severity, style = finding.severity, SEVERITY_STYLES[finding.severity]
-        yield styled((finding.code, style), " ", (rule.name if rule else "", "bold"), "  ", (severity.value, style))
-        if finding.subjects:
-            yield indented(styled((_listed(finding.subjects, MOST_SUBJECTS), "bold")))
-        yield indented(styled(finding.message))
-        yield indented(styled((format_place(finding), "cyan")))
-        for fact in finding.evidence[:MOST_EVIDENCE]:
-            yield indented(styled((fact, "dim")), 4)
-        if len(finding.evidence) > MOST_EVIDENCE:
-            yield indented(styled((f"and {counted(len(finding.evidence) - MOST_EVIDENCE, 'more line')}", "dim")), 4)
-        if finding.what_to_do:
-            yield indented(labelled("fix: ", finding.what_to_do))
+        style = SEVERITY_STYLES[finding.severity]
+        yield styled((finding.code, style), " ", (name_of(finding.code), "bold"), "  ", (finding.severity.value, style))
+        for fact in facts_of(finding):
+            style, columns, lines = _STYLES.get(fact.kind, ""), 2, list(fact.lines)
+            if fact.kind == "subjects":
+                lines = [listed(fact.lines)]
+            elif fact.kind == "evidence":
+                columns, left = 4, len(lines) - MOST_EVIDENCE
+                lines = lines[:MOST_EVIDENCE] + ([f"and {counted(left, 'more line')}"] if left > 0 else [])
+            for line in lines:
+                content = labelled(f"{fact.label}: ", line) if fact.label else styled((line, style))
+                yield indented(content, columns)
 
     def _accepted(self, report: Report) -> Iterable[RenderableType]:
         """What was found and does not count, each with the reason."""
@@ -98,23 +90,14 @@ class TerminalRenderer(TextRenderer):
             return
         yield styled(("found, and not counted", "bold"))
         for one in report.accepted[:MOST_FINDINGS]:
-            rule = RULES.get(one.finding.code)
-            name = f" {rule.name}" if rule else ""
-            subjects = f"  {_listed(one.finding.subjects, MOST_SUBJECTS)}" if one.finding.subjects else ""
-            yield indented(styled((one.finding.code + name, "dim"), f"  {one.finding.severity.value}{subjects}"))
-            why = "known: " if one.by == "baseline" else "suppressed: "
-            yield indented(labelled(why, one.reason), 4)
+            subjects = f"  {listed(one.finding.subjects)}" if one.finding.subjects else ""
+            yield indented(styled((title_of(one.finding), "dim"), f"  {one.finding.severity.value}{subjects}"))
+            yield indented(labelled(f"{why_accepted(one)}: ", one.reason), 4)
         if len(report.accepted) > MOST_FINDINGS:
             yield indented(styled(f"and {len(report.accepted) - MOST_FINDINGS} more: see the JSON report"))
 
     def _parity(self, report: Report) -> Iterable[RenderableType]:
-        worst: dict[str, ParityEntry] = {}
-        compared: Counter[str] = Counter()
-        for entry in report.parity:
-            compared[entry.reference] += 1
-            if entry.reference not in worst or entry.excess > worst[entry.reference].excess:
-                worst[entry.reference] = entry
-        if not worst:
+        if not report.parity:
             return
         yield styled(("gradients against each reference, worst parameter", "bold"))
         table = self.table()
@@ -123,37 +106,29 @@ class TerminalRenderer(TextRenderer):
             table.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
         table.show_header, table.header_style = True, "dim"
         room = max((self.medium.width or UNBROKEN) - _OTHER_COLUMNS, 16)
-        for reference, entry in sorted(worst.items()):
-            style = "red" if entry.is_beyond else "green"
+        for reference, entries in sorted(group_by(report.parity, lambda entry: entry.reference).items()):
+            worst = max(entries, key=lambda entry: entry.excess)
             table.add_row(
                 styled(reference),
-                styled(broken(entry.parameter, room)),
-                str(entry.step),
-                styled((f"{entry.relative_error:.1e}", style)),
-                f"{entry.tolerance:.1e}",
-                str(compared[reference]),
+                styled(broken(worst.parameter, room)),
+                str(worst.step),
+                styled((f"{worst.relative_error:.1e}", "red" if worst.is_beyond else "green")),
+                f"{worst.tolerance:.1e}",
+                str(len(entries)),
             )
         yield indented(table)
 
     def _verdict(self, report: Report) -> RenderableType:
-        counts = Counter(finding.severity for finding in report.findings)
-        kinds = ", ".join(counted(counts[severity], severity.value) for severity in Severity if counts[severity])
         if report.error is not None:
             before = f" ({counted(len(report.findings), 'finding')} until then)" if report.findings else ""
             return styled(("stopped: ", "bold red"), f"{report.error.message}{before}")
         if report.findings:
-            codes = [*dict.fromkeys(finding.code for finding in sorted(report.findings, key=Finding.sort_key))]
+            findings = sorted_findings(report)
+            codes = [*dict.fromkeys(finding.code for finding in findings)]
             advice = " ".join([*codes[:_MOST_EXPLAINED], *(["..."] if len(codes) > _MOST_EXPLAINED else [])])
-            worst = min(report.findings, key=lambda finding: finding.severity.rank).severity
-            count = counted(len(report.findings), "finding")
-            found = report.summary.replace(count, f"{count} ({kinds})", 1)
-            return styled((found, SEVERITY_STYLES[worst]), f"; more on each: ddpcheck explain {advice}")
+            count = counted(len(findings), "finding")
+            found = report.summary.replace(count, f"{count} ({severities_of(report)})", 1)
+            return styled((found, SEVERITY_STYLES[findings[0].severity]), f"; more on each: ddpcheck explain {advice}")
         if report.status != "clean":
             return styled((report.summary, "bold yellow"))
-        passed = sum(check.status == "passed" for check in report.checks)
-        return styled(("clean: ", "bold green"), f"{counted(passed, 'check')} passed, no findings")
-
-
-def _listed(words: Sequence[str], most: int) -> str:
-    shown = ", ".join(words[:most])
-    return shown if len(words) <= most else f"{shown} and {len(words) - most} more"
+        return styled(("clean: ", "bold green"), passed_in_words(report))

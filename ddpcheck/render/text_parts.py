@@ -8,8 +8,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -19,19 +18,16 @@ from rich.text import Text
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.tracebacks import fold_traceback
 from ddpcheck.findings.wording import counted
-from ddpcheck.render import Medium
+from ddpcheck.render import Renderer
+from ddpcheck.render.parts import Mark, notes_of, options_in_words, tool_of, versions_of
 from ddpcheck.report.matrix.matrix import Matrix
 
 MOST_DETAIL = 40
 UNBROKEN = 10_000  # columns; a log keeps every sentence on one line
 
 
-class TextRenderer:
-    """A renderer's medium, and the sections that are the same for a report and for a matrix."""
-
-    def __init__(self, medium: Medium) -> None:
-        self.medium = medium
-        self.unicode = medium.shows("✓✗·")
+class TextRenderer(Renderer):
+    """The sections that are the same for a report and for a matrix."""
 
     def printed(self, sections: Iterable[Iterable[RenderableType]], verdict: RenderableType) -> str:
         """Sections with an empty line after each that is not empty, and the last line."""
@@ -56,35 +52,18 @@ class TextRenderer:
                 console.print()
         console.print(verdict)
         lines = [line.rstrip() for line in out.getvalue().splitlines()]
-        text = "\n".join(lines) + "\n"
-        return text if self.medium.shows(text) else text.encode(self.medium.encoding, "backslashreplace").decode()
+        return self.medium.fitted("\n".join(lines) + "\n")
 
     def header(self, report: Report | Matrix, what: str = "report") -> Iterable[RenderableType]:
         """The target, and how and on what it was checked."""
-        tool = " ".join(filter(None, (report.tool.get("name", "ddpcheck"), report.tool.get("version", ""))))
-        yield styled((tool, "bold"), f" {what} on ", (report.target, "bold"))
-        world = {key: value for key, value in report.world.items() if key != "notes" and value is not None}
-        phrases: dict[str, Callable[[Any], str]] = {
-            "world_size": lambda value: counted(value, "rank"),
-            "backend": str,
-            "device": str,
-            "steps": lambda value: counted(value, "step"),
-            "seed": lambda value: f"seed {value}",
-            "timeout": lambda value: f"timeout {value:g} s" if isinstance(value, int | float) else f"timeout {value}",
-        }
-        facts = [phrase(world.pop(key)) for key, phrase in phrases.items() if key in world]
-        facts += [f"{key} {value}" for key, value in sorted(world.items())]
-        versions = [f"{key} {value}" for key, value in sorted(report.environment.items()) if value is not None]
-        separator = " · " if self.unicode else ", "
-        for line in (facts, versions):
+        yield styled((tool_of(report), "bold"), f" {what} on ", (report.target, "bold"))
+        for line in (options_in_words(report), versions_of(report)):
             if line:
-                yield indented(styled((separator.join(line), "dim")))
+                yield indented(styled(((" · " if self.medium.shows("·") else ", ").join(line), "dim")))
 
     def notes(self, report: Report | Matrix) -> Iterable[RenderableType]:
         """Sentences on how the check was run."""
-        notes = report.world.get("notes") or ()
-        for note in [notes] if isinstance(notes, str) else notes:
-            yield labelled("note: ", str(note))
+        return [labelled("note: ", note) for note in notes_of(report)]
 
     def error(self, report: Report | Matrix) -> Iterable[RenderableType]:
         """The traceback or output of what stopped the check."""
@@ -99,6 +78,10 @@ class TextRenderer:
         for line in lines[-most:]:
             yield indented(styled(line)) if line.strip() else ""
 
+    def mark(self, mark: Mark) -> Text:
+        """The sign of a status, or its word where the medium cannot show signs."""
+        return styled((mark.sign if self.medium.shows("✓≈✗·") else mark.plain, mark.style))
+
     def table(self) -> Table:
         """An empty table without lines."""
         return Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
@@ -111,6 +94,11 @@ def styled(*parts: str | tuple[str, str]) -> Text:
         content, style = (part, "") if isinstance(part, str) else part
         text.append("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in content), style or None)
     return text
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """The first of the names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def broken(name: str, columns: int) -> str:

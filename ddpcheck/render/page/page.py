@@ -1,0 +1,171 @@
+"""A report, or a matrix of DDP options, as an HTML page.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from ddpcheck.findings.report import Report
+from ddpcheck.findings.shortening import limited, shortened
+from ddpcheck.findings.wording import capitalized, counted, format_ranks, format_steps
+from ddpcheck.render import Renderer, parts
+from ddpcheck.render.page.collectives import timeline_view
+from ddpcheck.render.page.data import data_of
+from ddpcheck.render.page.findings import finding_view
+from ddpcheck.render.page.gradients import plots
+from ddpcheck.render.page.modules import module_tree
+from ddpcheck.report.matrix.matrix import Matrix
+
+MOST_FINDINGS = 100
+
+
+_TITLES = {
+    "findings": "Findings",
+    "accepted": "Found, and not counted",
+    "collectives": "Collectives of the ranks",
+    "checks": "What was compared, and what was not",
+    "gradients": "Gradients against their tolerance",
+    "modules": "Modules",
+    "advice": "Advice",
+    "options": "Combinations of options",
+    "run": "This run",
+    "reading": "How to read this page",
+}
+"""Of the sections, in order; one that has nothing to show is left out. The template of each has its name."""
+
+
+class HtmlRenderer(Renderer):
+    """A page for a browser, which needs nothing beside it; names and messages are escaped."""
+
+    def render(self, report: Report | Matrix) -> str:
+        """The page."""
+        shown = limited(report)
+        if isinstance(shown, Matrix):
+            what, verdict, sections = "matrix of DDP options", _verdict_of_matrix(shown), _sections_of_matrix(shown)
+        else:
+            what, verdict, sections = "report", _verdict(shown), _sections(shown)
+        kind, data = data_of(report)
+        kicker = parts.options_in_words(shown, only=("world_size", "backend", "device", "steps"))
+        text = (
+            _templates()
+            .get_template("page.html")
+            .render(
+                title=shortened(report.target, 80),
+                what=what,
+                report=shown,
+                verdict=verdict,
+                titles={name: _TITLES[name] for name in _TITLES if sections.get(name)},
+                kicker=[*kicker, *(one for one in parts.versions_of(shown) if one.startswith("torch "))],
+                data_kind=kind,
+                data=Markup(data),
+                **sections,
+            )
+        )
+        shows = self.medium.shows(text)
+        return f"{text if shows else text.encode('ascii', 'xmlcharrefreplace').decode('ascii')}\n"
+
+
+def _sections(report: Report) -> dict[str, Any]:
+    findings = parts.sorted_findings(report)[:MOST_FINDINGS]
+    return {
+        "findings": [finding_view(one, report) for one in findings],
+        "accepted": report.accepted[:MOST_FINDINGS],
+        "collectives": [timeline_view(one) for one in report.timelines],
+        "checks": report.checks,
+        "gradients": plots(report.parity),
+        "modules": module_tree(report),
+        "run": True,
+        "reading": True,
+    }
+
+
+def _verdict(report: Report) -> tuple[str, str, list[str]]:
+    """The class of the verdict, its title, and what is said below; the worst finding is linked after that."""
+    findings, kinds, said = parts.sorted_findings(report), parts.severities_of(report), []
+    if report.error is not None:
+        class_, title = "error", ": ".join(filter(None, ("Hang" if report.status == "hang" else "Stopped", kinds)))
+        said = [report.error.message]
+    elif findings:
+        name = parts.name_of(findings[0].code) if len(findings) == 1 else ""
+        class_, title = findings[0].severity.value, ": ".join(filter(None, (kinds, name)))
+    elif report.status == "clean":
+        class_, title, said = "ok", "Clean", [f"{parts.passed_in_words(report)}."]
+    elif report.not_made:
+        class_, title = "warning", "No findings, and not all was checked"
+    else:
+        class_, title = "ok", "No findings that count"
+    return class_, title, said
+
+
+def _sections_of_matrix(matrix: Matrix) -> dict[str, Any]:
+    return {"findings": (), "advice": matrix.advice, "options": matrix.rows, "run": True, "reading": True}
+
+
+def _verdict_of_matrix(matrix: Matrix) -> tuple[str, str, list[str]]:
+    own = matrix.own
+    if matrix.error is not None:
+        class_, title, text = "error", "Stopped", matrix.error.message
+    elif own is None:
+        class_, title, text = "warning", "Nothing was run", ""
+    else:
+        class_, title = parts.VERDICTS[own.verdict].tone, f"The recipe's own options: {own.verdict}"
+        text = parts.words(own.code, own.reason)
+    return class_, title, [one for one in (text, f"{matrix.summary}." if matrix.rows else "") if one]
+
+
+@functools.cache
+def _templates() -> Environment:
+    """The templates; what they show is escaped, and so are characters that would not be seen."""
+    folder = Path(__file__).parent
+    made = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else visible(str(value)),
+    )
+    made.filters.update(
+        counted=counted,
+        fitted=fitted,
+        ranks=format_ranks,
+        sentence=capitalized,
+        short=shortened,
+        steps=format_steps,
+    )
+    made.globals.update(say=parts, css=Markup((folder / "page.css").read_text("utf-8")))
+    made.globals["ui"] = made.get_template("parts.html").module
+    return made
+
+
+def visible(text: str) -> str:
+    """`text` with characters that would not be seen, or would change the rest, written out, as repr does it.
+
+    Emoji go by their names ("[beach with umbrella]"): where a font lacks them, they are all the same box.
+    """
+    return "".join(c if c == "\n" or (c.isascii() and c.isprintable()) else _written_out(c) for c in text)
+
+
+_EMOJI = 0x1F000  # and what follows
+_AS_EMOJI = "\ufe0f"  # after a character that may be one
+
+
+def _written_out(character: str) -> str:
+    if not character.isprintable():
+        return repr(character)[1:-1]
+    if ord(character) >= _EMOJI and unicodedata.category(character) == "So":
+        return f"[{unicodedata.name(character, 'emoji').lower()}]"
+    return "" if character == _AS_EMOJI else character
+
+
+def fitted(text: str, most: int) -> str:
+    """`text`, of a long one its beginning and its end."""
+    return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most // 2) :]}"
