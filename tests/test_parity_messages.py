@@ -156,7 +156,7 @@ def test_every_anomaly_is_listed_once_under_its_kind(missing: list[set[str]], st
         [*map(Anomaly, sorted(names)), *([Anomaly("leaf", registered=False)] if odd else [])]
         for names, odd in zip(missing, strange, strict=False)
     ]
-    message = anomalies_message(accounts, range(len(accounts)))
+    message = anomalies_message(dict(enumerate(accounts)))
     lines = message.splitlines()
     for name in ("a.weight", "b.weight", "c"):
         times = sum(name in names for names in missing)

@@ -57,8 +57,9 @@ def worlds(draw: Any) -> list[RankValues]:
 @settings(max_examples=300, deadline=None)
 def test_whatever_the_ranks_hold_the_message_names_the_items_and_the_ranks(accounts: Any, offset: int) -> None:
     ranks = [offset + place for place in range(len(accounts))]
-    found = differences(accounts)
-    message = mismatch_message(found, {}, accounts, ranks, "x")
+    values = dict(zip(ranks, accounts, strict=True))
+    found = differences(values)
+    message = mismatch_message(found, values, "x")
     by_rank = [{entry.path: entry for entry in account.entries} for account in accounts]
     paths = dict.fromkeys(path for entries in by_rank for path in entries)
     expected = [path for path in paths if len({repr(entries.get(path)) for entries in by_rank}) > 1]
@@ -68,23 +69,26 @@ def test_whatever_the_ranks_hold_the_message_names_the_items_and_the_ranks(accou
         assert f"x{path}" in message
         item = found[place]
         common = [entries.get(path) for entries in by_rank]
-        assert all(repr(common[odd]) != repr(common[item.reference]) for odd in item.odd)
+        assert common == list(item.entries.values())
+        assert all(repr(item.entries[odd]) != repr(item.entries[item.reference]) for odd in item.odd)
         assert 2 * len(item.odd) <= 2 * len(ranks) - 2, "somebody holds what most hold"
         most = max(sum(repr(one) == repr(other) for other in common) for one in common)
         assert len(item.odd) == len(ranks) - most
     if expected:
-        for rank in (ranks[odd] for odd in found[0].odd):
+        for rank in found[0].odd:
             assert str(rank) in message or " to " in message
 
 
 @given(distances=st.lists(st.sampled_from([0.0, 1.0, 2.0, float("inf")]), min_size=2, max_size=6).filter(any))
 @settings(deadline=None)
 def test_numbers_are_told_of_the_ranks_on_which_elements_differ(distances: list[float]) -> None:
-    accounts = [
-        RankValues(CompareOptions(1e-3, 1e-3), (tensor_entry((3, 4), place),)) for place in range(len(distances) + 1)
-    ]
+    accounts = {
+        rank: RankValues(CompareOptions(1e-3, 1e-3), (tensor_entry((3, 4), rank),))
+        for rank in range(len(distances) + 1)
+    }
     measured = [(0.0, ""), *((worst, f"up to {worst}" if worst else "") for worst in distances)]
-    message = mismatch_message(differences(accounts), {"": measured}, accounts, range(len(accounts)))
+    (found,) = differences(accounts)
+    message = mismatch_message([replace(found, distances=dict(enumerate(measured)))], accounts)
     told = [line for line in message.splitlines() if line.startswith("up to")]
     assert told[0].startswith(f"up to {max(distances)} on rank"), "the greatest difference comes first"
     for place, worst in enumerate(distances, 1):
@@ -92,23 +96,19 @@ def test_numbers_are_told_of_the_ranks_on_which_elements_differ(distances: list[
             not worst or " to " in message
         )
     assert all(line.endswith("against rank 0") for line in told) and len(told) == len({*distances} - {0.0})
-    nothing = [(0.0, "")] * len(accounts)
-    assert mismatch_message(differences(accounts), {"": nothing}, accounts, range(len(accounts))) == ""
+    assert mismatch_message([replace(found, distances=dict.fromkeys(accounts, (0.0, "")))], accounts) == ""
 
 
 def test_the_numbers_of_a_few_groups_of_ranks_are_given_and_the_others_named() -> None:
-    accounts = [RankValues(CompareOptions(), (tensor_entry((3, 4), place),)) for place in range(8)]
-    measured = [(float(place), f"up to {place}" if place else "") for place in range(8)]
-    message = mismatch_message(differences(accounts), {"": measured}, accounts, range(8))
+    accounts = {rank: RankValues(CompareOptions(), (tensor_entry((3, 4), rank),)) for rank in range(8)}
+    measured = {rank: (float(rank), f"up to {rank}" if rank else "") for rank in range(8)}
+    message = mismatch_message([replace(one, distances=measured) for one in differences(accounts)], accounts)
     assert "Ranks 1 to 7 differ from rank 0." in message
     assert "up to 4 on rank 4" in message and "up to 3" not in message and "Less far apart: ranks 1 to 3" in message
 
 
 def test_what_cannot_be_compared_comes_before_what_differs() -> None:
-    accounts = [
-        RankValues(CompareOptions(), (tensor_entry((1,), 1),)),
-        RankValues(CompareOptions(), error="it is no tensor"),
-    ]
-    assert usage_error(accounts, [3, 5]) == "it is no tensor (rank 5)"
-    assert usage_error(accounts[:1] * 2, [3, 5]) == ""
-    assert not holds_nothing(accounts[0]) and holds_nothing(RankValues(CompareOptions(), (Entry("", "value", "None"),)))
+    held, refused = RankValues(CompareOptions(), (tensor_entry((1,), 1),)), RankValues(CompareOptions(), error="why")
+    assert usage_error({3: held, 5: refused}) == "why (rank 5)"
+    assert usage_error({3: held, 5: held}) == ""
+    assert not holds_nothing(held) and holds_nothing(RankValues(CompareOptions(), (Entry("", "value", "None"),)))

@@ -71,27 +71,23 @@ def _hidden_in_checkpoints(loss: Any) -> set[int]:
     roots = [tensor for tensor in tree_tensors(loss) if tensor.requires_grad]
     for node in walk_graph(roots).functions:
         if node._forward_cls is CheckpointFunction:
-            for module in _modules_in(node.run_function, 0):
+            for module in _modules_in(node.run_function):
                 found |= {id(parameter) for parameter in module.parameters()}
     return found
 
 
-def _modules_in(value: Any, depth: int) -> Iterator[nn.Module]:
+def _modules_in(value: Any, depth: int = 0) -> Iterator[nn.Module]:
     """The modules that a function can reach: bound, as an argument, or in its closure."""
-    inside: list[Any] = []
+    inside: Iterable[Any] = ()
     if isinstance(value, nn.Module):
         yield value
     elif isinstance(value, functools.partial):
         inside = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, MethodType):
-        inside = [value.__self__, *_held_by(value.__func__)]
+        inside = [value.__self__, value.__func__]
     elif isinstance(value, FunctionType):
-        inside = _held_by(value)
+        inside = [variable.value for variable in function_variables(value)]
     elif isinstance(value, list | tuple | dict):
-        inside = list(tree_leaves(value))
-    for one in inside if depth < 4 else ():
+        inside = tree_leaves(value)
+    for one in inside if depth < 5 else ():
         yield from _modules_in(one, depth + 1)
-
-
-def _held_by(function: Any) -> list[Any]:
-    return [variable.value for variable in function_variables(function)] if isinstance(function, FunctionType) else []

@@ -25,6 +25,7 @@ from ddpcheck.gather.collectives.store_exchange import RanksTimedOutError, Store
 from ddpcheck.testing.assertions.messages import anomalies_message, parity_failure_message
 from ddpcheck.testing.assertions.replica_values import (
     CompareOptions,
+    Mismatch,
     RankValues,
     differences,
     first_error,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
     from ddpcheck.findings.report import Report
     from ddpcheck.recipe.recipe import Recipe
-    from ddpcheck.testing.assertions.replica_values_on_rank import Item
 
 Message = str | Callable[[str], str] | None
 Arguments = ParamSpec("Arguments")
@@ -225,13 +225,13 @@ def assert_no_anomalous_params(
     if group is None:
         group = getattr(model, "process_group", None) if hasattr(model, "reducer") else None
     ranks = _ranks_of(group, what)
-    by_rank = [_attempt("the graph of the loss", anomalies_of, loss, model, _several(ignore), replay)]
+    found = _attempt("the graph of the loss", anomalies_of, loss, model, _several(ignore), replay)
+    by_rank = {ranks[0]: found}
     if len(ranks) > 1:
-        exchange = StoreExchange.over(group, "anomalous", timeout)
-        with _waiting(what, exchange.timeout):
-            by_rank = [pickle.loads(data) for data in exchange.all_gather("detail", pickle.dumps(by_rank[0]))]
-    _refuse(first_error([error for _, error in by_rank], ranks), what)
-    message = anomalies_message([anomalies or [] for anomalies, _ in by_rank], ranks)
+        with _exchange(what, group, "anomalous", timeout) as exchange:
+            by_rank = _of_ranks(exchange, found)
+    _refuse(first_error({rank: error for rank, (_, error) in by_rank.items()}), what)
+    message = anomalies_message({rank: anomalies or [] for rank, (anomalies, _) in by_rank.items()})
     if message:
         raise AssertionError(_final(message, msg))
 
@@ -307,19 +307,26 @@ def _ranks_of(group: dist.ProcessGroup | None, what: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def _waiting(what: str, timeout: float) -> Iterator[None]:
-    """A block in which the other ranks are waited for."""
+def _exchange(what: str, group: Any, purpose: str, timeout: float | None) -> Iterator[StoreExchange]:
+    """An exchange, in a block in which the other ranks are waited for."""
+    exchange = StoreExchange.over(group, purpose, timeout)
     before = this_rank.own_slots()[1]
     this_rank.set_collective(what)
     try:
-        yield
+        yield exchange
     except RanksTimedOutError as error:
         raise HangError(
-            f"{format_ranks(error.ranks)} did not call {what} within {timeout:g} s; every rank of the group must call "
-            "it, the same number of times"
+            f"{format_ranks(error.ranks)} did not call {what} within {exchange.timeout:g} s; every rank of the group "
+            "must call it, the same number of times"
         ) from None
     finally:
         this_rank.set_collective(before)
+
+
+def _of_ranks(exchange: StoreExchange, own: Result) -> dict[int, Result]:
+    """What every rank has as its `own`."""
+    data = exchange.all_gather("detail", pickle.dumps(own))
+    return dict(zip(exchange.ranks, map(pickle.loads, data), strict=True))
 
 
 def _difference_between_ranks(
@@ -328,41 +335,32 @@ def _difference_between_ranks(
     """The message, the same on every rank; empty where all is the same."""
     __tracebackhide__ = True
     from ddpcheck.gather.state.fingerprints import digest_of
-    from ddpcheck.testing.assertions.replica_values_on_rank import all_distances, items_of
+    from ddpcheck.testing.assertions.replica_values_on_rank import entries_of, items_of, measured
 
     what = f"assert_same_on_all_ranks({name!r})" if name else "assert_same_on_all_ranks"
     ranks = _ranks_of(group, what)
     items, failure = _attempt("what was given", items_of, value)
-    mine = _rank_values(items or [], options, error or failure)
+    location = str(user_location() or "")
+
+    def values(canonical: bool = False) -> RankValues:
+        entries, unread = _attempt("what was given", entries_of, items or (), options, canonical=canonical)
+        return RankValues(options, entries or (), location, error or failure or unread)
+
+    mine = values()
+    found: list[Mismatch] = []
+    by_rank, equal = {ranks[0]: mine}, True
     if len(ranks) == 1:
         _refuse(mine.error, what)
-        return _NOTHING_COMPARED.format(what=what) if holds_nothing(mine) else ""
-    by_rank = [mine] * len(ranks)
-    exchange = StoreExchange.over(group, "same", timeout)
-    with _waiting(what, exchange.timeout):
-        digest = digest_of(replace(mine, location="")).encode()
-        equal = len(set(exchange.all_gather("digest", digest))) == 1
-        if not equal:
-            mine = _rank_values(items or [], options, mine.error, canonical=True)
-            by_rank = [pickle.loads(data) for data in exchange.all_gather("detail", pickle.dumps(mine))]
-        _refuse(usage_error(by_rank, ranks), what)
-        if equal and holds_nothing(mine):
-            return _NOTHING_COMPARED.format(what=what)
-        found = differences(by_rank)
-        distances = all_distances(found, items or [], options, group, exchange)
-    return mismatch_message(found, distances, by_rank, ranks, name)
-
-
-_NOTHING_COMPARED = (
-    "{what} compared nothing: it was given no tensor, number or text, on any rank. Gradients are None before backward, "
-    "and after zero_grad()."
-)
-
-
-def _rank_values(items: Sequence[Item], options: CompareOptions, error: str, *, canonical: bool = False) -> RankValues:
-    from ddpcheck.testing.assertions.replica_values_on_rank import entries_of
-
-    entries = None
-    if not error:
-        entries, error = _attempt("what was given", entries_of, items, options, canonical=canonical)
-    return RankValues(options, entries or (), str(user_location() or ""), error)
+    else:
+        with _exchange(what, group, "same", timeout) as exchange:
+            digest = digest_of(replace(mine, location="")).encode()
+            equal = len(set(exchange.all_gather("digest", digest))) == 1
+            by_rank = dict.fromkeys(ranks, mine) if equal else _of_ranks(exchange, values(canonical=True))
+            _refuse(usage_error(by_rank), what)
+            found = measured(differences(by_rank), items or (), options, group, exchange)
+    if equal and holds_nothing(mine):
+        return (
+            f"{what} compared nothing: it was given no tensor, number or text, on any rank. Gradients are None before "
+            "backward, and after zero_grad()."
+        )
+    return mismatch_message(found, by_rank, name)

@@ -6,12 +6,12 @@ Pure functions on plain data. This module is light: it never imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpcheck.findings.report import Finding, ParityEntry, Report, select_findings
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import format_ranks, make_finding, plural_verb
+from ddpcheck.findings.wording import format_ranks, group_by, make_finding, plural_verb
 
 # Gradients and their references
 
@@ -53,7 +53,7 @@ def parity_failure_message(
         if any(_is_kept(code, select, ignore) for code in codes)
     }
     entries = [entry for entry in report.parity if entry.reference in wanted.values()]
-    far = [entry for entry in entries if not _error(entry, tolerance) <= _allowed(entry, tolerance)]
+    far = [entry for entry in entries if not _is_near(entry, tolerance)]
     if tolerance is not None and not far:
         kept = tuple(finding for finding in kept if finding.code not in _BY_TOLERANCE)
     explained = {finding.code for finding in relevant} if tolerance is None else set()
@@ -75,29 +75,30 @@ def parity_failure_message(
 
 
 def _beyond(far: Sequence[ParityEntry], of: int, tolerance: tuple[float, float] | None) -> list[str]:
-    worst = sorted(far, key=lambda entry: -_error(entry, tolerance) / (_allowed(entry, tolerance) or 1e-300))
+    measured = [(entry, *_distance(entry, tolerance)) for entry in far]
+    worst = sorted(measured, key=lambda one: -one[1] / (one[2] or 1e-300))[:_MOST_ENTRIES]
     lines = [f"{len(far)} of {of} comparisons of a gradient with its reference are beyond the tolerance:"]
-    for entry in worst[:_MOST_ENTRIES]:
-        got, allowed = _error(entry, tolerance), _allowed(entry, tolerance)
-        how = f"relative error {got:.2g}, allowed {allowed:.2g}"
-        if tolerance is not None:
-            rtol, atol = tolerance
-            terms = f"{atol:g} * sqrt({entry.elements}) + {rtol:g} * {entry.reference_norm:.4g}"
-            how = f"norm of the difference {got:.4g}, allowed {allowed:.4g} ({terms})"
-        lines.append(f"  {entry.parameter} in step {entry.step}, against {entry.reference}: {how}")
+    lines += [f"  {one.parameter} in step {one.step}, against {one.reference}: {how}" for one, _, _, how in worst]
     return [*lines, f"  and {len(far) - _MOST_ENTRIES} more"] if len(far) > _MOST_ENTRIES else lines
 
 
-def _error(entry: ParityEntry, tolerance: tuple[float, float] | None) -> float:
-    return entry.relative_error if tolerance is None else entry.absolute_error
+def _distance(entry: ParityEntry, tolerance: tuple[float, float] | None) -> tuple[float, float, str]:
+    """How far a gradient is from its reference, how far it may be, and both in words.
 
-
-def _allowed(entry: ParityEntry, tolerance: tuple[float, float] | None) -> float:
-    """How large `_error` may be; with a tolerance it follows from |g - r| <= atol + rtol * |r| for every element."""
+    What may be with a tolerance follows from |g - r| <= atol + rtol * |r| for every element.
+    """
     if tolerance is None:
-        return entry.tolerance
+        got, allowed = entry.relative_error, entry.tolerance
+        return got, allowed, f"relative error {got:.2g}, allowed {allowed:.2g}"
     rtol, atol = tolerance
-    return atol * math.sqrt(entry.elements) + rtol * entry.reference_norm
+    got, allowed = entry.absolute_error, atol * math.sqrt(entry.elements) + rtol * entry.reference_norm
+    terms = f"{atol:g} * sqrt({entry.elements}) + {rtol:g} * {entry.reference_norm:.4g}"
+    return got, allowed, f"norm of the difference {got:.4g}, allowed {allowed:.4g} ({terms})"
+
+
+def _is_near(entry: ParityEntry, tolerance: tuple[float, float] | None) -> bool:
+    got, allowed, _ = _distance(entry, tolerance)
+    return got <= allowed
 
 
 def _is_on_gradients(finding: Finding) -> bool:
@@ -141,37 +142,35 @@ class Anomaly:
     cause: str = ""  # why it gets no gradient, in a sentence, where that is known
 
 
-def anomalies_message(by_rank: Sequence[Sequence[Anomaly]], ranks: Sequence[int]) -> str:
+def anomalies_message(by_rank: Mapping[int, Sequence[Anomaly]]) -> str:
     """The message of an assertion on the anomalies of all ranks; empty where there are none."""
-    where: dict[str, list[int]] = {}
-    by_name: dict[str, Anomaly] = {}
-    for rank, anomalies in zip(ranks, by_rank, strict=True):
-        for anomaly in anomalies:
-            where.setdefault(anomaly.name, []).append(rank)
-            by_name.setdefault(anomaly.name, anomaly)
-    if not by_name:
-        return ""
-    unused = "from this loss (DDP101, DDP102 or DDP103: unused, left out of the loss or detached)"
-    some = "on some ranks only, on which DDP hangs (DDP104)"
-    foreign = "of the model, so DDP never synchronises"
-    everywhere = [one for one in by_name.values() if one.registered and len(where[one.name]) == len(ranks)]
-    somewhere = [one for one in by_name.values() if one.registered and len(where[one.name]) < len(ranks)]
-    groups = [
-        (f"parameter gets no gradient {unused}", f"parameters get no gradient {unused}", everywhere),
-        (f"parameter contributes {some}", f"parameters contribute {some}", somewhere),
-        (
-            f"tensor gets a gradient and is no parameter {foreign} it (DDP106)",
-            f"tensors get a gradient and are no parameters {foreign} them (DDP106)",
-            [one for one in by_name.values() if not one.registered],
-        ),
-    ]
-    lines = ["Not every parameter takes part in the loss!"]
-    for one_is, several_are, group in groups:
-        lines += ["", f"{len(group)} {plural_verb(one_is, several_are, group)}:"] if group else []
+    found = [(rank, anomaly) for rank, anomalies in by_rank.items() for anomaly in anomalies]
+    where = {name: [rank for rank, _ in of] for name, of in group_by(found, lambda one: one[1].name).items()}
+    by_name = {anomaly.name: anomaly for _, anomaly in reversed(found)}
+    kinds = group_by(
+        (by_name[name] for name in where),
+        lambda one: (not one.registered, one.registered and len(where[one.name]) < len(by_rank)),
+    )
+    lines = ["Not every parameter takes part in the loss!"] if found else []
+    for kind, group in sorted(kinds.items(), key=lambda one: one[0]):
+        lines += ["", f"{len(group)} {plural_verb(*_ANOMALIES[kind], group)}:"]
         for one in group:
             at = f", made at {one.location}" if one.location else ""
             on = f", {'not ' if one.registered else ''}on {format_ranks(where[one.name])}"
-            on = on if len(where[one.name]) < len(ranks) else ""
+            on = on if len(where[one.name]) < len(by_rank) else ""
             lines.append(f"  {one.name} of shape {one.shape}{on}{at}")
         lines += [f"  {cause}" for cause in dict.fromkeys(one.cause for one in group if one.cause)]
     return "\n".join(lines)
+
+
+_UNUSED = "from this loss (DDP101, DDP102 or DDP103: unused, left out of the loss or detached)"
+_ON_SOME = "on some ranks only, on which DDP hangs (DDP104)"
+_ANOMALIES = {
+    (False, False): (f"parameter gets no gradient {_UNUSED}", f"parameters get no gradient {_UNUSED}"),
+    (False, True): (f"parameter contributes {_ON_SOME}", f"parameters contribute {_ON_SOME}"),
+    (True, False): (
+        "tensor gets a gradient and is no parameter of the model, so DDP never synchronises it (DDP106)",
+        "tensors get a gradient and are no parameters of the model, so DDP never synchronises them (DDP106)",
+    ),
+}
+"""One anomaly, and several, by whether they are tensors that are no parameters, and whether on some ranks only."""

@@ -19,9 +19,10 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.replace import replace
 from ddpcheck.gather.collectives.store_exchange import StoreExchange
 from ddpcheck.gather.state.fingerprints import fingerprint
-from ddpcheck.testing.assertions.replica_values import CompareOptions, Distances, Entry, Mismatch
+from ddpcheck.testing.assertions.replica_values import CompareOptions, Entry, Mismatch
 
 _PIECE = 1 << 24
 _PLAIN = (str, bytes, type(None), enum.Enum, torch.dtype, torch.layout, torch.device, torch.memory_format, slice, range)
@@ -194,26 +195,28 @@ def _canonical(tensor: torch.Tensor) -> torch.Tensor:
 # Values
 
 
-def all_distances(
+def measured(
     found: Sequence[Mismatch], items: Sequence[Item], options: CompareOptions, group: Any, exchange: StoreExchange
-) -> Distances:
-    """How far values are from each other: of the first item where none may differ, of all where they may a little.
+) -> list[Mismatch]:
+    """The same with distances: of the first item where none may differ, of all where they may a little.
 
     Called on every rank of `group`: values of reference ranks go to all ranks, by collectives.
     """
     wanted = [item for item in (found[:1] if options.exact else found) if item.measurable]
     if not wanted:
-        return {}
-    here = list(exchange.ranks).index(exchange.rank)
+        return list(found)
     tensors = {path: value for path, kind, value in items if kind == "tensor"}
+    own: list[tuple[float, str]] = []
     with torch.no_grad():
-        own = []
         for item in wanted:
-            tensor = tensors[item.path].detach().resolve_conj().resolve_neg().contiguous()
-            received = _received(tensor, exchange.ranks[item.reference], group, keep=here in item.odd)
+            tensor = tensors[item.path].resolve_conj().resolve_neg().contiguous()
+            received = _received(tensor, item.reference, group, keep=exchange.rank in item.odd)
             own.append((0.0, "") if received is None else _distance(tensor.cpu(), received, options))
     by_rank = [pickle.loads(data) for data in exchange.all_gather("measured", pickle.dumps(own))]
-    return {item.path: [of_rank[index] for of_rank in by_rank] for index, item in enumerate(wanted)}
+    for index, item in enumerate(wanted):
+        distances = {rank: of_rank[index] for rank, of_rank in zip(exchange.ranks, by_rank, strict=True)}
+        found = [replace(one, distances=distances) if one is item else one for one in found]
+    return list(found)
 
 
 def _received(tensor: torch.Tensor, source: int, group: Any, *, keep: bool) -> torch.Tensor | None:
@@ -233,10 +236,9 @@ def _received(tensor: torch.Tensor, source: int, group: Any, *, keep: bool) -> t
 
 def _distance(got: torch.Tensor, want: torch.Tensor, options: CompareOptions) -> tuple[float, str]:
     """The greatest difference, and the text of `torch.testing.assert_close`; empty where values are near enough."""
-    if got.is_complex():
-        wide = torch.promote_types(got.dtype, torch.complex64)
-    elif got.is_floating_point():
-        wide = got.dtype if got.dtype.itemsize >= 4 else torch.float32
+    if got.is_complex() or got.is_floating_point():
+        least = torch.complex64 if got.is_complex() else torch.float32
+        wide = got.dtype if got.dtype.itemsize >= least.itemsize else least
     else:
         wide = torch.int64 if options.exact else torch.float64  # isclose would round integers to float32
     left, right = got.to(wide), want.to(wide)
