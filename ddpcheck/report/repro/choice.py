@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Report
 
 
@@ -16,6 +15,7 @@ class Demonstration:
     """One way to show a fault.
 
     Attributes:
+        codes: Of the rules that it shows.
         name: Of the function in `demonstrations/`.
         expect: What each rank says where the fault shows.
         facts: The function there that tells what is compared; empty for most.
@@ -24,6 +24,7 @@ class Demonstration:
         timeout: Seconds after which a collective gives up.
     """
 
+    codes: str
     name: str
     expect: str
     facts: str = ""
@@ -35,82 +36,80 @@ class Demonstration:
         return self.name == "global_gradient"
 
 
-def _before(facts: str, what: str) -> Demonstration:
-    return Demonstration("apart_before", f"{what}, where the ranks differ", facts, steps="named")
-
-
-def _wrapped(facts: str, what: str) -> Demonstration:
-    return Demonstration("apart", f"{what}, where the ranks differ", facts, steps="named")
-
-
-def _trained(facts: str, what: str) -> Demonstration:
-    return Demonstration("apart", f"{what} after a step, where the ranks differ", facts)
-
-
-_UNUSED = Demonstration(
-    "unused",
-    "the names of parameters without gradient on this rank, by step, and what DDP makes of it: an error, a hang that "
-    "the timeout ends, or silence where it is the last step or find_unused_parameters tolerates it",
-    steps="next",
-    timeout=20,
-)
-_ZERO = Demonstration("zero_gradient", "the names of parameters whose gradient is zero in every step", steps="all")
-_GRADIENTS = Demonstration(
-    "gradients_apart",
+_GRADIENTS = (
     "a gradient that should be the same on every rank after backward, and is not, or the error that DDP raises; and "
-    "how many forward passes ran under no_sync where it was called: none, where that was in vain",
-    timeout=20,
+    "how many forward passes ran under no_sync where it was called: none, where that was in vain"
 )
-_AVERAGE = Demonstration(
-    "local_average", "how far DDP's gradient is from the average of the ranks' own, or the error that DDP raises"
-)
-_GLOBAL = Demonstration("global_gradient", "how far DDP's gradient is from that of one process on the whole batch")
-_RUNNING = Demonstration(
-    "running",
-    "where it failed, or in which steps it has no samples, or nothing more where it died; a rank that is stuck shows "
-    "its Python stack after the timeout",
-    steps="all",
-    timeout=20,
-)
-_SHARDS = Demonstration("shards", "how many of its samples other ranks train on as well, and how many no rank has")
-_LAYOUT = _before("layout", "a parameter or buffer: its position, shape, dtype, strides, mode and device")
-_MODULES = _before("module_classes", "the class, settings and mode of a module")
-_OPTIMIZER = _wrapped("optimizer_options", "an option of the optimizer")
-_BUFFERS = _trained("buffer_values", "the value of a buffer")
-_STATE = _trained("training_state", "parameters, buffers or optimizer state")
+_LAYOUT = "a parameter or buffer: its position, shape, dtype, strides, mode and device"
+_DIFFER = ", where the ranks differ"
+_AFTER = f" after a step{_DIFFER}"
 
-DEMONSTRATIONS = {
-    **dict.fromkeys(
-        ("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP108", "DDP110", "DDP112", "DDP513"), _UNUSED
+_ALL = (
+    Demonstration(
+        "DDP101 DDP102 DDP103 DDP104 DDP105 DDP108 DDP110 DDP112 DDP513",
+        "unused",
+        "the names of parameters without gradient on this rank, by step, and what DDP makes of it: an error, a hang "
+        "that the timeout ends, or silence where it is the last step or find_unused_parameters tolerates it",
+        steps="next",
+        timeout=20,
     ),
-    "DDP106": Demonstration("unregistered", "the shapes of tensors that receive gradient and that DDP does not know"),
-    **dict.fromkeys(("DDP107", "DDP307"), _ZERO),
-    "DDP109": Demonstration("needless_search", "that DDP searches, and that nothing is unused", steps="all"),
-    **dict.fromkeys(
-        ("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP209", "DDP211", "DDP212", "DDP213"),
-        _LAYOUT,
+    Demonstration("DDP106", "unregistered", "the shapes of tensors that receive gradient and that DDP does not know"),
+    Demonstration(
+        "DDP107 DDP307", "zero_gradient", "the names of parameters whose gradient is zero in every step", steps="all"
     ),
-    "DDP208": _wrapped("parameter_values", "the value of a parameter"),
-    **dict.fromkeys(("DDP214", "DDP215"), _BUFFERS),
-    "DDP216": _trained("unregistered_values", "a tensor that is neither parameter nor buffer"),
-    "DDP221": _wrapped("wrapper_options", "an option of the wrapper"),
-    **dict.fromkeys(("DDP222", "DDP511"), _MODULES),
-    **dict.fromkeys(("DDP223", "DDP507"), _OPTIMIZER),
-    **dict.fromkeys(("DDP111", "DDP301", "DDP501", "DDP502", "DDP509"), _GRADIENTS),
-    "DDP503": replace(_GRADIENTS, steps="next"),
-    **dict.fromkeys(("DDP302", "DDP311", "DDP406"), _AVERAGE),
-    **dict.fromkeys(("DDP303", "DDP304", "DDP305", "DDP309", "DDP310", "DDP312", "DDP514", "DDP516"), _GLOBAL),
-    **dict.fromkeys(("DDP306", "DDP508", "DDP515"), _STATE),
-    "DDP308": Demonstration("repeat", "how far two runs of one step, from the same seeds, are apart"),
-    **dict.fromkeys(("DDP401", "DDP402", "DDP403", "DDP404", "DDP405"), _RUNNING),
-    "DDP407": Demonstration("packing", "the numbers that it sends, where other ranks send them in another order"),
-    **dict.fromkeys(("DDP505", "DDP519"), _SHARDS),
-    "DDP504": Demonstration(
-        "untrained", "the names of parameters that have a gradient in every step and never move", steps="all"
+    Demonstration("DDP109", "needless_search", "that DDP searches, and that nothing is unused", steps="all"),
+    Demonstration(
+        "DDP201 DDP202 DDP203 DDP204 DDP205 DDP206 DDP207 DDP209 DDP211 DDP212 DDP213",
+        "apart_before",
+        _LAYOUT + _DIFFER,
+        "layout",
+        steps="named",
     ),
-    "DDP510": Demonstration("shared_draws", "how often it draws the same random numbers as all other ranks"),
-    "DDP517": Demonstration("discarded", "the names of parameters whose gradient is zeroed before a step has used it"),
-}
+    Demonstration(
+        "DDP222 DDP511",
+        "apart_before",
+        f"the class, settings and mode of a module{_DIFFER}",
+        "module_classes",
+        steps="named",
+    ),
+    Demonstration("DDP208", "apart", f"the value of a parameter{_DIFFER}", "parameter_values", steps="named"),
+    Demonstration("DDP221", "apart", f"an option of the wrapper{_DIFFER}", "wrapper_options", steps="named"),
+    Demonstration("DDP223 DDP507", "apart", f"an option of the optimizer{_DIFFER}", "optimizer_options", steps="named"),
+    Demonstration("DDP214 DDP215", "apart", f"the value of a buffer{_AFTER}", "buffer_values"),
+    Demonstration("DDP216", "apart", f"a tensor that is neither parameter nor buffer{_AFTER}", "unregistered_values"),
+    Demonstration("DDP306 DDP508 DDP515", "apart", f"parameters, buffers or optimizer state{_AFTER}", "training_state"),
+    Demonstration("DDP111 DDP301 DDP501 DDP502 DDP509", "gradients_apart", _GRADIENTS, timeout=20),
+    Demonstration("DDP503", "gradients_apart", _GRADIENTS, steps="next", timeout=20),
+    Demonstration(
+        "DDP302 DDP311 DDP406",
+        "local_average",
+        "how far DDP's gradient is from the average of the ranks' own, or the error that DDP raises",
+    ),
+    Demonstration(
+        "DDP303 DDP304 DDP305 DDP309 DDP310 DDP312 DDP514 DDP516",
+        "global_gradient",
+        "how far DDP's gradient is from that of one process on the whole batch",
+    ),
+    Demonstration("DDP308", "repeat", "how far two runs of one step, from the same seeds, are apart"),
+    Demonstration(
+        "DDP401 DDP402 DDP403 DDP404 DDP405",
+        "running",
+        "where it failed, or in which steps it has no samples, or nothing more where it died; a rank that is stuck "
+        "shows its Python stack after the timeout",
+        steps="all",
+        timeout=20,
+    ),
+    Demonstration("DDP407", "packing", "the numbers that it sends, where other ranks send them in another order"),
+    Demonstration(
+        "DDP504", "untrained", "the names of parameters that have a gradient in every step and never move", steps="all"
+    ),
+    Demonstration(
+        "DDP505 DDP519", "shards", "how many of its samples other ranks train on as well, and how many no rank has"
+    ),
+    Demonstration("DDP510", "shared_draws", "how often it draws the same random numbers as all other ranks"),
+    Demonstration("DDP517", "discarded", "the names of parameters whose gradient is zeroed before a step has used it"),
+)
+DEMONSTRATIONS = {code: one for one in _ALL for code in one.codes.split()}
 
 
 def demonstration_for(finding: Finding) -> Demonstration | None:

@@ -16,29 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddpcheck.gather.autograd.autograd_graph import unregistered_state
 from ddpcheck.gather.steps.training_step import model_seed, step_seed
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
-from ddpcheck.report.repro.demonstrations.harness import (
-    DEVICE,
-    RANK,
-    SEED,
-    STEPS,
-    SUBJECTS,
-    are_words,
-    built,
-    differences,
-    gathered,
-    global_batch,
-    in_short,
-    local_batch,
-    local_loss,
-    loss_of,
-    named_gradients,
-    say,
-    seed_all,
-    side_group,
-    tell,
-    training_steps,
-    wrapped,
-)
+from ddpcheck.report.repro.demonstrations.harness import *
 
 
 def apart_before(recipe: Any, facts: Callable[[Any], dict[str, Any]]) -> int:

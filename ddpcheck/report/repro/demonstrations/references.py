@@ -12,27 +12,7 @@ from torch import nn
 
 from ddpcheck.gather.steps.gradient_distance import scales
 from ddpcheck.gather.steps.training_step import step_seed
-from ddpcheck.report.repro.demonstrations.harness import (
-    RANK,
-    SEED,
-    STEPS,
-    TOLERANCE,
-    WORLD_SIZE,
-    built,
-    gathered,
-    global_batch,
-    in_short,
-    join,
-    local_batch,
-    local_loss,
-    loss_of,
-    named_gradients,
-    optimizer_for,
-    say,
-    seed_all,
-    side_group,
-    wrapped,
-)
+from ddpcheck.report.repro.demonstrations.harness import *
 
 
 def global_gradient(

@@ -14,28 +14,7 @@ import torch.distributed as dist
 from ddpcheck.gather.autograd.autograd_graph import walk_graph
 from ddpcheck.gather.steps.training_step import step_seed
 from ddpcheck.recipe.pytree import tree_leaves
-from ddpcheck.report.repro.demonstrations.harness import (
-    RANK,
-    SEED,
-    STEPS,
-    TIMEOUT,
-    built,
-    differences,
-    gathered,
-    in_short,
-    listed,
-    local_batch,
-    local_loss,
-    loss_of,
-    moving,
-    parameters_of,
-    say,
-    seed_all,
-    side_group,
-    training_steps,
-    without_gradient,
-    wrapped,
-)
+from ddpcheck.report.repro.demonstrations.harness import *
 
 
 def running(recipe: Any) -> int:
