@@ -16,7 +16,7 @@ from ddpcheck.findings.wording import format_place, join_names
 from ddpcheck.render import Renderer
 from ddpcheck.render.markdown import code_span, escaped
 from ddpcheck.render.parts import title_of
-from ddpcheck.render.text_parts import TextRenderer, indented, labelled, styled
+from ddpcheck.render.text_parts import TextRenderer, facts_in_text, indented, labelled, styled
 
 MOST_FINDINGS = 50
 
@@ -46,10 +46,7 @@ class DifferenceTerminalRenderer(TextRenderer):
         for finding in findings[:MOST_FINDINGS]:
             yield indented(styled((_title(finding), "bold"), f"  {join_names(finding.subjects, most=8)}"))
             if name == "new":
-                yield indented(styled(finding.message), 4)
-                yield indented(styled((format_place(finding), "cyan")), 4)
-                if finding.what_to_do:
-                    yield indented(labelled("fix: ", finding.what_to_do), 4)
+                yield from facts_in_text(finding, 4, without=("subjects", "evidence"))
         if len(findings) > MOST_FINDINGS:
             yield indented(styled(f"and {len(findings) - MOST_FINDINGS} more"))
 

@@ -15,7 +15,6 @@ from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import counted, group_by
 from ddpcheck.render.parts import (
     STATUSES,
-    facts_of,
     name_of,
     passed_in_words,
     severities_of,
@@ -23,15 +22,13 @@ from ddpcheck.render.parts import (
     title_of,
     why_accepted,
 )
-from ddpcheck.render.text_parts import UNBROKEN, TextRenderer, broken, indented, labelled, listed, styled
+from ddpcheck.render.text_parts import UNBROKEN, TextRenderer, broken, facts_in_text, indented, labelled, listed, styled
 
 MOST_FINDINGS = 50
-MOST_EVIDENCE = 16
 _MOST_EXPLAINED = 4  # codes in the last line
 _OTHER_COLUMNS = 59  # of the table of gradients: all but the parameter's
 
 SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
-_STYLES = {"subjects": "bold", "place": "cyan", "evidence": "dim"}  # of facts
 
 
 class TerminalRenderer(TextRenderer):
@@ -73,16 +70,7 @@ class TerminalRenderer(TextRenderer):
     def _finding(self, finding: Finding) -> Iterable[RenderableType]:
         style = SEVERITY_STYLES[finding.severity]
         yield styled((finding.code, style), " ", (name_of(finding.code), "bold"), "  ", (finding.severity.value, style))
-        for fact in facts_of(finding):
-            style, columns, lines = _STYLES.get(fact.kind, ""), 2, list(fact.lines)
-            if fact.kind == "subjects":
-                lines = [listed(fact.lines)]
-            elif fact.kind == "evidence":
-                columns, left = 4, len(lines) - MOST_EVIDENCE
-                lines = lines[:MOST_EVIDENCE] + ([f"and {counted(left, 'more line')}"] if left > 0 else [])
-            for line in lines:
-                content = labelled(f"{fact.label}: ", line) if fact.label else styled((line, style))
-                yield indented(content, columns)
+        yield from facts_in_text(finding)
 
     def _accepted(self, report: Report) -> Iterable[RenderableType]:
         """What was found and does not count, each with the reason."""

@@ -8,22 +8,25 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ddpcheck.findings.report import Report
+from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.tracebacks import fold_traceback
 from ddpcheck.findings.wording import counted
 from ddpcheck.render import Renderer
-from ddpcheck.render.parts import Mark, notes_of, options_in_words, tool_of, versions_of
+from ddpcheck.render.parts import Mark, facts_of, notes_of, options_in_words, tool_of, versions_of
 from ddpcheck.report.matrix.matrix import Matrix
 
 MOST_DETAIL = 40
+MOST_EVIDENCE = 16
 UNBROKEN = 10_000  # columns; a log keeps every sentence on one line
+
+_STYLES = {"subjects": "bold", "place": "cyan", "evidence": "dim"}  # of facts
 
 
 class TextRenderer(Renderer):
@@ -94,6 +97,22 @@ def styled(*parts: str | tuple[str, str]) -> Text:
         content, style = (part, "") if isinstance(part, str) else part
         text.append("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in content), style or None)
     return text
+
+
+def facts_in_text(finding: Finding, columns: int = 2, without: Collection[str] = ()) -> Iterator[RenderableType]:
+    """What is said of a finding, so many columns to the right, but for some kinds of facts."""
+    for fact in facts_of(finding):
+        if fact.kind in without:
+            continue
+        lines, deeper = fact.lines, 0
+        if fact.kind == "subjects":
+            lines = (listed(fact.lines),)
+        elif fact.kind == "evidence":
+            deeper, left = 2, len(lines) - MOST_EVIDENCE
+            lines = (*lines[:MOST_EVIDENCE], *([f"and {counted(left, 'more line')}"] if left > 0 else []))
+        for line in lines:
+            styled_line = styled((line, _STYLES.get(fact.kind, "")))
+            yield indented(labelled(f"{fact.label}: ", line) if fact.label else styled_line, columns + deeper)
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

@@ -6,9 +6,9 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddpcheck.findings.figures import CalledCollective, CollectiveTimeline, RankCollectives
 from ddpcheck.findings.wording import counted, format_ranks, group_by, join_names
@@ -21,47 +21,52 @@ _MOST_ENDS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class Group:
     """Ranks that have called the same collectives, and wait alike."""
 
-    ranks: tuple[int, ...]
-    log: RankCollectives
-    doing: tuple[str, ...]
+    logs: Sequence[RankCollectives]
+    listed: Sequence[CalledCollective]
 
-    def at(self, number: int) -> int | None:
-        """The call with a number, as a place in the list of the timeline; None where there is none, or it is lost."""
-        place = number - self.log.first
-        return self.log.calls[place] if 0 <= place < len(self.log.calls) else None
+    @property
+    def log(self) -> RankCollectives:
+        """The log of any of them."""
+        return self.logs[0]
+
+    @property
+    def name(self) -> str:
+        """The ranks, in words."""
+        return format_ranks(log.rank for log in self.logs)
 
     @property
     def end(self) -> int:
         """The number of the call that it has not made."""
         return self.log.first + len(self.log.calls)
 
+    def at(self, number: int) -> CalledCollective | None:
+        """The call with a number; None where there is none, or it is lost."""
+        place = number - self.log.first
+        return self.listed[self.log.calls[place]] if 0 <= place < len(self.log.calls) else None
 
-class Cell(NamedTuple):
-    """What a group of ranks has called; without a call, why there is none."""
+    def waits_in(self, number: int) -> bool:
+        """The call with that number did not end."""
+        return self.log.waiting and not self.log.later and number == self.end - 1
 
-    call: CalledCollective | None
-    waits: bool
-    why: str
-
-
-class Row(NamedTuple):
-    """The collectives with one number: a cell a group, or one for all where they are alike."""
-
-    number: int
-    parts: bool
-    cells: list[Cell]
+    @property
+    def did(self) -> str:
+        """What it did at the end."""
+        last = self.at(self.end - 1)
+        call = f"{'waits in' if self.log.waiting else 'last'} {last.operation}" if last else "no collective"
+        said = list(dict.fromkeys(log.at_end for log in self.logs if log.at_end))
+        return join_names(said, most=_MOST_DOING) or call
 
 
 def timeline_view(timeline: CollectiveTimeline) -> dict[str, Any]:
     """What the template of a process group shows, by name."""
-    groups = _groups(timeline)
+    alike = group_by(timeline.ranks, lambda log: (log.first, log.calls, log.waiting, log.waits_for))
+    groups = [Group(logs, timeline.calls) for logs in alike.values()]
     shown = groups[:MOST_GROUPS]
-    names, waits = [format_ranks(group.ranks) for group in shown], _waits(shown)
-    others = sorted(rank for group in groups[MOST_GROUPS:] for rank in group.ranks)
-    said = f"{' | '.join(names)}: ranks that called the same share a column."
+    others = [log.rank for group in groups[MOST_GROUPS:] for log in group.logs]
+    said = f"{' | '.join(group.name for group in shown)}: ranks that called the same share a column."
     said += f" {format_ranks(others)} did otherwise still, and are left off." if others else ""
     at_end = group_by((log for log in timeline.ranks if log.at_end), lambda log: log.at_end)
     last = max((group.end for group in shown), default=0)
@@ -71,55 +76,29 @@ def timeline_view(timeline: CollectiveTimeline) -> dict[str, Any]:
     end = min(last + any(group.end < last or group.log.waiting for group in shown), start + _MOST)
     before = f"the {counted(start, 'collective')} before these are not shown" if start else "from the first one on"
     after = f", nor the {last - end} after them" if last > end else ""
+    numbers = [number for number in range(start, end) if any(group.at(number) for group in shown)]
+    waits = _waits(shown)
     return {
-        "group": timeline.group,
+        "timeline": timeline,
         "said": said,
-        "ranks": names,
-        "rows": list(_rows(timeline, shown, start, end)),
+        "groups": shown,
+        "numbers": numbers,
+        "alike": {n for n in numbers if len({(group.at(n), group.waits_in(n)) for group in shown}) == 1},
         "caption": f"Collectives in the order in which each group of ranks has called them ({before}{after})",
         "endings": [
             (format_ranks(log.rank for log in logs), text)
             for text, logs in itertools.islice(at_end.items(), _MOST_ENDS)
         ],
-        "doing": [join_names(group.doing, most=_MOST_DOING) or _last(timeline, group) for group in shown],
         "waits": waits,
-        "waiting": [(names[one], ", ".join(names[other] for other in others)) for one, others in waits.items()],
+        "waiting": [(shown[one].name, ", ".join(shown[i].name for i in others)) for one, others in waits.items()],
     }
 
 
-def _groups(timeline: CollectiveTimeline) -> list[_Group]:
-    """Groups of ranks, the one with the lowest rank first."""
-    alike = group_by(timeline.ranks, lambda log: (log.first, log.calls, log.waiting, log.waits_for))
-    return [
-        _Group(tuple(log.rank for log in logs), logs[0], tuple(dict.fromkeys(log.at_end for log in logs if log.at_end)))
-        for logs in alike.values()
-    ]
-
-
-def _rows(timeline: CollectiveTimeline, groups: Sequence[_Group], start: int, end: int) -> Iterator[Row]:
-    for number in range(start, end):
-        cells = []
-        for group in groups:
-            place = group.at(number)
-            waits = group.log.waiting and not group.log.later and number == group.end - 1
-            why = "not known" if number < group.log.first else "never came here"
-            cells.append(Cell(None if place is None else timeline.calls[place], waits, why))
-        if any(cell.call for cell in cells):
-            alike = len({(cell.call, cell.waits) for cell in cells}) == 1
-            yield Row(number, number == timeline.parts_at, cells[:1] if alike else cells)
-
-
-def _waits(groups: Sequence[_Group]) -> dict[int, list[int]]:
+def _waits(groups: Sequence[Group]) -> dict[int, list[int]]:
     """By number of a group, the numbers of the others that it waits for."""
-    number_of = {rank: number for number, group in enumerate(groups) for rank in group.ranks}
+    number_of = {log.rank: number for number, group in enumerate(groups) for log in group.logs}
     waits = {
         number: sorted({number_of[rank] for rank in group.log.waits_for if rank in number_of} - {number})
         for number, group in enumerate(groups)
     }
     return {number: others for number, others in waits.items() if others}
-
-
-def _last(timeline: CollectiveTimeline, group: _Group) -> str:
-    if not group.log.calls:
-        return "no collective"
-    return f"{'waits in' if group.log.waiting else 'last'} {timeline.calls[group.log.calls[-1]].operation}"
