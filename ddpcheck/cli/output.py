@@ -19,7 +19,7 @@ from ddpcheck.findings.exception_origin import BUG
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.tracebacks import fold_traceback
-from ddpcheck.render import FORMATS, Format, Medium, renderer_for
+from ddpcheck.render import FORMATS, Medium, renderer_for
 from ddpcheck.report.matrix.matrix import Matrix
 
 
@@ -65,7 +65,7 @@ class ReportOutput(OutputFile):
         self,
         arguments: argparse.Namespace,
         default: str | None,
-        formats: Mapping[str, Format] = FORMATS,
+        formats: Mapping[str, str] = FORMATS,
         *,
         to_stderr: bool = False,
     ) -> None:

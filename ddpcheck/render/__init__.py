@@ -79,20 +79,6 @@ class Renderer:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """An output format: the class that renders it, as `module:name` so that it is loaded on use, and its file names."""
-
-    home: str
-    extensions: tuple[str, ...]
-
-    def renderer(self, medium: Medium) -> Renderer:
-        """A renderer for what `medium` can show."""
-        module, _, name = self.home.partition(":")
-        made: Renderer = getattr(importlib.import_module(module), name)(medium)
-        return made
-
-
 class JsonRenderer(Renderer):
     """Writes what `Report.from_json` or `Matrix.from_json` reads, or a difference."""
 
@@ -113,28 +99,33 @@ def json_escaped(character: str) -> str:
     return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
 
 
-FORMATS: Mapping[str, Format] = {
-    "text": Format("ddpcheck.render.terminal:TerminalRenderer", (".txt", ".log")),
-    "json": Format("ddpcheck.render:JsonRenderer", (".json",)),
-    "markdown": Format("ddpcheck.render.markdown:MarkdownRenderer", (".md",)),
-    "sarif": Format("ddpcheck.render.sarif:SarifRenderer", (".sarif",)),
-    "junit": Format("ddpcheck.render.junit:JunitRenderer", (".xml",)),
-    "html": Format("ddpcheck.render.page.page:HtmlRenderer", (".html", ".htm")),
-    "github": Format("ddpcheck.render.github:GithubRenderer", ()),
+_HTML = "ddpcheck.render.page.page:HtmlRenderer"
+_JSON = "ddpcheck.render:JsonRenderer"
+FORMATS: Mapping[str, str] = {
+    "text": "ddpcheck.render.terminal:TerminalRenderer",
+    "json": _JSON,
+    "markdown": "ddpcheck.render.markdown:MarkdownRenderer",
+    "sarif": "ddpcheck.render.sarif:SarifRenderer",
+    "junit": "ddpcheck.render.junit:JunitRenderer",
+    "html": _HTML,
+    "github": "ddpcheck.render.github:GithubRenderer",
 }
-MATRIX_FORMATS: Mapping[str, Format] = {
-    "json": FORMATS["json"],
-    "html": FORMATS["html"],
-    "text": Format("ddpcheck.render.matrix_terminal:MatrixTerminalRenderer", (".txt", ".log")),
-}
+"""The formats of a `Report`: the class that renders each, as `module:name` so that it is loaded on use."""
+
+MATRIX_FORMATS = {"json": _JSON, "html": _HTML, "text": "ddpcheck.render.matrix_terminal:MatrixTerminalRenderer"}
 """The formats of a `Matrix`."""
 
-DIFFERENCE_FORMATS: Mapping[str, Format] = {
-    "text": Format("ddpcheck.render.difference:DifferenceTerminalRenderer", (".txt", ".log")),
-    "json": FORMATS["json"],
-    "markdown": Format("ddpcheck.render.difference:DifferenceMarkdownRenderer", (".md",)),
+DIFFERENCE_FORMATS = {
+    "text": "ddpcheck.render.difference:DifferenceTerminalRenderer",
+    "json": _JSON,
+    "markdown": "ddpcheck.render.difference:DifferenceMarkdownRenderer",
 }
 """The formats of a `ReportDifference`."""
+
+_EXTENSIONS = {
+    **{".txt": "text", ".log": "text", ".json": "json", ".md": "markdown", ".sarif": "sarif", ".xml": "junit"},
+    **{".html": "html", ".htm": "html"},
+}
 
 
 def renderer_for(
@@ -142,7 +133,7 @@ def renderer_for(
     *,
     path: str | None = None,
     medium: Medium | None = None,
-    formats: Mapping[str, Format] = FORMATS,
+    formats: Mapping[str, str] = FORMATS,
     default: str | None = None,
 ) -> Renderer:
     """The renderer of a format, or of the format that the extension of `path` stands for, or of `default`, or of text.
@@ -158,16 +149,19 @@ def renderer_for(
         UsageError: There is no such format, or the extension stands for none.
     """
     if name is None and path is not None:
-        extension = PurePath(path).suffix.lower()
-        name = next((key for key, form in formats.items() if extension in form.extensions), None)
+        known = {extension: form for extension, form in _EXTENSIONS.items() if form in formats}
+        name = known.get(PurePath(path).suffix.lower())
         if name is None and default is None:
-            known = ", ".join(ext for form in formats.values() for ext in form.extensions)
-            raise UsageError(f"cannot tell a format from the name {path!r}: use one of {known}, or give --format")
+            raise UsageError(
+                f"cannot tell a format from the name {path!r}: use one of {', '.join(known)}, or give --format"
+            )
     chosen = name or default or "text"
     if chosen not in formats:
         whose = "" if name else ", which the environment or pyproject.toml names"
         raise UsageError(f"there is no format {chosen!r}{whose}; the formats are {', '.join(formats)}")
-    return formats[chosen].renderer(medium or Medium())
+    module, _, class_ = formats[chosen].partition(":")
+    made: Renderer = getattr(importlib.import_module(module), class_)(medium or Medium())
+    return made
 
 
 def as_text(report: Report) -> str:
