@@ -17,11 +17,11 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
-from ddpcheck.judge.collective_order import (
+from ddpcheck.judge.endings.collective_order import (
     judge_collectives,
     judge_packing,
 )
-from ddpcheck.judge.rank_failure import judge_empty_shards, judge_failure
+from ddpcheck.judge.endings.rank_failure import judge_empty_shards, judge_failure
 from ddpcheck.report.checking.check_worlds import CollectiveMismatchWatch
 from ddpcheck.testing.fixture import DdpWorld
 from ddpcheck.worlds import failures

@@ -12,7 +12,12 @@ from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.judge.replicas import differing_names, judge_descriptions, judge_layouts, judge_values_after_wrapping
+from ddpcheck.judge.replicas.replicas import (
+    differing_names,
+    judge_descriptions,
+    judge_layouts,
+    judge_values_after_wrapping,
+)
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

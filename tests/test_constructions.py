@@ -8,14 +8,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """\
-from ddpcheck.monitor.script.recording import arming
+from ddpcheck.record.rank import arming
 arming.wait_for_process_group()
 import random
 import numpy
 import torch
 from torch import manual_seed
 from torch.utils.data import DataLoader, DistributedSampler, Subset, random_split
-from ddpcheck.monitor.script.recording.constructions import made_at, seeded_at
+from ddpcheck.record.data.constructions import made_at, seeded_at
 
 def set_seed(seed):
     random.seed(seed)
@@ -53,13 +53,13 @@ def test_they_are_those_of_the_program_whatever_stands_between(tmp_path: Path) -
 
 DRAWS = """\
 import sys
-from ddpcheck.monitor.script.recording import arming
+from ddpcheck.record.rank import arming
 arming.wait_for_process_group()
 import random
 import numpy
 import torch
 from torch.utils.data import TensorDataset
-from ddpcheck.monitor.script.recording.constructions import drawn_before
+from ddpcheck.record.data.constructions import drawn_before
 
 rank = int(sys.argv[1])
 def drawn():

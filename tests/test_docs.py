@@ -17,7 +17,7 @@ import pytest
 import ddpcheck
 from ddpcheck import cli
 from ddpcheck.cli.arguments import make_parser
-from ddpcheck.monitor.script.reporting.check_options import add_check_options
+from ddpcheck.run.check_options import add_check_options
 from tests.faultsuite.table import endings
 from tests.readme import DOCS, README, ROOT, pages
 

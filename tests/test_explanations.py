@@ -12,18 +12,15 @@ from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import Names
-from ddpcheck.judge import (
-    conditional_use,
-    parameters,
-    rank_failure,
-    reducer,
-    replica_state,
-)
-from ddpcheck.judge.conditional_use import ParameterFacts
+from ddpcheck.judge.endings import rank_failure
+from ddpcheck.judge.endings.rank_failure import FailureFacts, WrapperErrorFacts
+from ddpcheck.judge.gradients import reducer
+from ddpcheck.judge.gradients.reducer import ReducerFacts
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts, first_explanation
-from ddpcheck.judge.rank_failure import FailureFacts, WrapperErrorFacts
-from ddpcheck.judge.reducer import ReducerFacts
-from ddpcheck.judge.replica_state import ReplicaFacts
+from ddpcheck.judge.parameters import conditional_use, parameters
+from ddpcheck.judge.parameters.conditional_use import ParameterFacts
+from ddpcheck.judge.replicas import replica_state
+from ddpcheck.judge.replicas.replica_state import ReplicaFacts
 
 KNOWN = JudgeContext(Names(), WrapperFacts(), world_size=2)
 HALVED = Difference("a", 0.5, 1e-6, ratio=0.5, residual=1e-9)

@@ -27,7 +27,7 @@ from ddpcheck.findings.report import Location, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
-from ddpcheck.judge.parameters import judge_parameters
+from ddpcheck.judge.parameters.parameters import judge_parameters
 from ddpcheck.render import FORMATS, renderer_for
 from tests.faultsuite.breaking import finding_nothing, judges, seeing
 from tests.faultsuite.cases import ROOT, Case, all_cases
@@ -236,7 +236,7 @@ def test_the_test_on_evidence_made_by_hand_is_red_without_the_judge(name: str) -
 
 
 def test_judges_are_found_and_broken_in_the_block_alone() -> None:
-    from ddpcheck.judge.parameters import judge_uninitialised
+    from ddpcheck.judge.parameters.parameters import judge_uninitialised
 
     assert len(judges()) > 60 and judges()["parameters.judge_uninitialised"] is judge_uninitialised
     with finding_nothing(judges()["parameters.judge_uninitialised"]):

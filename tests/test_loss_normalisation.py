@@ -10,8 +10,8 @@ from torch import nn
 
 import ddpcheck
 from ddpcheck.findings.severity import Severity
-from ddpcheck.judge.mean_of_means import severity_of_weights
-from ddpcheck.judge.target_weights import judge_normalisation
+from ddpcheck.judge.gradients.mean_of_means import severity_of_weights
+from ddpcheck.judge.gradients.target_weights import judge_normalisation
 from ddpcheck.stream.rank_report import MicroBatch
 
 CLASSES = 11

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpcheck.findings.source_lines import user_frame
-from ddpcheck.monitor.script.recording.loss_source import LossSource, loss_source
+from ddpcheck.record.loss.loss_source import LossSource, loss_source
 
 LINES = Path(__file__).read_text().splitlines()
 

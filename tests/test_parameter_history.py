@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ddpcheck.findings.evidence.modules import WrapperFacts
-from ddpcheck.monitor.parameter_history import ParameterHistory
+from ddpcheck.record.parameters.parameter_history import ParameterHistory
 
 NONE: frozenset[str] = frozenset()
 BOTH = frozenset({"weight", "bias"})

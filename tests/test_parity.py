@@ -14,18 +14,18 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.causes import find_causes
-from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
-from ddpcheck.judge.loss_terms import BY_NORMALISATION
-from ddpcheck.judge.parameters import MADE_IN_FORWARD
-from ddpcheck.judge.rank_failure import judge_wrapper_error
-from ddpcheck.judge.reducer import judge_reducer
-from ddpcheck.judge.replica_state import judge_state
-from ddpcheck.judge.single_process import (
+from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
+from ddpcheck.judge.gradients.loss_terms import BY_NORMALISATION
+from ddpcheck.judge.gradients.reducer import judge_reducer
+from ddpcheck.judge.gradients.single_process import (
     fix_without_gradient,
     judge_nothing_compared,
     judge_repeat,
     judge_single_process,
 )
+from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
+from ddpcheck.judge.parameters.parameters import MADE_IN_FORWARD
+from ddpcheck.judge.replicas.replica_state import judge_state
 
 KNOWN = JudgeContext(names=Names(), wrapper=WrapperFacts(), world_size=2, local=LocalFacts(shard_sizes=(4, 4)))
 NAMES = ("a", "b", "c")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcheck.monitor.script.recording.program_state import StateRecorder, _is_near, tables_of, tables_of_program
-from ddpcheck.monitor.script.recording.set_order import is_order_of_a_set
+from ddpcheck.record.replicas.program_state import StateRecorder, _is_near, tables_of, tables_of_program
+from ddpcheck.record.replicas.set_order import is_order_of_a_set
 
 
 class Labels:

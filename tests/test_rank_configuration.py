@@ -11,7 +11,7 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.judge_context import JudgeContext, SingleProcessFacts
-from ddpcheck.judge.rank_configuration import judge_changes, judge_options, judge_program_data
+from ddpcheck.judge.replicas.rank_configuration import judge_changes, judge_options, judge_program_data
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.gather.steps.gradient_sketch import sketch
-from ddpcheck.monitor.script.reporting.ending import Ending, judge_ending
-from ddpcheck.monitor.script.reporting.hang_watch import Hang
-from ddpcheck.monitor.script.reporting.script_report import report_on_script
+from ddpcheck.run.ending import Ending, judge_ending
+from ddpcheck.run.hang_watch import Hang
+from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import ProgramEnded, RankRaised, RankStarted
 from ddpcheck.stream.places import DDP_BACKWARD
 from ddpcheck.stream.rank_log import RankLog

@@ -18,10 +18,10 @@ from torch.distributed.run import get_args_parser
 
 from ddpcheck.cli import main
 from ddpcheck.cli.agent import run_agent
-from ddpcheck.monitor.script.recording import rank_watch
-from ddpcheck.monitor.script.reporting.check_options import add_check_options, split_at_script
-from ddpcheck.monitor.script.reporting.ending import Ending
-from ddpcheck.monitor.script.reporting.script_report import report_on_script
+from ddpcheck.record.rank import rank_watch
+from ddpcheck.run.check_options import add_check_options, split_at_script
+from ddpcheck.run.ending import Ending
+from ddpcheck.run.script_report import report_on_script
 from tests.tiers import share
 
 NO_GROUP = "no rank joined a process group"

@@ -12,7 +12,7 @@ from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.wording import Names
-from ddpcheck.judge.watched_steps import judge_reports
+from ddpcheck.judge.loop.watched_steps import judge_reports
 from ddpcheck.stream.rank_report import RankReport, WatchContext
 from tests.test_run import DDPCHECK, run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcheck.monitor.script.environment import RunOptions, environment_for, options_of_run
+from ddpcheck.record.rank.environment import RunOptions, environment_for, options_of_run
 
 LOOK = """
 import json, sys

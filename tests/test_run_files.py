@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpcheck.monitor.script.environment import STACK_SIGNAL
-from ddpcheck.monitor.script.reporting.hang_watch import HangWatch
+from ddpcheck.record.rank.environment import STACK_SIGNAL
+from ddpcheck.run.hang_watch import HangWatch
 from ddpcheck.stream.entries import ProgramEnded, RankStarted, WatchingFailed
 from ddpcheck.stream.held_file import HeldFile, is_held, mapped_file
 from ddpcheck.stream.rank_log import RankLog

@@ -15,9 +15,9 @@ from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.evidence.steps import Call, LoopEvent
 from ddpcheck.findings.wording import Names, make_finding
-from ddpcheck.judge import script_wrappers
-from ddpcheck.monitor.script.reporting.ending import Ending
-from ddpcheck.monitor.script.reporting.script_report import report_on_script
+from ddpcheck.judge.loop import script_wrappers
+from ddpcheck.run.ending import Ending
+from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, StepsReported, WrapperMade
 from ddpcheck.stream.rank_report import RankReport, WatchContext
 from ddpcheck.stream.watched_rank import WatchedRank

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.monitor.script.recording import started_processes
-from ddpcheck.monitor.script.recording.started_processes import leave_agent_store, mark_first_process
+from ddpcheck.record.rank import started_processes
+from ddpcheck.record.rank.started_processes import leave_agent_store, mark_first_process
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.watched_rank import rank_processes

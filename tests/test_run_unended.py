@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from ddpcheck.findings.stacks import has_no_python_left
-from ddpcheck.monitor.script.reporting import hang_watch
-from ddpcheck.monitor.script.reporting.ending import Ending
-from ddpcheck.monitor.script.reporting.hang_watch import HangWatch, Unended, lives
-from ddpcheck.monitor.script.reporting.script_report import report_on_script
+from ddpcheck.run import hang_watch
+from ddpcheck.run.ending import Ending
+from ddpcheck.run.hang_watch import HangWatch, Unended, lives
+from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import Entry, GroupDestroyed, ProgramEnded, RankRaised, RankStarted
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.watched_rank import read_logs

@@ -11,8 +11,8 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.script_data import judge_loaders
-from ddpcheck.monitor.script.recording.sampler_code import epoch_of, shuffles_by_epoch
+from ddpcheck.judge.data.script_data import judge_loaders
+from ddpcheck.record.data.sampler_code import epoch_of, shuffles_by_epoch
 
 
 class Own(Sampler[int]):

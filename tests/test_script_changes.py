@@ -16,11 +16,11 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.causes import find_causes
-from ddpcheck.judge.replicas import MODE
-from ddpcheck.judge.script_changes import at_the_change
-from ddpcheck.judge.script_optimizers import judge_optimizer_options, judge_schedule
-from ddpcheck.monitor.script.recording.line_recorder import LineRecorder
-from ddpcheck.monitor.script.recording.write_recorder import WriteRecorder
+from ddpcheck.judge.loop.script_optimizers import judge_optimizer_options, judge_schedule
+from ddpcheck.judge.replicas.replicas import MODE
+from ddpcheck.judge.replicas.script_changes import at_the_change
+from ddpcheck.record.rank.line_recorder import LineRecorder
+from ddpcheck.record.replicas.write_recorder import WriteRecorder
 
 WRAPS, LOADS, RESETS, THAWS = (Location("train.py", line) for line in (5, 9, 12, 40))
 LOADED = ModuleChanged(0, "values", "load_state_dict", ("head.weight",), LOADS)

@@ -12,8 +12,8 @@ from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.script import Inputs
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.script_draws import _cosine, judge_added_noise, judge_step_draws, line_of_selection
-from ddpcheck.monitor.script.recording.added_noise import added_to, kept_samples
+from ddpcheck.judge.data.script_draws import _cosine, judge_added_noise, judge_step_draws, line_of_selection
+from ddpcheck.record.data.added_noise import added_to, kept_samples
 
 FORWARD, DRAW, SEED = (Location("train.py", line) for line in (30, 20, 3))
 Given = list[list[Inputs]]

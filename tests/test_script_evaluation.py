@@ -22,15 +22,15 @@ from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.judge.metrics_of_pairs import OF_NUMBERS, OF_SCORES
-from ddpcheck.judge.script_evaluation import judge_evaluations
-from ddpcheck.judge.script_targets import judge_targets
-from ddpcheck.monitor.script.recording import evaluation_recorder
-from ddpcheck.monitor.script.recording.comparison_recorder import ComparisonRecorder
-from ddpcheck.monitor.script.recording.evaluation_recorder import EvaluationRecorder, _rows_given, _values_given
-from ddpcheck.monitor.script.recording.program_numbers import columns_of, labels_in, number_of
-from ddpcheck.monitor.script.recording.sample_rows import SampleRows
-from ddpcheck.monitor.script.recording.target_recorder import _cross_entropies, _place_of
+from ddpcheck.judge.evaluation.metrics_of_pairs import OF_NUMBERS, OF_SCORES
+from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
+from ddpcheck.judge.evaluation.script_targets import judge_targets
+from ddpcheck.record.data.sample_rows import SampleRows
+from ddpcheck.record.evaluation import evaluation_recorder
+from ddpcheck.record.evaluation.comparison_recorder import ComparisonRecorder
+from ddpcheck.record.evaluation.evaluation_recorder import EvaluationRecorder, _rows_given, _values_given
+from ddpcheck.record.loss.target_recorder import _cross_entropies, _place_of
+from ddpcheck.record.source.program_numbers import columns_of, labels_in, number_of
 
 LOOP, LINE, REDUCE = Location("train.py", 30), Location("train.py", 34), Location("train.py", 33)
 

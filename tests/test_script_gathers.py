@@ -10,8 +10,8 @@ from torch.nn.functional import cosine_similarity, linear, normalize
 
 from ddpcheck.findings.evidence.gathers import GatheredConstant
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.script_gathers import judge_gathers
-from ddpcheck.monitor.script.recording.gather_recorder import (
+from ddpcheck.judge.gradients.script_gathers import judge_gathers
+from ddpcheck.record.loss.gather_recorder import (
     GatherRecorder,
     _constants,
     _Gathered,

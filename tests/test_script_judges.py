@@ -32,12 +32,12 @@ from ddpcheck.findings.evidence.script import (
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.judge.script_alone import judge_alone
-from ddpcheck.judge.script_clips import judge_clips, judge_rescaled, judge_step_gradients
-from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables
-from ddpcheck.judge.script_files import _at_the_same_time, judge_files
-from ddpcheck.judge.script_losses import judge_losses, judge_summed_again, judge_sums
-from ddpcheck.judge.script_optimizers import (
+from ddpcheck.judge.data.script_data import judge_inputs, judge_loaders, judge_tables
+from ddpcheck.judge.data.script_files import _at_the_same_time, judge_files
+from ddpcheck.judge.gradients.script_alone import judge_alone
+from ddpcheck.judge.gradients.script_clips import judge_clips, judge_rescaled, judge_step_gradients
+from ddpcheck.judge.gradients.script_losses import judge_losses, judge_summed_again, judge_sums
+from ddpcheck.judge.loop.script_optimizers import (
     judge_metrics,
     judge_optimizer_options,
     judge_optimizer_state,
@@ -46,8 +46,8 @@ from ddpcheck.judge.script_optimizers import (
     judge_stale,
     judge_zeroed,
 )
-from ddpcheck.judge.script_states import judge_states
-from ddpcheck.monitor.script.recording.drawing_code import drawing_code
+from ddpcheck.judge.replicas.script_states import judge_states
+from ddpcheck.record.data.drawing_code import drawing_code
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.stream.rank_report import ReplicaState
 

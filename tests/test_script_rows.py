@@ -11,8 +11,8 @@ import torch
 from ddpcheck.findings.evidence.script import LoaderPass, Restored
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.judge.script_data import judge_loaders
-from ddpcheck.monitor.script.recording.sample_rows import SampleRows, rows_of_whole, samples_of
+from ddpcheck.judge.data.script_data import judge_loaders
+from ddpcheck.record.data.sample_rows import SampleRows, rows_of_whole, samples_of
 
 LINE, MADE = Location("train.py", 30), Location("train.py", 10)
 

@@ -13,8 +13,8 @@ from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.findings.evidence.state_uses import StateUsed, digest_of_values
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.script_states import judge_states, judge_uses
-from ddpcheck.monitor.script.recording.state_uses import UseRecorder
+from ddpcheck.judge.replicas.script_states import judge_states, judge_uses
+from ddpcheck.record.replicas.state_uses import UseRecorder
 
 MADE, LOADED = Location("train.py", 9), Location("train.py", 50)
 HELD = StateHeld(0, 4, "ema", "Net", {"w": 1}, copies=True, used=False, location=MADE)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ddpcheck.findings.evidence.running_statistics import RunningStatistic
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.script_statistics import judge_statistics
-from ddpcheck.monitor.script.recording.statistics_recorder import StatisticsRecorder
-from ddpcheck.monitor.script.recording.updating_line import updating_line, writing_line
+from ddpcheck.judge.replicas.script_statistics import judge_statistics
+from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
+from ddpcheck.record.source.updating_line import updating_line, writing_line
 
 LINE = Location("train.py", 8)
 UNITS = torch.tensor([0.1, 1.0, 5.0, 40.0, 2.0, 0.5])

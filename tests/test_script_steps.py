@@ -12,9 +12,9 @@ from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.severity import Severity
-from ddpcheck.judge.script_clips import judge_changed
-from ddpcheck.judge.script_losses import judge_accumulated
-from ddpcheck.judge.script_pace import judge_left, judge_shifts, judge_unheld
+from ddpcheck.judge.gradients.script_clips import judge_changed
+from ddpcheck.judge.gradients.script_losses import judge_accumulated
+from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld
 
 BACKWARD, OTHER, CLIPS, MADE = (Location("train.py", line) for line in (30, 31, 32, 28))
 

@@ -13,8 +13,8 @@ from ddpcheck.findings.evidence.gradient_changes import GradientsTaken
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.causes import find_causes
-from ddpcheck.judge.script_alone import judge_taken
-from ddpcheck.monitor.script.recording.taken_recorder import TakenRecorder
+from ddpcheck.judge.gradients.script_alone import judge_taken
+from ddpcheck.record.loop.taken_recorder import TakenRecorder
 
 LINE = Location("train.py", 8)
 

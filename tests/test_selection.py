@@ -23,9 +23,9 @@ from ddpcheck.findings.report import AcceptedFinding, CheckResult, Finding, Loca
 from ddpcheck.findings.selection import Suppression, sort_out
 from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.verdict import Verdict, status_of
-from ddpcheck.monitor.script.reporting.ending import Ending
 from ddpcheck.render import Medium, renderer_for
 from ddpcheck.report.settings import load_settings
+from ddpcheck.run.ending import Ending
 
 AUX = Finding("DDP101", ("aux.bias", "aux.weight"), "Never read.", Severity.ERROR, location=Location("net.py", 7))
 HEAD = replace(AUX, subjects=("head.weight",))

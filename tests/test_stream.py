@@ -20,8 +20,8 @@ from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
-from ddpcheck.monitor.script.reporting.ending import Ending
-from ddpcheck.monitor.script.reporting.script_report import report_on_script
+from ddpcheck.run.ending import Ending
+from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.codec import decoded, encoded
 from ddpcheck.stream.entries import (
     SCHEMA,

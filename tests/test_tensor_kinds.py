@@ -19,7 +19,7 @@ from ddpcheck.gather.state.module_state import capture_state, moved
 from ddpcheck.gather.state.tensor_values import version_of
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
-from ddpcheck.judge.rank_failure import judge_undefined_losses
+from ddpcheck.judge.endings.rank_failure import judge_undefined_losses
 
 
 class Lacking(torch.Tensor):

@@ -7,7 +7,7 @@ import pytest
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import CollectiveTimeline
-from ddpcheck.judge.timelines import timelines, timelines_of_failure
+from ddpcheck.judge.endings.timelines import timelines, timelines_of_failure
 
 
 def logs_of(*programs: str, group: str = "0") -> list[list[Call]]:

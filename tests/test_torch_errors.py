@@ -11,7 +11,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.torch_errors import RaisedFacts, judge_torch_errors
+from ddpcheck.judge.endings.torch_errors import RaisedFacts, judge_torch_errors
 from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD
 
 LINE = "train.py:30"

@@ -11,7 +11,13 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
-from ddpcheck.judge.training_loop import judge_draws, judge_loop, judge_optimizer, judge_samples, judge_values_changed
+from ddpcheck.judge.loop.training_loop import (
+    judge_draws,
+    judge_loop,
+    judge_optimizer,
+    judge_samples,
+    judge_values_changed,
+)
 
 
 def only(findings: list[Finding]) -> Finding:

@@ -1137,7 +1137,7 @@ def test_compare_can_be_called_at_any_time(rank):
 @pytest.mark.parametrize("way", ["short", "detached", "whole"])
 def test_without_the_private_parts_of_torch_the_same_is_found(monkeypatch, rank, lacking, way):
     from ddpcheck.gather.autograd import autograd_graph
-    from ddpcheck.monitor import step_tracker
+    from ddpcheck.record.loop import step_tracker
 
     def run():
         torch.manual_seed(0)

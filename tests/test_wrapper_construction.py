@@ -11,8 +11,8 @@ from ddpcheck.findings.evidence.construction import SizedVariable, WrapperBegun
 from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.judge.wrapper_construction import judge_constructions
-from ddpcheck.monitor.script.recording.set_order import is_order_of_a_set
+from ddpcheck.judge.replicas.wrapper_construction import judge_constructions
+from ddpcheck.record.replicas.set_order import is_order_of_a_set
 
 HERE, THERE = Location("train.py", 30), Location("train.py", 40)
 

@@ -16,8 +16,8 @@ from torch import nn
 
 import ddpcheck
 from benchmarks.wrapper.cases import Case
-from ddpcheck.monitor.module_hooks import UnpickledHook
-from ddpcheck.monitor.step_tracker import StepTracker
+from ddpcheck.record.loop.step_tracker import StepTracker
+from ddpcheck.record.module_hooks import UnpickledHook
 
 PLAIN, CHECKED, UNUSED, MMENGINE, SECOND = "plain", "checked", "unused", "mmengine", "second"
 FIRST_ROUNDS = 32

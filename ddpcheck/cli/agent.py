@@ -19,8 +19,8 @@ from ddpcheck.cli.output import complain, named, say
 from ddpcheck.cli.torchrun_options import is_refused_option
 from ddpcheck.findings.errors import EXIT_FINDINGS, EXIT_HANG, UsageError
 from ddpcheck.gather.patching import Patch, patched
-from ddpcheck.monitor.script.reporting.ending import Ending
-from ddpcheck.monitor.script.reporting.hang_watch import HangWatch, end_agent
+from ddpcheck.run.ending import Ending
+from ddpcheck.run.hang_watch import HangWatch, end_agent
 from ddpcheck.stream.watched_rank import rank_processes
 
 

@@ -13,8 +13,8 @@ from ddpcheck.cli.output import print_out
 from ddpcheck.findings.errors import EXIT_CLEAN, UsageError
 from ddpcheck.findings.rules import FAMILIES, RULES
 from ddpcheck.findings.wording import suggestion
-from ddpcheck.monitor.script.reporting.check_options import add_check_options
 from ddpcheck.render import FORMATS
+from ddpcheck.run.check_options import add_check_options
 
 SHELLS = ("bash", "zsh", "fish")
 _RULES = (*FAMILIES, *RULES, *(rule.name for rule in RULES.values()))

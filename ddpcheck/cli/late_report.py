@@ -22,9 +22,9 @@ from pathlib import Path
 from ddpcheck.cli.output import complain, complain_of
 from ddpcheck.cli.run import Accepted, report_output, show_report
 from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError
-from ddpcheck.monitor.script.reporting.ending import Ending
-from ddpcheck.monitor.script.reporting.flight_records import prepare
-from ddpcheck.monitor.script.reporting.hang_watch import HangWatch, lives
+from ddpcheck.run.ending import Ending
+from ddpcheck.run.flight_records import prepare
+from ddpcheck.run.hang_watch import HangWatch, lives
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.watched_rank import read_logs
 

@@ -21,12 +21,12 @@ from ddpcheck.cli.torchrun_options import examine_options
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.severity import Severity
-from ddpcheck.monitor.script.environment import RunOptions, environment_for
-from ddpcheck.monitor.script.reporting.check_options import add_check_options, examine, split_at_script
-from ddpcheck.monitor.script.reporting.ending import Ending
-from ddpcheck.monitor.script.reporting.flight_records import prepare, write_flight_records
-from ddpcheck.monitor.script.reporting.script_report import report_on_script
+from ddpcheck.record.rank.environment import RunOptions, environment_for
 from ddpcheck.report.settings import load_settings
+from ddpcheck.run.check_options import add_check_options, examine, split_at_script
+from ddpcheck.run.ending import Ending
+from ddpcheck.run.flight_records import prepare, write_flight_records
+from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.watched_rank import read_logs
 
 

@@ -11,9 +11,9 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.rules.rule import Explains, When
 from ddpcheck.findings.severity import Severity
-from ddpcheck.judge.loss_terms import BY_NORMALISATION
-from ddpcheck.judge.parameters import MADE_IN_FORWARD
-from ddpcheck.judge.replica_state import RUNNING_STATISTICS
+from ddpcheck.judge.gradients.loss_terms import BY_NORMALISATION
+from ddpcheck.judge.parameters.parameters import MADE_IN_FORWARD
+from ddpcheck.judge.replicas.replica_state import RUNNING_STATISTICS
 
 
 @dataclass(frozen=True, slots=True)

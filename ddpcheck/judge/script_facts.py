@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated, OptimizerEnd, OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.script_alone import are_apart
-from ddpcheck.judge.script_gradients import all_gradients_agree
+from ddpcheck.judge.gradients.script_alone import are_apart
+from ddpcheck.judge.gradients.script_gradients import all_gradients_agree
 from ddpcheck.stream.entries import ReplicaCaptured, WrapperMade
 from ddpcheck.stream.watched_rank import WatchedRank
 

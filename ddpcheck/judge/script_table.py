@@ -1,7 +1,7 @@
 """The table of `ddpcheck run`: what is judged of a script, by which judge, and under which check line.
 
 Each row takes its part of the facts, asks judges, and says what they have compared. Evidence of a rule is in
-`findings.evidence`, under the name of what records it (`monitor.script.recording`).
+`findings.evidence`, under the name of what records it (`record`).
 
 This module is light: it never imports torch.
 """
@@ -40,17 +40,23 @@ from ddpcheck.findings.evidence.script import (
 from ddpcheck.findings.evidence.state_uses import StateUsed
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, format_ranks
-from ddpcheck.judge.script_alone import are_local, judge_alone, judge_taken
-from ddpcheck.judge.script_clips import judge_changed, judge_clips, judge_rescaled, judge_step_gradients
-from ddpcheck.judge.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
-from ddpcheck.judge.script_draws import judge_added_noise, judge_step_draws, line_of_selection
-from ddpcheck.judge.script_evaluation import judge_evaluations
-from ddpcheck.judge.script_facts import Optimizer, ScriptFacts, entries_of, first_steps, used_by
-from ddpcheck.judge.script_files import judge_files
-from ddpcheck.judge.script_gathers import judge_gathers
-from ddpcheck.judge.script_gradients import all_gradients_agree
-from ddpcheck.judge.script_losses import FEWEST_PASSES, judge_accumulated, judge_losses, judge_summed_again, judge_sums
-from ddpcheck.judge.script_optimizers import (
+from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
+from ddpcheck.judge.data.script_draws import judge_added_noise, judge_step_draws, line_of_selection
+from ddpcheck.judge.data.script_files import judge_files
+from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
+from ddpcheck.judge.evaluation.script_targets import judge_targets
+from ddpcheck.judge.gradients.script_alone import are_local, judge_alone, judge_taken
+from ddpcheck.judge.gradients.script_clips import judge_changed, judge_clips, judge_rescaled, judge_step_gradients
+from ddpcheck.judge.gradients.script_gathers import judge_gathers
+from ddpcheck.judge.gradients.script_gradients import all_gradients_agree
+from ddpcheck.judge.gradients.script_losses import (
+    FEWEST_PASSES,
+    judge_accumulated,
+    judge_losses,
+    judge_summed_again,
+    judge_sums,
+)
+from ddpcheck.judge.loop.script_optimizers import (
     judge_metrics,
     judge_optimizer_options,
     judge_optimizer_state,
@@ -60,11 +66,11 @@ from ddpcheck.judge.script_optimizers import (
     judge_stale,
     judge_zeroed,
 )
-from ddpcheck.judge.script_pace import judge_left, judge_shifts, judge_unheld
-from ddpcheck.judge.script_states import judge_states, judge_uses
-from ddpcheck.judge.script_statistics import judge_statistics
-from ddpcheck.judge.script_targets import judge_targets
-from ddpcheck.judge.script_wrappers import judge_begun, judge_wrappers
+from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld
+from ddpcheck.judge.loop.script_wrappers import judge_begun, judge_wrappers
+from ddpcheck.judge.replicas.script_states import judge_states, judge_uses
+from ddpcheck.judge.replicas.script_statistics import judge_statistics
+from ddpcheck.judge.script_facts import Optimizer, ScriptFacts, entries_of, first_steps, used_by
 from ddpcheck.judge.verdict import Row, Verdict, Verdicts
 from ddpcheck.stream.entries import NotCompared, ReplicaCaptured
 from ddpcheck.stream.watched_rank import WatchedRank

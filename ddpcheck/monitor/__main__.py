@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 
 from ddpcheck.findings.errors import EXIT_USAGE, UsageError
-from ddpcheck.monitor.script.environment import RunOptions, environment_for
-from ddpcheck.monitor.script.reporting.check_options import add_check_options, examine, split_at_script
+from ddpcheck.record.rank.environment import RunOptions, environment_for
+from ddpcheck.run.check_options import add_check_options, examine, split_at_script
 
 _REPORTER = "ddpcheck.cli.late_report"
 

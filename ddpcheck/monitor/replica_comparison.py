@@ -16,10 +16,10 @@ from ddpcheck.gather.collectives.allreduce import average_over_ranks
 from ddpcheck.gather.ddp.ddp_wrapper import hook_loss
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, norm
-from ddpcheck.judge.watched_steps import judge_replica_states
+from ddpcheck.judge.loop.watched_steps import judge_replica_states
 from ddpcheck.monitor.alarms import AlarmBoard
-from ddpcheck.monitor.step_probe import StepProbe
-from ddpcheck.monitor.step_recorder import StepRecorder
+from ddpcheck.record.loop.step_recorder import StepRecorder
+from ddpcheck.record.parameters.step_probe import StepProbe
 
 
 class ReplicaComparison:

@@ -16,13 +16,13 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.source_lines import exception_location, making_of
 from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper
-from ddpcheck.judge.watched_steps import judge_reports
+from ddpcheck.judge.loop.watched_steps import judge_reports
 from ddpcheck.monitor.alarms import AlarmBoard
-from ddpcheck.monitor.module_hooks import hold, release
 from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.reporting import FindingReporter
-from ddpcheck.monitor.step_recorder import EndedStep, RecorderOptions, StepRecorder
+from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
+from ddpcheck.record.module_hooks import hold, release
 from ddpcheck.stream.rank_report import RankReport, is_settled
 
 _PACED = 16  # the step after which the ranks agree on how often they look for alarms

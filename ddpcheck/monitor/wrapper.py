@@ -20,14 +20,14 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.gather.ddp.ddp_wrapper import constructor_options
 from ddpcheck.gather.state.module_description import describe
-from ddpcheck.judge.parameters import judge_uninitialised
-from ddpcheck.judge.rank_configuration import judge_options
-from ddpcheck.judge.replicas import judge_descriptions
-from ddpcheck.monitor.module_hooks import UnpickledHook
+from ddpcheck.judge.parameters.parameters import judge_uninitialised
+from ddpcheck.judge.replicas.rank_configuration import judge_options
+from ddpcheck.judge.replicas.replicas import judge_descriptions
 from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.reporting import FindingReporter, as_text
 from ddpcheck.monitor.watch import Watch
 from ddpcheck.recipe.pytree import tree_tensors
+from ddpcheck.record.module_hooks import UnpickledHook
 
 _DDP = nn.parallel.DistributedDataParallel
 

@@ -37,7 +37,7 @@ def judges() -> dict[str, FunctionType]:
                 returned = taken.pop("return", "")
                 rewords = "Finding" in str(taken) and not returned.startswith(("tuple", "Causes"))
                 if not rewords and (returned in _NOTHING or "Finding" in returned):
-                    found[f"{module.name.removeprefix(f'{judge.__name__}.')}.{name}"] = item
+                    found[f"{module.name.rpartition('.')[2]}.{name}"] = item
     return found
 
 

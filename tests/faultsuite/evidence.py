@@ -34,7 +34,7 @@ _OF_SCRIPTS = (
     "ddpcheck.stream.rank_report",
     "ddpcheck.stream.entries",
     "ddpcheck.stream.watched_rank",
-    "ddpcheck.monitor.script.reporting.ending",
+    "ddpcheck.run.ending",
 )
 _FORMS = (_CLASS, "list", "set", "frozenset", "dict", "path")
 _FINGERPRINT = 10**6  # no other number in evidence is as large; the first fingerprint in a file is written as this

@@ -18,9 +18,9 @@ from msgspec import Struct, structs
 
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
-from ddpcheck.monitor.script.reporting.ending import Ending
-from ddpcheck.monitor.script.reporting.script_report import report_on_script
 from ddpcheck.render import renderer_for
+from ddpcheck.run.ending import Ending
+from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.watched_rank import WatchedRank
 from tests.faultsuite.cases import ROOT
 from tests.faultsuite.evidence import Encoder, EvidenceError, decode, here

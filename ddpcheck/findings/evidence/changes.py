@@ -1,7 +1,7 @@
 """Evidence on what a script changes: wrapped modules, and learning rates; with the lines.
 
-Judged in `judge.script_changes` and `judge.script_optimizers`; gathered in `monitor.script.recording.line_recorder`
-, `.write_recorder` and `.schedule_recorder`.
+Judged in `judge.replicas.script_changes` and `judge.loop.script_optimizers`; gathered in
+`record.rank.line_recorder`, `record.replicas.write_recorder` and `record.optimizers.schedule_recorder`.
 
 This module is light: it never imports torch.
 """

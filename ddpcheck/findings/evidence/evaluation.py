@@ -1,6 +1,6 @@
 """Evidence on how a script evaluates: what each rank's loops counted, what it exchanged, and what it showed.
 
-Judged in `judge.script_evaluation` and `judge.script_targets`; gathered in `monitor.script.recording`.
+Judged in `judge.evaluation.script_evaluation` and `judge.evaluation.script_targets`; gathered in `record`.
 
 A *round* is the time from one backward pass to the next in which a loader was gone through to its end without any: an
 evaluation, and what the program makes of it.

@@ -1,7 +1,7 @@
 """Evidence on gradients between the backward passes of one optimizer step, and on whose they are.
 
-Judged in `judge.script_optimizers` and `judge.script_alone`; gathered in `monitor.script.recording.clip_recorder` and
-`.taken_recorder`.
+Judged in `judge.loop.script_optimizers` and `judge.gradients.script_alone`; gathered in
+`record.optimizers.clip_recorder` and `record.loop.taken_recorder`.
 
 This module is light: it never imports torch.
 """

@@ -1,7 +1,7 @@
 """Evidence on differences between gradients.
 
-Judged in `judge.reducer` and `judge.single_process`; gathered in `gather.steps.gradient_distance` and
-`gather.phases.repeated_step`.
+Judged in `judge.gradients.reducer` and `judge.gradients.single_process`; gathered in `gather.steps.gradient_distance`
+and `gather.phases.repeated_step`.
 """
 
 from __future__ import annotations

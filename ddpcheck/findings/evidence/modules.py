@@ -1,7 +1,7 @@
 """Evidence on a rank's module: as it is built, and as it is wrapped.
 
-Judged in `judge.replicas` and `judge.rank_configuration`; gathered in `gather.state.module_description` and
-`gather.ddp`.
+Judged in `judge.replicas.replicas` and `judge.replicas.rank_configuration`; gathered in
+`gather.state.module_description` and `gather.ddp`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Evidence on the pace of a loop: what comes between the reductions of a wrapper, and gradients that are used again.
 
-Judged in `judge.script_pace`; gathered in `monitor.script.recording.pace_recorder` and `.leftover_recorder`.
+Judged in `judge.loop.script_pace`; gathered in `record.loop.pace_recorder` and
+`record.loop.leftover_recorder`.
 
 This module is light: it never imports torch.
 """

@@ -1,6 +1,7 @@
 """Evidence on each parameter's part in the loss.
 
-Judged in `judge.parameters` and `judge.conditional_use`; gathered in `gather.phases.local_step` and `gather.autograd`.
+Judged in `judge.parameters.parameters` and `judge.parameters.conditional_use`; gathered in `gather.phases.local_step`
+and `gather.autograd`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Evidence of the single process: the global batch, its shards one by one, the terms of the loss.
 
-Judged in `judge.single_process` and `judge.loss_terms`; gathered in `gather.phases.single_process` and
-`gather.phases.shard_analysis`.
+Judged in `judge.gradients.single_process` and `judge.gradients.loss_terms`; gathered in `gather.phases.single_process`
+and `gather.phases.shard_analysis`.
 """
 
 from __future__ import annotations

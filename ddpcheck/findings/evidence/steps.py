@@ -1,7 +1,7 @@
 """Evidence on whole training steps, alone and under the wrapper, and on the collectives in them.
 
-Judged in `judge.reducer`, `judge.replica_state`, `judge.training_loop` and `judge.collective_order`; gathered in
-`gather.phases` and `gather.collectives`.
+Judged in `judge.gradients.reducer`, `judge.replicas.replica_state`, `judge.loop.training_loop` and
+`judge.endings.collective_order`; gathered in `gather.phases` and `gather.collectives`.
 """
 
 from __future__ import annotations

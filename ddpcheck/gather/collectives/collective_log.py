@@ -1,8 +1,8 @@
 """The log of the collectives that the user's code calls on a rank.
 
 Every rank writes a line before it enters a collective, so that the log survives a hang, an abort and a kill;
-`ddpcheck.judge.collective_order` compares the ranks'. Collectives that the DDP reducer makes in C++ are not in it:
-where a rank waits in those, its place ("step 1: backward") tells.
+`ddpcheck.judge.endings.collective_order` compares the ranks'. Collectives that the DDP reducer makes in C++ are not in
+it: where a rank waits in those, its place ("step 1: backward") tells.
 """
 
 from __future__ import annotations

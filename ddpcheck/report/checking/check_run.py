@@ -23,13 +23,13 @@ from ddpcheck.findings.report import ReportError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names, format_ranks
 from ddpcheck.harness import RunFuture
-from ddpcheck.judge.collective_order import judge_collectives, judge_packing
-from ddpcheck.judge.parameters import judge_uninitialised, zero_everywhere
-from ddpcheck.judge.rank_configuration import judge_batches, judge_changes, judge_options
-from ddpcheck.judge.rank_failure import judge_undefined_losses
-from ddpcheck.judge.replicas import judge_descriptions, judge_layouts, judge_values_after_wrapping
-from ddpcheck.judge.timelines import timelines
-from ddpcheck.judge.training_loop import judge_values_changed
+from ddpcheck.judge.endings.collective_order import judge_collectives, judge_packing
+from ddpcheck.judge.endings.rank_failure import judge_undefined_losses
+from ddpcheck.judge.endings.timelines import timelines
+from ddpcheck.judge.loop.training_loop import judge_values_changed
+from ddpcheck.judge.parameters.parameters import judge_uninitialised, zero_everywhere
+from ddpcheck.judge.replicas.rank_configuration import judge_batches, judge_changes, judge_options
+from ddpcheck.judge.replicas.replicas import judge_descriptions, judge_layouts, judge_values_after_wrapping
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckState, bug_error
 from ddpcheck.report.checking.check_worlds import CheckStopped, CheckWorlds

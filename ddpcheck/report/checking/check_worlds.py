@@ -28,9 +28,9 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, ReportError
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
 from ddpcheck.harness import RankHosts, RunFuture, World
-from ddpcheck.judge.collective_order import judge_collectives
-from ddpcheck.judge.rank_failure import judge_empty_shards, judge_failure
-from ddpcheck.judge.timelines import timelines_of_failure
+from ddpcheck.judge.endings.collective_order import judge_collectives
+from ddpcheck.judge.endings.rank_failure import judge_empty_shards, judge_failure
+from ddpcheck.judge.endings.timelines import timelines_of_failure
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.checking.judging import judge_wrapper_failure

@@ -15,14 +15,14 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.causes import find_causes
+from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
+from ddpcheck.judge.gradients.reducer import judge_compiled, judge_reducer, tell_compiled, without_prefix
+from ddpcheck.judge.gradients.single_process import judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
-from ddpcheck.judge.parameters import judge_parameters
-from ddpcheck.judge.rank_failure import judge_wrapper_error
-from ddpcheck.judge.reducer import judge_compiled, judge_reducer, tell_compiled, without_prefix
-from ddpcheck.judge.replica_state import judge_state
-from ddpcheck.judge.replicas import differing_names
-from ddpcheck.judge.single_process import judge_nothing_compared, judge_repeat, judge_single_process
-from ddpcheck.judge.training_loop import judge_draws, judge_loop, judge_optimizer, judge_samples
+from ddpcheck.judge.loop.training_loop import judge_draws, judge_loop, judge_optimizer, judge_samples
+from ddpcheck.judge.parameters.parameters import judge_parameters
+from ddpcheck.judge.replicas.replica_state import judge_state
+from ddpcheck.judge.replicas.replicas import differing_names
 from ddpcheck.report.checking.check_state import CheckState
 
 _LIBRARIES = {"random": "Python's random"}

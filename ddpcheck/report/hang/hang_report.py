@@ -18,10 +18,10 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Location, Report
 from ddpcheck.findings.selection import Suppression, sort_out
 from ddpcheck.findings.wording import counted, format_ranks, group_by, one_finding, plural_verb
-from ddpcheck.judge.call_sites import judge_partings
-from ddpcheck.judge.ending_facts import lines_of
-from ddpcheck.judge.endings import judge_endings
-from ddpcheck.judge.timelines import timelines
+from ddpcheck.judge.endings.call_sites import judge_partings
+from ddpcheck.judge.endings.ending_facts import lines_of
+from ddpcheck.judge.endings.endings import judge_endings
+from ddpcheck.judge.endings.timelines import timelines
 from ddpcheck.report.hang.dump_files import read_dumps
 from ddpcheck.report.hang.flight_recorder import (
     DEFAULT_GROUP,

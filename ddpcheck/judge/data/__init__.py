@@ -1,0 +1,1 @@
+"""The data: samples, orders, draws, tables, files."""

@@ -1,0 +1,380 @@
+"""DDP405, 505, 506, 510, 516 and 519: the data of a script, by what each rank's loaders and wrappers were given.
+
+Pure functions from `findings.evidence.script` (gathered by `record`) to findings. The passes of all ranks over
+one loader come in lists by rank; a loader that not every rank has is not judged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, Inputs, LoaderPass
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import counted, format_ranks, group_by_value, minority_ranks, one_finding
+from ddpcheck.judge.data.script_rows import (
+    have_same_labels,
+    judge_labels,
+    judge_restarted,
+    judge_resumed,
+    judge_rows,
+    judge_sharded_twice,
+    judge_stale_workers,
+)
+
+_SHARED = 0.2  # of a rank's samples that are on another rank, too, before that is no rounding at the end
+_LEFT_OUT = 0.05  # of the samples, likewise
+FEWEST_INPUTS = 3  # steps in which ranks were given the same samples
+_FEWEST_DRAWS = 2  # batches that were made with the same random numbers
+
+
+def judge_loaders(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """Findings on every loader; `passes` by rank that trains with the others, in the order in which they began."""
+    found = judge_resumed(passes) or judge_restarted(passes) if len(passes) > 1 else []
+    by_place = [_trained_on(of_rank) for of_rank in passes]
+    for place in by_place[0] if by_place else ():
+        everyone = [of_rank[place] for of_rank in by_place if place in of_rank]
+        if len(everyone) == len(passes):
+            same = _are_of_same_data([of_rank[0] for of_rank in everyone])
+            found += (
+                (judge_split(everyone) or judge_overlap(everyone) or judge_left_out(everyone))
+                or (judge_sharded_twice(everyone) or judge_rows(everyone, same_data=same))
+                or judge_labels(everyone)
+            )
+            found += judge_epoch_order(everyone) or judge_stale_workers(everyone)
+            found += judge_shared_draws(everyone) or judge_worker_seeds(everyone)
+    return found
+
+
+def _trained_on(passes: Sequence[LoaderPass]) -> dict[tuple[Location | None, str, int], list[LoaderPass]]:
+    """The training passes over each loader, by the line of the loop, the dataset, and how many of these came before.
+
+    The numbers of loaders do not pair up where one rank alone goes through others: rank 0 validates, say.
+    """
+    by_loader: dict[int, list[LoaderPass]] = {}
+    for one in passes:
+        if one.trains:
+            by_loader.setdefault(one.loader, []).append(one)
+    places: Counter[tuple[Location | None, str]] = Counter()
+    found = {}
+    for theirs in by_loader.values():
+        place = theirs[0].location, theirs[0].dataset
+        found[*place, places[place]] = theirs
+        places[place] += 1
+    return found
+
+
+def judge_split(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP516: a random split that each rank has drawn for itself, so that they neither agree nor are apart."""
+    subsets = [set(of_rank[0].subset) for of_rank in passes]
+    sizes = {len(of_rank[0].subset) for of_rank in passes}
+    if not all(subsets) or len(sizes) > 1 or not _are_of_same_data([of_rank[0] for of_rank in passes]):
+        return []
+    common = set.intersection(*subsets)
+    if all(subset == common for subset in subsets) or not any(a & b for a in subsets for b in subsets if a is not b):
+        return []
+    lone = len(subsets[0]) - len(common)
+    return _one(
+        "DDP516",
+        passes[0][0],
+        f"The ranks have split the dataset differently: {lone} of the {counted(len(subsets[0]), 'sample')} of rank 0's "
+        "part are not in every other rank's, so that what one rank trains on, another one holds back.",
+        line=passes[0][0].split,
+        ranks=minority_ranks([tuple(sorted(subset)) for subset in subsets]) if len(subsets) > 2 else (),
+        evidence=[
+            f"rank {rank} begins with samples {_first(of_rank[0].subset)}" for rank, of_rank in enumerate(passes)
+        ],
+        fix="Draw the split from a generator with the same seed on every rank: "
+        "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)).",
+    )
+
+
+def judge_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP505: samples that several ranks train on, in the same step or in the same epoch."""
+    first = [of_rank[0] for of_rank in passes]
+    if len(first) < 2 or not all(one.indices for one in first) or not _are_of_same_data(first):
+        return []
+    size = min(len(one.indices) for one in first)
+    lists = [tuple(one.indices[:size]) for one in first]
+    most = max(lists, key=lists.count)
+    alike = [rank for rank, indices in enumerate(lists) if indices == most and lists.count(most) > 1]
+    if alike and len(set(lists[alike[0]])) > 1:
+        return _one(
+            "DDP505",
+            first[0],
+            f"{format_ranks(alike).capitalize()} take the same samples in the same order from the loader, so together "
+            "they do the work of one.",
+            line=first[0].made,
+            ranks=alike if len(alike) < len(lists) else (),
+            evidence=[
+                f"the first samples on each of them: {_first(lists[alike[0]])}",
+                _taken(first[0]),
+            ],
+        )
+    if any(one.replaces or not one.exhausted or len(set(one.indices)) < len(one.indices) for one in first):
+        return []
+    sets = [set(indices) for indices in lists]
+    shared = max(len(a & b) for number, a in enumerate(sets) for b in sets[:number])
+    allowed = max(one.batch_size for one in first) * len(first)  # what a sampler may repeat at the end
+    if shared <= allowed or shared < _SHARED * size:
+        return []
+    by_epoch = len({one.epoch for one in first}) > 1 and min(one.epoch for one in first) >= 0
+    parts = "it shuffles all of the data, and each rank takes a part."
+    return _one(
+        "DDP505",
+        first[0],
+        f"The ranks share {shared} of the {size} samples that each takes from the loader in an epoch, "
+        f"in an order of its own{', and their samplers are in other epochs' if by_epoch else ''}.",
+        line=(by_epoch and next((one.told for one in first if one.told), None)) or first[0].made,
+        severity=Severity.WARNING,
+        evidence=[
+            *([f"the epoch of the sampler: {'; '.join(group_by_value([one.epoch for one in first]))}"] * by_epoch),
+            *(f"rank {rank} begins with samples {_first(indices)}" for rank, indices in enumerate(lists[:3])),
+            _taken(first[0]),
+        ],
+        fix=f"Tell the sampler the same epoch on every rank: {parts}"
+        if by_epoch
+        else f"Give the sampler the same seed on every rank: {parts}"
+        if size < first[0].size and first[0].has_epoch
+        else "",
+    )
+
+
+def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP519: samples that no rank takes in any epoch."""
+    epochs = [of_ranks for of_ranks in zip(*passes, strict=False) if all(one.indices for one in of_ranks)]
+    first = [of_rank[0] for of_rank in passes]
+    size = first[0].size
+    if len(epochs) < 2 or size < 1 or any(one.subset for one in first) or not _are_of_same_data(first):
+        return []
+    if any(one.chooses for one in first):
+        return []  # the rest is held out
+    if any(not one.exhausted or one.replaces for of_ranks in epochs for one in of_ranks):
+        return []
+    if any(one.size != size for one in first):
+        return []
+    seen = {frozenset(index for one in of_ranks for index in one.indices) for of_ranks in epochs}
+    missing = size - len(next(iter(seen)))
+    if len(seen) > 1 or missing <= max(_LEFT_OUT * size, max(one.batch_size for one in first) * len(first)):
+        return []
+    return _one(
+        "DDP519",
+        first[0],
+        f"{missing} of the {size} samples of the dataset are on no rank in any of {len(epochs)} epochs.",
+        line=first[0].made,
+        evidence=[f"each rank takes {len(one.indices)} samples, by {one.sampler}" for one in first[:1]],
+        fix="Give the sampler the world size and the rank of the process group, and split the data once only: by "
+        "the sampler, or by the framework.",
+    )
+
+
+def judge_epoch_order(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP506: a sampler that shuffles, and gives the same order in every epoch."""
+    first = passes[0][0]  # another model, or other data of the same size, has epochs of its own
+    passes = [[o for o in of_rank if (o.wrappers, o.data) == (first.wrappers, first.data)] for of_rank in passes]
+    for of_rank in passes:
+        if not of_rank:
+            return []
+        orders = [one.order for one in of_rank if one.exhausted]
+        if len({one.epoch for one in of_rank if one.exhausted}) > 1:
+            return []  # it is told, and has few orders
+        one = of_rank[0]
+        indices = list(one.indices)
+        if not one.shuffles or len(orders) < 2 or not orders[0] or len(set(orders)) > 1 or indices == sorted(indices):
+            return []
+    one = passes[0][0]
+    epochs = min(sum(each.exhausted for each in of_rank) for of_rank in passes)
+    return _one(
+        "DDP506",
+        one,
+        f"{one.sampler} shuffles, and all {epochs} epochs have the same order.",
+        line=one.made,
+        evidence=[f"every epoch begins with samples {_first(one.indices)} on rank 0"],
+        fix=""
+        if one.has_epoch
+        else "Do not seed the generator of the loader again before each epoch."
+        if one.epoch < 0
+        else "Set the epoch of the sampler before each pass: its order is drawn from that.",
+    )
+
+
+def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP510: batches of other samples that every rank has made with the same random numbers."""
+    draws = [{before: after for one in of_rank for before, after in one.draws.items()} for of_rank in passes]
+    shared = set.intersection(*(set(of_rank.items()) for of_rank in draws))
+    orders = {tuple(of_rank[0].indices) for of_rank in passes}
+    if len(passes) < 2 or len(shared) < _FEWEST_DRAWS or len(orders) < 2:
+        return []
+    return _one(
+        "DDP510",
+        passes[0][0],
+        f"The dataset draws random numbers for its samples, and every rank draws the same ones, in "
+        f"{len(shared)} of {max(map(len, draws))} batches that were looked at.",
+        line=passes[-1][0].seeded,
+        evidence=["the states of the global random generators before and after these batches are equal on all ranks"],
+        fix="Seed with seed + rank before the loop over the data, after the model has been constructed.",
+    )
+
+
+def judge_worker_seeds(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP510: workers that make other samples on each rank with the same random numbers."""
+    seeds = [tuple(one.worker_seed for one in of_rank) for of_rank in passes]
+    orders = {tuple(of_rank[0].indices) for of_rank in passes}
+    one = passes[0][0]
+    if len(set(seeds)) > 1 or min(seeds[0]) < 0 or len(orders) < 2 or not one.drawn_by:
+        return []
+    return _one(
+        "DDP510",
+        one,
+        "The workers of the loader have the same seeds on every rank, and draw random numbers for the samples: every "
+        "rank draws the same ones.",
+        line=passes[-1][0].seeded,
+        evidence=[
+            f"in {counted(len(seeds[0]), 'epoch')}, worker 0 has the seed {seeds[0][0]} on every rank",
+            f"{one.drawn_by} draws random numbers",
+        ],
+        fix="Seed with seed + rank before the loop over the data, after the model has been constructed; or give the "
+        "loader a generator that is seeded with seed + rank.",
+    )
+
+
+def judge_inputs(inputs: Sequence[Sequence[Inputs]], line: Location | None = None) -> list[Finding]:
+    """DDP505: a wrapper that is given the same samples on every rank in each step, and others in the next.
+
+    Args:
+        inputs: By rank of the wrapper's group, of the same steps.
+        line: At which they are drawn, or the generator is seeded from which they are.
+    """
+    steps = [of_ranks for of_ranks in zip(*inputs, strict=False) if len({one.step for one in of_ranks}) == 1]
+    varying = len({of_ranks[0].samples for of_ranks in steps}) > 1
+    same = [of_ranks for of_ranks in steps if len({tuple(sorted(one.samples)) for one in of_ranks}) == 1]
+    if len(inputs) < 2 or len(same) < FEWEST_INPUTS or len(same) < len(steps) or not varying:
+        return []
+    return one_finding(
+        "DDP505",
+        ("forward",),
+        f"Every rank's forward pass is given the same samples, in all {len(same)} steps that were compared; "
+        "so together the ranks do the work of one.",
+        location=line or same[0][0].location,
+        evidence=[
+            "their bits are equal on all ranks, and others in other steps",
+            *([f"forward is called at {same[0][0].location}"] if line else []),
+        ],
+        fix="Take other samples on each rank: by a DistributedSampler, by rank and world size, or from a generator "
+        "that is seeded with seed + rank.",
+    )
+
+
+def judge_tables(
+    tables: Sequence[Sequence[DerivedTable]], passes: Sequence[Sequence[LoaderPass]] = ()
+) -> list[Finding]:
+    """DDP516: dictionaries that have the same keys and the same values on every rank, put together differently.
+
+    And lists of the same texts in another order, but for those of which no labels are made: `passes`, over all loaders,
+    show the same ones on every rank. At most one finding: a label map has its inverse, and may have several names.
+    """
+    alike = have_same_labels(passes)
+    by_name = [{o.name: o for o in of_rank if not (alike and o.name.endswith(OF_A_LIST))} for of_rank in tables]
+    shared = [name for name in (by_name[0] if by_name else ()) if all(name in of_rank for of_rank in by_name)]
+    names = [name for name in shared if _is_permuted(name, [of_rank[name].values for of_rank in by_name])]
+    if not names:
+        return []
+    values = [of_rank[names[0]].values for of_rank in by_name]
+    key = next(key for key in sorted(values[0]) if len({of_rank[key] for of_rank in values}) > 1)
+    spelled = [tuple(of_rank[key] for key in sorted(of_rank)) for of_rank in values]
+    return one_finding(
+        "DDP516",
+        names,
+        f"{names[0].removesuffix(OF_A_LIST)} has the same {len(values[0])} texts on every rank, in another order."
+        if names[0].endswith(OF_A_LIST)
+        else f"{names[0]} has the same {len(values[0])} keys on every rank, and gives them other values.",
+        ranks=minority_ranks(spelled) if len(values) > 2 else (),
+        location=by_name[0][names[0]].location,
+        evidence=[f"{key}: {value}" for value in group_by_value([of_rank[key] for of_rank in values])],
+    )
+
+
+def _is_permuted(name: str, values: Sequence[Mapping[str, str]]) -> bool:
+    """Whether the same keys have the same values in another assignment."""
+    keys = sorted(values[0])
+    if any(sorted(of_rank) != keys for of_rank in values) or all(of_rank == values[0] for of_rank in values):
+        return False
+    counts = [Counter(of_rank.values()) for of_rank in values]
+    if len(keys) < 2 or any(count != counts[0] for count in counts):
+        return False
+    return _is_numbering(values[0]) and not _are_of_ranks(name, values)
+
+
+def _is_numbering(table: Mapping[str, str]) -> bool:
+    """Whether values tell what a key is: names of one kind, or numbers from the first on.
+
+    Others are measured (two classes that two ranks share have counts that are each other's), say what a rank does
+    (`True` on one of them), or are the keys in another order, in which a rank goes through its own samples.
+    """
+    values = set(table.values())
+    if not all(value.lstrip("-").isdecimal() for value in values):
+        return all(value.startswith(("'", '"')) for value in values)
+    numbers = {int(value) for value in values if not value.startswith("-")}
+    first = min(numbers, default=0)
+    follow = numbers == set(range(first, first + len(numbers)))
+    least = max(2, len(table)) if len(values) == len(table) else 1  # the words of a part are counted from 1 on
+    return follow and first < least and values != set(table)
+
+
+_OF_RANKS = {
+    *("me", "my", "mine", "rank", "self", "own", "local", "other", "remote", "peer", "partner", "buddy"),
+    *("neighbour", "neighbor", "next", "prev", "previous", "left", "right", "src", "dst", "send", "recv", "device"),
+}
+_MOST_ROLES = 8  # more keys are words of a text, say
+
+
+def _are_of_ranks(name: str, values: Sequence[Mapping[str, str]]) -> bool:
+    """Whether a table says where a rank stands: a ring of neighbours, or an order that is rotated by rank."""
+    texts = (name.rpartition(".")[2], *values[0])
+    words = {word for text in texts for word in re.findall("[a-z]+", text.lower())}
+    if len(values[0]) <= _MOST_ROLES and not _OF_RANKS.isdisjoint(words | {word.removesuffix("s") for word in words}):
+        return True
+    if all(re.search(_DEVICE, value) for value in values[0].values()):
+        return True
+    if len(values[0]) < 4 or not all(value.isdecimal() for value in values[0].values()):
+        return False  # three labels in another order are as often a rotation as not
+    shifts = [{(int(of_rank[key]) - int(values[0][key])) % len(of_rank) for key in values[0]} for of_rank in values]
+    return all(len(shift) == 1 for shift in shifts)
+
+
+_DEVICE = r"(?i)\b(cuda|gpu|npu|xpu|mps|rank|node|host|worker)[:_ -]?\d"
+
+
+def _are_of_same_data(passes: Sequence[LoaderPass]) -> bool:
+    """Whether the same index is the same sample on every rank, by what the datasets hold or by what they gave."""
+    one, *others = passes
+    return all(_is_of_same_data(one, other) for other in others)
+
+
+def _is_of_same_data(one: LoaderPass, other: LoaderPass) -> bool:
+    alike = []  # of each part of a sample that varies; an augmented one differs, and its label does not
+    for place, rows in one.contents.items():
+        common = rows.keys() & other.contents.get(place, {}).keys()
+        if len({rows[index] for index in common}) > 1:
+            alike.append(all(rows[index] == other.contents[place][index] for index in common))
+    return any(alike) if alike else bool(one.digest) and one.digest == other.digest
+
+
+def _one(
+    code: str, one: LoaderPass, message: str, *, line: Location | None, evidence: Sequence[str] = (), **more: Any
+) -> list[Finding]:
+    """A finding on a loader at the `line` to change; that of the loop, where it was noticed, is evidence."""
+    where = line or one.location
+    noticed = [f"the loop over the loader is at {one.location}"] if one.location and one.location != where else []
+    return one_finding(code, (one.dataset,), message, location=where, evidence=[*evidence, *noticed], **more)
+
+
+def _taken(one: LoaderPass) -> str:
+    return f"{counted(one.size, 'sample')}, of which each takes {len(one.indices)}, by {one.sampler}"
+
+
+def _first(indices: Sequence[int]) -> str:
+    return f"{', '.join(map(str, indices[:6]))}{' ...' if len(indices) > 6 else ''}"

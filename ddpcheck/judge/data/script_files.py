@@ -1,0 +1,111 @@
+"""DDP512: files that several ranks write, or that one reads while another one writes.
+
+Pure functions from `findings.evidence.script` (gathered by `record.rank.file_recorder`) to findings.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
+from pathlib import PurePath
+
+from ddpcheck.findings.evidence.script import FileUsed
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import format_ranks, one_finding
+
+
+def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
+    """At most one finding a line; `uses` by rank, in order of time.
+
+    Two uses are apart if a collective of all ranks is between them: the rank that came to it first has waited in it
+    for the other. Uses that none is between may happen at the same time, whatever the clock said in this run; unless
+    the rank that comes second has waited for something else that another one does.
+    """
+    found: dict[Location | None, list[Finding]] = {}
+    saved = {use.path for of_rank in uses for use in of_rank if use.by_torch}
+    uses = [[use for use in of_rank if use.by_torch or use.path not in saved] for of_rank in uses]
+    for rank, use, other_rank, other in _at_the_same_time(uses):
+        line = use.location if other.writes else other.location
+        if line in found or other.waited or (other.writes and use.waited):
+            continue
+        if not (use.by_torch or other.writes) and _is_followed(use, other, uses[rank], uses[other_rank]):
+            continue
+        name = PurePath(use.path).name
+        if other.writes:
+            ranks = sorted(
+                {r for r, of_rank in enumerate(uses) if any(u.path == use.path and u.writes for u in of_rank)}
+            )
+            found[line] = one_finding(
+                "DDP512",
+                (name,),
+                f"{format_ranks(ranks).capitalize()} write {name} at the same time: no collective keeps them apart.",
+                ranks=() if len(ranks) == len(uses) else ranks,
+                location=use.location,
+                evidence=[f"the file is {use.path}"],
+                severity=None if use.by_torch else Severity.WARNING,
+                fix="Write it on rank 0 only, and let the others wait in a barrier before they read it.",
+            )
+        else:
+            found[line] = one_finding(
+                "DDP512",
+                (name,),
+                f"Rank {other_rank} reads {name} while rank {rank} may still write it: no collective comes between.",
+                ranks=(other_rank,),
+                location=other.location,
+                severity=None if use.by_torch else Severity.WARNING,
+                evidence=[f"rank {rank} writes it at {use.location}", f"the file is {use.path}"],
+                fix="Call dist.barrier() on every rank after the one has written it and before the others read it.",
+            )
+    return [finding for findings in found.values() for finding in findings] + _judge_devices(uses)
+
+
+def _at_the_same_time(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int, FileUsed, int, FileUsed]]:
+    """Each write, and each use of the same file by another rank that no collective keeps apart from it."""
+    by_path: dict[str, dict[int, list[FileUsed]]] = {}
+    for rank, of_rank in enumerate(uses):
+        for use in sorted(of_rank, key=_began):
+            by_path.setdefault(use.path, {}).setdefault(rank, []).append(use)
+    for of_path in by_path.values():
+        ended = {rank: list(accumulate((use.ended for use in theirs), max)) for rank, theirs in of_path.items()}
+        writes = ((rank, use) for rank, theirs in of_path.items() for use in theirs if use.writes)
+        for (rank, use), (other_rank, others) in product(writes, of_path.items()):
+            if other_rank != rank:
+                first = bisect_left(ended[other_rank], use.began)
+                near = others[first : bisect_right(others, use.ended, key=_began)]
+                yield from ((rank, use, other_rank, other) for other in near if other.ended >= use.began)
+
+
+def _is_followed(use: FileUsed, read: FileUsed, writers: Sequence[FileUsed], readers: Sequence[FileUsed]) -> bool:
+    """Whether the rank that writes a file makes another one after it, which the reader may have waited for.
+
+    That says that the first one is complete; who waits for it only looks whether it is there.
+    """
+    paths = {one.path for one in readers}
+    later = writers[max(number for number, one in enumerate(writers) if one is use) + 1 :]
+    return any(one.path not in paths and one.began <= read.ended for one in later)
+
+
+def _began(use: FileUsed) -> int:
+    return use.began
+
+
+def _judge_devices(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
+    """Tensors that several ranks have loaded onto one GPU, which is not their own."""
+    for rank, of_rank in enumerate(uses):
+        for use in of_rank:
+            elsewhere = [device for device in use.devices if device.startswith("cuda") and device != use.device]
+            if elsewhere and not use.writes and not use.mapped and use.device.startswith("cuda"):
+                name = PurePath(use.path).name
+                return one_finding(
+                    "DDP512",
+                    (name,),
+                    f"Rank {rank} loads {name} onto {elsewhere[0]}, which belongs to another rank: there is no "
+                    "map_location.",
+                    ranks=(rank,),
+                    location=use.location,
+                    evidence=[f"the rank's own device is {use.device}"],
+                    severity=Severity.WARNING,
+                )
+    return []

@@ -1,0 +1,1 @@
+"""How ranks end: they raise, die, hang, part."""

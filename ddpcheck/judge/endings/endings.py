@@ -1,0 +1,257 @@
+"""DDP402, 403, 405, 502 and 508: why ranks wait for each other, told by what one did and the others did not.
+
+Pure functions from `findings.evidence.endings` to findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.evidence.endings import RankAtEnd
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.program_blocks import Block
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import format_ranks, group_by, one_finding, plural_verb
+from ddpcheck.judge.endings.branch_endings import explain_by_branch, explain_by_exception
+from ddpcheck.judge.endings.call_sites import place_of_call_in_addition
+from ddpcheck.judge.endings.collective_order import first_mismatch
+from ddpcheck.judge.endings.ending_facts import EndingFacts, Position, calls_there, lines_of, named, own_branches, told
+from ddpcheck.judge.endings.loop_endings import explain_by_loader, explain_by_loop
+from ddpcheck.judge.endings.skipped_endings import explain_by_skipped_end, explain_by_skipped_pass
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD
+
+_MOST_CLASSES = 8  # of ranks that have called the same, whose calls are compared with those of all others
+
+
+def judge_endings(ranks: Sequence[RankAtEnd], blocks: Mapping[str, Sequence[Block]]) -> list[Finding]:
+    """At most one finding: what one rank did and the others did not, after which they wait for each other for good."""
+    facts = EndingFacts(ranks, blocks)
+    parted = parting(facts)
+    if parted is None:
+        return []
+    for explain in EXPLANATIONS:
+        if found := explain(facts, *parted):
+            return found
+    return []
+
+
+def parting(facts: EndingFacts) -> tuple[Position, Position] | None:
+    """Two ranks where they part for the first time; `None` where all have called the same, and stand there."""
+    classes = sorted(group_by(facts.ranks, _sequence).values(), key=len, reverse=True)
+    for number, group in enumerate(classes[:_MOST_CLASSES]):  # the others with what most ranks have called
+        found = [one for other in classes[number + 1 :] if (one := _parting_of(group[0], other[0])) is not None]
+        if found:
+            return min(found, key=lambda one: one[0])[1:]
+    return None
+
+
+def _sequence(rank: RankAtEnd) -> tuple[object, ...]:
+    return tuple((call.operation, call.group, call.payload, lines_of(call)) for call in rank.calls)
+
+
+def _parting_of(one: RankAtEnd, other: RankAtEnd) -> tuple[int, Position, Position] | None:
+    shared = [[call for call in rank.calls if {one.rank, other.rank} <= set(call.members)] for rank in (one, other)]
+    told_apart = [[replace(call, payload=f"{call.payload} {call.group}") for call in log] for log in shared]
+    if (mismatch := first_mismatch(told_apart)) is None:
+        return None
+    at = place_of_call_in_addition(told_apart)
+    at = mismatch[0] if at is None else at
+    return at, *(_position(rank, calls, at) for rank, calls in zip((one, other), shared, strict=True))  # type: ignore[return-value]
+
+
+def _position(rank: RankAtEnd, calls: Sequence[Call], at: int) -> Position:
+    call = calls[at] if at < len(calls) else None
+    if call is not None:
+        return Position(rank, call, lines_of(call), calls[:at])
+    beside = [call for call in rank.calls if call not in calls]  # of a group that the other is not in
+    lines = rank.lines or (lines_of(rank.calls[-1]) if beside and rank.calls[-1] is beside[-1] else ())
+    return Position(rank, None, () if rank.ended else lines, calls)
+
+
+# A rank that ended
+
+
+def explain_by_exit(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+    """DDP404: a rank has called `sys.exit`, not where the others will end, too. First, for it comes to nothing more."""
+    for left, stays in ((one, other), (other, one)):
+        if left.of.ended and left.of.exit_at and left.call is None and stays.call is not None:
+            if left.of.exit_at in stays.lines:
+                continue  # sys.exit(main()), in which the other rank is
+            gone = [rank.rank for rank in facts.ranks if rank.exit_at == left.of.exit_at and rank.ended]
+            others = [rank.rank for rank in facts.ranks if rank.rank not in gone]
+            return one_finding(
+                "DDP404",
+                ("exit",),
+                f"{format_ranks(gone).capitalize()} {plural_verb('calls', 'call', gone)} sys.exit at "
+                f"{left.of.exit_at} while {format_ranks(others)} {plural_verb('goes', 'go', others)} on: "
+                f"{told(facts, others)}.",
+                ranks=gone if len(gone) < len(facts.ranks) else (),
+                location=Location.parse(left.of.exit_at),
+                evidence=calls_there(left, stays),
+                fix=(
+                    "End the script on every rank in the same place: all_reduce what decides it before the test, "
+                    "and let each rank call destroy_process_group() at its end."
+                ),
+            )
+    return []
+
+
+# A rank at work
+
+
+def explain_by_work(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+    """DDP402: a rank is at work while others wait for it; what it will come to is not known."""
+    for works, waits in ((one, other), (other, one)):
+        if works.call is None and not works.of.waits and not works.of.ended:
+            busy = [rank.rank for rank in facts.ranks if not rank.waits and not rank.ended]
+            others = [rank.rank for rank in facts.ranks if rank.waits]
+            return one_finding(
+                "DDP402",
+                ("work",),
+                f"{told(facts, busy)[:1].upper()}{told(facts, busy)[1:]}, and {format_ranks(others)} "
+                f"{plural_verb('waits', 'wait', others)} for it: {told(facts, others)}.",
+                ranks=busy,
+                location=Location.parse(works.lines[0]) if works.lines else None,
+                evidence=calls_there(works, waits),
+                fix=_FIX_OF_WORKER if works.of.for_worker else _FIX_OF_WORK,
+            )
+    return []
+
+
+_FIX_OF_WORK = (
+    "If the work there takes long, give the others more time: init_process_group(timeout=...). Else end the wait or "
+    "the loop at that place, so that this rank comes to what the others wait in."
+)
+_FIX_OF_WORKER = (
+    "The worker waits for a lock that nobody frees, as one does that was forked while a thread held it. Make locks, "
+    'files and clients in the worker and not before, or give the loader multiprocessing_context="forkserver"; '
+    "num_workers=0 shows whether that is it."
+)
+
+
+# A call of one rank alone
+
+
+def explain_by_own_call(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+    """DDP403: a rank has come to a collective that the others never come to. Last."""
+    sides = [side for side in (_own(facts, one, other), _own(facts, other, one)) if side is not None]
+    if not sides:
+        return _different(facts, one, other)
+    if len(sides) == 2:
+        in_branch = [side for side in sides if side[2] is not None]
+        heads = {side[2].head for side in sides if side[2] is not None}
+        if len(in_branch) == 2 and len(heads) == 1:
+            return _different(facts, one, other)
+        sides = in_branch if len(in_branch) == 1 else sorted(sides, key=lambda side: _order(side[1]))
+    position, where, branch = sides[0]
+    return _called_alone(facts, position, other if position is one else one, where, branch)
+
+
+_Side = tuple[Position, str, Block | None]
+
+
+def _order(line: str) -> tuple[str, int]:
+    path, _, number = line.rpartition(":")
+    return path, int(number)
+
+
+def _own(facts: EndingFacts, one: Position, other: Position) -> _Side | None:
+    """The innermost line of `one` that the other rank has never come to, and the branch that it has not taken."""
+    reached = {line for call in other.of.calls for line in lines_of(call)} | {*other.lines, *facts.now(other.of)}
+    where = next((line for line in one.lines if line not in reached), None)
+    if where is None or not (one.call or one.of.waits):
+        return None
+    return one, where, next(iter(own_branches(facts, one, other)), None)
+
+
+def _called_alone(
+    facts: EndingFacts, one: Position, other: Position, where: str, branch: Block | None
+) -> list[Finding]:
+    calling = [
+        rank.rank
+        for rank in facts.ranks
+        if any(where in lines_of(call) for call in rank.calls) or where in facts.now(rank)
+    ]
+    missing = [rank.rank for rank in facts.ranks if rank.rank not in calling]
+    what = named(one.call) if one.call is not None else one.of.doing.partition(" at ")[0].removeprefix("waits in ")
+    test = f", {_in_words(branch)}" if branch is not None else ""
+    never = branch is None and other.call is None  # what the others call is nothing in addition then
+    verb = plural_verb("comes", "come", calling)
+    return one_finding(
+        "DDP403",
+        (one.call.operation if one.call is not None else what.partition("(")[0],),
+        f"{format_ranks(calling).capitalize()} {verb} to {what} at {where}{test}, and {format_ranks(missing)} "
+        f"{plural_verb('does', 'do', missing)} not: {told(facts, missing)}.",
+        ranks=missing if len(missing) < len(calling) or never else calling,
+        location=Location.parse(where),
+        evidence=[
+            *([f"called from {', from '.join(one.lines[1:4])}"] if len(one.lines) > 1 else []),
+            *(f"which is {_in_words(block)}" for block in own_branches(facts, one, other)[1:]),
+            *calls_there(one, other),
+        ],
+        fix=_fix_of_call(one.call, what, where, branch),
+    )
+
+
+def _in_words(branch: Block) -> str:
+    return (
+        f"in the branch at {branch.head}" if branch.kind == "branch" else f"past the `{branch.word}` at {branch.head}"
+    )
+
+
+def _fix_of_call(call: Call | None, what: str, where: str, branch: Block | None) -> str:
+    out = f" (take it out of the branch at {branch.head})" if branch is not None and branch.kind == "branch" else ""
+    if call is None:
+        return f"Let the other rank come to the partner of {what} at {where}, or take it out."
+    if call.operation == DDP_FORWARD:
+        return (
+            "DDP broadcasts buffers in forward, in eval mode too, and every rank has to take part. On one rank, call "
+            f"the inner module at {where}: model.module(x) instead of model(x). Or run it on every rank{out}, with the "
+            "same number of batches."
+        )
+    if call.operation == DDP_BACKWARD:
+        return f"Make the backward pass at {where} on every rank{out}, or compute it without the wrapper, in no_sync."
+    if call.operation == "new_group":
+        return (
+            f"Call new_group at {where} on every rank of the job, also on those that are not in the group{out}; with "
+            "use_local_synchronization=True its members alone call it."
+        )
+    return f"Call {call.operation} at {where} on every rank{out}, equally often and in the same order, or on none."
+
+
+def _different(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+    """DDP403: both come to lines that every rank comes to, or each to a line of its own, in another order."""
+    if one.call is None or other.call is None:
+        return []
+    first, second = (one, other) if one.of.rank < other.of.rank else (other, one)
+    assert first.call is not None and second.call is not None
+    alike = [r.rank for r in facts.ranks if _sequence(r) == _sequence(second.of)]
+    heads = {block.head for block in facts.around(first.lines, "branch")} & {
+        block.head for block in facts.around(second.lines, "branch") if block not in facts.around(first.lines, "branch")
+    }
+    return one_finding(
+        "DDP403",
+        sorted({first.call.operation, second.call.operation}),
+        f"{format_ranks([first.of.rank]).capitalize()} comes to {first.call} where {format_ranks(alike)} "
+        f"{plural_verb('comes', 'come', alike)} to {second.call}"
+        + (f", in the other branch of the `if` at {min(heads)}" if heads else "")
+        + ".",
+        ranks=alike if len(alike) * 2 <= len(facts.ranks) else (),
+        location=Location.parse(min(heads) if heads else second.call.location),
+        evidence=calls_there(first, second),
+    )
+
+
+EXPLANATIONS = (
+    explain_by_exit,
+    explain_by_exception,
+    explain_by_loader,
+    explain_by_skipped_pass,
+    explain_by_branch,
+    explain_by_skipped_end,
+    explain_by_loop,
+    explain_by_work,
+    explain_by_own_call,
+)
+"""In the order in which they are asked; each says in its docstring why it stands where it does."""

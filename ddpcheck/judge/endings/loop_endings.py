@@ -1,0 +1,228 @@
+"""DDP405 and 508: ranks that wait for each other since one has made fewer passes of a loop than the others.
+
+Pure functions from `judge.endings.ending_facts` to findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.evidence.endings import RankAtEnd
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.program_blocks import ENDLESS, Block
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import counted, format_ranks, one_finding, plural_verb
+from ddpcheck.judge.endings.ending_facts import (
+    EndingFacts,
+    Position,
+    and_told,
+    backwards_of,
+    calls_there,
+    lines_of,
+    named,
+    own_branches,
+    told,
+)
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, lines_in
+
+# A loader that ended earlier
+
+
+def explain_by_loader(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+    """DDP405: a loader had fewer batches on a rank. First, since all else that ranks do follows from it."""
+    by_rank = {rank.rank: {(p.loader, p.number): p for p in rank.passes} for rank in facts.ranks}
+    for key in sorted(set.intersection(*(set(passes) for passes in by_rank.values())), key=lambda key: key[::-1]):
+        passes = {rank: theirs[key] for rank, theirs in by_rank.items()}
+        if len({one.location for one in passes.values()}) > 1 or not _has_parted(facts, key, passes):
+            continue
+        fewest = min(p.batches for p in passes.values() if p.exhausted)
+        short = [rank for rank, p in passes.items() if p.exhausted and p.batches == fewest]
+        longer = [rank for rank, p in passes.items() if p.batches > fewest]
+        first = passes[short[0]]
+        return one_finding(
+            "DDP405",
+            (first.dataset or "batches",),
+            f"The loader has {_batches(fewest)} on {format_ranks(short)}, and "
+            f"{format_ranks(longer)} {plural_verb('takes', 'take', longer)} batch {fewest + 1}: "
+            f"{told(facts, short)}, {told(facts, longer)}.",
+            ranks=short if len(short) <= len(longer) else longer,
+            location=first.location,
+            evidence=[
+                *(f"rank {rank}: {shard_in_words(one)}" for rank, one in passes.items()),
+                *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks),
+            ],
+            fix=_FIX_OF_LOADER,
+        )
+    return []
+
+
+_FIX_OF_LOADER = (
+    "Give every rank the same number of batches: DistributedSampler pads the shards (drop_last=True cuts them); for "
+    "shards that are made by hand, cut each to the length of the shortest one. Or enter `with Join([model]):` around "
+    "the loop, so that a rank that has ended takes part in the averages of the others."
+)
+
+
+def _has_parted(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, LoaderPass]) -> bool:
+    """Whether a rank is in a batch of this pass, or was, that another rank has not had."""
+    ended = [one.batches for one in passes.values() if one.exhausted]
+    if not ended or max(one.batches for one in passes.values()) <= min(ended):
+        return False
+    location = str(next(iter(passes.values())).location)
+    begun_again = {rank.rank for rank in facts.ranks for p in rank.passes if p.loader == key[0] and p.number > key[1]}
+    for rank in facts.ranks:
+        if passes[rank.rank].batches > min(ended):
+            beyond = [
+                b for b in backwards_of(rank) if (b.loader, b.batch[0]) == key and b.batch[1] > min(ended)
+            ]  # and not a loader that is gone through without a collective
+            if any(loop.head == location for loop in facts.loops(facts.now(rank))) or (beyond and not begun_again):
+                return True
+    return False
+
+
+def _batches(number: int) -> str:
+    return f"{number} batch{'' if number == 1 else 'es'}"
+
+
+def shard_in_words(one: LoaderPass) -> str:
+    """How many batches a rank has taken, of how many samples."""
+    size = len(one.indices) if one.exhausted and one.indices else -1
+    words = f"{_batches(one.batches)}{'' if one.exhausted else ' so far'}"
+    if one.expected >= 0 and not one.exhausted:
+        words += f" of {one.expected}"
+    if size >= 0:
+        words += f", {counted(size, 'sample')}"
+    elif one.size >= 0:
+        words += f", of a dataset of {counted(one.size, 'sample')}"
+    return f"{words}, {one.batch_size} to a batch" if one.batch_size > 1 else words
+
+
+# A loop that a rank left earlier
+
+
+def explain_by_loop(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+    """DDP405: a rank has left a loop in which others go on.
+
+    Before calls of a rank's own, for what a rank calls after the loop, the others would have called later.
+    """
+    for left, stays in ((one, other), (other, one)):
+        if stays.call is None or not _made(left.of, stays.call):
+            continue
+        loops = [
+            loop
+            for loop in facts.loops(stays.lines)
+            if loop not in facts.loops(left.lines) and facts.has_left(left, loop)
+        ]
+        if loops and not own_branches(facts, left, stays):
+            with_exits = [loop for loop in loops if exits_of(facts, loop, left, stays)]
+            return _left(facts, (with_exits or loops[-1:])[0], left, stays)
+    return []
+
+
+def _made(rank: RankAtEnd, call: Call) -> int:
+    """How often a rank has come to the lines of a call; to those of a forward pass, as its backward passes tell."""
+    forward = call.operation == DDP_FORWARD and all(one.operation != DDP_FORWARD for one in rank.calls)
+    return sum(
+        call.location in lines_in(one.place)
+        if forward
+        else lines_of(one) == lines_of(call) and one.operation == call.operation
+        for one in rank.calls
+    )
+
+
+def _times_made(rank: RankAtEnd, call: Call) -> str:
+    """How often a rank has come to the lines of a call, in words that say what is counted."""
+    times = _made(rank, call)
+    if call.operation not in (DDP_BACKWARD, DDP_FORWARD):
+        return f"{counted(times, 'call')} of {named(call)}"
+    of_forward = call.operation == DDP_FORWARD and any(one.operation == DDP_FORWARD for one in rank.calls)
+    return f"{times} {'forward' if of_forward else 'backward'} pass{'' if times == 1 else 'es'}"
+
+
+def exits_of(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> list[tuple[int, str]]:
+    """The lines by which a rank may have left a loop before its end, each with its word."""
+    gone = [] if left.of.ended else facts.around(left.lines, "try")
+    tries = [] if left.of.ended else [one for one in facts.around(stays.lines, "try") if one not in gone]
+    around = [one for one in tries if one.path == loop.path and one.first <= loop.first and one.last >= loop.last]
+    return [*loop.exits, *((one.line, one.word) for one in around)]
+
+
+def _left(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> list[Finding]:
+    assert stays.call is not None
+    gone = [
+        rank.rank
+        for rank in facts.ranks
+        if rank is left.of or (loop not in facts.loops(facts.now(rank)) and facts.has_been_in(rank, loop))
+    ]
+    others = [rank.rank for rank in facts.ranks if rank.rank not in gone]
+    times = _made(left.of, stays.call)
+    of_loop = [one for one in left.of.passes if str(one.location) == loop.head]
+    exits = exits_of(facts, loop, left, stays)
+    innermost = facts.loops(stays.lines)[-1:] == [loop]  # and so each pass of it makes the call once
+    known = loop.times if loop.times is not None and innermost and not left.of.earlier else 0.0
+    by_exit = loop.times == ENDLESS or times < known or any(not one.exhausted for one in of_loop[-1:])
+    if not exits and times < known and not left.of.ended:
+        return _fewer(facts, loop, gone, times, stays)
+    where = Location(loop.path, exits[0][0]) if len(exits) == 1 else None
+    how = f" by the `{exits[0][1]}` at {where}" if where is not None and by_exit else ""
+    after = f" after {_times_made(left.of, stays.call)}" if not left.of.earlier else ""
+    ways = [f"the `{word}` at {loop.path}:{line} may end it" for line, word in exits] if not how else []
+    return one_finding(
+        "DDP405",
+        (named(stays.call),),
+        f"{format_ranks(gone).capitalize()} left the loop at {loop.head}{how}{after}{and_told(facts, gone)}; "
+        f"{format_ranks(others)} {plural_verb('goes', 'go', others)} on in it{and_told(facts, others)}.",
+        ranks=gone if len(gone) <= len(others) else others,
+        location=where or Location(loop.path, loop.line),
+        evidence=[
+            f"the loop goes {'on while' if loop.word == 'while' else 'over'} {loop.over}" if loop.over else "",
+            *ways,
+            *calls_there(left, stays),
+        ],
+        fix=FIX_OF_EXIT
+        if exits and (by_exit or where)
+        else _FIX_OF_CONDITION
+        if loop.word == "while"
+        else _FIX_OF_LOADER,
+    )
+
+
+_FIX_OF_CONDITION = (
+    "Let all ranks leave the loop in the same pass: all_reduce what its condition reads (a count, a metric, the time "
+    "that is left), so that it is the same on every rank."
+)
+
+FIX_OF_EXIT = (
+    "Let all ranks leave the loop in the same pass: all_reduce what decides it (the metric, a flag, the time that is "
+    "left) before the test, so that each rank decides alike. If the loop ends with the data of a rank, give every rank "
+    "the same number of batches."
+)
+
+
+def _fewer(facts: EndingFacts, loop: Block, gone: Sequence[int], times: int, stays: Position) -> list[Finding]:
+    """DDP508: a loop that cannot end earlier, and passes that were left out in it."""
+    assert loop.times is not None and stays.call is not None
+    inside = [
+        block
+        for block in facts.around(stays.lines, "branch", "rest", "try")
+        if block.path == loop.path and loop.first < block.first and block.last <= loop.last
+    ]
+    where = Location(inside[-1].path, inside[-1].line) if len(inside) == 1 else None
+    return one_finding(
+        "DDP508",
+        ("backward",),
+        f"{format_ranks(gone).capitalize()} {plural_verb('makes', 'make', gone)} {times} of the {loop.times:.0f} "
+        f"passes of the loop at {loop.head} with {named(stays.call)}, the others more: {told(facts, gone)}.",
+        ranks=gone,
+        location=where or Location.parse(stays.lines[0]),
+        evidence=[
+            *map(may_leave_out, inside),
+            *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks),
+        ],
+    )
+
+
+def may_leave_out(block: Block) -> str:
+    """A block that may leave out a pass of a loop."""
+    return f"the `{block.word}` at {block.head} may leave it out"

@@ -1,0 +1,365 @@
+"""DDP401 to 405: why ranks failed or did not finish; DDP302, 311, 406, 501 and 513 where the wrapper is the reason.
+
+Pure functions from `findings.errors.RankFailure` and the ranks' logs of collectives to findings.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ddpcheck.findings.errors import EmptyShardError, NonFiniteLossError, RankFailure
+from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.stacks import is_waiting
+from ddpcheck.findings.wording import (
+    agreeing,
+    format_ranks,
+    group_by,
+    join_names,
+    one_finding,
+    phrase,
+    plural_verb,
+    unless_all,
+)
+from ddpcheck.judge.endings.call_sites import judge_partings
+from ddpcheck.judge.judge_context import JudgeContext, first_explanation
+
+
+@dataclass(frozen=True, slots=True)
+class FailureFacts:
+    """The facts on a world that failed.
+
+    Attributes:
+        failures: Of the ranks, in order of time.
+        logs: The collectives of each rank until then.
+        world_size: The number of ranks.
+        finished: The ranks that had.
+    """
+
+    failures: Sequence[RankFailure]
+    logs: Sequence[Sequence[Call]]
+    world_size: int
+    finished: Collection[int]
+
+    @property
+    def ended(self) -> list[RankFailure]:
+        """The failures of ranks that ended by themselves, in order of time."""
+        return [failure for failure in self.failures if failure.kind in ("raised", "exited", "died")]
+
+    @property
+    def stuck(self) -> list[RankFailure]:
+        """The ranks that were still at work."""
+        return [failure for failure in self.failures if failure.kind == "stuck"]
+
+    @property
+    def evidence(self) -> list[str]:
+        """Each rank's failure; the same of several ranks once, unless they are stuck."""
+        groups = group_by(self.failures, lambda one: (describe_failure(one), one.rank if one.kind == "stuck" else None))
+        told = [(text, [failure.rank for failure in alike]) for (text, _), alike in groups.items()]
+        lines = [f"{format_ranks(ranks)}: {agreeing(text, ranks)}" for text, ranks in told]
+        return lines + ([f"{format_ranks(self.finished)}: had finished"] if self.finished else [])
+
+
+def judge_failure(
+    failures: Sequence[RankFailure], logs: Sequence[Sequence[Call]], world_size: int, finished: Collection[int] = ()
+) -> list[Finding]:
+    """The finding behind a world that failed: DDP401 to DDP404, the root cause only; see `FailureFacts`."""
+    return first_explanation(EXPLANATIONS, FailureFacts(failures, logs, world_size, finished)) if failures else []
+
+
+def explain_by_collectives(facts: FailureFacts) -> list[Finding]:
+    """DDP403: the collectives of the ranks do not match, or their lines do not.
+
+    First, since ranks that call different collectives hang, or fail with an error of communication. Any other exception
+    is a cause of its own: the rank that raised never came to the next collective.
+    """
+    at_work = {failure.rank for failure in facts.stuck if not failure.collective}
+    mismatch = judge_partings(facts.logs, at_work)
+    if not mismatch or (facts.ended and not _is_of_communication(facts.ended[0].message)):
+        return []
+    return [replace(mismatch[0], evidence=(*mismatch[0].evidence, *facts.evidence))]
+
+
+def explain_by_hang(facts: FailureFacts) -> list[Finding]:
+    """DDP402: no rank has failed, and some did not finish; those are at fault that do not wait for others.
+
+    Before exceptions, which there are none of then.
+    """
+    stuck = facts.stuck
+    if facts.ended:
+        return []
+    busy = [f for f in stuck if not is_waiting(f)] or [f for f in stuck if not f.collective]
+    lead = (busy or stuck or list(facts.failures))[0]
+    ranks = format_ranks(failure.rank for failure in stuck)
+    return one_finding(
+        "DDP402",
+        (lead.place or "run",),
+        f"{ranks.capitalize()} did not finish {lead.place or 'the run'}: {describe_failure(lead)}.",
+        ranks=unless_all([failure.rank for failure in busy or stuck], facts.world_size),
+        location=Location.parse(lead.location),
+        evidence=[*facts.evidence, *_stack_lines(stuck)],
+        fix=_fix_of_hang(stuck, lead),
+    )
+
+
+def explain_by_first_failure(facts: FailureFacts) -> list[Finding]:
+    """DDP401 or 404: the first rank that raised or died, and all that failed in the same way. Last."""
+    first = facts.ended[0]
+    same = tuple(failure.rank for failure in facts.ended if (failure.kind, failure.type) == (first.kind, first.type))
+    died = first.kind != "raised"
+    if len(same) == facts.world_size > 1:
+        text = f"Every rank {phrase(first)}"
+    else:
+        text = f"{format_ranks(same).capitalize()} {agreeing(phrase(first), same)}"
+    evidence = facts.evidence
+    others = [failure for failure in facts.failures if failure.rank not in same]
+    return one_finding(
+        "DDP404" if died else "DDP401",
+        (first.place or "run",),
+        f"{text.rstrip('.')}{f', in {first.place}' if first.place else ''}.",
+        severity=Severity.ERROR,
+        ranks=unless_all(same, facts.world_size),
+        location=Location.parse(first.location),
+        evidence=[
+            *([first.noticed] if first.noticed else []),
+            *(evidence if len(evidence) > 1 else []),
+            *_stack_lines([first] if died else []),
+        ],
+        fix=_FIX_OF_DEATH.get(first.exit_code or 0, "") if died else "" if others else "Fix the exception shown.",
+    )
+
+
+EXPLANATIONS = (explain_by_collectives, explain_by_hang, explain_by_first_failure)
+"""In the order in which they are asked; each says in its docstring why it stands where it does."""
+
+_FIX_OF_DEATH = {  # by exit code; a signal's is negative
+    -signal.SIGSEGV: (
+        "Look at what the line that is shown calls in C or C++ (an extension, a kernel of one's own, a library of "
+        "another version than it was built for), and call it with this rank's data in a process by itself."
+    ),
+    -signal.SIGABRT: (
+        "Read the last output of the rank: C or C++ code gave up there and says why. Where it is the backend "
+        "(gloo::EnforceNotMet), ranks have sent each other tensors that do not match."
+    ),
+    -signal.SIGKILL: (
+        "Use less memory (a smaller batch, fewer ranks, --world-size 2), if that has run out: the kernel's log "
+        "(dmesg) says so. Else find out who has sent the signal."
+    ),
+}
+_BEFORE_THE_FIRST_STEP = ("starting up", "loading the target", "building the model")
+
+
+def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
+    """The advice on ranks that did not finish; empty, for that of the rule, where each of them waits for others."""
+    busy = [failure.rank for failure in stuck if not is_waiting(failure)]
+    if not busy:
+        return ""
+    longer = "give it more time with --timeout"
+    if lead.place in _BEFORE_THE_FIRST_STEP:
+        return (
+            f"If it is slow there, {longer}, and import modules that take long once with --preload; if it waits there "
+            "for input, a lock or a download, take that out."
+        )
+    if len(busy) == len(stuck):
+        return f"No rank waits for another: end the loop or the wait at that place, or, if it is only slow, {longer}."
+    return (
+        f"The others wait for {format_ranks(busy)}: end the loop or the wait at that place, and come to the collective "
+        f"that the others are in; if it is only slow, {longer}."
+    )
+
+
+def judge_empty_shards(failures: Sequence[RankFailure], world_size: int) -> list[Finding]:
+    """DDP405: ranks failed because they had no samples in a step in which others had some."""
+    empty = {f.rank: (f.exception, f.location) for f in failures if isinstance(f.exception, EmptyShardError)}
+    if not empty or len(empty) == world_size:
+        return []
+    step = min(exception.step for exception, _ in empty.values())
+    ranks = sorted(empty)
+    return one_finding(
+        "DDP405",
+        (f"step {step}",),
+        f"{format_ranks(ranks).capitalize()} {plural_verb('has', 'have', ranks)} no samples in step {step}, and "
+        f"the others have: in a training loop {plural_verb('it leaves', 'they leave', ranks)}, and the others "
+        f"wait in backward for {plural_verb('its', 'their', ranks)} gradients.",
+        ranks=ranks,
+        steps=(step,),
+        location=Location.parse(empty[ranks[0]][1]),
+        evidence=[f"rank {rank}: {empty[rank][0]}" for rank in ranks],
+    )
+
+
+def judge_undefined_losses(
+    failures: Sequence[RankFailure], of_batch: float, step: int, world_size: int
+) -> list[Finding]:
+    """DDP305: the loss is not finite on some ranks, and that of the whole batch is: those have nothing to average."""
+    undefined = {f.rank: f for f in failures if isinstance(f.exception, NonFiniteLossError)}
+    if not undefined or len(undefined) == world_size or not math.isfinite(of_batch):
+        return []
+    ranks = sorted(undefined)
+    return one_finding(
+        "DDP305",
+        ("loss",),
+        f"The loss is not finite on {format_ranks(ranks)} in step {step}; that of the whole batch is {of_batch:.4g}: "
+        f"it is a mean over what {plural_verb('this rank has', 'these ranks have', ranks)} none of, or a statistic of "
+        "too few samples.",
+        ranks=ranks,
+        steps=(step,),
+        location=Location.parse(undefined[ranks[0]].location),
+        evidence=[f"rank {rank}: {failure.exception}" for rank, failure in sorted(undefined.items())],
+        fix=(
+            "Sum the local loss, all_reduce the count, and divide by count / world_size on every rank: a rank without "
+            "an element that counts then adds 0."
+        ),
+    )
+
+
+_COMMUNICATION_WORDS = ("gloo", "connection", "nccl", "timed out", "processgroup", "sigabrt", "abort", "op.preamble")
+
+
+def _is_of_communication(message: str) -> bool:
+    """Whether an error is how a backend fails when its peers do something else (gloo raises or aborts, nccl waits)."""
+    return any(word in message.lower() for word in _COMMUNICATION_WORDS)
+
+
+def follows_from_another_rank(failure: RankFailure) -> bool:
+    """Whether a failure may only show what has gone wrong before: ranks wait, lose each other, or DDP complains."""
+    text = f"{failure.message}\n{failure.traceback}"
+    return failure.kind == "stuck" or _is_of_communication(text) or any(sentence in text for sentence in _SENTENCES)
+
+
+def describe_failure(failure: RankFailure) -> str:
+    """What a rank did when it failed, or when the others had."""
+    if failure.kind != "stuck":
+        return phrase(failure)
+    if failure.collective:
+        return f"waits in {failure.collective}{f', in {failure.place}' if failure.place else ''}"
+    where = f"in {failure.place}" if failure.place else "at work"
+    return f"still {where}{f', at {failure.location}' if failure.location else ''}"
+
+
+def _stack_lines(failures: Sequence[RankFailure]) -> Iterator[str]:
+    for failure in failures:
+        for line in failure.stack.splitlines()[:8]:
+            yield f"rank {failure.rank} stack: {line.strip()}"
+
+
+# Under the wrapper
+
+
+@dataclass(frozen=True, slots=True)
+class WrapperErrorFacts:
+    """The facts on ranks that failed under the wrapper.
+
+    Attributes:
+        failures: Of the ranks, in order of time.
+        finished: By rank, what the others have returned.
+        known: The facts beside them.
+    """
+
+    failures: Sequence[RankFailure]
+    finished: Mapping[int, object]
+    known: JudgeContext
+
+    @property
+    def text(self) -> str:
+        """What the first failure says, with its traceback; empty where it is no exception."""
+        first = next(iter(self.failures), None)
+        return f"{first.message}\n{first.traceback}" if first is not None and first.kind == "raised" else ""
+
+    @property
+    def raised_on(self) -> tuple[int, ...]:
+        """The ranks that raised; empty for all."""
+        raised = sorted(failure.rank for failure in self.failures if failure.kind == "raised")
+        return unless_all(raised, self.known.world_size)
+
+
+def judge_wrapper_error(
+    failures: Sequence[RankFailure], finished: Mapping[int, object], known: JudgeContext
+) -> list[Finding]:
+    """DDP302, 311, 406, 501 and 513 from how the wrapper fails in a step that the unwrapped module has just done."""
+    return first_explanation(WRAPPER_EXPLANATIONS, WrapperErrorFacts(failures, finished, known))
+
+
+def explain_by_bypassed_forward(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP501: some ranks do not call the wrapper, and finish; the others wait for them until they fail.
+
+    First, for the failure of the ranks that waited only shows that somebody did not come.
+    """
+    finished = [item for item in facts.finished.values() if isinstance(item, DdpStepEvidence)]
+    bypassed = [item.rank for item in finished if item.wrapper_calls == 0 and item.inner_calls > 0]
+    if not bypassed:
+        return []
+    return one_finding(
+        "DDP501",
+        ("forward",),
+        f"On {format_ranks(bypassed)} the loss calls the wrapped module and not the wrapper; the other ranks wait "
+        "for its gradients.",
+        ranks=bypassed,
+        steps=(finished[0].step,),
+        evidence=[failure.message for failure in facts.failures],
+    )
+
+
+def explain_by_overwritten_parameters(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP311: backward needs parameters that were overwritten in place, whose names ddpcheck has added to the error.
+
+    Before the sentences of torch, which name none.
+    """
+    overwritten = re.search(r"ddpcheck: overwritten in place: (.+)", facts.text)
+    if overwritten is None or _IN_PLACE not in facts.text:
+        return []
+    first = facts.failures[0]
+    names = overwritten[1].split(", ")
+    return facts.known.names.one_finding(
+        "DDP311",
+        names,
+        f"{'One of ' if len(names) > 1 else ''}{join_names(names, most=4)} was overwritten after the forward "
+        f"pass had read it, and backward needs what was there, in {first.place or 'the step'}.",
+        ranks=facts.raised_on,
+        evidence=[first.message],
+    )
+
+
+_IN_PLACE = "modified by an inplace operation"
+_SENTENCES = {  # of torch, with the code and the message for each
+    "mark a variable ready only once": ("DDP406", "DDP took a gradient to be complete, and it came again"),
+    _IN_PLACE: ("DDP311", "What backward needs was overwritten after the forward pass"),
+    "Expected to have finished reduction": (
+        "DDP302",
+        "A parameter that takes part without the wrapper did not under it",
+    ),
+    "not used in producing the loss returned by training_step": (  # what Lightning puts in its place
+        "DDP302",
+        "A parameter that takes part without the wrapper did not under it",
+    ),
+    "training graph has changed in this iteration": (
+        "DDP513",
+        "The graph is not the one that DDP recorded in the first step",
+    ),
+}
+
+
+def explain_by_sentence_of_torch(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP302, 311, 406 or 513: a sentence of DDP's reducer or of autograd, with the parameters that it names."""
+    for sentence, (code, message) in _SENTENCES.items():
+        if sentence in facts.text:
+            first = facts.failures[0]
+            named = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", facts.text)))
+            return one_finding(
+                code,
+                facts.known.names.subjects(named) or ("backward",),
+                f"{message}, in {first.place or 'the step'}.",
+                ranks=facts.raised_on,
+                evidence=[first.message],
+            )
+    return []
+
+
+WRAPPER_EXPLANATIONS = (explain_by_bypassed_forward, explain_by_overwritten_parameters, explain_by_sentence_of_torch)
+"""Likewise, of failures under the wrapper."""

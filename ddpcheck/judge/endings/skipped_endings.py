@@ -1,0 +1,269 @@
+"""DDP508, 502 and 405: ranks that wait for each other since one has left out a pass of a loop that the others made.
+
+Pure functions from `judge.endings.ending_facts` to findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ddpcheck.findings.evidence.endings import RankAtEnd
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.program_blocks import Block
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import format_ranks, one_finding, plural_verb
+from ddpcheck.judge.endings.ending_facts import EndingFacts, Position, backwards_of, lines_of, told
+from ddpcheck.judge.endings.loop_endings import FIX_OF_EXIT, exits_of, may_leave_out, shard_in_words
+from ddpcheck.stream.places import DDP_FORWARD, Backward, backward_of
+
+# A pass that a rank leaves out
+
+
+def explain_by_skipped_pass(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+    """DDP508: a rank left out a backward pass, or a batch, and has made fewer in the end; 502: one under `no_sync`.
+
+    Before loops, for a rank that has left out a pass comes to the end of its loop earlier than the others.
+    """
+    of_ranks = {rank.rank: backwards_of(rank) for rank in facts.ranks}
+    every = [b.call for theirs in of_ranks.values() for b in theirs]
+    if len({call.group for call in every}) != 1:
+        return []
+    for wrapper in sorted({call.payload for call in every}):
+        own = {rank: [b for b in theirs if b.call.payload == wrapper] for rank, theirs in of_ranks.items()}
+        if found := _skipped_of_wrapper(facts, {rank: theirs for rank, theirs in own.items() if theirs}):
+            return found
+    return []
+
+
+def _skipped_of_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Backward]]) -> list[Finding]:
+    if len(backwards) < 2:
+        return []
+    most = max(map(len, backwards.values()))
+    for number, of_ranks in enumerate(zip(*backwards.values(), strict=False)):
+        if len({(b.forward, b.batch, b.unsynced) for b in of_ranks}) == 1 or len({b.line for b in of_ranks}) > 1:
+            continue
+        at = dict(zip(backwards, of_ranks, strict=True))
+        for kind in ("unsynced", "forward", "batch"):
+            values = {rank: getattr(b, kind) for rank, b in at.items()}
+            least = min(values.values())
+            ahead = [rank for rank, value in values.items() if value > least]
+            if ahead and all(len(backwards[rank]) < most for rank in ahead):
+                behind = next(b for rank, b in at.items() if rank not in ahead)
+                if kind == "batch" and not _went_through(backwards, ahead, at, behind):
+                    continue
+                numbers = [f"rank {rank}, backward pass {number + 1}: of {b.call.place}" for rank, b in at.items()]
+                block, why = _left_out_at(facts, behind, kind)
+                why = [*why, "from there on, each of its backward passes is averaged with another one of the others"]
+                return _dropped(facts, ahead, at, behind) or _skipped(
+                    facts, kind, ahead, list(at), behind, block, [*numbers, *why]
+                )
+        return []
+    return []
+
+
+def _went_through(
+    backwards: Mapping[int, Sequence[Backward]], ahead: Sequence[int], at: Mapping[int, Backward], behind: Backward
+) -> bool:
+    """Whether ranks have trained on batches of the pass in which another one still is, and not looked at some alone."""
+    return all(
+        at[rank].loader == behind.loader and any(b.batch[0] == behind.batch[0] for b in backwards[rank])
+        for rank in ahead
+    )
+
+
+def _dropped(facts: EndingFacts, ahead: Sequence[int], at: Mapping[int, Backward], behind: Backward) -> list[Finding]:
+    """DDP405: a rank has gone on to the next pass over a loader before it had all batches of this one."""
+    key = (behind.loader, behind.batch[0])
+    gone = {rank.rank: p for rank in facts.ranks for p in rank.passes if (p.loader, p.number) == key}
+    gone = {rank: gone[rank] for rank in ahead if rank in gone and at[rank].batch[0] > key[1]}
+    if behind.loader < 0 or not gone or any(one.exhausted for one in gone.values()):
+        return []
+    others = [rank for rank in at if rank not in gone]
+    first = next(iter(gone.values()))
+    around = facts.blocks.get(str(first.location), ())
+    loops = [loop for loop in around if loop.head == str(first.location)]
+    exits = [*(loops[0].exits if loops else ()), *((one.line, one.word) for one in around if one.kind == "try")]
+    where = Location(loops[0].path, exits[0][0]) if loops and len(exits) == 1 else None
+    how = f" by the `{exits[0][1]}` at {where}" if where is not None else ""
+    return one_finding(
+        "DDP405",
+        (first.dataset or "batches",),
+        f"{format_ranks(gone).capitalize()} left the loop at {first.location}{how} in batch {first.batches}, and "
+        f"{format_ranks(others)} {plural_verb('goes', 'go', others)} on in it: {told(facts, list(gone))}, "
+        f"{told(facts, others)}.",
+        ranks=list(gone),
+        location=where or first.location,
+        evidence=[
+            *(f"the `{word}` at {loops[0].path}:{line} may end it" for line, word in exits if loops and not how),
+            *(f"rank {rank}: then {one.call.place}" for rank, one in at.items()),
+            *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks),
+        ],
+        fix=FIX_OF_EXIT,
+    )
+
+
+def _skipped(
+    facts: EndingFacts,
+    kind: str,
+    ahead: Sequence[int],
+    ranks: Sequence[int],
+    behind: Backward,
+    block: Block | None,
+    why: Sequence[str],
+) -> list[Finding]:
+    others = [rank for rank in ranks if rank not in ahead]
+    who, rest = format_ranks(ahead).capitalize(), format_ranks(others)
+    batch = f"batch {behind.batch[1]}" if behind.loader >= 0 else f"forward pass {behind.forward}"
+    line = behind.line if kind == "batch" else behind.call.location
+    where = None if block is None else Location(block.path, block.line)
+    evidence = [*why, *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks)]
+    if kind == "unsynced":
+        return one_finding(
+            "DDP502",
+            ("no_sync",),
+            f"{who} {plural_verb('runs', 'run', ahead)} {batch} under no_sync, and {rest} "
+            f"{plural_verb('does', 'do', others)} not: {rest} {plural_verb('averages', 'average', others)} its "
+            f"gradients, {format_ranks(ahead)} {plural_verb('does', 'do', ahead)} not.",
+            ranks=ahead,
+            location=Location.parse(behind.line or line),
+            evidence=evidence,
+            fix="Enter no_sync for the same micro-batches on every rank: decide it by the number of the step.",
+        )
+    what = "the backward pass" if kind == "forward" else "the forward pass"
+    by = f" by the `{block.word}` at {block.head}" if block is not None else ""
+    skipped = f"{what} of {batch}" if behind.loader >= 0 else (what if kind == "batch" else f"{what} of {batch}")
+    return one_finding(
+        "DDP508",
+        ("backward",),
+        f"{who} {plural_verb('skips', 'skip', ahead)} {skipped}{f' at {line}' if line else ''}{by}, and {rest} "
+        f"{plural_verb('makes', 'make', others)} it; in the end {told(facts, ahead)}, {told(facts, others)}.",
+        ranks=ahead,
+        location=where or Location.parse(line),
+        evidence=evidence,
+    )
+
+
+def _left_out_at(facts: EndingFacts, done: Backward, kind: str) -> tuple[Block | None, list[str]]:
+    """What leaves out a pass of a loop, where there is one such block, and all of them in words."""
+    lines = lines_of(done.call) if kind == "forward" else (done.line, *lines_of(done.call)[1:])
+    frames = []
+    for line in lines:
+        frames.append(line)
+        if facts.loops((line,)):
+            break
+    inner = facts.loops(frames[-1:])[-1:] if frames else []
+    of_forward = facts.around((done.line,), "branch", "rest") if kind == "forward" else []
+    found = [
+        block
+        for block in facts.around(frames, "branch", "rest", "try")
+        if block not in of_forward and (not inner or block.path != inner[0].path or block.first > inner[0].first)
+    ]
+    jumps = [block for block in found if block.kind == "try" or (block.kind == "rest" and block.word != "raise")]
+    likely = jumps or found
+    return likely[0] if len(likely) == 1 else None, [may_leave_out(block) for block in found]
+
+
+# The last pass of a loop
+
+
+def explain_by_skipped_end(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+    """DDP508: a rank left out the last backward pass of a loop, though it has had the batch or made the forward pass.
+
+    Before loops, of which such a rank seems to have left one earlier.
+    """
+    for left, stays in ((one, other), (other, one)):
+        done = _pass_of(facts, stays)
+        kind = "" if done is None else _left_out_by(facts, left, stays, done)
+        if done is None or not kind:
+            continue
+        length = len(left.before)
+        alike = [
+            rank.rank
+            for rank in facts.ranks
+            if rank not in (left.of, stays.of)
+            and _left_out_by(facts, Position(rank, None, facts.now(rank), rank.calls[:length]), stays, done)
+        ]
+        ahead = sorted([left.of.rank, *alike])
+        block, why = _left_out_at(facts, done, "batch" if kind == "batch" else "forward")
+        passes = {rank.rank: _taken(rank, done) for rank in facts.ranks}
+        batches = [f"rank {rank}: {shard_in_words(taken)}" for rank, taken in passes.items() if taken is not None]
+        forwards = [f"rank {rank}: as many forward passes at {done.line}" for rank in ahead if kind == "forward"]
+        return _skipped(
+            facts,
+            "batch" if kind == "batch" else "forward",
+            ahead,
+            [rank.rank for rank in facts.ranks],
+            done,
+            block if kind != "unknown" else None,
+            [*batches, *forwards, *why],
+        )
+    return []
+
+
+def _pass_of(facts: EndingFacts, stays: Position) -> Backward | None:
+    """The backward pass in which a rank waits, or that would follow the forward pass in which it does."""
+    if stays.call is None:
+        return None
+    if stays.call.operation != DDP_FORWARD:
+        return backward_of(stays.call)
+    heads = {loop.head for loop in facts.loops(stays.lines)}
+    taken = [one for one in stays.of.passes if str(one.location) in heads]
+    if not taken:
+        return None
+    last = taken[-1]  # which began last, of whatever loader: a function may go through several in one loop
+    return Backward(stays.call, -1, line=stays.lines[0], batch=(last.number, last.batches), loader=last.loader)
+
+
+def _taken(rank: RankAtEnd, done: Backward) -> LoaderPass | None:
+    """The pass over a loader of whose batches one is that of a backward pass."""
+    return next((one for one in rank.passes if (one.loader, one.number) == (done.loader, done.batch[0])), None)
+
+
+def _left_out_by(facts: EndingFacts, left: Position, stays: Position, done: Backward) -> str:
+    """What a rank outside of the loop has left out of the pass in which another one is.
+
+    "forward": the backward pass after the forward pass; "batch": the forward pass; "unknown": one of them; "" where it
+    may have left the loop before.
+    """
+    loops = [loop for loop in facts.loops(stays.lines) if loop not in facts.loops(left.lines)]
+    loops = [loop for loop in loops if facts.has_left(left, loop)]
+    if not loops or _has_as_many(left.of, stays) or not (left.lines or left.of.ended):
+        return ""
+    mine, theirs = next(_last_common(left, stays, done), (None, None))
+    more = 0 if mine is None or theirs is None else mine.forward - theirs.forward
+    made = left.of.forwards.get(_line_number(done.line)) if done.forward >= 0 else -1
+    has_made = made is not None and 0 <= done.forward <= made - more
+    taken = _taken(left.of, done)
+    alike = mine is None or theirs is None or (mine.loader, mine.batch) == (theirs.loader, theirs.batch)
+    has_had = alike and taken is not None and taken.batches >= done.batch[1]
+    if taken is None or all(loop.head != str(taken.location) for loop in loops):  # it may be no loop over the loader
+        has_had = has_had and theirs is not None and theirs.batch != done.batch
+    goes_on = has_made and made is not None and made - more > done.forward
+    if has_had and taken is not None:
+        goes_on |= taken.exhausted or taken.batches > done.batch[1]
+    if not goes_on and any(exits_of(facts, loop, left, stays) for loop in loops):
+        return ""  # it may have been in this pass when it left
+    if has_made:
+        return "forward"
+    return ("unknown" if made is None else "batch") if has_had else ""
+
+
+def _has_as_many(left: RankAtEnd, stays: Position) -> bool:
+    """Whether a rank has made, in the end, as many backward passes of a line as another one: then it left out none."""
+    if stays.call is None or (there := backward_of(stays.call)) is None:
+        return False
+    mine, theirs = (sum(one.line == there.line for one in backwards_of(rank)) for rank in (left, stays.of))
+    return mine >= theirs
+
+
+def _last_common(left: Position, stays: Position, done: Backward) -> Iterator[tuple[Backward, Backward]]:
+    """Backward passes of the same forward line that two ranks have made together, last ones first."""
+    for one, other in zip(reversed(left.before), reversed(stays.before), strict=False):
+        mine, theirs = backward_of(one), backward_of(other)
+        if mine is not None and theirs is not None and mine.line == theirs.line == done.line:
+            yield mine, theirs
+
+
+def _line_number(line: str) -> int:
+    number = line.rpartition(":")[2]
+    return int(number) if number else -1

@@ -1,0 +1,112 @@
+"""The last collectives of each process group as a report shows them: what each rank called, and whom it waits for.
+
+Pure functions from `findings.evidence.steps.Call` to `findings.figures`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.figures import CalledCollective, CollectiveTimeline, RankCollectives
+from ddpcheck.findings.replace import replace
+from ddpcheck.judge.endings.call_sites import judge_partings
+from ddpcheck.judge.endings.collective_order import place_of_parting, same_signature
+from ddpcheck.judge.endings.rank_failure import describe_failure
+
+_BEFORE = 20  # calls before the point where ranks part, or where the first log ends
+_MOST = 60  # calls of a rank
+_MOST_GROUPS = 8
+
+
+def timelines_of_failure(
+    failures: Sequence[RankFailure], logs: Sequence[Sequence[Call]], finished: Collection[int] = ()
+) -> tuple[CollectiveTimeline, ...]:
+    """Those of ranks that have failed, or did not finish."""
+    stuck = {failure.rank: bool(failure.collective) for failure in failures if failure.kind == "stuck"}
+    at_end = {failure.rank: describe_failure(failure) for failure in failures}
+    waiting = {(logs[rank][-1].group, rank) for rank, waits in stuck.items() if waits and logs[rank]}
+    at_work = {rank for rank, waits in stuck.items() if not waits}
+    made = timelines(logs, waiting, at_end | dict.fromkeys(finished, "had finished"), at_work)
+    return made if stuck else those_that_differ(made)
+
+
+def those_that_differ(made: Sequence[CollectiveTimeline]) -> tuple[CollectiveTimeline, ...]:
+    """Without those of groups whose ranks have called the same, which tell nothing of why a rank has failed."""
+    return tuple(one for one in made if one.parts_at is not None or any(rank.waits_for for rank in one.ranks))
+
+
+def timelines(
+    logs: Sequence[Sequence[Call]],
+    waiting: Collection[tuple[str, int]] = (),
+    at_end: Mapping[int, str] | None = None,
+    at_work: Collection[int] = (),
+    first: Mapping[str, int] | None = None,
+) -> tuple[CollectiveTimeline, ...]:
+    """One for each process group, those first in which ranks part.
+
+    Args:
+        logs: The collectives of each rank.
+        waiting: Groups and ranks whose last call has not ended.
+        at_end: What ranks did at the end.
+        at_work: Those of `judge_collectives`.
+        first: Likewise.
+    """
+    groups = {call.group: call.members for log in logs for call in log}
+    made = []
+    for group, members in sorted(groups.items()):
+        own = [[call for call in log if call.group == group] for log in logs]
+        found = judge_partings(own, at_work, first)
+        parts_at = place_of_parting(found[0]) if found else None
+        open_ones = {rank for name, rank in waiting if name == group}
+        ranks = [rank for rank in members if rank < len(logs)]
+        of_group = {rank: own[rank] for rank in ranks}
+        made.append(_timeline(group, of_group, open_ones, (first or {}).get(group, 0), parts_at))
+    if at_end is not None:
+        made = [_with_ends(timeline, at_end) for timeline in made]
+    return tuple(sorted(made, key=lambda one: one.parts_at is None)[:_MOST_GROUPS])
+
+
+def _timeline(
+    group: str, logs: Mapping[int, Sequence[Call]], waiting: Collection[int], first: int, parts_at: int | None
+) -> CollectiveTimeline:
+    """That of one group.
+
+    Args:
+        group: Its name.
+        logs: Of its ranks.
+        waiting: The ranks whose last call has not ended.
+        first: The number of the first call in the logs.
+        parts_at: The number of the one at which ranks part.
+    """
+    around = min(map(len, logs.values()), default=0) if parts_at is None else parts_at - first
+    start = max(around - _BEFORE, 0)
+    table: dict[CalledCollective, int] = {}
+    ranks = []
+    for rank, log in logs.items():
+        calls = [CalledCollective(call.operation, call.payload, call.location) for call in log[start : start + _MOST]]
+        ranks.append(
+            RankCollectives(
+                rank,
+                first + start,
+                tuple(table.setdefault(call, len(table)) for call in calls),
+                later=max(len(log) - start - _MOST, 0),
+                waiting=rank in waiting,
+                waits_for=_waited_for(rank, logs) if rank in waiting else (),
+            )
+        )
+    return CollectiveTimeline(group, tuple(table), tuple(ranks), parts_at)
+
+
+def _waited_for(rank: int, logs: Mapping[int, Sequence[Call]]) -> tuple[int, ...]:
+    """The ranks that have not come to the last call of `rank`, or else those that called another collective there."""
+    place = len(logs[rank]) - 1
+    absent = tuple(other for other, log in logs.items() if len(log) <= place)
+    if absent:
+        return absent
+    return tuple(other for other, log in logs.items() if not same_signature(log[place], logs[rank][place]))
+
+
+def _with_ends(timeline: CollectiveTimeline, at_end: Mapping[int, str]) -> CollectiveTimeline:
+    return replace(timeline, ranks=tuple(replace(one, at_end=at_end.get(one.rank, "")) for one in timeline.ranks))

@@ -1,0 +1,1 @@
+"""Evaluations: metrics over all ranks, and what was counted."""

@@ -1,0 +1,263 @@
+"""What the ranks' evaluations have in common: what was given to collectives, gathered, and shown, brought together.
+
+Read by the judges of `judge.evaluation.script_evaluation`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ddpcheck.findings.evidence.evaluation import (
+    EvaluationPass,
+    MetricShown,
+    ResultExchanged,
+    RowsCompared,
+    ShownNumber,
+)
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.report import Location
+
+_SAME = 2e-6  # relative: of float32
+_FEWEST_DIGITS = 3  # of a printed number, before it is known by what is printed alone
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One evaluation on one rank: its pass over the loader, and what was exchanged and shown in its round."""
+
+    loader: LoaderPass
+    held: EvaluationPass
+    exchanged: Sequence[ResultExchanged]
+    shown: Sequence[MetricShown]
+    subset: Sequence[int] = ()
+    compared: Sequence[RowsCompared] = ()
+
+    @property
+    def samples(self) -> int:
+        return len(self.loader.indices)
+
+    @property
+    def batch(self) -> int:
+        """Samples of a batch: a sampler of batches may not say."""
+        return max(self.loader.batch_size, -(-self.samples // max(1, self.loader.batches)))
+
+
+def places_of(of_ranks: Sequence[Evaluated]) -> list[list[int]]:
+    """Where each rank's samples are in the dataset: in that of all ranks, where each has a `Subset` of its own."""
+    subset = of_ranks[0].subset
+    common = all(list(one.subset) == list(subset) for one in of_ranks)
+    places = {index: place for place, index in enumerate(subset)} if common else {}
+    return [[places.get(index, index) for index in one.loader.indices] for one in of_ranks]
+
+
+def labels_given(of_ranks: Sequence[Evaluated], places: Sequence[Sequence[int]]) -> dict[int, int]:
+    """By place in the dataset, the label that came with each sample, where every rank's samples have one."""
+    if any(len(one.loader.classes) != one.samples for one in of_ranks):
+        return {}
+    found: dict[int, int] = {}
+    for one, of_rank in zip(of_ranks, places, strict=True):
+        found |= dict(zip(of_rank, one.loader.classes, strict=True))
+    return found
+
+
+def targets_given(of_ranks: Sequence[Evaluated], places: Sequence[Sequence[int]]) -> dict[int, float]:
+    """Likewise a floating-point number."""
+    if any(len(one.loader.targets) != one.samples for one in of_ranks):
+        return {}
+    found: dict[int, float] = {}
+    for one, of_rank in zip(of_ranks, places, strict=True):
+        found |= dict(zip(of_rank, one.loader.targets, strict=True))
+    return found
+
+
+def are_other_data(of_ranks: Sequence[Evaluated]) -> bool:
+    """Whether an index is known to be another sample on another rank: the datasets are the ranks' own."""
+    first, *others = (one.loader for one in of_ranks)
+    for other in others:
+        if first.digest and other.digest and first.digest != other.digest:
+            return True
+        common = [
+            rows[index] == other.contents[place][index]
+            for place, rows in first.contents.items()
+            for index in rows.keys() & other.contents.get(place, {}).keys()
+        ]
+        if common and not any(common):
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the ranks have given to a collective: each number, by rank."""
+
+    operation: str
+    location: Location | None
+    values: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A label for each sample, which collectives have brought together.
+
+    Attributes:
+        operation: The collective.
+        location: Its line.
+        rows: Those of each rank.
+        orders: The rank and the number of each of them, in the orders in which a program joins what the collectives
+            bring: call by call, and rank by rank.
+        values: The rows as floating-point numbers, where they are; else nothing.
+    """
+
+    operation: str
+    location: Location | None
+    rows: Sequence[Sequence[int]]
+    orders: Sequence[Sequence[tuple[int, int]]]
+    values: Sequence[Sequence[tuple[float, ...]]] = ()
+
+
+def _lines(of_ranks: Sequence[Evaluated]) -> Iterator[list[list[ResultExchanged]]]:
+    """The calls of each line, by rank, of lines from which every rank has made as many."""
+    keys = dict.fromkeys((one.operation, one.location, one.during) for one in of_ranks[0].exchanged)
+    for key in keys:
+        calls = [[o for o in one.exchanged if (o.operation, o.location, o.during) == key] for one in of_ranks]
+        if len({len(of_rank) for of_rank in calls}) == 1:
+            yield calls
+
+
+def given_numbers(of_ranks: Sequence[Evaluated]) -> Iterator[Given]:
+    """The numbers that every rank has given to a collective, those of a loop over batches added up."""
+    for calls in _lines(of_ranks):
+        first = calls[0][0]
+        if "gather" in first.operation and _are_of_samples(of_ranks, calls):
+            continue
+        numbers = [
+            [(*one.numbers, *(() if one.total is None else (one.total,))) for one in of_rank] for of_rank in calls
+        ]
+        if len({len(one) for of_rank in numbers for one in of_rank}) > 1:
+            continue
+        if first.during:  # in each batch: the sums of them
+            numbers = [[tuple(map(sum, zip(*of_rank, strict=True)))] for of_rank in numbers]
+        for of_call in zip(*numbers, strict=True):
+            yield Given(first.operation, first.location, list(zip(*of_call, strict=True)))
+
+
+def _are_of_samples(of_ranks: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> bool:
+    """Whether it is a label for each sample that the ranks give first, and no number of theirs."""
+    rows = [len(of_rank[0].rows) for of_rank in calls]
+    return min(rows) > 1 and all(
+        count in (one.samples, min(one.batch, one.samples)) for count, one in zip(rows, of_ranks, strict=True)
+    )
+
+
+def gathered_labels(of_ranks: Sequence[Evaluated]) -> list[Gathered]:
+    """What collectives have brought together, as far as there is one label for each sample of each rank."""
+    lines: dict[tuple[str, Location | None], list[list[ResultExchanged]]] = {}
+    for number, one in enumerate(of_ranks):
+        for each in one.exchanged:
+            if "gather" in each.operation and len(each.rows):
+                by_rank = lines.setdefault((each.operation, each.location), [[] for _ in of_ranks])
+                by_rank[number].append(each)
+    return [found for calls in lines.values() for found in _gathered_at(of_ranks, calls)]
+
+
+def _gathered_at(of_ranks: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
+    """The same, of the calls of one line, by rank."""
+    during = [[one for one in of_rank if one.during] for of_rank in calls]
+    if any(during):
+        # A loader that fetches a batch ahead has ended before its last batch is at work.
+        whole = [
+            [one for one in of_rank if one.during or one.evaluation in (None, (of.held.loader, of.held.number))]
+            for of_rank, of in zip(calls, of_ranks, strict=True)
+        ]
+        return _in_turn(of_ranks, whole) or _in_turn(of_ranks, during)
+    if len(set(map(len, calls))) > 1:
+        return []
+    return [found for of_call in zip(*calls, strict=True) for found in _in_turn(of_ranks, [[one] for one in of_call])]
+
+
+def _in_turn(of_ranks: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
+    """What the calls bring: of one thing batch by batch, or of several in turn, as predictions and their labels are."""
+    total = sum(len(one.rows) for one in calls[0])
+    things = total // max(1, of_ranks[0].samples)
+    found = []
+    for turn in range(things if len(set(map(len, calls))) == 1 and len(calls[0]) % max(1, things) == 0 else 0):
+        chunks = [of_rank[turn::things] for of_rank in calls]
+        rows = [[row for one in of_rank for row in one.rows] for of_rank in chunks]
+        if any(len(of_rank) != one.samples for of_rank, one in zip(rows, of_ranks, strict=True)):
+            return []
+        numbers = [itertools.count() for _ in chunks]
+        by_call = [
+            (rank, next(numbers[rank]))
+            for of_call in zip(*chunks, strict=True)
+            for rank, one in enumerate(of_call)
+            for _ in one.rows
+        ]
+        by_rank = sorted(by_call)
+        values = [[value for one in of_rank for value in _by_row(one)] for of_rank in chunks]
+        found.append(Gathered(chunks[0][0].operation, chunks[0][0].location, rows, (by_call, by_rank), values))
+    return found
+
+
+def _by_row(one: ResultExchanged) -> Iterator[tuple[float, ...]]:
+    """The floating-point numbers of each row."""
+    width, rest = divmod(len(one.values), max(1, len(one.rows)))
+    return (tuple(one.values[n * width : (n + 1) * width]) for n in range(len(one.rows) if width and not rest else 0))
+
+
+def equal_rows(one: Sequence[int], other: Sequence[int]) -> list[bool]:
+    """Whether they are the same, row by row."""
+    return [a == b for a, b in zip(one, other, strict=True)]
+
+
+def common_keys(of_ranks: Sequence[Evaluated]) -> list[str]:
+    """The names of the numbers that every rank holds."""
+    return [key for key in of_ranks[0].held.numbers if all(key in one.held.numbers for one in of_ranks)]
+
+
+def numbers_shown(one: Evaluated) -> Iterator[tuple[MetricShown, ShownNumber]]:
+    """Each number, and where it is shown."""
+    return ((shown, number) for shown in one.shown for number in shown.numbers)
+
+
+def first_shown(
+    of_ranks: Sequence[Evaluated], wrong: float, *right: float, digits: int = _FEWEST_DIGITS
+) -> MetricShown | None:
+    """Where a rank shows the one number, and none any of the others."""
+    if any(is_close(wrong, value) or is_shown(of_ranks, value, digits) for value in right):
+        return None
+    return next(_showing(of_ranks, wrong, digits), None)
+
+
+def is_shown(of_ranks: Sequence[Evaluated], value: float, digits: int = _FEWEST_DIGITS) -> bool:
+    """Whether a rank shows a number."""
+    return next(_showing(of_ranks, value, digits), None) is not None
+
+
+def _showing(of_ranks: Sequence[Evaluated], value: float, digits: int) -> Iterator[MetricShown]:
+    """Where a rank shows a number, as it is or in per cent."""
+    scaled = value, 100 * value
+    every = (found for one in of_ranks for found in numbers_shown(one))
+    return (shown for shown, number in every if any(shows(number, one, digits) for one in scaled))
+
+
+def shows(number: ShownNumber, value: float, digits: int = _FEWEST_DIGITS) -> bool:
+    """Whether it is the value that is shown: the number that the program holds, or one that is printed like it, with so
+    many digits.
+    """
+    if any(is_close(held, value) or is_close(100 * held, value) for held in number.values):
+        return True
+    if number.values and not (number.text and number.values == (float(number.text),)):
+        return False
+    text = number.text.lstrip("-")
+    spelled, _, _exponent = text.partition("e")
+    if len(spelled.replace(".", "").lstrip("0")) < max(digits, _FEWEST_DIGITS) or "e" in text:
+        return False
+    return f"{value:.{len(text.partition('.')[2])}f}" == number.text
+
+
+def is_close(one: float, other: float) -> bool:
+    """Whether two numbers are the same, as far as float32 goes."""
+    return math.isclose(one, other, rel_tol=_SAME)

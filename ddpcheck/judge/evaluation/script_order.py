@@ -1,0 +1,152 @@
+"""DDP803: results that were gathered rank by rank, and compared with labels or targets in the order of the dataset.
+
+A pure function from `findings.evidence.evaluation` to findings. Nothing is said unless a number that the program shows
+is just what a metric is of the wrong pairs, and not what it is of the right ones; or it compares these pairs itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import one_finding
+from ddpcheck.judge.evaluation.evaluation_results import (
+    Evaluated,
+    Gathered,
+    are_other_data,
+    first_shown,
+    gathered_labels,
+    is_shown,
+    labels_given,
+    places_of,
+    targets_given,
+)
+from ddpcheck.judge.evaluation.metrics_of_pairs import OF_NUMBERS, OF_SCORES, Metric, Row, accuracy, is_scaled
+
+_APART = 1e-4  # relative: of metrics
+_DIGITS = 4  # of a printed number, before one of many metrics is known by what is printed alone
+
+
+def judge_order(of_ranks: Sequence[Evaluated]) -> list[Finding]:
+    """DDP803: a metric of results that were gathered rank by rank, against those of the dataset in its own order."""
+    if (
+        min(one.samples for one in of_ranks) < 1
+        or are_other_data(of_ranks)
+        or not any(one.shown or one.compared for one in of_ranks)
+    ):
+        return []
+    places = places_of(of_ranks)
+    labels, numbers = _references(of_ranks, places)
+    gathered = gathered_labels(of_ranks)
+    for given in gathered:
+        classes = [[(float(row),) for row in of_rank] for of_rank in given.rows]
+        kinds = [
+            (classes, labels, {"accuracy": accuracy}, 0),
+            (given.values, labels, OF_SCORES, _DIGITS),
+            (given.values, numbers, OF_NUMBERS, _DIGITS),
+        ]
+        for rows, references, metrics, digits in kinds:
+            if any(len(of_rank) != len(place) for of_rank, place in zip(rows, places, strict=False)) or not rows:
+                continue
+            for name, reference in references.items():
+                own = all(reference.get(p) == r for p, r in zip(chain(*places), chain(*rows), strict=True))
+                if own and len(gathered) > 1:
+                    continue  # the labels themselves
+                found = _compared(of_ranks, given, rows, places, reference, metrics, digits)
+                if found is not None:
+                    return _misplaced(of_ranks[0], given, name, *found)
+    return []
+
+
+def _references(
+    of_ranks: Sequence[Evaluated], places: Sequence[Sequence[int]]
+) -> tuple[dict[str, Mapping[int, Row]], dict[str, Mapping[int, Row]]]:
+    """What the results may be compared with, by place in the dataset: labels, and floating-point numbers."""
+    labels: dict[str, Mapping[int, Row]] = {}
+    numbers: dict[str, Mapping[int, Row]] = {}
+    for one in of_ranks:
+        for name, held in one.held.references.items():
+            labels[f"{name} of the dataset"] = {place: (float(label),) for place, label in enumerate(held)}
+        for name, floats in one.held.numbers_of.items():
+            width = len(floats) // max(1, one.loader.size)
+            rows = (tuple(floats[n * width : (n + 1) * width]) for n in range(one.loader.size))
+            numbers[f"{name} of the dataset"] = dict(enumerate(rows))
+    by_loader = "those that the loader gives"
+    labels[by_loader] = {place: (float(label),) for place, label in labels_given(of_ranks, places).items()}
+    numbers[by_loader] = {place: (target,) for place, target in targets_given(of_ranks, places).items()}
+    return labels, numbers
+
+
+def _compared(
+    of_ranks: Sequence[Evaluated],
+    given: Gathered,
+    rows: Sequence[Sequence[Row]],
+    places: Sequence[Sequence[int]],
+    reference: Mapping[int, Row],
+    metrics: Mapping[str, Metric],
+    digits: int,
+) -> tuple[str, str] | None:
+    """What the script makes of the wrong pairs: a metric that it shows, or a comparison; and evidence of that."""
+    everywhere = list(zip(chain(*places), chain(*rows), strict=True))
+    by_place = dict(everywhere)
+    if not by_place or not by_place.keys() <= reference.keys():
+        return None  # not known
+    first = dict(reversed(everywhere))
+    right = [[(row, reference[place]) for place, row in one] for one in (by_place.items(), first.items(), everywhere)]
+    if len({len(row) for pair in right[2] for row in pair}) != 1:
+        return None
+    others = {name: [metric(pairs) for pairs in right] for name, metric in metrics.items()}
+    if any(is_shown(of_ranks, value, digits) for values in others.values() for value in values):
+        return None  # what is shown is right
+    for order in given.orders:
+        joined = [(places[rank][number], rows[rank][number]) for rank, number in order[: len(by_place)]]
+        if any(place not in reference for place in range(len(joined))):
+            continue
+        if all(place == own for place, (own, _) in enumerate(joined)):
+            continue  # as they should be
+        wrong = [(row, reference[place]) for place, (_, row) in enumerate(joined)]
+        for name, metric in metrics.items():
+            value = metric(wrong)
+            if math.isfinite(value) and abs(value - others[name][0]) > _APART * max(abs(value), abs(others[name][0])):
+                if (seen := first_shown(of_ranks, value, *others[name], digits=digits)) is not None:
+                    return (
+                        f"the {value:.6g} that is {seen.how} would be {others[name][0]:.6g}, if each were compared "
+                        "with its own label",
+                        f"it is {seen.how} at {seen.location}: the {name}",
+                    )
+        if not _follow(joined, sorted(by_place.items())) and (line := _met(of_ranks, wrong)) is not None:
+            apart = sum(place != own for place, (own, _) in enumerate(joined))
+            return f"{apart} of {len(joined)} meet that of another sample", f"they are compared at {line}"
+    return None
+
+
+def _met(of_ranks: Sequence[Evaluated], pairs: Sequence[tuple[Row, Row]]) -> Location | None:
+    """The line at which the script compares these, as they are or scaled."""
+    one, other = ([x for pair in pairs for x in pair[side]] for side in (0, 1))
+    for met in chain.from_iterable(each.compared for each in of_ranks):
+        for a, b in ((met.one, met.other), (met.other, met.one)):
+            if is_scaled(a, one) and is_scaled(b, other):
+                return met.location
+    return None
+
+
+def _follow(joined: Sequence[tuple[int, Row]], ordered: Sequence[tuple[int, Row]]) -> bool:
+    """Whether the results are the same in both orders, as far as can be told."""
+    return [row for _, row in joined] == [row for _, row in ordered]
+
+
+def _misplaced(one: Evaluated, given: Gathered, reference: str, what: str, seen: str) -> list[Finding]:
+    begins = ", ".join(map(str, one.loader.indices[:4]))
+    return one_finding(
+        "DDP803",
+        (one.loader.dataset,),
+        f"The results are gathered rank by rank and compared with labels in the order of the dataset: {what}.",
+        location=given.location,
+        evidence=[
+            f"rank 0 has samples {begins} ..., by {one.loader.sampler}",
+            f"the labels are {reference}",
+            seen,
+        ],
+    )

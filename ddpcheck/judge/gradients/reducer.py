@@ -1,0 +1,348 @@
+"""DDP301 to 303, and their causes: the gradients that the wrapper and its reducer have left, compiled or not.
+
+Pure functions from `findings.evidence.steps` (gathered by `gather.phases.ddp_step`) to findings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.single_process import LOOSEST_FIT
+from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import capitalized, counted, format_steps, join_names, one_finding, unless_all
+from ddpcheck.judge.judge_context import JudgeContext, first_explanation, format_factor, group_by_step, worst_first
+from ddpcheck.judge.replicas.replicas import differing_names
+
+
+@dataclass(frozen=True, slots=True)
+class ReducerFacts:
+    """The facts on the gradients under the wrapper, over all steps.
+
+    Attributes:
+        evidence: Of every rank and step.
+        unequal: Parameters whose gradients differ between ranks, with the steps in which they do.
+        wrong: Parameters whose gradient is not the average of the ranks' own: by step, the largest difference.
+        known: The facts beside these.
+    """
+
+    evidence: Sequence[DdpStepEvidence]
+    unequal: Mapping[str, Sequence[int]]
+    wrong: Mapping[str, Mapping[int, Difference]]
+    known: JudgeContext
+
+    @classmethod
+    def of(cls, evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> ReducerFacts:
+        """Compare the ranks with each other, and each with the average of the ranks' own gradients."""
+        unequal: dict[str, list[int]] = {}
+        wrong: dict[str, dict[int, Difference]] = {}
+        for step, items in group_by_step(evidence).items():
+            for name in differing_names([item.gradients for item in items]):
+                unequal.setdefault(name, []).append(step)
+            for difference in (difference for item in items for difference in item.against_local if difference.bad):
+                by_step = wrong.setdefault(difference.name, {})
+                by_step[step] = max(by_step.get(step, difference), difference, key=lambda item: item.error)
+        return cls(evidence, unequal, wrong, known)
+
+    @property
+    def step_count(self) -> int:
+        """The number of steps."""
+        return len({item.step for item in self.evidence})
+
+    @property
+    def not_synchronised(self) -> list[str]:
+        """Of `unequal`: parameters whose gradients the wrapper has to average."""
+        return [name for name in self.unequal if name not in self.known.wrapper.ignored]
+
+    @property
+    def mismatched(self) -> Mapping[str, Mapping[int, Difference]]:
+        """Of `wrong`: parameters whose gradients are equal on all ranks."""
+        return {name: by_step for name, by_step in self.wrong.items() if name not in self.unequal}
+
+    @property
+    def mismatches(self) -> list[Difference]:
+        """Of each mismatched parameter the difference in its first step."""
+        return [by_step[min(by_step)] for by_step in self.mismatched.values()]
+
+    def reduction(self, names: Sequence[str]) -> list[str]:
+        """Options that replace or delay DDP's own reduction, and so may cause wrong gradients of `names`."""
+        wrapper, facts = self.known.wrapper, []
+        if wrapper.comm_hook:
+            facts.append(f"gradients are reduced by the communication hook {wrapper.comm_hook}")
+        if names and wrapper.delayed.issuperset(names):
+            facts.append(
+                "delay_all_reduce_named_params reduces them when the gradient of param_to_hook_all_reduce arrives, "
+                "which has to come after theirs"
+            )
+        return facts
+
+    def mismatch(self, code: str, message: str, *evidence: str, **more: Any) -> list[Finding]:
+        """A finding on the gradients that are equal on all ranks and not the average of the ranks' own."""
+        names = list(self.mismatched)
+        steps = sorted({step for by_step in self.mismatched.values() for step in by_step})
+        facts = [*evidence, *self.reduction(names), *map(str, worst_first(self.mismatches)[:3])]
+        more = {"subjects": self.known.names.subjects(names), "location": self.known.names.location(names), **more}
+        return one_finding(code, message=message, steps=unless_all(steps, self.step_count), evidence=facts, **more)
+
+
+def judge_reducer(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> list[Finding]:
+    """DDP301, 302 and 303, with DDP111, 310, 311 and 501 as their causes: the gradients under the wrapper."""
+    facts = ReducerFacts.of(evidence, known)
+    between_ranks = explain_by_ignored_parameters(facts) + first_explanation(BETWEEN_RANKS, facts)
+    return between_ranks or first_explanation(FROM_AVERAGE, facts)
+
+
+def explain_by_ignored_parameters(facts: ReducerFacts) -> list[Finding]:
+    """DDP111: the wrapper was told not to average these gradients.
+
+    Beside the other explanations, for it accounts for these parameters alone.
+    """
+    names = facts.known.names
+    ignored = [name for name in facts.unequal if name in facts.known.wrapper.ignored]
+    if not ignored:
+        return []
+    return names.one_finding(
+        "DDP111",
+        ignored,
+        f"{join_names(names.subjects(ignored))} is trained, but the wrapper was told to ignore it: "
+        "its gradients are not averaged and differ between the ranks.",
+    )
+
+
+BYPASSED = "The loss calls the wrapped module and not the wrapper, so DDP does not take part in the step."
+
+
+def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
+    """DDP501: the loss does not call the wrapper.
+
+    Before DDP301, which it brings about. A module that is called neither by the wrapper nor by itself is evidence only
+    where gradients differ: a loss may need no parameter of it.
+    """
+    unequal_in = {step for steps in facts.unequal.values() for step in steps}
+    is_ddp = facts.known.wrapper.is_ddp
+    bypassed = [
+        item
+        for item in facts.evidence
+        if item.wrapper_calls == 0 and (item.inner_calls or (is_ddp and item.step in unequal_in))
+    ]
+    if not bypassed:
+        return []
+    names = facts.not_synchronised
+    return one_finding(
+        "DDP501",
+        ("forward",),
+        BYPASSED
+        if any(item.inner_calls for item in bypassed)
+        else "The loss never calls the wrapper, only parts or methods of the module in it, so DDP does not "
+        "take part in the step.",
+        ranks=unless_all(sorted({item.rank for item in bypassed}), facts.known.world_size),
+        steps=unless_all(sorted({item.step for item in bypassed}), facts.step_count),
+        evidence=[
+            *([f"gradients of {counted(len(names), 'parameter')} differ between ranks"] if names else []),
+            *_evidence_between_ranks(facts),
+        ],
+    )
+
+
+_AVERAGING_HOOK = "Let the communication hook return the average over the ranks, or take it off."
+
+
+def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
+    """DDP301: gradients differ between ranks, though the wrapper was called.
+
+    Before all that compares with the average: ranks that differ need no reference.
+    """
+    names = facts.not_synchronised
+    if not names:
+        return []
+    count = len(facts.evidence[0].gradients)
+    steps = sorted({step for name in names for step in facts.unequal[name]})
+    whose = f"the wrapper is a {facts.known.wrapper_class}, which is no DistributedDataParallel"
+    more = {"fix": _AVERAGING_HOOK} if facts.known.wrapper.comm_hook else {}
+    return facts.known.names.one_finding(
+        "DDP301",
+        names,
+        f"The gradients of {'all' if len(names) == count else f'{len(names)} of'} {counted(count, 'parameter')} "
+        f"differ between ranks after backward, from {format_steps(steps[:1])} on.",
+        steps=unless_all(steps, facts.step_count),
+        evidence=[*([] if facts.known.wrapper.is_ddp else [whose]), *_evidence_between_ranks(facts)],
+        **more,
+    )
+
+
+def _evidence_between_ranks(facts: ReducerFacts) -> list[str]:
+    names = facts.not_synchronised
+    wrong = [facts.wrong[name] for name in names if name in facts.wrong]
+    return [*facts.reduction(names), *[str(by_step[min(by_step)]) for by_step in wrong][:3]]
+
+
+def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
+    """DDP303: one factor accounts for every mismatch.
+
+    First of those that compare with the average: no other cause leaves the same factor on every parameter.
+    """
+    ratio = _constant_ratio(facts.mismatches)
+    if ratio is None:
+        return []
+    return facts.mismatch(
+        "DDP303",
+        f"Under the wrapper every one of these gradients is {format_factor(ratio, facts.known.world_size)} times the "
+        "average of the ranks' own gradients.",
+        location=None,
+        fix=_AVERAGING_HOOK
+        if facts.known.wrapper.comm_hook
+        else "Average once: what wraps the model, or a hook on its parameters, scales gradients that are averaged "
+        "already, or adds them up.",
+    )
+
+
+def explain_by_wrap_hooks(facts: ReducerFacts) -> list[Finding]:
+    """DDP310: a hook that was registered while wrapping changes gradients.
+
+    Only under DDP, for a wrapper of one's own reduces by such hooks.
+    """
+    hooks, known = facts.known.wrap_hooks, facts.known
+    if not facts.mismatched or not hooks or not known.wrapper.is_ddp:
+        return []
+    names = list(facts.mismatched)
+    return facts.mismatch(
+        "DDP310",
+        f"{capitalized(hooks[0].description)}, registered while wrapping, is in the way of gradients: what the wrapper "
+        f"left in .grad of {counted(len(names), 'parameter')} is not the average of the ranks' own.",
+        *(f"in the way of gradients: {hook}" for hook in hooks[:3]),
+        location=hooks[0].location or known.names.location(names),
+    )
+
+
+def explain_by_overwritten_buffers(facts: ReducerFacts) -> list[Finding]:
+    """DDP311: the broadcast before a second forward overwrites buffers that the first backward needs.
+
+    After hooks, of which there is a trace; that several forwards precede a backward is only likely.
+    """
+    buffers = list(facts.known.local.differing_buffers)
+    forwards = max((item.wrapper_calls for item in facts.evidence), default=0)
+    if not facts.mismatched or not facts.known.broadcasts_buffers or forwards < 2 or not buffers:
+        return []
+    return facts.mismatch(
+        "DDP311",
+        f"DDP broadcasts {join_names(buffers)} before each of {forwards} forwards, which overwrites what the backward "
+        "of the forwards before it needs.",
+        subjects=buffers,
+        location=facts.known.names.location(buffers),
+    )
+
+
+def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
+    """DDP302: gradients that are not the average of the ranks' own, for no cause that is known. Last.
+
+    What a hook of the user's own leaves may be meant: one that compresses leaves a part, and gives the rest later.
+    """
+    if not facts.mismatched:
+        return []
+    hook = facts.known.wrapper.comm_hook
+    if facts.known.own_hook:
+        return facts.mismatch(
+            "DDP302",
+            f"The communication hook {hook} leaves something else in .grad than the average of the ranks' own "
+            "gradients, the same on every rank.",
+            subjects=(hook,),
+            location=None,
+            severity=Severity.NOTE,
+            fix="Nothing, if the hook compresses. If it is to average, return the sum of bucket.buffer() over the "
+            "ranks, divided by their number, in the order of its elements.",
+        )
+    return facts.mismatch(
+        "DDP302",
+        f"What the wrapper left in .grad of {counted(len(facts.mismatched), 'parameter')} is not "
+        "the average of the ranks' own gradients.",
+    )
+
+
+_Explanations = tuple[Callable[[ReducerFacts], list[Finding]], ...]
+
+BETWEEN_RANKS: _Explanations = (explain_by_bypassed_forward, explain_by_missing_reduction)
+"""Of gradients that differ between ranks; the first that knows the pattern counts."""
+
+FROM_AVERAGE: _Explanations = (
+    explain_by_constant_factor,
+    explain_by_wrap_hooks,
+    explain_by_overwritten_buffers,
+    judge_unexplained_mismatch,
+)
+"""Of gradients that are equal on all ranks, and not the average of the ranks' own; likewise."""
+
+
+def _constant_ratio(differences: Sequence[Difference]) -> float | None:
+    """The factor that all differences share, or None."""
+    ratios = [item.ratio for item in differences]
+    if not ratios or any(item.residual > max(item.tolerance, LOOSEST_FIT * item.error) for item in differences):
+        return None
+    middle = sorted(ratios)[len(ratios) // 2]
+    spread = max(abs(ratio - middle) for ratio in ratios)
+    return middle if spread <= 0.01 * abs(middle) and middle != 0.0 else None
+
+
+# Under torch.compile
+
+
+def judge_compiled(evidence: Sequence[CompiledStep], known: JudgeContext) -> list[Finding]:
+    """DDP301 and 302 of gradients that are right without compilation, which has been judged before."""
+    for step in dict.fromkeys(item.step for item in evidence):
+        items = [item for item in evidence if item.step == step]
+        count = len(items[0].gradients)
+        if names := list(differing_names([item.gradients for item in items])):
+            return known.names.one_finding(
+                "DDP301",
+                names,
+                f"Under torch.compile the gradients of {len(names)} of {count} parameters differ between ranks after "
+                f"backward, in step {step}; without it they are equal.",
+                steps=(step,),
+            )
+        wrong = {} if _drew(items) else {bad.name: bad for item in items for bad in item.differences if bad.bad}
+        if wrong:
+            return known.names.one_finding(
+                "DDP302",
+                list(wrong),
+                f"Under torch.compile the wrapper leaves other gradients for {len(wrong)} of {count} parameters, in "
+                f"step {step}, than the average of the ranks' own, which it leaves without torch.compile.",
+                steps=(step,),
+                evidence=[*map(str, sorted(wrong.values(), key=lambda item: -item.error)[:3])],
+            )
+    return []
+
+
+def tell_compiled(evidence: Sequence[CompiledStep]) -> str:
+    """A sentence on the steps that were run under `torch.compile`."""
+    if not evidence:
+        return "torch.compile was not run: everything is checked as the code is written"
+    errors = [difference.error for item in evidence for difference in item.differences]
+    apart = (
+        "draws other random numbers there"
+        if _drew(evidence)
+        else f"leaves the same gradients there, within a relative error of {max(errors, default=0.0):.1g}"
+    )
+    return f"with torch.compile only the wrapper's steps are run again, which {apart}; the rest is run without it"
+
+
+def _drew(evidence: Sequence[CompiledStep]) -> bool:
+    return any(item.drew for item in evidence)
+
+
+_PREFIX = re.compile(r"\b_orig_mod\.|\._orig_mod\b| \(in module _orig_mod\)")
+
+
+def plain_name(text: str) -> str:
+    """A name of a parameter or module, or a text with some in it, without what `torch.compile` puts before them."""
+    return _PREFIX.sub("", text)
+
+
+def without_prefix(finding: Finding) -> Finding:
+    """A finding whose names are those of the code as it is written: `torch.compile(module)` holds it as `_orig_mod`."""
+    subjects, evidence = tuple(map(plain_name, finding.subjects)), tuple(map(plain_name, finding.evidence))
+    return replace(finding, subjects=subjects, message=plain_name(finding.message), evidence=evidence)

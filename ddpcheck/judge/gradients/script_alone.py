@@ -1,0 +1,177 @@
+"""DDP501, 208: parameters that an optimizer holds and no wrapper does, and that ranks train apart from each other.
+
+Pure functions from `findings.evidence.script` (gathered by `record`) to findings.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.gradient_changes import GradientsTaken
+from ddpcheck.findings.evidence.script import OptimizerEnd
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import join_names, one_finding, plural_verb
+from ddpcheck.judge.gradients.script_gradients import Steps, are_near, gradients_differ
+
+_PARTED = "the values were the same on all ranks in the first step of the optimizer, and are not in the last"
+_FEWEST_TAKEN = 3  # looks at what torch.autograd.grad gives
+
+
+def judge_alone(
+    steps: Sequence[Steps], ends: Sequence[OptimizerEnd], others: Sequence[Sequence[Steps]] = (), *, wrapped: bool
+) -> list[Finding]:
+    """DDP501 or 208: parameters in no wrapper that ranks train apart from each other.
+
+    Args:
+        steps: Of one optimizer.
+        ends: Of this optimizer, by rank; as many as have come to their end.
+        others: The optimizers of the same parameters, in the order in which they were made, this one too.
+        wrapped: Whether the script has a wrapper at all.
+    """
+    of_ranks = [one for one in steps if one and all(each.alone.keys() == one[0].alone.keys() for each in one)]
+    if len(of_ranks) < 2 or not of_ranks[0][0].alone or len(of_ranks) < len(steps):
+        return []
+    marks = [tuple(itertools.chain.from_iterable(one[rank].marks for one in of_ranks)) for rank in range(len(steps[0]))]
+    if len(ends) == len(marks):
+        marks = [of_rank + end.marks for of_rank, end in zip(marks, ends, strict=True)]
+    together = [len(set(at)) == 1 for at in zip(*marks, strict=False)]
+    if any(later and not before for before, later in itertools.pairwise(together)):
+        return []  # averaged now and then
+    if any(_are_alike(later[0]) and not _are_alike(one[-1]) for one, later in itertools.pairwise(others)):
+        return []  # likewise, between two optimizers
+    names = list(of_ranks[0][0].alone)
+
+    def alike(one: Steps, name: str) -> bool:
+        return len({each.alone[name] for each in one}) == 1
+
+    began = [name for name in names if alike(of_ranks[0], name)]
+    apart = [name for name in began if not any(alike(one, name) for one in of_ranks[-1:])]
+    local = [name for name in apart if any(gradients_differ(one, name) for one in of_ranks)]
+    if local and _few_agree(of_ranks):
+        if late := next((at for one in of_ranks for each in one if (at := each.late_sum_at)), None):
+            return _averaged_late(local, of_ranks, late)
+        where = "is in no DistributedDataParallel" if wrapped else "is averaged by nothing in this script"
+        return _alone(
+            "DDP501",
+            local,
+            f"{join_names(local)} {where if len(local) == 1 else where.replace('is ', 'are ', 1)}: every rank trains "
+            f"{plural_verb('it', 'them', local)} on its own gradients.",
+            of_ranks,
+            _PARTED,
+            "Put it into the module that is wrapped, or wrap it too."
+            if wrapped
+            else "Wrap the module in DistributedDataParallel, or all_reduce every gradient before the step.",
+        )
+    other = [name for name in names if name not in began and not any(alike(one, name) for one in of_ranks)]
+    averaged = [name for name in other if all(_are_same_gradients(one, name) for one in of_ranks)]
+    if averaged:
+        return _alone(
+            "DDP208",
+            averaged,
+            f"{join_names(averaged)} {plural_verb('differs', 'differ', averaged)} between ranks from the first step, "
+            "and the gradients are averaged: they belong to no model.",
+            of_ranks,
+            "the gradients are the same on all ranks in every step that was compared, and the values in none",
+            "Broadcast the parameters from rank 0 before the first step, or seed their construction equally.",
+        )
+    return []
+
+
+def _averaged_late(names: Sequence[str], steps: Sequence[Steps], late: Location) -> list[Finding]:
+    return one_finding(
+        "DDP501",
+        names,
+        f"The gradients of {join_names(names)} are all_reduced after the optimizer's step that uses them: every rank "
+        "steps by its own.",
+        location=late,
+        evidence=[f"the optimizer steps at {steps[0][0].location}", _PARTED],
+        fix="all_reduce every gradient after backward and before the optimizer's step, or wrap the module in "
+        "DistributedDataParallel.",
+    )
+
+
+def judge_taken(taken: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:
+    """DDP501: gradients from `torch.autograd.grad`, by which each rank moves the parameters of a wrapper for itself.
+
+    They were the same on all ranks when the first gradients were taken, and are not any more: nothing has averaged
+    the gradients, nor the parameters now and then.
+
+    Args:
+        taken: Of one wrapper, by rank.
+    """
+    at = list(zip(*taken, strict=False))
+    lengths = {len(of_rank) for of_rank in taken}
+    if len(at) < _FEWEST_TAKEN or lengths != {len(at)} or any(len({one.count for one in each}) > 1 for each in at):
+        return []
+    if any(one.reductions or one.put_off for each in at for one in each):
+        return []  # of backward passes that the wrapper averages, or is to
+    marks = zip(
+        *(tuple(itertools.chain.from_iterable(one.marks for one in of_rank)) for of_rank in taken), strict=False
+    )
+    together = [len(set(each)) == 1 for each in marks]
+    names = [name for name in at[0][0].parameters if len({one.parameters.get(name) for one in at[0]}) == 1]
+    apart = [name for name in names if len({one.parameters.get(name) for one in at[-1]}) > 1]
+    moved = [[name for name in apart if len({one.parameters.get(name) for one in each}) > 1] for each in at]
+    if any(later and not before for before, later in itertools.pairwise(together)) or not apart:
+        return []
+    if any(before and not later for before, later in itertools.pairwise(moved)):
+        return []
+    own = [each for each in at if any(_differ([one.gradients.get(name, ()) for one in each]) for name in apart)]
+    given = [each for each in at if each[0].gradients]
+    if 2 * len(own) <= len(given):
+        return []
+    first = at[0][0]
+    return one_finding(
+        "DDP501",
+        ("torch.autograd.grad",),
+        "Gradients of the wrapped module are taken with torch.autograd.grad, and DDP averages those of backward() "
+        f"only: every rank moves {join_names(apart)} by its own.",
+        location=first.location,
+        evidence=[
+            "the values were the same on all ranks when the first gradients were taken, and are not any more",
+            f"the gradients differ between ranks in {len(own)} of {len(given)} calls that were compared",
+            "the wrapper has averaged no backward pass",
+        ],
+        fix="Call loss.backward(), whose gradients DDP averages into .grad; or all_reduce each gradient that "
+        "torch.autograd.grad gives, and divide it by the world size, before it is used.",
+    )
+
+
+def _differ(sketches: Sequence[Sequence[float]]) -> bool:
+    return all(sketches) and not are_near(sketches)
+
+
+def are_local(steps: Sequence[Steps]) -> bool:
+    """Whether an optimizer holds nothing that is in a wrapper, and ranks give it gradients of their own."""
+    return not steps[0][0].held and _few_agree(steps)
+
+
+def are_apart(optimizers: Sequence[Sequence[Steps]]) -> bool:
+    """Whether each rank trains a model of its own: other values from the start, and other gradients."""
+    known = [steps for steps in optimizers if steps]
+    return bool(known) and all(are_local(steps) and not _are_alike(steps[0]) for steps in known)
+
+
+def _are_alike(steps: Steps) -> bool:
+    """Whether all parameters in no wrapper have the same values on every rank."""
+    return all(one.alone == steps[0].alone for one in steps)
+
+
+def _alone(
+    code: str, names: Sequence[str], message: str, steps: Sequence[Steps], evidence: str, fix: str
+) -> list[Finding]:
+    location = steps[0][0].location
+    return one_finding(code, names, message, location=location, evidence=[evidence], fix=fix)
+
+
+def _few_agree(steps: Sequence[Steps]) -> bool:
+    """Whether gradients differ in most of the steps, and not in one that a script makes on purpose."""
+    names = steps[0][0].alone
+    apart = [any(gradients_differ(one, name) for name in names) for one in steps]
+    return sum(apart) * 2 > len(steps)
+
+
+def _are_same_gradients(steps: Steps, name: str) -> bool:
+    there = [one.gradients[name] for one in steps if name in one.gradients]
+    return len(there) == len(steps) and are_near(there) and any(there[0])

@@ -1,0 +1,206 @@
+"""DDP301, 303 and 310: gradients that a script changes between backward and the optimizer's step: clips, and all else.
+
+Pure functions from `findings.evidence.script` and `.gradient_changes` (gathered by
+`record.optimizers.clip_recorder`) to findings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
+from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.source_lines import change_of_gradients
+from ddpcheck.findings.wording import group_by_value, join_names, one_finding, plural_verb, told_by_rank
+from ddpcheck.judge.gradients.script_gradients import (
+    Steps,
+    all_gradients_agree,
+    are_close,
+    differing,
+    minority_of,
+    short,
+    spelled,
+)
+from ddpcheck.judge.gradients.script_losses import SCALE_FREE
+from ddpcheck.stream.entries import ReplicaCaptured
+
+Clips = Sequence[Sequence[GradientsClipped]]
+"""Of each rank, in order."""
+Used = Sequence[tuple[OptimizerStep, ReplicaCaptured]]
+"""Steps of an optimizer on one rank, each with what the reduction before it has left."""
+
+_FEWEST_STEPS = 3
+_EXACT = 64  # numbers of a sketch up to which it has one for each element, so that its norm is the gradient's
+_TOLERANCE = 1e-3
+
+
+def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Finding]:
+    """DDP301: averaged gradients that are not the same on every rank when the optimizer uses them."""
+    for of_ranks in steps:
+        if not all(one.averaged for one in of_ranks) or len({one.reductions for one in of_ranks}) > 1:
+            continue
+        alone = {name for one in of_ranks for name in one.unaveraged}
+        names = [name for name in differing([one.norms for one in of_ranks]) if name not in alone]
+        if names:
+            values = {name: [one.norms.get(name) for one in of_ranks] for name in names}
+            ranks = minority_of([one.norms for one in of_ranks], names)
+            found = one_finding(
+                "DDP301",
+                [short(name) for name in names],
+                f"The averaged {plural_verb('gradient', 'gradients', names)} of "
+                f"{join_names([short(name) for name in names])} {plural_verb('was', 'were', names)} changed after "
+                "backward, not alike on every rank.",
+                ranks=ranks,
+                steps=(of_ranks[0].count,),
+                location=of_ranks[0].location,
+                evidence=[
+                    f"norm before the optimizer's step: {told}"
+                    for told in told_by_rank({short(n): [spelled(v) for v in values[n]] for n in names[:3]})
+                ],
+                fix="Clip, scale, mask and add noise in the same way on every rank; what is decided from local data "
+                "has to be shared first.",
+            )
+            return [_at_clip(finding, clips) for finding in found]
+    return []
+
+
+def _at_clip(finding: Finding, clips: Clips) -> Finding:
+    """At the call that clips gradients, the same on every rank until then, to a limit that is not the same."""
+    for of_ranks in zip(*clips, strict=False):
+        first = of_ranks[0]
+        limits = [one.limit for one in of_ranks]
+        paired = len({(one.count, one.step, one.location, one.by) for one in of_ranks}) == 1
+        alike = are_close([one.norm for one in of_ranks]) and not are_close(limits) and min(limits) > 0
+        if paired and alike and first.norm > min(limits) and first.location is not None:
+            told = "; ".join(group_by_value([spelled(limit) for limit in limits]))
+            return replace(
+                finding,
+                location=first.location,
+                evidence=(
+                    *finding.evidence,
+                    f"{first.by} is given another limit there: {told}",
+                    f"the optimizer steps at {finding.location}",
+                ),
+                fix="Clip to the same limit on every rank: all_reduce what it is computed from before the call.",
+            )
+    return finding
+
+
+def judge_clips(clips: Clips, steps: Sequence[Sequence[Steps]]) -> list[Finding]:
+    """DDP310: gradients that are clipped by each rank's own norm, and averaged after that.
+
+    Args:
+        clips: By rank, in order.
+        steps: Of each optimizer; where the gradients are not the same in them, they are averaged by nothing.
+    """
+    at = [
+        of_ranks for of_ranks in zip(*clips, strict=False) if len({(one.count, one.location) for one in of_ranks}) == 1
+    ]
+    apart = [of_ranks for of_ranks in at if not are_close([one.norm for one in of_ranks])]
+    if any(len({(one.step, one.location) for one in of_rank}) < len(of_rank) for of_rank in clips):
+        return []  # a clip for each sample, say
+    averaged = [one for of_one in steps for one in of_one if all_gradients_agree(one)]
+    if len(apart) < 2 or 2 * len(apart) <= len(at) or not averaged or len(averaged) < sum(map(len, steps)):
+        return []
+    first = apart[0]
+    return one_finding(
+        "DDP310",
+        (first[0].by,),
+        f"{first[0].by} finds other gradients on each rank: it clips what is averaged later.",
+        location=first[0].location,
+        evidence=[f"rank {rank}: a norm of {one.norm:.6g}" for rank, one in enumerate(first[:4])],
+        fix="Clip after the gradients have been averaged, and before the optimizer's step.",
+    )
+
+
+def judge_changed(changes: Sequence[Sequence[GradientsChanged]]) -> list[Finding]:
+    """DDP310: gradients that are clipped, or changed otherwise, before those of further micro-batches are added.
+
+    While they are each rank's own, ranks change them by factors of their own. Averaged ones are changed alike; then
+    only a clip is known to be one.
+    """
+    at = [
+        of_ranks
+        for of_ranks in zip(*changes, strict=False)
+        if len({(one.wrapper, one.step, one.by, one.location) for one in of_ranks}) == 1
+    ]
+    own = [of_ranks for of_ranks in at if all(one.put_off for one in of_ranks)]
+    apart = [of_ranks for of_ranks in own if not are_close([one.factor for one in of_ranks])]
+    clipped = [of_ranks for of_ranks in at if of_ranks[0].by and not any(one.put_off for one in of_ranks)]
+    found = apart if len(apart) > 1 and 2 * len(apart) > len(own) else clipped
+    if len(found) < 2:
+        return []
+    first = found[0]
+    what = first[0].by or "The script"
+    each = "by its own factor on each rank, before they are averaged" if found is apart else "before the step has all"
+    return one_finding(
+        "DDP310",
+        (first[0].by or "gradients",),
+        f"{what} changes the gradients after each micro-batch, {each}; those of the next micro-batch are added to what "
+        "is left.",
+        location=first[0].location,
+        evidence=[f"rank {rank}: their norm times {one.factor:.4g}" for rank, one in enumerate(first[:4])],
+        severity=Severity.ERROR if found is apart else Severity.WARNING,
+        fix="Clip once a step: after the backward pass of its last micro-batch, and before the optimizer's step.",
+    )
+
+
+def judge_rescaled(used: Sequence[Used], losses: Sequence[Sequence[LossDifferentiated]], size: int) -> list[Finding]:
+    """DDP303: averaged gradients that a script divides by the number of ranks once more, or multiplies by it.
+
+    Nothing of the loss may be scaled by it, and no step may have as many backward passes as there are ranks: that would
+    be what the factor is for. Optimizers whose steps do not depend on the scale of gradients are left out.
+
+    Args:
+        used: By rank, of one optimizer.
+        losses: By rank.
+        size: The number of ranks.
+    """
+    every = [one for of_rank in losses for one in of_rank]
+    if size < 2 or not all(used) or not every or any(one.scaled or one.number + 1 == size for one in every):
+        return []
+    if used[0][0][0].options.get("class", "").startswith(SCALE_FREE):
+        return []
+    factors = [_factor_of(step, left) for of_rank in used for step, left in of_rank]
+    known = [factor for factor in factors if factor is not None]
+    if len(known) < _FEWEST_STEPS * len(used) or not math.isclose(abs(math.log(known[0], size)), 1, rel_tol=_TOLERANCE):
+        return []
+    if not all(math.isclose(factor, known[0], rel_tol=_TOLERANCE) for factor in known):
+        return []
+    step = used[0][0][0]
+    divided = known[0] < 1
+    made = None if step.location is None else change_of_gradients(step.location)
+    return one_finding(
+        "DDP303",
+        ("gradients",),
+        f"The gradients that DDP has averaged are {'divided' if divided else 'multiplied'} by the number of ranks "
+        f"before the optimizer uses them, which are {f'1/{size} of' if divided else f'{size} times'} the average then.",
+        location=made or step.location,
+        evidence=[
+            f"in all {len(known) // len(used)} steps that were compared, on every rank: a norm of {known[0]:.6g} times "
+            "that of the average",
+            *([f"the optimizer steps at {step.location}"] if made else []),
+        ],
+        severity=Severity.WARNING,
+        fix="Use the gradients as backward leaves them: DDP has divided their sum by the number of ranks.",
+    )
+
+
+def _factor_of(step: OptimizerStep, left: ReplicaCaptured) -> float | None:
+    """The one factor between gradients that an optimizer uses and those that a reduction has left, where it is known.
+
+    By those of few elements, whose norm the sketch has exactly.
+    """
+    factors = [factor for factor in _factors(step, left) if factor > 0]
+    alike = bool(factors) and max(factors) - min(factors) <= _TOLERANCE * max(factors)
+    return sum(factors) / len(factors) if alike else None
+
+
+def _factors(step: OptimizerStep, left: ReplicaCaptured) -> Iterator[float]:
+    for name, numbers in left.averaged.items():
+        if 0 < len(numbers) <= _EXACT and (there := math.hypot(*numbers)):
+            yield step.norms.get(f"{left.wrapper}/{name}", 0.0) / there

@@ -1,0 +1,267 @@
+"""DDP303, DDP305, DDP514: losses that a script scales by the world size, or divides by a number of each rank's own.
+
+Pure functions from `findings.evidence.script` (gathered by `record.loss.loss_recorder`) to findings.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Sequence
+
+from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import counted, one_finding
+from ddpcheck.judge.gradients.mean_of_means import severity_of_weights
+
+FEWEST_PASSES = 3  # that are compared
+_TOLERANCE = 1e-3
+_UNEQUAL = 0.02  # in parts of the smallest count
+_WHOLE = 0.02  # from the next whole number
+_LARGEST = 1e5  # of which the inverse in float32 tells whether it is whole
+_WEIGHTS = (1.0, 0.5, 0.25, 0.2, 0.1, *map(float, range(2, 11)))  # of a term of a loss of several
+SCALE_FREE = ("Adam", "NAdam", "RAdam", "Rprop", "Lion", "Adafactor")  # steps do not depend on a gradient's scale
+
+Losses = Sequence[Sequence[LossDifferentiated]]
+"""By rank, in order."""
+
+
+def judge_losses(losses: Losses, whole: Sequence[Container[int]] = ()) -> list[Finding]:
+    """The findings on losses of which DDP averages the gradients.
+
+    Args:
+        losses: By rank.
+        whole: By rank, the steps in which its loss is that of all ranks, and its gradient a part of theirs.
+    """
+    losses = [[one for one in of_rank if one.wrappers] for of_rank in losses]  # the last micro-batch of each step
+    by_place = [{(one.step, one.number): one for one in of_rank} for of_rank in losses]
+    common = sorted(set.intersection(*map(set, by_place))) if by_place else []
+    passes = [[of_rank[place] for of_rank in by_place] for place in common]
+    if len(passes) < FEWEST_PASSES:
+        return []
+    add_up = any(of_ranks[rank].step in steps for of_ranks in passes for rank, steps in enumerate(whole))
+    return ([] if add_up else _judge_scale(passes, len(losses)) or _judge_shared(passes)) or _judge_counts(passes)
+
+
+def are_sums(losses: Losses, wrapper: int) -> bool:
+    """Whether all losses of a wrapper are sums that every rank divides by the same number: of what all ranks have, say.
+
+    To sum the gradients of such a loss over the ranks is right.
+    """
+    terms: dict[tuple[int, int], list[ScaledTerm]] = {}
+    for one in (one for of_rank in losses for one in of_rank if wrapper in one.wrappers):
+        terms.setdefault((one.step, one.number), []).extend(one.terms)
+    every = [term for of_pass in terms.values() for term in of_pass]
+    alike = all(len({round(term.factor, 9) for term in of_pass}) == 1 for of_pass in terms.values() if of_pass)
+    return bool(every) and alike and all(term.kind == "sum" and abs(term.factor) < 1 for term in every)
+
+
+def _judge_scale(passes: Losses, world_size: int) -> list[Finding]:
+    """DDP303: a mean, multiplied or divided by the world size although DDP averages."""
+    every = [one for of_ranks in passes for one in of_ranks]
+    kinds = {term.kind for one in every for term in one.terms}
+    if len(kinds) != 1 or not all(one.scaled and one.terms for one in every):
+        return []
+    scales = {round(abs(_total(term)) * (one.number + 1), 4) for one in every for term in one.terms}
+    divided = {round(1.0 / world_size, 4), *([float(world_size)] if kinds == {"mean"} else [])}  # of a sum by chance
+    if len(scales) != 1 or not scales <= divided or any(one.number + 1 == world_size for one in every):
+        return []  # as many micro-batches as ranks may be what it is for
+    power = max(scales) - 1
+    says = "multiplied" if power > 0 else "divided"
+    return one_finding(
+        "DDP303",
+        ("loss",),
+        f"The loss is a mean that is {says} by the world size, and DDP averages its gradients over the ranks: they are "
+        f"{world_size if power > 0 else f'1/{world_size} of'} {'times ' if power > 0 else ''}those of the mean.",
+        location=every[0].scaled,
+        evidence=[f"in all {len(passes)} backward passes that were compared, on every rank"],
+        severity=Severity.WARNING,
+        fix="Leave the loss as it is: what DDP averages is the gradient of the mean over all ranks.",
+    )
+
+
+def _judge_shared(passes: Losses) -> list[Finding]:
+    """DDP303: sums that every rank divides by a number of all ranks, and DDP divides by the number of ranks again."""
+    lines = [_divided_by(of_ranks) for of_ranks in passes]
+    if not all(lines):
+        return []
+    total, line = next(filter(None, lines))
+    world_size = len(passes[0])
+    return one_finding(
+        "DDP303",
+        ("loss",),
+        "The loss of each rank is a sum, divided by a number that is summed over all ranks, and DDP averages over the "
+        f"ranks once more: gradients are 1/{world_size} of those of the mean.",
+        location=line,
+        evidence=[f"in all {len(passes)} backward passes that were compared; in the first of them by {total:g}"],
+        severity=Severity.WARNING,
+        fix="Divide the number by dist.get_world_size(), or multiply the loss by it: DDP averages over the ranks.",
+    )
+
+
+def _divided_by(of_ranks: Sequence[LossDifferentiated]) -> tuple[float, Location | None] | None:
+    """The sum of what the ranks have reduced by which all terms of all their losses are divided, and its line."""
+    terms = [term for one in of_ranks for term in one.terms]
+    if not terms or any(term.kind != "sum" for term in terms) or any(one.scaled for one in of_ranks):
+        return None
+    for numbers in zip(*(one.reduced for one in of_ranks), strict=False):
+        total = sum(number.value for number in numbers)
+        if len({number.location for number in numbers}) == 1 and not any(number.by_world for number in numbers):
+            if total > 1 and all(abs(abs(term.factor) * total - 1) < _TOLERANCE for term in terms):
+                return total, numbers[0].location
+    return None
+
+
+def judge_accumulated(losses: Losses) -> list[Finding]:
+    """DDP514: means over micro-batches that are added up, and not divided by their number.
+
+    These are micro-batches where each has a backward pass from the same line, and either the wrapper is told to average
+    only after the last of them, or the script has taken a batch for each.
+    """
+    steps: dict[int, list[list[LossDifferentiated]]] = {}
+    for rank, of_rank in enumerate(losses):
+        for one in of_rank:
+            steps.setdefault(one.step, [[] for _ in losses])[rank].append(one)
+    several = [of_ranks for of_ranks in steps.values() if all(len(passes) > 1 for passes in of_ranks)]
+    undivided = [of_ranks for of_ranks in several if all(map(_is_undivided, of_ranks))]
+    if len(undivided) < FEWEST_PASSES - 1 or len(undivided) < len(several):
+        return []
+    passes = undivided[0][0]
+    return one_finding(
+        "DDP514",
+        ("loss",),
+        f"The losses of {len(passes)} micro-batches, each a mean, are added up and not divided by their number: the "
+        f"gradient of a step is {len(passes)} times that of the mean over its samples.",
+        location=passes[0].made or passes[0].location,
+        evidence=[
+            f"the weights of the means in the gradient add up to {len(passes)}, in all {len(undivided)} optimizer "
+            "steps that were compared"
+        ],
+        severity=Severity.WARNING,
+        fix="Divide the loss by the number of micro-batches of the step before backward.",
+    )
+
+
+def _is_undivided(passes: Sequence[LossDifferentiated]) -> bool:
+    """Whether the backward passes of a step are of micro-batches, and each of a whole mean."""
+    last, wrappers = passes[-1], set(passes[-1].wrappers)
+    if not wrappers or len({one.location for one in passes}) > 1 or len({_kinds(one) for one in passes}) > 1:
+        return False
+    own = all(not wrappers.isdisjoint((*one.put_off, *one.wrappers)) for one in passes)
+    taken = all(before.batches < after.batches for before, after in itertools.pairwise(passes))
+    put_off = all(not wrappers.isdisjoint(one.put_off) for one in passes[:-1])
+    if not own or not (taken if last.batches else put_off):
+        return False
+    weights = [max((abs(t.factor) for t in one.terms if t.kind == "mean"), default=0.0) for one in passes]
+    return all(abs(weight - 1.0) < _TOLERANCE for weight in weights)
+
+
+def _kinds(one: LossDifferentiated) -> tuple[str, ...]:
+    return tuple(term.kind for term in one.terms)
+
+
+def _total(term: ScaledTerm) -> float:
+    """What all elements of a term weigh together."""
+    return term.factor * (term.count if term.kind == "sum" else 1)
+
+
+def _judge_counts(passes: Losses) -> list[Finding]:
+    """DDP305: sums that each rank divides by a number of its own."""
+    for weight in _WEIGHTS:
+        every = [_own_counts(of_ranks, weight) for of_ranks in passes]
+        unequal = [counts for counts in every if counts]
+        distinct = len({tuple(counts) for counts in unequal})  # else a weight makes them whole by chance
+        if (
+            len(unequal) >= FEWEST_PASSES
+            and 2 * len(unequal) > len(passes)
+            and (weight == 1.0 or distinct >= FEWEST_PASSES)
+        ):
+            return _unequal_counts(passes, every, unequal)
+    return []
+
+
+def _unequal_counts(passes: Losses, every: Sequence[list[float]], unequal: Sequence[list[float]]) -> list[Finding]:
+    return one_finding(
+        "DDP305",
+        ("loss",),
+        "The loss of each rank is divided by its own number of elements, and the numbers differ, so the average over "
+        "ranks is a mean of means and not that of all elements of the step.",
+        location=passes[0][0].made or passes[0][0].location,
+        evidence=[
+            f"in {len(unequal)} of {len(passes)} backward passes that were compared; in the first of them "
+            + ", ".join(f"by {count:.0f} on rank {rank}" for rank, count in enumerate(unequal[0]))
+        ],
+        severity=severity_of_weights([[1 / n for n in counts] or [1.0] * len(passes[0]) for counts in every]),
+        fix="Divide by the sum of the numbers over all ranks, and multiply by the world size, over which DDP averages.",
+    )
+
+
+def _own_counts(of_ranks: Sequence[LossDifferentiated], weight: float) -> list[float]:
+    """What each rank divides a sum by, which counts so much in the loss, where these are whole numbers that differ."""
+    for terms in zip(*(one.terms for one in of_ranks), strict=False):
+        counts = [_divisor(term, weight) for term in terms]
+        if min(counts) >= 1 and max(counts) > min(counts) * (1 + _UNEQUAL):
+            if max(counts) < _LARGEST and all(abs(count - round(count)) < _WHOLE for count in counts):
+                return counts
+    return []
+
+
+def _divisor(term: ScaledTerm, weight: float) -> float:
+    if term.kind == "mean":
+        return float(term.count) if term.chosen else 0.0
+    return weight / abs(term.factor) if term.factor else 0.0
+
+
+def judge_summed_again(steps: Sequence[Sequence[OptimizerStep]], world_size: int) -> list[Finding]:
+    """DDP303: gradients that DDP has averaged and that are summed over the ranks by hand after that."""
+    summed = [
+        of_ranks for of_ranks in steps if all(one.averaged and set(one.summed) & set(one.held) for one in of_ranks)
+    ]
+    if len(summed) < FEWEST_PASSES or len(summed) < len(steps):
+        return []
+    first = summed[0][0]
+    return one_finding(
+        "DDP303",
+        ("all_reduce",),
+        f"DDP has averaged the gradients, and an all_reduce sums them over the ranks once more: they are {world_size} "
+        "times those of the mean.",
+        location=first.summed_at,
+        evidence=[
+            f"in all {len(summed)} optimizer steps that were compared, of {counted(len(first.summed), 'parameter')}"
+        ],
+        severity=Severity.WARNING,
+        fix="Leave the all_reduce out: DDP averages the gradients in backward.",
+    )
+
+
+def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list[Finding]:
+    """DDP303: gradients that are summed over the ranks by hand, of losses that are means over a rank's samples.
+
+    Args:
+        steps: Of one optimizer, each on all ranks.
+        losses: By rank.
+    """
+    means = [
+        not one.wrappers and all(term.kind == "mean" and term.factor == 1.0 for term in one.terms)
+        for one in losses[0]
+        if one.terms
+    ]
+    summed = [of_ranks for of_ranks in steps if all(one.summed for one in of_ranks)]
+    if len(summed) < FEWEST_PASSES or len(summed) < len(steps) or len(means) < FEWEST_PASSES or not all(means):
+        return []
+    first = summed[0][0]
+    if first.options.get("class", "").startswith(SCALE_FREE):
+        return []
+    return one_finding(
+        "DDP303",
+        ("all_reduce",),
+        f"Gradients are summed over the ranks and not divided by their number: they are {len(losses)} times those of "
+        "the mean over all samples.",
+        location=first.summed_at,
+        evidence=[
+            f"in all {len(summed)} optimizer steps that were compared, of {counted(len(first.summed), 'parameter')}",
+            "the loss is a mean over the samples of a rank",
+        ],
+        severity=Severity.WARNING,
+        fix="Divide by dist.get_world_size() after the all_reduce, or reduce with dist.ReduceOp.AVG where there is it.",
+    )

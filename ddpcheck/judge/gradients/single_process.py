@@ -1,0 +1,311 @@
+"""DDP303 to 312: averaged gradients that are not those of the global batch, and the pattern that names the cause.
+
+Pure functions from differences that `ddpcheck.gather.phases.single_process` has measured to findings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.single_process import LOOSEST_FIT, LossTerm, ShardAnalysis
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import capitalized, format_ranks, join_names, one_finding, unless_all
+from ddpcheck.judge.gradients.loss_terms import (
+    IS_SUM,
+    explain_by_terms,
+    format_term,
+    judge_normalisation,
+    judge_unexplained,
+)
+from ddpcheck.judge.gradients.mean_of_means import LEAST_OF_GRADIENT
+from ddpcheck.judge.judge_context import (
+    SMALLEST_FACTOR,
+    JudgeContext,
+    SingleProcessFacts,
+    first_explanation,
+    format_factor,
+    worst_first,
+)
+from ddpcheck.judge.replicas.rank_configuration import judge_program_data, judge_programs
+
+
+def judge_single_process(
+    differences: Mapping[int, Sequence[Difference]], analysis: ShardAnalysis | None, known: JudgeContext
+) -> list[Finding]:
+    """DDP303, 304, 305, 309, 310, 312, 514 and 516: averaged gradients that are not those of the global batch.
+
+    The first of `EXPLANATIONS` that knows the pattern counts; a difference that none of them knows is DDP312. The
+    differences are by step, and the analysis is of the first step that differs.
+    """
+    bad = {step: [item for item in items if item.bad] for step, items in differences.items()}
+    bad = {step: items for step, items in bad.items() if items}
+    if not bad:
+        return []
+    first = bad[min(bad)]
+    count = f"{len(first)} of {len(differences[min(bad)])} gradients differ from the single process"
+    facts = SingleProcessFacts(
+        wrong=tuple(first),
+        steps=unless_all(sorted(bad), len(differences)),
+        tolerance=min(max(max(item.tolerance for item in first), 1e-6), LOOSEST_FIT),
+        analysis=analysis or ShardAnalysis(error="they were not run"),
+        known=known,
+        evidence=(count, *map(str, worst_first(first)[:3])),
+    )
+    found = first_explanation(EXPLANATIONS, facts) or judge_unexplained(facts)
+    if max(item.error for items in bad.values() for item in items) >= LEAST_OF_GRADIENT:
+        return found
+    small = {"DDP305": Severity.WARNING}
+    return [one if IS_SUM in one.tags else replace(one, severity=small.get(one.code, one.severity)) for one in found]
+
+
+def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP310: something on the way of the gradients changes them, by what they are or by the rank that they are on.
+
+    Comes first: a gradient that backward has changed fits no pattern of losses, or a wrong one.
+    """
+    known = facts.known
+    names = [item.name for item in facts.wrong]
+    nonlinear = [name for name in known.nonlinear if name in names]
+    by_rank = facts.world_changed and known.hooks and all(call.differentiable for call in known.local.calls)
+    if not nonlinear and not (by_rank and _are_close(facts.analysis.shard_losses, known.local.losses)):
+        return []
+    where = next((hook.location for hook in known.hooks if hook.location), None)
+    subjects = known.names.subjects(known.nonlinear if nonlinear else names)
+    cause = capitalized(known.hooks[0].description) if known.hooks else "Something in backward"
+    return facts.one_finding(
+        "DDP310",
+        f"{cause} changes the local gradient of {join_names(subjects)} before it is averaged, and the result is "
+        f"{facts.largest_error:.2g} away from that of the global batch.",
+        "a loss twice as large does not give gradients twice as large: what happens in backward is not linear"
+        if nonlinear
+        else "the losses are those of the same shards without a process group; only the gradients are not",
+        *(f"in the way of gradients: {hook}" for hook in known.hooks[:3]),
+        subjects=subjects,
+        location=where or known.names.location(names),
+    )
+
+
+def _explain_by_micro_batches(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP514: gradients are accumulated, and not divided by the number of micro-batches, which a rank has fewer of.
+
+    Before the other factors, for the backward passes are counted, and their number is the factor.
+    """
+    alone, here = facts.known.local.backwards
+    ratio = facts.analysis.against_global.ratio
+    if not facts.scaled or alone == here or not math.isclose(ratio, here / alone, rel_tol=1e-2):
+        return []
+    return facts.one_finding(
+        "DDP514",
+        "The loss accumulates gradients over micro-batches and does not divide by their number, which is another "
+        f"on a rank: the gradient is {ratio:.4g} times the global batch's.",
+        f"{alone} backward passes in the single process, {here} on a rank",
+        location=facts.known.loss_location,
+    )
+
+
+def _explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP303 or 305 where all is one factor away, from the shards' gradients or from the global batch's.
+
+    Where shards alone give other gradients or cannot be run, the values of the loss must tell who applies the factor.
+    Before what differs between ranks, for the factor is the same on all of them.
+    """
+    analysis, known = facts.analysis, facts.known
+    ratio = analysis.against_global.ratio
+    if facts.world_changed and facts.is_factor(analysis.against_shards):
+        return _factor_of_the_world(facts, analysis.against_shards.ratio)
+    exchanges_tensors = any(call.elements > 1 for call in facts.suspect_calls)
+    if not facts.scaled or exchanges_tensors or (facts.ran and not facts.world_changed):
+        return []
+    if _losses_are_scaled(analysis.shard_losses, known.local.losses, ratio):
+        return _factor_of_the_world(facts, ratio)
+    if known.local.losses and _are_close(known.local.losses, [analysis.global_loss] * len(known.local.losses)):
+        return facts.one_finding(
+            "DDP303",
+            f"Every gradient is {format_factor(ratio, known.world_size)} times the global batch's: each rank computes "
+            "the loss of the whole batch, its gradient comes back to the rank's own samples only, and DDP averages.",
+            f"every rank's loss is {analysis.global_loss:.4g}, that of the global batch",
+            *(f"gathered by {call}" for call in known.local.calls[:2]),
+            location=known.loss_location,
+            fix="Multiply the loss by the world size, or gather with torch.distributed.nn.functional.all_gather, whose "
+            "backward adds up the gradients of all ranks.",
+        )
+    weight = 1 / (known.world_size * ratio)
+    return judge_normalisation(facts, [LossTerm(weights=(weight,) * known.world_size)])
+
+
+def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP216 or 516: ranks hold other values, or compute another loss from their samples than a single process.
+
+    Before weights of ranks and collectives, for a value that is seen to differ is the cause, and they its effect.
+    """
+    analysis, known = facts.analysis, facts.known
+    if not facts.world_changed:
+        return []
+    if found := judge_program_data(facts):
+        return found
+    if known.local.calls or analysis.rank_weights.residual <= facts.tolerance:
+        return []
+    return judge_programs(facts)
+
+
+def _explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP303: every rank's gradient is that of its shard, times a factor that depends on the rank.
+
+    Before collectives, since weights that leave no difference cannot be the result of another computation.
+    """
+    if not facts.world_changed or facts.analysis.rank_weights.residual > facts.tolerance:
+        return []
+    if all(term.rank_weights and term.error <= facts.tolerance for term in facts.analysis.terms):
+        return []  # those of the global batch: what differs is something else
+    share = ", ".join(f"{weight:.4g}" for weight in facts.analysis.rank_weights.weights)
+    return facts.one_finding(
+        "DDP303",
+        f"The ranks weigh their gradients by {share} and not by {1 / facts.known.world_size:.4g} each: the loss "
+        "or the model applies a factor that depends on the rank.",
+    )
+
+
+def _explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP309: a collective without derivative stands on the way, and shards alone give something else.
+
+    After all patterns that fit exactly, for that the collective is the cause is only likely.
+    """
+    suspects = facts.suspect_calls
+    if not suspects:
+        return []
+    if facts.known.local.choices:  # which may be all that differs, as where k-means begins a codebook at random
+        return judge_unexplained(facts)
+    calls = list(dict.fromkeys(map(str, suspects)))
+    return facts.one_finding(
+        "DDP309",
+        f"The forward pass calls {calls[0]}, through which no gradient flows, and the averaged gradients are "
+        f"{facts.largest_error:.2g} away from those of the global batch.",
+        *(f"called: {call}" for call in calls[1:]),
+        subjects=tuple(dict.fromkeys(call.operation for call in suspects)),
+        location=Location.parse(next((call.location for call in suspects if call.location), "")),
+        fix=fix_without_gradient(suspects),
+    )
+
+
+_WITH_GRADIENT = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+)
+
+
+def fix_without_gradient(calls: Sequence[Call]) -> str:
+    """Advice on collectives through which no gradient flows; empty where torch has no function instead."""
+    names = dict.fromkeys(call.operation for call in calls)
+    instead = [next((known for known in _WITH_GRADIENT if name.startswith(known)), "") for name in names]
+    if not all(instead):
+        return ""
+    functions = join_names([f"torch.distributed.nn.functional.{name}" for name in dict.fromkeys(instead)])
+    advice = f"Use {functions} instead, through which gradients come back from all ranks."
+    if any("gather" in name for name in names):
+        advice += " The local tensor, put back into what was gathered, gets the gradient of this rank's loss alone."
+    if any("reduce" in name for name in names):
+        advice += " Reduce a number that is only logged on a detached copy."
+    return advice
+
+
+def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP303: the ranks communicate, and some terms of the loss come out times a factor, others do not.
+
+    After a collective without derivative, which may leave any factor on a term.
+    """
+    analysis = facts.analysis
+    off = [term for term in analysis.terms if abs(term.ratio - 1) > max(facts.tolerance, SMALLEST_FACTOR)]
+    most = max((abs(term.ratio - 1) for term in off), default=0.0)
+    if not facts.world_changed or not off or analysis.terms_residual > max(facts.tolerance, LOOSEST_FIT * most):
+        return []
+    factors = [
+        f"the gradient of {format_term(term, analysis.terms)} is "
+        f"{format_factor(term.ratio, facts.known.world_size)} times the global batch's"
+        for term in off
+    ]
+    return facts.one_finding(
+        "DDP303",
+        f"{capitalized(factors[0])}: what it is divided by is counted over all ranks, or scaled by the "
+        "world size, and DDP averages already.",
+        *factors[1:],
+        location=off[0].location or facts.known.loss_location,
+    )
+
+
+def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> list[Finding]:
+    factor = format_factor(ratio, facts.known.world_size)
+    return facts.one_finding(
+        "DDP303",
+        f"Every gradient is {factor} times that of the same shards without a process group: the model or the loss "
+        "scales by the world size, and DDP averages already.",
+        fix=f"Take the factor {ratio:.4g} out of the loss (a division or multiplication by the world size, or an "
+        "all-reduce of the loss): DDP averages already.",
+    )
+
+
+def _are_close(some: Sequence[float], others: Sequence[float]) -> bool:
+    pairs = zip(some, others, strict=False)
+    return len(some) == len(others) and all(math.isclose(a, b, rel_tol=1e-3) for a, b in pairs)
+
+
+def _losses_are_scaled(alone: Sequence[float], together: Sequence[float], ratio: float) -> bool:
+    """Whether the losses on the ranks are nearer to `ratio` times those of the shards alone than to the same."""
+    pairs = [(a, t) for a, t in zip(alone, together, strict=False) if a * t > 0]
+    if not pairs or ratio <= 0:
+        return False
+    middle = sum(math.log(t / a) for a, t in pairs) / len(pairs)
+    return abs(middle - math.log(ratio)) < abs(middle)
+
+
+EXPLANATIONS: tuple[Callable[[SingleProcessFacts], list[Finding]], ...] = (
+    _explain_by_changed_gradients,
+    _explain_by_micro_batches,
+    _explain_by_one_factor,
+    _explain_by_program,
+    _explain_by_rank_weights,
+    _explain_by_collective_without_gradient,
+    _explain_by_factors_of_terms,
+    explain_by_terms,
+)
+"""In the order in which they are asked; each says in its docstring why it stands where it does."""
+
+
+def judge_nothing_compared(norms: Mapping[int, float]) -> list[Finding]:
+    """DDP307 when every gradient was zero or missing (norm of all single-process or local gradients, by step)."""
+    empty = sorted(step for step, norm in norms.items() if norm == 0.0)
+    if not norms or len(empty) < len(norms):
+        return []
+    return one_finding(
+        "DDP307",
+        ("loss",),
+        "Every gradient was zero or missing in every step, so nothing was compared.",
+        evidence=["a comparison of zeros with zeros would pass whatever DDP did"],
+    )
+
+
+def judge_repeat(differences: Mapping[int, Sequence[Difference]], step: int) -> list[Finding]:
+    """DDP308 when the same step, run twice on a rank from the same state, gave other gradients (by rank)."""
+    bad = {rank: [item for item in items if item.bad] for rank, items in differences.items()}
+    ranks = tuple(sorted(rank for rank, items in bad.items() if items))
+    if not ranks:
+        return []
+    worst = max((item for items in bad.values() for item in items), key=lambda item: item.error)
+    return one_finding(
+        "DDP308",
+        ("loss",),
+        f"The same step run twice on {format_ranks(ranks)} gave other gradients, so comparisons mean nothing.",
+        ranks=unless_all(ranks, len(differences)),
+        steps=(step,),
+        evidence=[str(worst), "the generators of torch, numpy and random were seeded alike both times"],
+    )

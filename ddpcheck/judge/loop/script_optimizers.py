@@ -1,0 +1,301 @@
+"""DDP223, 306, 309, 504, 507, 508, 517, 518: the optimizers of a script and what they are given.
+
+Pure functions from `findings.evidence.script` (gathered by `record`) to findings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.evidence.script import (
+    GradientsZeroed,
+    MetricUsed,
+    OptimizerEnd,
+    ReducedInPlace,
+)
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import (
+    format_ranks,
+    group_by_value,
+    join_names,
+    one_finding,
+    plural_verb,
+    told_by_rank,
+)
+from ddpcheck.judge.gradients.script_alone import are_local
+from ddpcheck.judge.gradients.script_gradients import (
+    Steps,
+    any_gradient_differs,
+    differing,
+    minority_of,
+    short,
+    spelled,
+)
+from ddpcheck.judge.replicas.rank_configuration import judge_options
+
+_FEWEST_STEPS = 8  # of a schedule without an end, counting those at once as one
+_FEWEST_TURNS = 3  # of one that comes to its end
+_ABOUT = 0.1
+
+
+def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
+    """DDP223 or 507: options that are not the same on every rank, in the first step in which that is so.
+
+    Not of an optimizer on parameters that ranks train apart from each other.
+    """
+    if steps and are_local(steps):
+        return []
+    for number, of_ranks in enumerate(steps):
+        found = judge_options("DDP223", [one.options for one in of_ranks], "The optimizer")
+        if not found:
+            continue
+        finding, first = found[0], of_ranks[0]
+        if number and first.reductions < 0 and len({one.collectives for one in of_ranks}) > 1:
+            return _out_of_step(of_ranks)
+        if number and all(name.endswith((" lr", " initial_lr")) for name in finding.subjects):
+            names = finding.subjects
+            finding = replace(
+                one_finding(
+                    "DDP507",
+                    names,
+                    f"The learning rate was the same on every rank, and is not any more in step {first.count} of the "
+                    "optimizer.",
+                    ranks=finding.ranks,
+                )[0],
+                evidence=finding.evidence,
+            )
+        made = _rate_line(of_ranks) if finding.code == "DDP507" else first.made
+        noticed = (f"noticed at {first.location}",) if made and made != first.location else ()
+        evidence = (*finding.evidence, *noticed)
+        return [replace(finding, steps=(first.count,), location=made or first.location, evidence=evidence)]
+    return []
+
+
+def _rate_line(of_ranks: Steps) -> Location | None:
+    """The line that decides the learning rate: of the schedule's step where not every rank has come to it as often."""
+    schedules = [one.schedule for one in of_ranks if one.schedule is not None]
+    if len({schedule.steps for schedule in schedules}) > 1:
+        return max(schedules, key=lambda schedule: schedule.steps).location
+    return of_ranks[0].rate
+
+
+def judge_schedule(ends: Sequence[OptimizerEnd], world_size: int) -> list[Finding]:
+    """DDP507: a schedule that makes as many steps at once as there are ranks, each time, and so ends too early.
+
+    Some count the steps of all ranks by right: then the schedule has as many to make. So it is a fault only where the
+    rate has come to its end, or to its lowest, in that part of the training; or where the source says that the steps
+    are those of the ranks, and nothing of the schedule counts with them.
+    """
+    schedules = [end.schedule for end in ends if end.schedule is not None]
+    if world_size < 2 or len(schedules) < max(1, len(ends)):
+        return []
+    first = schedules[0]
+    each = all(one.turns and abs(one.steps - world_size * one.turns) <= world_size for one in schedules)
+    ended = any(abs(world_size * end / first.steps - 1) <= _ABOUT for end in first.ends if first.steps)
+    of_all = any(number == world_size or abs(number / first.steps - 1) <= _ABOUT for number in first.numbers)
+    endless = first.by_world and not of_all and first.turns >= _FEWEST_STEPS
+    if not each or first.turns < _FEWEST_TURNS or not (ended or endless):
+        return []
+    return one_finding(
+        "DDP507",
+        ("learning rate",),
+        f"The learning rate schedule makes {world_size} steps, one for each rank, where one is due: "
+        + (f"it is at its end after 1/{world_size} of the training." if ended else "it goes on as many times as fast."),
+        location=first.made if first.by_package else first.location,
+        evidence=[f"{first.steps} steps of the schedule in {first.turns} places, {ends[0].count} of the optimizer"],
+        severity=Severity.WARNING,
+        fix="Step the schedule once after each optimizer step. Where a framework makes one for each rank (accelerate "
+        "without split_batches), give the schedule the number of steps of all ranks together.",
+    )
+
+
+def _out_of_step(of_ranks: Steps) -> list[Finding]:
+    return one_finding(
+        "DDP508",
+        ("step",),
+        f"The ranks are not in the same step: before step {of_ranks[0].count} of the optimizer they have come to "
+        "different numbers of collectives, and its options are already those of another step.",
+        location=of_ranks[0].location,
+        evidence=[f"collectives of all ranks: {one}" for one in group_by_value([one.collectives for one in of_ranks])],
+        fix="Leave the loop, or skip what is in it, on all ranks or on none: all_reduce the decision.",
+    )
+
+
+def judge_pace(steps: Sequence[Steps], ends: Sequence[OptimizerEnd]) -> list[Finding]:
+    """DDP508: a rank that has made fewer or more optimizer steps than the others between averaged backward passes."""
+    for of_ranks in steps:
+        reductions = [one.reductions for one in of_ranks]
+        if min(reductions) >= 0 and len(set(reductions)) > 1:
+            return _pace(of_ranks, reductions)
+    counts = [end.count for end in ends]
+    if steps and len(ends) == len(steps[0]) and min(end.reductions for end in ends) > 0 and len(set(counts)) > 1:
+        if len({end.reductions for end in ends}) == 1:
+            return _skipped(steps[-1], counts)
+    return []
+
+
+def _pace(of_ranks: Steps, reductions: Sequence[int]) -> list[Finding]:
+    ranks = [rank for rank, count in enumerate(reductions) if count > min(reductions)]
+    where, ways = _left_out_at(of_ranks)
+    return one_finding(
+        "DDP508",
+        ("step",),
+        f"{format_ranks(ranks).capitalize()} {plural_verb('skips', 'skip', ranks)} optimizer steps that the others "
+        "make.",
+        ranks=ranks,
+        location=where,
+        evidence=[
+            *(f"averaged backward passes until step {of_ranks[0].count}: {n}" for n in group_by_value(reductions)),
+            *ways,
+        ],
+    )
+
+
+def _left_out_at(of_ranks: Steps) -> tuple[Location | None, list[str]]:
+    """The line that decides whether a step is made, where there is one such, else that of the step; and evidence."""
+    step, lines = of_ranks[0].location, of_ranks[0].left_out_at
+    if len(lines) == 1:
+        return lines[0], [f"it decides on the step at {step}"]
+    return step, [f"{line} may leave it out" for line in lines]
+
+
+def _skipped(of_ranks: Steps, counts: Sequence[int]) -> list[Finding]:
+    ranks = [rank for rank, count in enumerate(counts) if count < max(counts)]
+    where, ways = _left_out_at(of_ranks)
+    return one_finding(
+        "DDP508",
+        ("step",),
+        f"{format_ranks(ranks).capitalize()} {plural_verb('has', 'have', ranks)} made fewer optimizer steps than the "
+        "others from the same averaged backward passes.",
+        ranks=ranks,
+        location=where,
+        evidence=[*(f"optimizer steps: {one}" for one in group_by_value(counts)), *ways],
+    )
+
+
+def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
+    """DDP306: momentum and the like that differ on ranks, whose gradients are the same."""
+    for of_ranks in steps:
+        if any_gradient_differs(of_ranks):
+            return []  # ranks that train apart, whose parameters are averaged perhaps
+        states = [one.states for one in of_ranks]
+        if any(set(one) != set(states[0]) for one in states) and all(one for one in states):
+            continue  # sharded
+        names = differing(states)
+        if not names:
+            continue
+        keys = sorted({name.rpartition(": ")[2] for name in names})
+        ranks = minority_of(states, names)
+        orders = [one.held for one in of_ranks]
+        reordered = len(set(orders)) > 1 and len({frozenset(one) for one in orders}) == 1
+        restored = {rank: one.restored_at for rank, one in enumerate(of_ranks) if one.restored_at is not None}
+        alone = not reordered and 0 < len(restored) < len(of_ranks)
+        told = f"load_state_dict is called there, on {format_ranks(restored)} only; it steps at {of_ranks[0].location}"
+        return one_finding(
+            "DDP306",
+            keys,
+            f"The optimizer's {join_names(keys)} {plural_verb('differs', 'differ', keys)} between ranks in its step "
+            f"{of_ranks[0].count}, so that equal gradients move the parameters apart.",
+            ranks=tuple(restored) if alone else ranks,
+            steps=(of_ranks[0].count,),
+            location=next(iter(restored.values()))
+            if alone
+            else (reordered and of_ranks[0].made) or of_ranks[0].location,
+            evidence=[
+                *([told] if alone else []),
+                *(
+                    f"the optimizer of rank {rank} holds {join_names([short(name) for name in one])}, in this order"
+                    for rank, one in enumerate(orders[:2] if reordered else ())
+                ),
+                *(
+                    f"norm of {values}"
+                    for values in told_by_rank({short(n): [spelled(one.get(n)) for one in states] for n in names[:3]})
+                ),
+            ],
+            fix="Give the optimizer its parameters in the same order on every rank: its state is saved and loaded by "
+            "their numbers."
+            if reordered
+            else "Load the optimizer's state on every rank, from the same file.",
+        )
+    return []
+
+
+def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], held: set[str]) -> list[Finding]:
+    """DDP504: an optimizer of tensors that no module has, and parameters of a wrapper that no optimizer moves.
+
+    Args:
+        steps: Of one optimizer.
+        moved: By name of a parameter of a wrapper, whether it has changed in the steps that were compared.
+        held: The names of those that an optimizer holds.
+    """
+    unknown = steps[-1][0].unknown if steps else ()
+    left = [name for name, yes in moved.items() if not yes and name not in held]
+    if not unknown or not left:
+        return []
+    return one_finding(
+        "DDP504",
+        [short(name) for name in left],
+        f"{join_names([short(name) for name in left])} {plural_verb('is', 'are', left)} in no optimizer and never "
+        f"{plural_verb('moves', 'move', left)}, and the optimizer holds {len(unknown)} tensors that no module has.",
+        location=steps[0][0].made or steps[0][0].location,
+        evidence=[f"it steps at {steps[0][0].location}"] if steps[0][0].made else [],
+    )
+
+
+def judge_metrics(metrics: Sequence[Sequence[MetricUsed]]) -> list[Finding]:
+    """DDP518: a schedule that each rank gives a value of its own; `metrics` by rank, in order."""
+    for of_ranks in zip(*metrics, strict=False):
+        values = [one.value for one in of_ranks]
+        if len({(one.schedule, one.count) for one in of_ranks}) > 1:
+            return []
+        if not all(math.isclose(value, values[0], rel_tol=1e-6, abs_tol=1e-12) for value in values):
+            return one_finding(
+                "DDP518",
+                ("ReduceLROnPlateau",),
+                "Each rank gives the learning rate schedule the metric of its own samples; the ranks lower the rate at "
+                "different times.",
+                location=of_ranks[0].location,
+                evidence=[f"rank {rank}: {value:.6g}" for rank, value in enumerate(values[:4])],
+            )
+    return []
+
+
+def judge_zeroed(zeroed: Sequence[GradientsZeroed]) -> list[Finding]:
+    """DDP517: gradients that are zeroed again and again between two steps of an optimizer; of one rank."""
+    return [
+        finding
+        for one in zeroed[:1]
+        for finding in one_finding(
+            "DDP517",
+            ("zero_grad",),
+            f"zero_grad throws away gradients that no step has used: it is called {one.times} times before each "
+            "optimizer step.",
+            location=one.location,
+            evidence=["each time the gradients were not zero"],
+        )
+    ]
+
+
+def judge_reduced_in_place(uses: Sequence[ReducedInPlace], *, world_size: int, accumulates: bool) -> list[Finding]:
+    """DDP309: backward through what a collective has overwritten; of one rank.
+
+    One number that is only logged is harmless: its gradient is what it would have been. Divided by the world size, it
+    is not; `accumulates` says that the script may divide by its micro-batches.
+    """
+    for one in uses:
+        scaled = one.factor is not None and math.isclose(one.factor * world_size, 1.0, rel_tol=1e-5)
+        if one.elements > 1 or (scaled and not accumulates):
+            what = (
+                f"The loss is reduced by {one.operation} and divided by the world size before backward: autograd sees "
+                "the division only, and DDP averages once more."
+                if scaled
+                else f"Backward comes through a tensor that {one.operation} has overwritten: what came from the other "
+                "ranks is a constant for autograd."
+            )
+            evidence = [f"the gradient of it is {one.factor:.6g}"] if scaled else [f"{one.elements} elements"]
+            fix = "Reduce a detached copy: logged = loss.detach().clone(); dist.all_reduce(logged)." if scaled else ""
+            return one_finding("DDP309", (one.operation,), what, location=one.location, evidence=evidence, fix=fix)
+    return []

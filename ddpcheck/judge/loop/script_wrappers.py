@@ -1,0 +1,197 @@
+"""The wrappers of a script: what a watch would have found, had the ranks asked each other; and what they were made of.
+
+From the logs of all ranks to findings: parameters, replicas, the reducer and the loop, step by step.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import mul
+
+from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.evidence.construction import WrapperBegun
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.parameters import StepEvidence
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, select_findings
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.source_lines import assignment_in_classes, last_assignment
+from ddpcheck.judge.causes import ReportedCauses
+from ddpcheck.judge.gradients.script_losses import are_sums
+from ddpcheck.judge.gradients.target_weights import severity_of_targets
+from ddpcheck.judge.loop.watched_steps import judge_replica_states, judge_reports
+from ddpcheck.judge.replicas.script_changes import at_the_change
+from ddpcheck.judge.replicas.wrapper_construction import COUNTED, judge_constructions
+from ddpcheck.judge.script_facts import ScriptFacts, WatchedWrapper
+from ddpcheck.stream.entries import ReplicaCaptured, StepsReported, WrapperMade
+from ddpcheck.stream.rank_report import RankReport
+
+_TOLERANCE = 1e-3  # of a sketch in float32, whose sums of many elements are rounded
+
+
+def judge_begun(facts: ScriptFacts) -> list[Finding]:
+    """The findings on what the ranks were about to wrap, each at the line that a user edits."""
+    found = []
+    for finding in judge_constructions(facts.of(WrapperBegun)):
+        if COUNTED in finding.tags and finding.location is not None:
+            variable = finding.tags[finding.tags.index(COUNTED) + 1]
+            finding = replace(finding, location=last_assignment(finding.location, variable) or finding.location)
+        found.append(finding)
+    return found
+
+
+def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
+    """The findings on every wrapper, in all its steps."""
+    found = []
+    for wrapper in facts.wrappers:
+        findings = _judge_wrapper(facts, wrapper)
+        if facts.averages_by_hand(wrapper.number):
+            findings = [finding for finding in findings if finding.code != "DDP501"]
+        if are_sums(wrapper.losses, wrapper.number):  # of which a hook sums the gradients, and rightly
+            findings = [finding for finding in findings if finding.code != "DDP303"]
+        if wrapper.made.by_library:  # advice on its options is for somebody else than who wrote the script
+            findings = [finding for finding in findings if finding.severity is not Severity.NOTE]
+        if len(facts.wrappers) > 1:
+            made = wrapper.made
+            where = f"in the {made.module} that is wrapped{f' at {made.location}' if made.location else ''}"
+            findings = [replace(finding, evidence=(*finding.evidence, where)) for finding in findings]
+        found += findings
+    return found
+
+
+def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]:
+    made = wrapper.made
+
+    def locate(finding: Finding) -> Finding:
+        if finding.location or not finding.subjects:
+            return finding
+        of_loss = wrapper.loss_line if finding.subjects == ("loss",) else None
+        made_at = of_loss or assignment_in_classes(made.classes, finding.subjects[0])
+        return replace(finding, location=made_at or made.location)
+
+    reported = ReportedCauses()
+    reports: dict[int, dict[int, list[RankReport]]] = {}
+    closing: list[RankReport] = []
+    alone: list[RankReport] = []
+    for rank, entries in zip(wrapper.ranks, wrapper.of(StepsReported), strict=True):
+        for entry in entries:
+            if entry.closing:
+                closing.append(entry.report)
+            elif entry.alone:
+                alone.append(entry.report)
+            else:
+                reports.setdefault(entry.report.step, {}).setdefault(rank.started.rank, []).append(entry.report)
+    captured: dict[int, list[ReplicaCaptured]] = {}
+    for one in chain.from_iterable(wrapper.of(ReplicaCaptured)):
+        captured.setdefault(one.step, []).append(one)
+    for step in () if wrapper.missing else sorted(reports.keys() | captured.keys()):
+        found = _judge_step(wrapper, step, reports[step]) if step in reports else []
+        if len(captured.get(step, ())) == len(wrapper.ranks):
+            found += _judge_replicas(made, step, captured[step], first=step == min(captured))
+        reported.add(select_findings(found), locate)
+    if not wrapper.missing and len(closing) == len(wrapper.ranks):
+        reported.add(select_findings(judge_reports(closing, made.context, settled=True)), locate)
+    for report in alone:
+        reported.add(select_findings(judge_reports([report], made.context, settled=False)), locate)
+    moved = {
+        name
+        for one in chain.from_iterable(captured.values())
+        for name, gradient in one.state.values.gradients.items()
+        if gradient
+    }
+    kept = [one for one in reported.findings if one.code != "DDP107" or moved.isdisjoint(one.subjects)]
+    severity = _severity_of_means(wrapper, reports)
+    kept = [replace(one, severity=severity) if one.code == "DDP305" else one for one in kept]
+    return [at_the_change(one, wrapper.of(ModuleChanged), made.location) for one in kept]
+
+
+def _severity_of_means(wrapper: WatchedWrapper, reports: Mapping[int, Mapping[int, Sequence[RankReport]]]) -> Severity:
+    """By all steps that were measured, where a watch has only those until the finding."""
+    by_rank = [
+        [report for step in reports.values() for report in step.get(rank.started.rank, ())] for rank in wrapper.ranks
+    ]
+    return severity_of_targets([[one for report in of_rank for one in report.micro_batches] for of_rank in by_rank])
+
+
+def _judge_step(wrapper: WatchedWrapper, step: int, reports: Mapping[int, Sequence[RankReport]]) -> list[Finding]:
+    """Findings on the reports of one step; a rank that began its backward pass and reports nothing has all of it."""
+    found = []
+    for turn in range(max(map(len, reports.values()))):
+        theirs = []
+        for rank in wrapper.ranks:
+            number = rank.started.rank
+            if turn < len(reports.get(number, ())):
+                theirs.append(reports[number][turn])
+            elif rank.counts[wrapper.number][0] > step:
+                theirs.append(RankReport(StepEvidence(number, step, {})))
+        found += judge_reports(theirs, wrapper.made.context, settled=False)  # which all steps to the end say
+    return found
+
+
+def _judge_replicas(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
+    states = [one.state for one in everyone]
+    differences = _differences(everyone)
+    alike = len({repr(replace(state, values=replace(state.values, rank=0))) for state in states}) == 1
+    if alike and not any(difference.bad for theirs in differences for difference in theirs):
+        return []
+    states = [
+        replace(state, values=replace(state.values, against_local=tuple(theirs)))
+        for state, theirs in zip(states, differences, strict=True)
+    ]
+    hook = next((one for one in everyone if one.own_hook), everyone[0])
+    wrapper = replace(made.context.wrapper, comm_hook=hook.hook)
+    context = replace(made.context, wrapper=wrapper, own_hook=hook.own_hook)
+    found = judge_replica_states(states, context, step, after_backward=True, first=first)
+    return [one if first or one.code != "DDP222" else replace(one, steps=(step,)) for one in found]
+
+
+def _differences(everyone: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
+    """By rank, how far what the wrapper left is from the average of the ranks' own gradients, by their sketches."""
+    names = list(dict.fromkeys(name for one in everyone for name in one.own))
+    owns = {name: [one.own[name] for one in everyone if name in one.own] for name in names}
+    scales = {name: math.hypot(*chain.from_iterable(owns[name])) / math.sqrt(len(everyone)) for name in names}
+    wanted = {name: [sum(numbers) / len(everyone) for numbers in zip(*owns[name], strict=True)] for name in names}
+    found: list[list[Difference]] = []
+    for one in everyone:
+        same = (
+            theirs
+            for other, theirs in zip(everyone, found, strict=False)
+            if (other.averaged, other.eps, other.hook) == (one.averaged, one.eps, one.hook)
+        )
+        theirs = next(same, None)
+        found.append(_differences_of(one, wanted, scales, len(everyone)) if theirs is None else theirs)
+    return found
+
+
+def _differences_of(
+    one: ReplicaCaptured, wanted: Mapping[str, Sequence[float]], scales: Mapping[str, float], world_size: int
+) -> list[Difference]:
+    found = []
+    for name, want in wanted.items():
+        scale = scales[name]
+        if one.hook:  # which may round away what is itself rounding: the gradient of a bias before a BatchNorm
+            scale = max(value for n, value in scales.items() if n.rpartition(".")[0] == name.rpartition(".")[0])
+        got = one.averaged.get(name) or [0.0] * len(want)
+        if not all(map(math.isfinite, (*want, *got))):
+            return []  # an overflow, which a gradient scaler skips
+        tolerance = max(_TOLERANCE, (8 + world_size) * one.eps.get(name, 0.0))
+        delta, norm = math.dist(got, want), math.hypot(*want)
+        ratio = sum(map(mul, got, want)) / power if (power := norm * norm) else 0.0
+        residual = math.dist(got, [ratio * number for number in want])
+        found.append(
+            Difference(
+                name,
+                delta / scale if scale else float(delta > 0.0),
+                tolerance,
+                ratio=ratio,
+                residual=residual / scale if scale else 0.0,
+                elements=len(want),
+                absolute_error=delta,
+                reference_norm=norm,
+            )
+        )
+    return found

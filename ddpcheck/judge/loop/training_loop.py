@@ -1,0 +1,284 @@
+"""DDP502 to 519: the loop around the wrapper, and its data and optimizer, as far as a recipe can show them.
+
+Pure functions from `findings.evidence.steps` (gathered by `gather.phases` and `gather.ddp.loop_events`) to findings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.evidence.modules import WrappedModule
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, LoopEvent, SharedDraw
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, one_finding, plural_verb, unless_all
+from ddpcheck.judge.gradients.reducer import BYPASSED
+from ddpcheck.judge.replicas.replicas import differing_names
+from ddpcheck.stream.ledger import AROUND, Contribution, Ledger
+
+_Ledgers = Sequence[tuple[DdpStepEvidence, Ledger]]
+_Found = Sequence[tuple[DdpStepEvidence, Contribution]]
+
+# Values and data
+
+
+def judge_values_changed(start: Sequence[Mapping[str, int]], now: Sequence[Mapping[str, int]]) -> list[Finding]:
+    """DDP515: parameters that DDP had made equal, and that `wrap` changed on some ranks after that.
+
+    Args:
+        start: By rank, fingerprints when DDP had been constructed; empty for another wrapper.
+        now: Since then.
+    """
+    known = [name for name in differing_names(now) if all(name in of_rank for of_rank in start)]
+    names = [name for name in known if len({of_rank[name] for of_rank in start}) == 1]
+    if not names:
+        return []
+    changed = [rank for rank, before in enumerate(start) if any(before[name] != now[rank][name] for name in names)]
+    return one_finding(
+        "DDP515",
+        names,
+        f"The values of {join_names(names)} were changed on {format_ranks(changed)} after the wrapper had "
+        "synchronised them; nothing brings the ranks together again.",
+        ranks=unless_all(changed, len(now)),
+    )
+
+
+def judge_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list[Finding]:
+    """DDP505 and 519: samples that several ranks train on, and samples that none does, in one step.
+
+    DDP505 only where gradients show it, since ranks may well do different things with the same samples; and before
+    DDP519, which is the other side of the same shards. `gradients_differ` says that the ranks' average is another
+    gradient than the global batch's.
+    """
+    step, rows = local[0].evidence.step, [item.sample_fingerprints for item in local]
+    batch = Counter(local[0].global_sample_fingerprints)
+    if len(local) < 2 or not batch or not all(rows):
+        return []
+    on_ranks = Counter(sample for samples in rows for sample in samples)
+    repeated = {sample for sample, count in on_ranks.items() if 0 < batch[sample] < count}
+    missing = sum((batch - on_ranks).values()) if on_ranks.keys() <= batch.keys() else 0  # unless ranks make others
+    left_out = f"{missing} of {batch.total()} samples of the global batch are on no rank"
+    gradients_alike = len({item.norm for item in local}) == 1 and local[0].norm > 0
+    if repeated and (gradients_differ or gradients_alike):
+        shared = []
+        for rank, of_rank in enumerate(rows):
+            for before in range(rank):
+                if common := len(repeated & set(of_rank) & set(rows[before])):
+                    is_are = "is" if common == 1 else "are"
+                    shared.append(f"{counted(common, 'sample')} on rank {rank} {is_are} on rank {before} too")
+        return one_finding(
+            "DDP505",
+            ("shard",),
+            f"{len(repeated)} of the {batch.total()} samples of step {step} are on more than one rank, and count more "
+            "than once in the average."
+            if len(repeated) < len(set(rows[0]))
+            else f"The ranks train on the same samples in step {step}, so together they do the work of fewer.",
+            evidence=[*shared[:3], *([left_out] if missing else [])],
+        )
+    if not missing or not gradients_differ:
+        return []
+    return one_finding(
+        "DDP519",
+        ("shard",),
+        f"The shards leave samples out: {left_out} in step {step}.",
+        evidence=[f"samples a rank: {', '.join(str(len(of_rank)) for of_rank in rows)}"],
+    )
+
+
+def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
+    """DDP510: random numbers for each sample, of which every rank drew the same (by rank, in order)."""
+    shared = [
+        calls[0]
+        for calls in zip(*draws, strict=False)
+        if len({(call.operation, call.module, call.fingerprint) for call in calls}) == 1
+    ]
+    if not shared or len(draws) < 2:
+        return []
+    names = list(dict.fromkeys(call.module or "forward" for call in shared))
+    return one_finding(
+        "DDP510",
+        names,
+        f"Every rank draws the same random numbers in {join_names(names)}: a seed that is the same on all ranks "
+        "is set in the forward pass.",
+        location=next((call.location for call in shared if call.location), None),
+        evidence=[f"{call.operation} gives the same values on every rank" for call in shared[:3]],
+    )
+
+
+# The steps
+
+
+def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Finding]:
+    """DDP501, 502, 509 and 517: what has become of the gradients of each backward pass, by the ledger of each rank.
+
+    Some only where gradients are `unequal` on the ranks, or not their average.
+    """
+    ledgers = [(item, Ledger(_with_passes(item.events))) for item in evidence]
+    found = _judge_discarded(ledgers)
+    if unequal:
+        found += _judge_unreduced(ledgers) + _judge_bypassed(ledgers) + _judge_pairing(ledgers)
+    return found or _judge_useless_no_sync(ledgers)
+
+
+def _with_passes(events: Sequence[LoopEvent]) -> Sequence[LoopEvent]:
+    """The events; an older version told of steps under `no_sync` without the passes in it."""
+    if [event.kind for event in events] == ["enter no_sync", "step"]:
+        return events[0], LoopEvent("forward"), LoopEvent("backward"), events[1]
+    return events
+
+
+def _judge_discarded(ledgers: _Ledgers) -> list[Finding]:
+    """DDP517: gradients that are zeroed before an optimizer has used them."""
+    found = [(item, one) for item, ledger in ledgers for one in ledger.lost]
+    if not found:
+        return []
+    first = found[0][1]
+    made = [one for item, one in found if item is found[0][0] and one.ended == first.ended][-1].backward.location
+    return one_finding(
+        "DDP517",
+        ("zero_grad",),
+        f"zero_grad throws away the gradients of {join_names(first.ended_by.discarded)} before any step has used them.",
+        ranks=_ranks(found, ledgers),
+        steps=_steps(found, ledgers),
+        location=Location.parse(first.ended_by.location),
+        evidence=[f"they come from the backward at {made}"] if made else [],
+    )
+
+
+def _judge_unreduced(ledgers: _Ledgers) -> list[Finding]:
+    """DDP502: a step on what backward passes have added after the reduction, or without any."""
+    found = [(item, one) for item, ledger in ledgers for one in ledger.used_unreduced if one.forward is not None]
+    if not found:
+        return []
+    item, first = found[0]
+    step, ledger = first.ended_by, next(ledger for other, ledger in ledgers if other is item)
+    of_step = [one for one in ledger.contributions if one.ended == first.ended]
+    unreduced = [one for one in of_step if not one.reduced]
+    entered = next((event for event in item.events if event.kind == "enter no_sync"), None)
+    if entered is not None and not any(event.synchronises for event in item.events):
+        return one_finding(
+            "DDP502",
+            ("no_sync",),
+            "Every forward of the step runs under no_sync, so its gradients are never averaged.",
+            ranks=_ranks(found, ledgers),
+            steps=_steps(found, ledgers),
+            location=Location.parse(entered.location or step.location),
+        )
+    called = unreduced[-1].under
+    several = f"{len(unreduced)} backward passes" if len(unreduced) > 1 else "A backward pass"
+    kind = "ones" if len(unreduced) > 1 else "one"
+    at_step = f" at {step.location}" if step.location else ""
+    return one_finding(
+        "DDP502",
+        ("no_sync",),
+        f"{several} after the reduction of the step: what the last {kind} added was never averaged, and every rank "
+        "steps on its own."
+        if len(unreduced) < len(of_step)
+        else "No gradient of the step is averaged: DDP was not to synchronise after any of its forward passes.",
+        ranks=_ranks(found, ledgers),
+        location=Location.parse(step.location or unreduced[-1].backward.location),
+        evidence=["whether a backward pass is averaged was decided in its forward, by require_backward_grad_sync"]
+        if called is None
+        else [f"the last forward before the step{at_step} ran under the no_sync() at {called}"],
+        fix="Have the forward of the last micro-batch before a step run outside of no_sync, with "
+        "require_backward_grad_sync set to True before it."
+        if called is None
+        else "Have the forward of the last micro-batch before a step run outside of no_sync(): what decides on it at "
+        f"{called} has to agree with what decides on the step{at_step}.",
+    )
+
+
+def _judge_bypassed(ledgers: _Ledgers) -> list[Finding]:
+    """DDP501: a step on gradients of a backward pass around the wrapper, as a rank has told of it."""
+    found = [one for _, ledger in ledgers for one in ledger.used_unreduced if one.backward.kind in AROUND]
+    if not found:
+        return []
+    line, noticed = found[0].backward.location, found[0].ended_by.location
+    inside_forward = found[0].backward.kind == "backward inside"
+    return one_finding(
+        "DDP501",
+        ("forward",),
+        "Backward runs inside of the wrapper's forward, before DDP has prepared for it: nothing is averaged."
+        if inside_forward
+        else BYPASSED,
+        location=Location.parse(line or noticed),
+        evidence=[f"noticed at {noticed}"] if line and line != noticed else [],
+        fix="Call backward when forward has returned; in a LightningModule that is not automatic, "
+        "self.manual_backward(loss) in the place of loss.backward()."
+        if inside_forward
+        else "",
+    )
+
+
+def _judge_pairing(ledgers: _Ledgers) -> list[Finding]:
+    """DDP509: a backward pass of the wrapper's output after the one that ended the reduction."""
+    found = [(item, one) for item, ledger in ledgers for one in ledger.unpaired]
+    if not found:
+        return []
+    item, one = found[0]
+    done = "" if one.after is None else one.after.location
+    after = [event.kind for event in item.events[: one.number + 1] if event.kind in ("forward", "backward")]
+    return one_finding(
+        "DDP509",
+        ("backward",),
+        "A second backward pass follows without a forward of its own: the reduction ended with the first, and what the "
+        "second adds stays on its rank.",
+        location=Location.parse(one.backward.location or done),
+        evidence=[f"the step runs {', '.join(after)}", *([f"reduced: the backward at {done}"] if done else [])],
+    )
+
+
+def _judge_useless_no_sync(ledgers: _Ledgers) -> list[Finding]:
+    """DDP502: `no_sync` that changes nothing, since it encloses no forward."""
+    for _, ledger in ledgers:
+        for event, message in (
+            *((one, "no_sync() is called and its context never entered") for one in ledger.not_entered),
+            *((one, "no_sync encloses a backward pass and not its forward") for one in ledger.around_backward),
+        ):
+            return one_finding(
+                "DDP502",
+                ("no_sync",),
+                f"{message}, so it changes nothing.",
+                location=Location.parse(event.location),
+                evidence=["the gradients are right, and every micro-step pays for a reduction"],
+                severity=Severity.WARNING,
+            )
+    return []
+
+
+# The optimizer
+
+
+def judge_optimizer(
+    wrapped: Sequence[WrappedModule], evidence: Sequence[DdpStepEvidence], names: Names
+) -> list[Finding]:
+    """DDP504: parameters that get gradients in every step, and that no optimizer holds nor moves.
+
+    A parameter that moves is none of them: an optimizer may keep copies of its own and write them back.
+    """
+
+    def stays(name: str, item: DdpStepEvidence) -> bool:
+        before, after = item.parameters_after_backward.get(name), item.parameters.get(name)
+        return before is not None and before == after and bool(item.gradients.get(name, 0))
+
+    found = [n for n in wrapped[0].not_in_optimizer if evidence and all(stays(n, item) for item in evidence)]
+    if not found:
+        return []
+    foreign = wrapped[0].foreign_tensors
+    is_in, moves = plural_verb("is in", "are in", found), plural_verb("moves", "move", found)
+    return names.one_finding(
+        "DDP504",
+        found,
+        f"{join_names(names.subjects(found))} {is_in} no group of the optimizer and never {moves}.",
+        evidence=[f"the optimizer holds {foreign} tensors that are no parameters of the module"] if foreign else [],
+        severity=Severity.ERROR if foreign else Severity.WARNING,
+    )
+
+
+def _ranks(found: _Found, ledgers: _Ledgers) -> tuple[int, ...]:
+    return unless_all(sorted({item.rank for item, _ in found}), len({item.rank for item, _ in ledgers}))
+
+
+def _steps(found: _Found, ledgers: _Ledgers) -> tuple[int, ...]:
+    return unless_all(sorted({item.step for item, _ in found}), len({item.step for item, _ in ledgers}))

@@ -1,0 +1,174 @@
+"""Findings from the reports of the ranks of a watched loop: pure functions.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ddpcheck.findings.evidence.parameters import GradientState, PathEnd, StepEvidence
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import format_steps, join_names, plural_verb
+from ddpcheck.judge.gradients.reducer import judge_reducer
+from ddpcheck.judge.gradients.target_weights import judge_normalisation
+from ddpcheck.judge.judge_context import JudgeContext
+from ddpcheck.judge.loop.training_loop import judge_loop, judge_values_changed
+from ddpcheck.judge.parameters.parameters import judge_parameters
+from ddpcheck.judge.replicas.rank_configuration import judge_changes
+from ddpcheck.judge.replicas.replica_state import judge_state
+from ddpcheck.judge.replicas.replicas import differing_names, judge_descriptions, judge_values_after_wrapping
+from ddpcheck.stream.rank_report import RankReport, ReplicaState, WatchContext, is_probed
+
+_MOST_STEPS = 8
+
+
+def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settled: bool) -> list[Finding]:
+    """Findings on parameters, their changes and the loop in the steps since the last reports.
+
+    The reports are of every rank that answered; `settled`: enough steps have been seen to judge what an option allows.
+    """
+    if context.wrapper.find_unused_parameters:  # what is frozen for a while (a GAN's other half) is unused to DDP
+        reports = [replace(one, changes={n: w for n, w in one.changes.items() if w != "frozen"}) for one in reports]
+    changed = {name for report in reports for name in report.changes}
+    evidence = _evidence(reports, context, changed, settled=settled)
+    wrapper = context.wrapper
+    if reports[0].step == 0:  # what DDP waits for after its first step under static_graph, it does not tolerate
+        wrapper = replace(wrapper, static_graph=False)
+    seen = tuple(sorted({step for report in reports for step in report.missing}))
+    findings = []
+    for finding in judge_parameters(evidence, wrapper, context.names, ends_here=False):
+        if finding.code == "DDP109" and not settled:
+            continue
+        if finding.code in _ABSENT and not finding.steps and not (context.wrapper.tolerates_unused and settled):
+            finding = replace(finding, steps=seen)
+        if finding.code == "DDP101" and not settled and reports[0].step < _FEW:
+            message = f"{finding.message[:-1]} in {format_steps(seen or (0,))}."
+            finding = replace(finding, message=message, fix=_IDLE)
+        findings.append(finding)
+    if changed:
+        findings += judge_changes([report.changes for report in reports])
+    if any(report.events for report in reports):
+        loop = [DdpStepEvidence(report.probed.rank, report.step, events=report.events) for report in reports]
+        findings += judge_loop(loop, unequal=True)
+    return findings + judge_normalisation([report.micro_batches for report in reports])
+
+
+_FEW = 4  # steps in which a parameter that no forward pass has read may belong to an idle branch or expert
+_IDLE = (
+    "If other steps read it (a branch, an expert that gets no sample), pass find_unused_parameters=True, or add 0.0 "
+    "times its output where it is idle. If no step does, use it, remove it, or freeze it with requires_grad_(False) "
+    "before wrapping."
+)
+_ABSENT = ("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP513")
+
+
+def _evidence(
+    reports: Sequence[RankReport], context: WatchContext, changed: set[str], *, settled: bool
+) -> list[StepEvidence]:
+    """The reports as evidence for the judges of parameters: every rank in each step with a missing parameter."""
+    trainable = [name for name in context.trainable if name not in changed]
+    steps = sorted({step for report in reports for step in report.missing})[:_MOST_STEPS]
+    if context.wrapper.tolerates_unused and settled:
+        steps = [step for step in range(reports[0].step + 1) if is_probed(step)]
+    elif steps and steps[0] > 0:
+        steps.insert(0, steps[0] - 1)  # in which they took part
+    evidence = []
+    for report in reports:
+        for index, step in enumerate(steps or [report.step]):
+            missing = set(report.missing.get(step, ()))
+            if context.wrapper.tolerates_unused and settled:
+                missing |= set(report.never_used) | set(report.sometimes_missing if index == 0 else ())
+            states: dict[str, GradientState] = {
+                name: "missing" if name in missing else report.probed.states.get(name, "contributes")
+                for name in trainable
+            }
+            ends = {name: report.ends.get(name, PathEnd("unknown")) for name in trainable if name in missing}
+            path_ends = {**ends, **report.probed.path_ends}
+            evidence.append(replace(report.probed, step=step, states=states, path_ends=path_ends))
+    return evidence
+
+
+def judge_replica_states(
+    states: Sequence[ReplicaState], context: WatchContext, step: int, *, after_backward: bool, first: bool
+) -> list[Finding]:
+    """Findings on differences between replicas: DDP2xx, 301 to 303, 306, 214 and 215.
+
+    Args:
+        states: Of every rank that answered.
+        context: Of the watch.
+        step: How many steps have ended before.
+        after_backward: Whether another one has just ended, and the optimizer has not stepped since.
+        first: Whether the ranks had not been compared before.
+    """
+    values = [item.values for item in states]
+    facts = _facts(context, world_size=len(states))
+    found = judge_descriptions([item.description for item in states])
+    gradients = judge_reducer(values, facts)
+    known_subjects = {subject for finding in found for subject in finding.subjects}
+    if step == 0 and after_backward and context.began_alike:
+        start = [
+            replace(finding, evidence=("before the first forward: a checkpoint that was loaded there, say",))
+            for finding in judge_values_changed([s.constructed for s in states], [s.at_first_forward for s in states])
+        ]
+        changed_early = {name for finding in start for name in finding.subjects}
+        never = [{n: v for n, v in s.at_first_forward.items() if n not in changed_early} for s in states]
+        start += [one for one in judge_values_after_wrapping(never, [{} for _ in states]) if one.code == "DDP208"]
+        changed_early |= {name for finding in start for name in finding.subjects}
+        changed = []
+        for item in values:  # forward or backward has changed the others
+            others = {name: value for name, value in item.parameters.items() if name not in changed_early}
+            changed.append(replace(item, parameters_before_optimizer=others, parameters={}))
+        state = judge_state(changed, facts, gradients_differ=True)
+    elif step == 0:
+        early = not after_backward and not context.broadcasts_buffers  # then nothing has had a reason to part buffers
+        start = judge_values_after_wrapping(
+            [item.parameters for item in values], [item.buffers if early else {} for item in values]
+        )
+        start = [f if first or f.code != "DDP208" else replace(f, **_UNAVERAGED) for f in start]
+        kept = [replace(item, parameters={}, buffers=item.buffers if after_backward else {}) for item in values]
+        state = judge_state(kept, facts, gradients_differ=True)
+    else:  # the values are those that the optimizer's last step has left
+        start = []
+        state = judge_state([replace(item, step=step - 1) for item in values], facts, gradients_differ=bool(gradients))
+        state = [_apart(finding, values, step) if finding.code == "DDP306" else finding for finding in state]
+    for finding in (*start, *gradients, *state):
+        if not known_subjects.issuperset(finding.subjects):
+            found.append(finding if finding.steps or finding.code in _STANDING else replace(finding, steps=(step,)))
+    return found
+
+
+def _facts(context: WatchContext, world_size: int) -> JudgeContext:
+    return JudgeContext(
+        context.names,
+        context.wrapper,
+        world_size,
+        broadcasts_buffers=context.broadcasts_buffers,
+        wrapper_class=context.wrapper_class,
+        own_hook=context.own_hook,
+    )
+
+
+def _apart(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Finding:
+    """DDP306 for ranks that had not been compared before: the step and the cause of the difference are not known."""
+    parted = differing_names([item.parameters for item in values])
+    ranks = {rank for ranks in parted.values() for rank in ranks}
+    minority = len(values) > 2 and 2 * len(ranks) < len(values)
+    differ = plural_verb("differs", "differ", finding.subjects)
+    message = f"{join_names(finding.subjects)} {differ} between ranks after {step} steps."
+    return replace(finding, message=message, steps=(), ranks=tuple(sorted(ranks)) if minority else ())
+
+
+_UNAVERAGED: dict[str, Any] = {
+    "code": "DDP306",
+    "message": "Parameters have come to differ between ranks, and no backward pass has been averaged so far.",
+    "ranks": (),
+    "evidence": (
+        "gradients are averaged where the wrapper is called outside of no_sync, and backward begins with its output",
+        "under Lightning's manual optimization: where self.manual_backward(loss) is called, and not loss.backward()",
+    ),
+}
+_STANDING = ("DDP208", "DDP214", "DDP215", "DDP216", "DDP306")

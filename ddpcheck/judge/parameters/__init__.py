@@ -1,0 +1,1 @@
+"""Parameters and the loss: unused, detached, conditional, zero."""

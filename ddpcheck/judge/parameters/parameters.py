@@ -1,0 +1,347 @@
+"""DDP1xx: parameters that do not take part in the loss as DDP expects, with cause, ranks, steps and lines.
+
+Pure functions from `findings.evidence.parameters` (gathered by `gather.phases.local_step`, in an unwrapped training
+step) to findings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.evidence.modules import WrapperFacts
+from ddpcheck.findings.evidence.parameters import ParameterChange, PathEnd, StepEvidence, UnregisteredTensor
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import Names, counted, group_by, join_names, one_finding, plural_verb, unless_all
+from ddpcheck.judge.parameters.conditional_use import (
+    AT_NEXT_FORWARD,
+    SPARSE_ADVICE,
+    SPARSE_REFUSED,
+    ParameterFacts,
+    judge_conditional_use,
+)
+
+
+def judge_parameters(
+    evidence: Sequence[StepEvidence],
+    wrapper: WrapperFacts,
+    names: Names,
+    *,
+    nonzero_when_perturbed: frozenset[str] = frozenset(),
+    zero_ends: Mapping[str, PathEnd] | None = None,
+    ends_here: bool = True,
+) -> list[Finding]:
+    """All findings on the parameters of a module.
+
+    Args:
+        evidence: Of every rank in every step.
+        wrapper: Its arguments.
+        names: Of the parameters.
+        nonzero_when_perturbed: Parameters whose gradient was zero in every step, but is not for other values of the
+            parameters.
+        zero_ends: Where the gradient of the others became zero, as far as that is known.
+        ends_here: Whether the run ends with the last of these steps.
+    """
+    changed = judge_changed_in_forward(evidence, wrapper, names)
+    explained = {name for finding in changed for name in finding.subjects}
+    facts = ParameterFacts.of(evidence, wrapper, names, ends_here=ends_here, explained=explained)
+    findings = [
+        *changed,
+        *judge_always_missing(facts),
+        *judge_conditional_use(facts),
+        *judge_lost_gradients(facts),
+        *judge_zero_gradients(facts, nonzero_when_perturbed, zero_ends or {}),
+        *judge_unregistered(facts),
+        *(judge_opaque_output(facts) or judge_hidden_parameters(facts)),
+        *judge_repeated_arrival(facts),
+    ]
+    return findings or judge_needless_search(facts)
+
+
+def judge_always_missing(facts: ParameterFacts) -> list[Finding]:
+    """DDP101, 102 and 103: parameters that contribute in no step on no rank, one finding for each cause and place."""
+    names = facts.always_missing
+    missing = frozenset(names)
+
+    def end_of(name: str) -> PathEnd:
+        return next((item.path_ends[name] for item in facts.evidence if name in item.path_ends), PathEnd("unknown"))
+
+    def cause_and_place(name: str) -> tuple[object, ...]:
+        end = end_of(name)
+        where = facts.family_of(name, missing) if end.cause == "unused" else end.no_grad_location or end.location
+        return end.cause, end.reason, where, name in facts.wrapper.sparse
+
+    groups = group_by(names, cause_and_place).values()
+    return [finding for group in groups for finding in _always_missing(group, end_of(group[0]), facts)]
+
+
+def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -> list[Finding]:
+    """A finding on parameters that are missing for one cause, and what it means under the options of the wrapper."""
+    wrapper, steps, them = facts.wrapper, len(facts.steps), plural_verb("it", "them", group)
+    evidence = [] if wrapper.tolerates_unused or not wrapper.is_ddp else [AT_NEXT_FORWARD]
+    if evidence and steps == 1 and facts.ends_here:
+        evidence.append("after the last step there is no next forward, so that nothing is raised at all")
+    code, message, more = _describe_cause(end, facts.names.subjects(group), them)
+    sparse = group[0] in wrapper.sparse
+    refused = sparse and wrapper.find_unused_parameters
+    if refused:
+        more.append(SPARSE_REFUSED)
+    elif wrapper.tolerates_unused:
+        more.append(f"{facts.tolerating_option}=True keeps DDP from stopping; nothing ever trains {them}")
+    harmless = wrapper.tolerates_unused and code != "DDP103" and not refused
+    mildest = Severity.WARNING if steps > 1 else Severity.NOTE
+    return facts.names.one_finding(
+        code,
+        group,
+        message,
+        severity=mildest if harmless else None,
+        evidence=[*evidence, *more],
+        fix=SPARSE_ADVICE if sparse else "",
+        path=end.path_of(group[0]),
+    )
+
+
+def _describe_cause(end: PathEnd, subjects: Sequence[str], them: str) -> tuple[str, str, list[str]]:
+    """Code, message and evidence for why no gradient reaches `subjects`."""
+    names = join_names(subjects)
+    inside = f" (in module {end.module})" if end.module else ""
+    if end.cause == "unused":
+        return "DDP101", f"No operation of the forward pass reads {names}.", []
+    if end.cause == "unknown":
+        does = plural_verb("does", "do", subjects)
+        return "DDP102", f"{names} {does} not contribute to the loss; why could not be told.", []
+    if end.cause == "cut":
+        begins = [f"{end.reason} begins at {end.no_grad_location}"]
+        message = f"The path from {names} to the loss is cut by {end.reason}{end.at}{inside}."
+        return "DDP103", message, begins if end.no_grad_location not in (None, end.location) else []
+    last = f"the last operation on what depends on {them} is {end.reason}{end.at}"
+    return "DDP102", f"What {names} made{end.at}{inside} does not reach the loss.", [last]
+
+
+_CHANGES = {
+    "replaced": "DDP still has the old {noun}, and never averages the gradient of the new one",
+    "removed": "DDP goes on waiting for {its} gradient",
+    "frozen": "DDP goes on waiting for {its} gradient",
+    "unfrozen": "DDP does not know {it}, and never averages {its} gradient",
+    "cast or moved": "DDP's hooks are on the old {noun}, and {its} gradient is never averaged",
+}
+
+
+def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperFacts, names: Names) -> list[Finding]:
+    """DDP503: parameters that a forward pass replaces, removes, freezes, unfreezes or casts after DDP has seen them."""
+    if not wrapper.is_ddp:
+        return []
+    groups: dict[tuple[ParameterChange, int], dict[str, set[int]]] = {}
+    first: dict[str, tuple[ParameterChange, int]] = {}
+    for item in sorted(evidence, key=lambda item: item.step):
+        for name, change in item.changed.items():
+            idle = change.kind in ("removed", "frozen")  # nothing is lost where DDP looks who is unused
+            if idle and (wrapper.tolerates_unused or not any(e.states.get(name) == "missing" for e in evidence)):
+                continue
+            key = first.setdefault(name, (change, item.step))
+            groups.setdefault(key, {}).setdefault(name, set()).add(item.rank)
+    world_size = len({item.rank for item in evidence})
+    findings = []
+    for (change, step), group in groups.items():
+        subjects = names.subjects(group)
+        words = {"it": plural_verb("the one", "those", subjects), "is_are": plural_verb("is", "are", subjects)}
+        words |= {"its": plural_verb("its", "their", subjects), "noun": plural_verb("tensor", "tensors", subjects)}
+        by = f" by {change.replacement}" if change.replacement else ""
+        what = f"{plural_verb('was', 'were', subjects)} {change.kind}{by}"
+        findings += one_finding(
+            "DDP503",
+            subjects,
+            f"{join_names(subjects)} {what} in the forward pass of step {step}, after DDP had been constructed: "
+            f"{_CHANGES[change.kind].format(**words)}.",
+            ranks=unless_all(sorted(set().union(*group.values())), world_size),
+            location=change.location or names.location(list(group)),
+        )
+    return findings
+
+
+def judge_lost_gradients(facts: ParameterFacts) -> list[Finding]:
+    """DDP108: parameters that backward reaches, and for which a function returns None."""
+    lost: dict[tuple[tuple[int, ...], PathEnd], list[str]] = {}
+    for name in facts.trainable:
+        if seen := [item for item in facts.evidence if item.states.get(name) == "lost"]:
+            end = next((item.path_ends[name] for item in seen if name in item.path_ends), PathEnd("lost"))
+            lost.setdefault((tuple(sorted({item.rank for item in seen})), end), []).append(name)
+    findings = []
+    for (ranks, end), group in lost.items():
+        by = end.reason or "a custom autograd Function between it and the loss"
+        findings += facts.names.one_finding(
+            "DDP108",
+            group,
+            f"Backward reaches {join_names(facts.names.subjects(group))} and gives no gradient: {by}{end.at} returns "
+            "None.",
+            ranks=unless_all(ranks, facts.world_size),
+            path=end.path_of(group[0]),
+        )
+    return findings
+
+
+def judge_zero_gradients(
+    facts: ParameterFacts, nonzero_when_perturbed: frozenset[str], ends: Mapping[str, PathEnd]
+) -> list[Finding]:
+    """DDP107: gradients that are exactly zero everywhere, and stay so for other values of the parameters.
+
+    Where every gradient is zero, nothing can be compared at all: that is DDP307.
+    """
+    zero = zero_everywhere(facts.evidence)
+    always = [name for name in zero if name not in nonzero_when_perturbed]
+    if not always or len(zero) == len([s for s in facts.evidence[0].states.values() if s != "missing"]):
+        return []
+
+    def place(name: str) -> PathEnd | str:
+        top = facts.family_of(name, frozenset(always))
+        return ends.get(name) or (name.rpartition(".")[0] or name if top == name else top)
+
+    findings = []
+    for group in group_by(always, place).values():
+        end = ends.get(group[0])
+        where = f": it becomes zero in {end.reason}{end.at}" if end else ""
+        subjects = join_names(facts.names.subjects(group))
+        findings += facts.names.one_finding(
+            "DDP107",
+            group,
+            f"The gradient of {subjects} is exactly zero in every step on every rank{where}.",
+            evidence=("it stays zero for other values of the parameters",),
+            path=end.path_of(group[0]) if end else None,
+        )
+    return findings
+
+
+def zero_everywhere(evidence: Sequence[StepEvidence]) -> list[str]:
+    """The parameters whose gradient was exactly zero on every rank in every step."""
+    if not evidence:
+        return []
+    return [name for name in evidence[0].states if all(item.states.get(name) == "zero" for item in evidence)]
+
+
+MADE_IN_FORWARD = "made in forward"
+"""Tag of a DDP106 on parameters that DDP could not know of when it was constructed."""
+
+
+def judge_unregistered(facts: ParameterFacts) -> list[Finding]:
+    """DDP106: tensors that receive gradient and are no parameters of the module that DDP was given."""
+    found: dict[str, UnregisteredTensor] = {}
+    ranks: dict[str, set[int]] = {}
+    for item in facts.evidence:
+        for leaf in item.unregistered:
+            found.setdefault(leaf.name, leaf)
+            ranks.setdefault(leaf.name, set()).add(item.rank)
+
+    def holder_and_ranks(leaf: UnregisteredTensor) -> tuple[bool, str, tuple[int, ...]]:
+        name = leaf.name
+        holder = name.split("[")[0] if "[" in name else name.rpartition(".")[0] or name
+        return leaf.created_in_forward, holder, tuple(sorted(ranks[name]))
+
+    groups = group_by(found.values(), holder_and_ranks)
+    return [
+        finding
+        for (_, _, on_ranks), group in groups.items()
+        for finding in _unregistered(group, unless_all(on_ranks, facts.world_size))
+    ]
+
+
+def _unregistered(leaves: Sequence[UnregisteredTensor], ranks: tuple[int, ...]) -> list[Finding]:
+    names = [leaf.name for leaf in leaves]
+    what = f"{join_names(names)} {plural_verb('receives', 'receive', names)} gradient without being registered as a "
+    what += "parameter of the model"
+    if len(leaves) == 1 and leaves[0].kind:
+        what = f"The {leaves[0].kind} {what}"
+    if created_in_forward := leaves[0].created_in_forward:
+        what = f"{join_names(names)} {plural_verb('is', 'are', names)} created in the forward pass, after DDP has been "
+        what += "constructed"
+    elements = sum(math.prod(leaf.shape) for leaf in leaves)
+    return one_finding(
+        "DDP106",
+        names,
+        f"{what}, so DDP never synchronises {plural_verb('it', 'them', names)}.",
+        ranks=ranks,
+        location=next((leaf.location for leaf in leaves if leaf.location), None),
+        evidence=(f"{counted(len(names), 'tensor')}, {elements} elements",),
+        fix="Make it in __init__; where its size is not known there, use a lazy module and run one forward "
+        "pass before wrapping."
+        if created_in_forward
+        else "",
+        tags=(MADE_IN_FORWARD,) if created_in_forward else (),
+    )
+
+
+def judge_needless_search(facts: ParameterFacts) -> list[Finding]:
+    """DDP109: `find_unused_parameters=True` where every parameter always contributes."""
+    if not facts.wrapper.find_unused_parameters or facts.missing or not facts.evidence:
+        return []
+    return one_finding(
+        "DDP109",
+        ("find_unused_parameters",),
+        f"Every parameter contributed in {counted(len(facts.steps), 'step')} on every rank, "
+        "so find_unused_parameters=True searches the graph for nothing.",
+        evidence=("cost: one traversal of the autograd graph and one more all-reduce in every step",),
+    )
+
+
+def judge_uninitialised(names: Sequence[Sequence[str]]) -> list[Finding]:
+    """DDP110 for lazy parameters that have no shape when the module is about to be wrapped (names by rank)."""
+    found = sorted({name for of_rank in names for name in of_rank})
+    if not found:
+        return []
+    return one_finding(
+        "DDP110",
+        found,
+        f"{join_names(found)} {plural_verb('is lazy and has', 'are lazy and have', found)} no shape yet, so DDP "
+        "cannot wrap the model.",
+        ranks=unless_all([rank for rank, of_rank in enumerate(names) if of_rank], len(names)),
+    )
+
+
+def judge_opaque_output(facts: ParameterFacts) -> list[Finding]:
+    """DDP112: DDP finds no tensor in what forward returned, and so searches nothing."""
+    output_type = next((item.output_type for item in facts.evidence if item.output_type), "")
+    if not output_type or not facts.wrapper.tolerates_unused or not facts.wrapper.is_ddp:
+        return []
+    return one_finding(
+        "DDP112",
+        (output_type,),
+        f"forward returns an object of class {output_type}, in which DDP finds no tensor: "
+        f"{facts.tolerating_option}=True works from what it finds there.",
+        evidence=("DDP looks into tensors, lists, tuples, dicts and dataclasses only",),
+    )
+
+
+def judge_hidden_parameters(facts: ParameterFacts) -> list[Finding]:
+    """DDP406: DDP's search takes parameters for unused that contribute."""
+    hidden = list(dict.fromkeys(name for item in facts.evidence for name in item.hidden_from_ddp))
+    if not hidden or not facts.wrapper.find_unused_parameters or not facts.wrapper.is_ddp:
+        return []
+    subjects = join_names(facts.names.subjects(hidden))
+    return facts.names.one_finding(
+        "DDP406",
+        hidden,
+        f"DDP takes {subjects} for unused and marks them ready, and then their gradients arrive.",
+        evidence=(
+            "they are used in a re-entrant checkpoint, which hides them from the search for unused parameters"
+            if any(item.reentrant for item in facts.evidence)
+            else "they reach the loss by another way than what forward returned",
+        ),
+    )
+
+
+def judge_repeated_arrival(facts: ParameterFacts) -> list[Finding]:
+    """DDP406: gradients that arrive more than once in a backward pass."""
+    arrivals = [arrival for item in facts.evidence for arrival in item.arrivals.items()]
+    if not arrivals or facts.wrapper.static_graph:
+        return []
+    names = list(dict.fromkeys(name for name, _ in arrivals))
+    times = max(count for _, count in arrivals)
+    why = "re-entrant checkpoints (use_reentrant=True) run a backward of their own for each use"
+    return facts.names.one_finding(
+        "DDP406",
+        names,
+        f"The gradient of {join_names(facts.names.subjects(names))} arrives {times} times in one backward; DDP reduces "
+        "it when it arrives first.",
+        evidence=[why] if any(item.reentrant for item in facts.evidence) else (),
+        fix="Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or static_graph=True.",
+    )

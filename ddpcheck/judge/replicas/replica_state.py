@@ -1,0 +1,212 @@
+"""DDP306, 508, 515, 214, 215 and 216: parameters, buffers and other state that differ between ranks after a step.
+
+Pure functions from `findings.evidence.steps` (gathered by `gather.phases.ddp_step`) to findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb, unless_all
+from ddpcheck.judge.judge_context import JudgeContext, group_by_step
+from ddpcheck.judge.replicas.replicas import differing_names
+
+RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""The buffers of torch's normalisation layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """The facts on the state of the ranks after each step.
+
+    Attributes:
+        by_step: The evidence of every rank, by step, in order.
+        start: By rank, fingerprints of the parameters before the first step.
+        known: The facts beside these.
+    """
+
+    by_step: Mapping[int, Sequence[DdpStepEvidence]]
+    start: Sequence[Mapping[str, int]]
+    known: JudgeContext
+
+    def first_steps(self, pick: Callable[[DdpStepEvidence], Mapping[str, int]]) -> dict[str, int]:
+        """The names whose fingerprint differs between ranks, with the first step after which it does."""
+        found: dict[str, int] = {}
+        for step, items in self.by_step.items():
+            for name in differing_names([pick(item) for item in items]):
+                found.setdefault(name, step)
+        return found
+
+
+def judge_state(
+    evidence: Sequence[DdpStepEvidence],
+    known: JudgeContext,
+    *,
+    gradients_differ: bool,
+    start: Sequence[Mapping[str, int]] = (),
+) -> list[Finding]:
+    """DDP306 (508, 515), 214, 215 and 216: parameters, buffers and the rest after the steps; see `ReplicaFacts`.
+
+    Where gradients are known to differ (`gradients_differ`), that accounts for parameters that do.
+    """
+    facts = ReplicaFacts(group_by_step(evidence), start, known)
+    return [
+        *judge_parameters_before_optimizer(facts),
+        *([] if gradients_differ else judge_diverged_parameters(facts)),
+        *judge_buffers(facts),
+        *(judge_new_state(facts) if known.gradients_differ else []),
+        *judge_unregistered_state(facts),
+    ]
+
+
+def judge_parameters_before_optimizer(facts: ReplicaFacts) -> list[Finding]:
+    """DDP515: parameters that differ between ranks before the optimizer's first step has touched them."""
+    first, known = min(facts.by_step), facts.known
+    differing = differing_names([item.parameters_before_optimizer for item in facts.by_step[first]])
+    names = [name for name in differing if name not in known.differing_at_start]
+    if not names:
+        return []
+    return known.names.one_finding(
+        "DDP515",
+        names,
+        f"The forward or backward pass of step {first} sets {join_names(known.names.subjects(names))}, on each "
+        "rank to a value of its own; DDP broadcasts parameters when it is constructed and never again.",
+        steps=unless_all((first,), len(facts.by_step)),
+        evidence=["equal on all ranks after wrapping, different before the optimizer's step"],
+    )
+
+
+_DEPARTURES = {
+    "DDP306": "{count} {differ} between ranks after the optimizer's step {step}, although the gradients were equal.",
+    "DDP508": "{ranks} skipped the optimizer's step {step} that the others made: {count} {differ} from there on.",
+    "DDP515": "The values of {count} were changed on {ranks} in step {step}, by something else than the optimizer.",
+}
+
+
+def judge_diverged_parameters(facts: ReplicaFacts) -> list[Finding]:
+    """DDP306, 508 or 515: parameters or optimizer state that differ between ranks after a step with equal gradients."""
+    parameters = facts.first_steps(lambda item: item.parameters)
+    optimizer = facts.first_steps(lambda item: item.optimizer)
+    diverged = parameters or optimizer
+    if not diverged:
+        return []
+    first = min([*parameters.values(), *optimizer.values()])
+    of_first = [name for name, step in diverged.items() if step == first]
+    before = {item.rank: item.parameters for item in facts.by_step.get(first - 1, ())} or dict(enumerate(facts.start))
+    code, ranks, how = judge_departure(facts.by_step[first], before, of_first)
+    count = len(facts.by_step)
+    return facts.known.names.one_finding(
+        code,
+        list(diverged),
+        _DEPARTURES[code].format(
+            count=counted(len(diverged), "parameter"),
+            differ=plural_verb("differs", "differ", list(diverged)),
+            step=first,
+            ranks=format_ranks(ranks) if ranks else "",
+        ),
+        ranks=ranks,
+        steps=unless_all(range(first, count), count),
+        evidence=[*([how] if how else []), *[f"optimizer state: {name}" for name in optimizer][:3]],
+    )
+
+
+def judge_departure(
+    items: Sequence[DdpStepEvidence], previous: Mapping[int, Mapping[str, int]], names: Sequence[str]
+) -> tuple[str, tuple[int, ...], str]:
+    """The cause of parameters that come to differ between ranks in a step: its code, ranks, and a sentence."""
+    after = {item.rank: item.parameters_after_backward for item in items}
+    names = [name for name in names if all(name in now for now in after.values())]
+    if not names or any(len({of_rank.get(name) for of_rank in previous.values()}) > 1 for name in names):
+        return "DDP306", (), ""  # they differed before the step
+    if any(len({now[name] for now in after.values()}) > 1 for name in names):
+        before = {rank: {**now, **previous.get(rank, {})} for rank, now in after.items()}
+        changed = tuple(rank for rank, now in after.items() if any(now[n] != before[rank][n] for n in names))
+        if 0 < len(changed) < len(items):
+            return "DDP515", changed, f"changed on {format_ranks(changed)} alone, before the optimizer's step"
+        return "DDP306", (), "changed in the forward pass, on each rank differently, and not by the optimizer"
+    skipped = tuple(i.rank for i in items if all(after[i.rank][n] == i.parameters.get(n) for n in names))
+    if 0 < len(skipped) < len(items):
+        return "DDP508", skipped, f"did not change on {format_ranks(skipped)}, where the optimizer's step was skipped"
+    return "DDP306", (), ""
+
+
+def judge_buffers(facts: ReplicaFacts) -> list[Finding]:
+    """DDP214 or 215: buffers that differ between ranks, and what the wrapper does about that."""
+    known, differing = facts.known, facts.first_steps(lambda item: item.buffers)
+    if not differing:
+        return []
+    names = list(differing)
+    them = plural_verb("it", "them", names)
+    consequence = (
+        f"the next forward overwrites {them} with rank 0's, so what the other ranks computed is discarded"
+        if known.broadcasts_buffers
+        else f"nothing synchronises {them}, and a checkpoint keeps rank 0's"
+    )
+    return one_finding(
+        "DDP215" if known.broadcasts_buffers else "DDP214",
+        names,
+        f"{counted(len(names), 'buffer')} {plural_verb('differs', 'differ', names)} between ranks after step "
+        f"{min(differing.values())}: {consequence}.",
+        location=known.names.location(names),
+        severity=Severity.WARNING,
+        evidence=_why_buffers_differ(names, known),
+    )
+
+
+def _why_buffers_differ(names: Sequence[str], known: JudgeContext) -> list[str]:
+    """Evidence on buffers: the wrapper's option for them, and statistics of a rank's own samples."""
+    facts = []
+    if known.wrapper.is_ddp and not known.broadcasts_buffers:
+        facts.append(f"{known.wrapper_class or 'DistributedDataParallel'}.broadcast_buffers is False")
+    split = [name.rpartition(".") for name in names]
+    layers = list(dict.fromkeys(layer or "the module" for layer, _, last in split if last in RUNNING_STATISTICS))
+    if layers:
+        takes = plural_verb("takes its", "take their", layers)
+        facts.append(f"{join_names(layers)} {takes} running statistics from each rank's own samples")
+    return facts
+
+
+def judge_new_state(facts: ReplicaFacts) -> list[Finding]:
+    """DDP216: unregistered tensors of the first step that differ between ranks, and that no later step changes.
+
+    Asked only where gradients are not those of the global batch: a cache of a rank's own samples does no harm.
+    """
+    first, *others = facts.by_step.values()
+    names = [
+        name
+        for name in differing_names([item.new_state for item in first])
+        if others
+        and all(
+            item.new_state.get(name) == made.new_state[name]
+            for items in others
+            for item, made in zip(items, first, strict=True)
+        )
+    ]
+    if not names:
+        return []
+    return one_finding(
+        "DDP216",
+        names,
+        f"{join_names(names)} is made in the forward pass, on each rank with other values, and kept without being "
+        "registered; DDP never synchronises it.",
+        evidence=["it stays the same from step to step, and the gradients are not those of the global batch"],
+        severity=Severity.ERROR,
+    )
+
+
+def judge_unregistered_state(facts: ReplicaFacts) -> list[Finding]:
+    """DDP216: unregistered tensors that were there before the first step, and come to differ between ranks."""
+    names = list(facts.first_steps(lambda item: item.state))
+    if not names:
+        return []
+    return one_finding(
+        "DDP216",
+        names,
+        f"{join_names(names)} is held by the model without being registered and drifts apart between ranks; "
+        "DDP never synchronises it.",
+        location=facts.known.names.location(names),
+    )

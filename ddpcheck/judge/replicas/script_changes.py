@@ -1,0 +1,127 @@
+"""DDP208, 214, 215, 222, 306, 503, 515: the line that has changed a wrapped module, for findings that notice it later.
+
+Pure functions from `findings.evidence.changes` (gathered by `record.rank.line_recorder`) to findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import format_ranks
+from ddpcheck.judge.replicas.replicas import MODE
+
+_OF_VALUES = ("values", "written")
+_ORDER = ("load_state_dict", "apply")  # what sets values for sure, and what may; then what writes parameters in place
+
+Changes = Sequence[Sequence[ModuleChanged]]
+"""Of one wrapper, by rank."""
+
+
+def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> Finding:
+    """A finding at the line that has made the change, if it is one on a change; `made`: the line that wraps."""
+    if finding.code == "DDP503":
+        return _at_first(
+            finding, [one for of_rank in changes for one in of_rank if one.what not in (*_OF_VALUES, "buffer")]
+        )
+    if finding.code in ("DDP208", "DDP515"):
+        found = _at_values(finding, changes, after_forward=False)
+        return replace(found, location=made) if found is finding and finding.code == "DDP515" else found
+    if finding.code in ("DDP214", "DDP215"):
+        return _at_write(finding, changes)
+    if finding.code == "DDP222":
+        return _at_mode(finding, changes)
+    return _at_values(finding, changes, after_forward=True) if finding.code == "DDP306" else finding
+
+
+def _at_mode(finding: Finding, changes: Changes) -> Finding:
+    """At the call of `eval` since which ranks are in eval mode: the last of their own, else the one of all ranks."""
+    until = finding.steps[0] if finding.steps else 0
+    calls: dict[Location | None, list[tuple[int, ModuleChanged]]] = {}
+    for rank, of_rank in enumerate(changes):
+        for one in of_rank:
+            if one.what == "mode" and one.step <= until and _covers(one.names[0], finding.subjects):
+                calls.setdefault(one.location, []).append((rank, one))
+    own = {where: on for where, on in calls.items() if {rank for rank, _ in on} == set(finding.ranks)}
+    common = {where: on for where, on in calls.items() if len({rank for rank, _ in on}) == len(changes)}
+    if MODE not in finding.message or not (own or len(common) == 1):
+        return finding
+    where = max(own or common, key=lambda one: calls[one][0][1].step)
+    ranks = f"{format_ranks(finding.ranks)} only" if own else "every rank"
+    told = f"eval() is called there, on {ranks}; {format_ranks(finding.ranks)} had come to no train() since"
+    return replace(finding, location=where, evidence=(*finding.evidence, told))
+
+
+def _covers(path: str, subjects: Iterable[str]) -> bool:
+    """Whether all these modules are in the one with this path."""
+    return not path or all(one == path or one.startswith(f"{path}.") for one in subjects)
+
+
+def _at_write(finding: Finding, changes: Changes) -> Finding:
+    """At the line that updates a buffer; with the ranks on which it has changed, if nothing brings it to the others."""
+    for name in finding.subjects:
+        on = {
+            rank: one
+            for rank, of_rank in enumerate(changes)
+            for one in of_rank
+            if one.what == "buffer" and name in one.names
+        }
+        only = finding.code == "DDP214" and 0 < len(on) < len(changes)
+        told = [f"{name} changes on {format_ranks(on)} only"] if only else []
+        finding = replace(finding, evidence=(*finding.evidence, *told), ranks=tuple(on) if only else finding.ranks)
+        if where := next((one.location for one in on.values() if one.location is not None), None):
+            return replace(finding, location=where)
+    return finding
+
+
+def _at_first(finding: Finding, candidates: Iterable[ModuleChanged]) -> Finding:
+    subjects = set(finding.subjects)
+    for one in candidates:
+        theirs = subjects.intersection(one.names) or any(name.startswith(f"{one.how}.") for name in subjects)
+        if theirs or one.how in subjects or (one.what == "requires_grad" and not one.names):
+            return replace(finding, location=one.location)
+    return finding
+
+
+def _at_values(finding: Finding, changes: Changes, *, after_forward: bool) -> Finding:
+    """At a line that sets values: one that not every rank has come to, else one that all have."""
+    ranks: dict[tuple[str, Location | None], list[int]] = {}
+    names: dict[tuple[str, Location | None], set[str]] = {}
+    for rank, of_rank in enumerate(changes):
+        for one in of_rank:
+            fits = one.what in _OF_VALUES and bool(one.forwards) == after_forward
+            if fits and not set(finding.subjects).isdisjoint(one.names):
+                ranks.setdefault((one.how, one.location), []).append(rank)
+                names.setdefault((one.how, one.location), set()).update(one.names)
+    some = {key: on for key, on in ranks.items() if len(on) < len(changes)}
+    if after_forward and not some:  # what all ranks call later is no reason to differ, if they do not write by hand
+        written = [key for key in ranks if key[0] not in _ORDER and names[key] >= set(finding.subjects)]
+        if len(written) != 1:
+            return finding
+        ranks = {written[0]: ranks[written[0]]}
+    for (how, where), on in sorted((some or ranks).items(), key=lambda item: _order(item[0][0])):
+        only = f"only on {format_ranks(on)}" if len(on) < len(changes) else "on every rank"
+        by_hand = how not in _ORDER
+        done = (
+            f"they are written there ({how}), outside of the optimizer's step" if by_hand else f"{how} is called there"
+        )
+        return replace(
+            finding,
+            location=where,
+            ranks=tuple(on) if len(on) < len(changes) else finding.ranks,
+            evidence=(*finding.evidence, f"{done}{'' if by_hand else ' after wrapping'}, {only}"),
+            fix=_BY_HAND if by_hand else finding.fix,
+        )
+    return finding
+
+
+_BY_HAND = (
+    "Write the same values on every rank: decide and draw them alike, or write them on rank 0 and dist.broadcast each "
+    "parameter from it."
+)
+
+
+def _order(how: str) -> int:
+    return _ORDER.index(how) if how in _ORDER else len(_ORDER)

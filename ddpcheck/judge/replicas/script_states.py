@@ -1,0 +1,179 @@
+"""DDP306, DDP214: models that a script holds beside its wrappers, and that drift apart.
+
+Pure functions from `findings.evidence.script` (gathered by `record.replicas.program_state`) to findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.evidence.script import StateHeld
+from ddpcheck.findings.evidence.state_uses import StateUsed, digest_of_values
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import format_ranks, join_names, minority_ranks, one_finding, plural_verb
+
+_FEWEST = 2  # looks, of which the last two have to differ
+
+
+Changes = Sequence[Sequence[ModuleChanged]]
+"""What each rank writes into copies."""
+
+
+def judge_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -> list[Finding]:
+    """Copies of a wrapped module, and buffers of a criterion, that are not the same on every rank; `states` by rank.
+
+    A copy that a rank holds, and neither changes nor calls, is not in use there: an EMA that only rank 0 updates, say.
+    It is at fault where it was made, or, if it was the same on every rank once, where it is written.
+    """
+    by_name = [_by_name(of_rank) for of_rank in states]
+    found: list[Finding] = []
+    for name in by_name[0] if by_name else ():
+        if not all(name in of_rank for of_rank in by_name):
+            continue
+        looks = [of_rank[name] for of_rank in by_name]
+        common = sorted(set.intersection(*(set(of_rank) for of_rank in looks)))
+        every = [[of_rank[count] for of_rank in looks] for count in common]
+        last = every[-_FEWEST:]
+        apart = [of_ranks for of_ranks in last if _differ([one.values for one in of_ranks])]
+        in_use = (
+            all(
+                one.used or len({str(look.values) for look in of_rank.values()}) > 1
+                for one, of_rank in zip(last[-1], looks, strict=True)
+            )
+            if last
+            else False
+        )
+        if len(apart) == _FEWEST and in_use and not _come_together(looks):
+            alike = [number for number, of_ranks in enumerate(every) if len({str(one.values) for one in of_ranks}) == 1]
+            found += _finding(every, alike[-1] + 1 if alike else 0, _written_at(changes, name[1]))
+    return found[:1]
+
+
+_Written = tuple[Location | None, list[str], tuple[int, ...]]
+
+
+def _written_at(changes: Changes, copy: str) -> _Written:
+    """The line that writes a copy on some ranks only, else the only one that does; evidence; and these ranks."""
+    ranks: dict[tuple[Location | None, str], list[int]] = {}
+    for rank, of_rank in enumerate(changes):
+        for one in of_rank:
+            if copy in one.names:
+                ranks.setdefault((one.location, one.how), []).append(rank)
+    some = {line: on for line, on in ranks.items() if len(on) < len(changes)} or ranks
+    if len({line for line, _ in some}) != 1:
+        return None, [], ()
+    (where, how), on = next(iter(some.items()))
+    if len(on) == len(changes):
+        return where, [f"it is written there ({how}), on every rank"], ()
+    return where, [f"it is written there ({how}), on {format_ranks(on)}"], tuple(on)
+
+
+def judge_uses(
+    uses: Sequence[Sequence[StateUsed]], states: Sequence[Sequence[StateHeld]], changes: Changes = ()
+) -> list[Finding]:
+    """DDP306: what several ranks evaluate from one line, with other weights on each; by rank.
+
+    These are copies, and wrapped modules into which the script has put what it had kept: other values than training
+    left there. What one rank alone evaluates, or has received from the others before, is no fault.
+    """
+    by_use = [{(one.step, one.name, one.lines): one for one in of_rank} for of_rank in uses]
+    kept = [{digest_of_values(one.values.values()): one for one in of_rank if one.copies} for of_rank in states]
+    for use in dict.fromkeys(use for of_rank in by_use for use in of_rank):
+        theirs = {rank: of_rank[use] for rank, of_rank in enumerate(by_use) if use in of_rank}
+        copies = [copy for rank, one in theirs.items() if (copy := kept[rank].get(one.digest))]
+        known = copies or any(one.loaded or not one.wrapped for one in theirs.values())
+        if known and len({one.digest for one in theirs.values()}) > 1:
+            written = _written_at(changes, use[1])
+            return _finding_of_use(theirs, states, copies[0].location if copies else None, written)
+    return []
+
+
+def _finding_of_use(
+    uses: Mapping[int, StateUsed],
+    states: Sequence[Sequence[StateHeld]],
+    copied: Location | None,
+    written: _Written,
+) -> list[Finding]:
+    ranks = list(uses)
+    one = next((one for one in uses.values() if one.loaded), uses[ranks[0]])
+    held = [[look for look in of_rank if look.copies and look.name == one.name] for of_rank in states]
+    changed = {rank: len({str(look.values) for look in held[rank]}) > 1 for rank in ranks if len(held[rank]) > 1}
+    moved, left = ([rank for rank, yes in changed.items() if yes is which] for which in (True, False))
+    evidence = [f"evaluated at {one.lines[0]} on {format_ranks(ranks)}, after {one.step} optimizer steps"]
+    where = one.location or copied or Location.parse(one.lines[0])
+    starts = [min(looks, key=lambda look: look.count).values for looks in held if looks]
+    on: tuple[int, ...] = ()
+    if not one.loaded and written[0] and len(starts) == len(states) and not _differ(starts):
+        where, evidence, on = written[0], evidence + written[1], written[2]
+    if moved and left:
+        evidence.append(f"in the training loop it has changed on {format_ranks(moved)}, not on {format_ranks(left)}")
+    return one_finding(
+        "DDP306",
+        (one.name,),
+        f"{one.name} is evaluated with other weights on each rank: "
+        + ("what was loaded into it" if one.loaded else "what was kept of the weights")
+        + " is not the same on every rank.",
+        ranks=on,
+        location=where,
+        evidence=evidence,
+        severity=Severity.WARNING,
+        fix="Change the copy in the same way on every rank and decide when by a value that was reduced over all ranks; "
+        "or broadcast it before ranks evaluate it.",
+    )
+
+
+def _differ(values: Sequence[Mapping[str, int]]) -> bool:
+    """Whether the same tensors have other values; a copy may be known by another wrapper where one is not gone yet."""
+    return all(one.keys() == values[0].keys() for one in values) and any(one != values[0] for one in values)
+
+
+def _come_together(looks: Sequence[Mapping[int, StateHeld]]) -> bool:
+    """Whether collectives bring a copy together after its ranks have gone apart: one that rank 0 keeps, say."""
+    common = sorted(set.intersection(*(set(of_rank) for of_rank in looks)))
+    apart = [count for count in common if _differ([of_rank[count].values for of_rank in looks])]
+    return all(of_rank[apart[-1]].together > of_rank[apart[0]].together for of_rank in looks)
+
+
+def _by_name(states: Sequence[StateHeld]) -> dict[tuple[int, str], dict[int, StateHeld]]:
+    found: dict[tuple[int, str], dict[int, StateHeld]] = {}
+    for one in states:
+        found.setdefault((one.optimizer, one.name), {})[one.count] = one
+    return found
+
+
+def _finding(looks: Sequence[Sequence[StateHeld]], first: int, written: _Written) -> list[Finding]:
+    """A finding on `looks` at a copy, one after the other, of which those from the `first` on are apart."""
+    of_ranks, one = looks[first], looks[first][0]
+    names = [name for name in one.values if len({other.values.get(name) for other in of_ranks}) > 1]
+    ranks = minority_ranks([tuple(other.values.items()) for other in of_ranks]) if len(of_ranks) > 2 else ()
+    apart = f"{len(names)} of {len(one.values)} tensors are not the same on every rank before step {one.count}"
+    evidence = [f"{apart}: {join_names(names[:3])}{' ...' if len(names) > 3 else ''}"]
+    evidence.append(f"before step {looks[first - 1][0].count} they were" if first else "they were not compared before")
+    where, how, on = written if first else (None, [], ())
+    if one.copies:
+        return one_finding(
+            "DDP306",
+            (one.name,),
+            f"{one.name}, a copy of the parameters of a wrapped module, is not the same on every rank.",
+            ranks=on or ranks,
+            steps=(one.count,),
+            location=where or one.location,
+            evidence=[*evidence, *how],
+            severity=Severity.WARNING,
+            fix="Make the copy from the module after it has been wrapped, and change it in the same way on every "
+            "rank; decide when by a value that was reduced over all ranks.",
+        )
+    return one_finding(
+        "DDP214",
+        [f"{one.name}.{name}" for name in names],
+        f"{one.name} ({one.kind}) is in no wrapper, backward comes through it, and its "
+        f"{plural_verb('buffer', 'buffers', names)} {join_names(names)} {plural_verb('has', 'have', names)} other "
+        "values on each rank.",
+        ranks=ranks,
+        steps=(one.count,),
+        location=one.location,
+        evidence=evidence,
+        fix="Reduce over all ranks what the buffer is computed from, or gather it.",
+    )

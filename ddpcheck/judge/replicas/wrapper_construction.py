@@ -1,0 +1,251 @@
+"""DDP201 to 207, 209, 211 to 213, 221 and 403: wrappers that ranks do not construct alike, and why.
+
+DDP compares little of what it is given, raises on one rank, aborts or hangs. Pure functions from
+`findings.evidence.construction` to findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ddpcheck.findings.evidence.construction import SizedVariable, WrapperBegun
+from ddpcheck.findings.evidence.modules import TensorRecord
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import counted, format_ranks, group_by, group_by_value, one_finding, unless_all
+from ddpcheck.judge.replicas.rank_configuration import judge_options
+from ddpcheck.judge.replicas.replicas import judge_descriptions
+
+_OF_TENSORS = ("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP209")
+_OF_BUFFERS = ("DDP211", "DDP212", "DDP213")
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why modules are not alike: what to say, the line of it if it is known, and what to do."""
+
+    text: str
+    variable: SizedVariable | None = None
+    location: Location | None = None
+    fix: str = ""
+
+
+def judge_constructions(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding]:
+    """The findings on what each rank has given to DDP's constructor, in its order.
+
+    The n-th wrapper of a process group is paired with the n-th of the group's other ranks, as their collectives are.
+    """
+    found: list[Finding] = []
+    for members in dict.fromkeys(one.ranks for of_rank in ranks for one in of_rank):
+        of_group = [[one for one in ranks[rank] if one.ranks == members] for rank in members if rank < len(ranks)]
+        if len(of_group) < len(members):
+            continue
+        if other := judge_order(of_group):
+            found += other
+            continue
+        for together in zip(*of_group, strict=False):
+            found += judge_construction(together)
+    return found
+
+
+def judge_order(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding]:
+    """DDP403: ranks construct their wrappers in another order, so that DDP pairs modules that are not the same."""
+    if not all(ranks):
+        return []  # a rank that constructs none waits elsewhere, or has failed before
+    lines = [[str(one.location) for one in of_rank] for of_rank in ranks]
+    permuted = len({tuple(sorted(of_rank)) for of_rank in lines}) == 1
+    for number, together in enumerate(zip(*ranks, strict=False)):
+        first = together[0]
+        parted = [rank for rank, one in enumerate(together) if _is_another(one, first)]
+        if not parted and permuted:
+            parted = [rank for rank, one in enumerate(together) if one.location != first.location]
+        if parted:
+            if len({one.location.path if one.location else "" for one in together}) == 1:
+                # Who is further down has gone past the line that the others have stopped at.
+                line = min(one.location.line for one in together if one.location is not None)
+                parted = [rank for rank, one in enumerate(together) if one.location and one.location.line == line]
+            told = [f"{one.module} at {one.location}" for one in together]
+            return one_finding(
+                "DDP403",
+                ("DistributedDataParallel",),
+                f"Wrapper number {number + 1} of the ranks is not the same: {'; '.join(group_by_value(told))}. The "
+                "constructors of DDP wait for each other, and pair up in the order in which each rank calls them.",
+                ranks=unless_all(parted, len(together)),
+                location=together[parted[0]].location,
+                evidence=group_by_value([" and ".join(f"{one.module} at {one.location}" for one in r) for r in ranks]),
+                fix="Construct the same wrappers, in the same order, on every rank.",
+            )
+    return []
+
+
+def _is_another(one: WrapperBegun, first: WrapperBegun) -> bool:
+    """Whether what is wrapped is another thing, and not the same one that is built in another way."""
+    if one.module == first.module or one.description == first.description:
+        return False
+    mine, theirs = ({(p.name, p.shape) for p in of.description.parameters} for of in (one, first))
+    return mine.isdisjoint(theirs)
+
+
+def judge_construction(together: Sequence[WrapperBegun]) -> list[Finding]:
+    """What is not the same in one wrapper on the ranks of its group."""
+    broadcasts = any(one.options.get("broadcast_buffers") != "False" for one in together)
+    codes = _OF_TENSORS + (_OF_BUFFERS if broadcasts else ())
+    found = judge_options("DDP221", [one.options for one in together], "DistributedDataParallel")
+    found = [replace(finding, location=together[(finding.ranks or (0,))[0]].location) for finding in found]
+    for finding in judge_descriptions([one.description for one in together]):
+        if finding.code in codes:
+            found.append(_explained(finding, together))
+    return found
+
+
+def _explained(finding: Finding, together: Sequence[WrapperBegun]) -> Finding:
+    """A finding with why it is so, where that is known, and with the line."""
+    reason = _EXPLANATIONS[finding.code](finding, together) if finding.code in _EXPLANATIONS else None
+    path = _top_that_differs(finding, together) if finding.code in _EXPLANATIONS else ""
+    made = next((line for one in together if (line := line_of(one, path)) and _has(one, path)), None)
+    where = (reason and reason.location) or made or together[(finding.ranks or (0,))[0]].location
+    if reason is None:
+        return replace(finding, location=where)
+    message = f"{finding.message.removesuffix('.')}: {reason.text}."
+    evidence = finding.evidence
+    if reason.variable is not None and made is not None:
+        evidence = (f"{path} is made at {made}", *evidence)
+    tags = (COUNTED, reason.variable.name) if reason.variable is not None else ()
+    return replace(finding, message=message, location=where, evidence=evidence, fix=reason.fix, tags=tags)
+
+
+COUNTED = "counted by a variable"
+"""A tag: the tag after it names the variable, and the finding's location is a line after it has got its value."""
+
+
+def line_of(one: WrapperBegun, name: str) -> Location | None:
+    """The line that registered `name`, else that of the nearest module around it."""
+    while name:
+        if name in one.lines:
+            return one.lines[name]
+        name = name.rpartition(".")[0]
+    return None
+
+
+def _has(one: WrapperBegun, path: str) -> bool:
+    names = {m[0] for m in one.description.modules}
+    return path in names or any(t.name == path for t in (*one.description.parameters, *one.description.buffers))
+
+
+def _top_that_differs(finding: Finding, together: Sequence[WrapperBegun]) -> str:
+    """The outermost module around the first subject that is not on every rank, or is of another class; else that."""
+    name = finding.subjects[0] if finding.subjects else ""
+    kinds = [{path: kind for path, kind, *_ in one.description.modules} for one in together]
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        path = ".".join(parts[:end])
+        if len({of_rank.get(path) for of_rank in kinds}) > 1:
+            return path
+    return name
+
+
+# Why
+
+
+def explain_size(finding: Finding, together: Sequence[WrapperBegun]) -> Reason | None:
+    """A size of a parameter or buffer is what a variable counts, and that is not the same on every rank."""
+    for name in finding.subjects:
+        shapes = [_record(one, name).shape for one in together]
+        if len({len(shape) for shape in shapes}) == 1:
+            for dimension, sizes in enumerate(zip(*shapes, strict=True)):
+                if len(set(sizes)) > 1 and (reason := _counted(sizes, together, f"dimension {dimension} of {name}")):
+                    return reason
+    return None
+
+
+def explain_set(finding: Finding, together: Sequence[WrapperBegun]) -> Reason | None:
+    """A module is on some ranks only or of another class there; or a list of modules has as many as a variable says."""
+    path = _top_that_differs(finding, together)
+    above = path.rpartition(".")[0]
+    counts = [sum(m[0].rpartition(".")[0] == above and m[0] != "" for m in one.description.modules) for one in together]
+    if len(set(counts)) > 1 and (reason := _counted(counts, together, f"the number of modules in {above or 'it'}")):
+        return reason
+    kinds = [next((m[1] for m in one.description.modules if m[0] == path), "not there") for one in together]
+    if len(set(kinds)) == 1:
+        return None
+    return Reason(
+        f"{path} is {_by_rank(kinds)}",
+        fix=f"Put {path} into the model on every rank, or on none, before wrapping: not under a condition that the "
+        "ranks answer differently.",
+    )
+
+
+def explain_order(finding: Finding, together: Sequence[WrapperBegun]) -> Reason | None:
+    """The children of a module stand in the order of a set of their names, which each process has of its own."""
+    for path in together[0].from_sets:
+        if all(path in one.from_sets for one in together) and any(_is_in(name, path) for name in finding.subjects):
+            return Reason(
+                f"the modules in {path or 'the model'} stand, on every rank, in the order in which that process goes "
+                "through a set of their names: it depends on the seed of Python's hashes, which each process draws",
+                fix="Go through sorted(...) of the set, or through a list, where the modules are made.",
+            )
+    return None
+
+
+_EXPLANATIONS = {
+    "DDP201": explain_set,
+    "DDP202": explain_order,
+    "DDP203": explain_size,
+    "DDP211": explain_set,
+    "DDP212": explain_order,
+    "DDP213": explain_size,
+}
+
+
+def _is_in(name: str, path: str) -> bool:
+    return not path or name.startswith(f"{path}.")
+
+
+def _record(one: WrapperBegun, name: str) -> TensorRecord:
+    return next(t for t in (*one.description.parameters, *one.description.buffers) if t.name == name)
+
+
+def _counted(sizes: Sequence[int], together: Sequence[WrapperBegun], what: str) -> Reason | None:
+    """The variable whose size is the same on each rank as what differs, but for an offset that all ranks share."""
+    by_name = [_by_name(one.sizes) for one in together]
+    found: list[tuple[int, bool, int, SizedVariable, str]] = []
+    for place, (name, of_first) in enumerate(by_name[0].items()):
+        for first in of_first:
+            offset = sizes[0] - first.size
+            theirs = [
+                next((v for v in of_rank.get(name, ()) if v.size == size - offset and v.kind == first.kind), None)
+                for of_rank, size in zip(by_name, sizes, strict=True)
+            ]
+            if offset >= 0 and all(theirs):
+                plain = first.kind == "int"
+                told = _by_rank([_told(v) for v in theirs if v is not None])
+                found.append((offset, plain, place, first, told))
+    if not found:
+        return None
+    offset, _, _, variable, told = min(found, key=lambda one: one[:3])
+    more = f", and {offset} more" if offset else ""
+    return Reason(
+        f"{what} is the size of {variable.name}{more}, which is {told}",
+        variable,
+        variable.location,
+        f"Make {variable.name} the same on every rank before the model is built: from all the data and not from this "
+        "rank's part, or on rank 0 with dist.broadcast_object_list.",
+    )
+
+
+def _by_name(sizes: Sequence[SizedVariable]) -> Mapping[str, list[SizedVariable]]:
+    found: dict[str, list[SizedVariable]] = {}
+    for one in sizes:
+        found.setdefault(one.name, []).append(one)
+    return found
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    """The value of each rank in one phrase: "a on rank 0 and b on rank 1"."""
+    groups = group_by(range(len(values)), lambda rank: values[rank])
+    return " and ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in groups.items())
+
+
+def _told(variable: SizedVariable) -> str:
+    return str(variable.size) if variable.kind == "int" else f"a {variable.kind} of {counted(variable.size, 'item')}"

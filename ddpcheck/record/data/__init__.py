@@ -1,0 +1,1 @@
+"""Data loaders: samples, orders, random numbers."""

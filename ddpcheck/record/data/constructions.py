@@ -1,0 +1,169 @@
+"""The lines of a script that construct what chooses its samples, and those that seed its random numbers.
+
+They are noted as soon as torch is there: programs make their data, and seed, before they join a process group too.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import linecache
+import random
+import sys
+from collections.abc import Callable
+from types import FrameType, ModuleType
+from typing import Any
+from weakref import ref
+
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, variables_of
+from ddpcheck.gather.patching import Patch
+from ddpcheck.record.data import generator_history
+
+_CLASSES = {
+    "torch.utils.data.dataset": ("Subset", "TensorDataset"),
+    "torch.utils.data.sampler": (
+        *("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "BatchSampler"),
+    ),
+    "torch.utils.data.distributed": ("DistributedSampler",),
+    "torch.utils.data.dataloader": ("DataLoader",),
+}
+_SEEDS = {"torch.random": ("torch", "manual_seed"), "numpy.random": ("numpy", "seed")}
+_MOST = 4096  # objects; of the samplers of a search, say
+_MOST_HISTORIES = 64
+_MOST_GENERATORS = 8
+
+_made: dict[int, tuple[ref[Any], Location, int]] = {}
+_seeded: dict[str, Location] = {}
+generators: list[tuple[Any, Location]] = []
+"""The first generators of numpy's that the program has made for itself, and where."""
+
+
+def made_at(thing: object) -> Location | None:
+    """The line of the program that has constructed a loader, a sampler or a `Subset`, as far as that was seen."""
+    living, line, _ = _made.get(id(thing), (lambda: None, None, 0))
+    return line if living() is thing else None
+
+
+def drawn_before(thing: object) -> int:
+    """A digest of what the global generators had given when it was constructed; 0 where that is not known."""
+    living, _, drawn = _made.get(id(thing), (lambda: None, None, 0))
+    return drawn if living() is thing else 0
+
+
+def seeded_at(generator: str) -> Location | None:
+    """The line that has last seeded a global generator: "torch", "python" or "numpy"."""
+    return _seeded.get(generator)
+
+
+def follow(module: ModuleType) -> None:
+    """Note what is constructed or seeded by a module that has just been imported; with torch's, Python's own too."""
+    if module.__name__ == "torch.random":
+        Patch(random, "seed", functools.partial(_noting_seed, generator="python"))
+        with contextlib.suppress(Exception):
+            generator_history.begin("python")
+    if (seeds := _SEEDS.get(module.__name__)) is not None:
+        Patch(module, seeds[1], functools.partial(_noting_seed, generator=seeds[0]))
+    if module.__name__ == "numpy.random":  # torch's cannot be asked while it is imported
+        Patch(module, "default_rng", _noting_generator)
+        with contextlib.suppress(Exception):
+            generator_history.begin("numpy")
+    for name in _CLASSES.get(module.__name__, ()):
+        if (kind := getattr(module, name, None)) is not None and "__init__" in vars(kind):
+            Patch(kind, "__init__", _noting)
+
+
+def _noting(construct: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(construct)
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        with contextlib.suppress(Exception):  # of ours; there is no log yet to tell it in
+            if len(_made) < _MOST and (line := _line_of_construction(self, sys._getframe(1))) is not None:
+                _made[id(self)] = ref(self), line, _history()
+        construct(self, *arguments, **named)
+
+    return __init__
+
+
+def _noting_seed(original: Any, generator: str) -> Any:
+    @functools.wraps(original)
+    def seed(*arguments: Any, **named: Any) -> Any:
+        with contextlib.suppress(Exception):  # of ours; there is no log yet to tell it in
+            if (frame := _frame_of_program(sys._getframe(1))) is not None:
+                _seeded[generator] = _line(_that_decides(frame))
+            generator_history.end(generator)
+        result = original(*arguments, **named)
+        with contextlib.suppress(Exception):
+            generator_history.begin(generator)
+        return result
+
+    return seed
+
+
+def _noting_generator(original: Any) -> Any:
+    @functools.wraps(original)
+    def default_rng(*arguments: Any, **named: Any) -> Any:
+        made = original(*arguments, **named)
+        with contextlib.suppress(Exception):  # of ours; there is no log yet to tell it in
+            if len(generators) < _MOST_GENERATORS and (frame := _frame_of_program(sys._getframe(1))) is not None:
+                generators.append((made, _line(_that_decides(frame))))
+                generator_history.made(made)
+        return made
+
+    return default_rng
+
+
+def _history() -> int:
+    return generator_history.history() if len(_made) < _MOST_HISTORIES else 0
+
+
+def _line_of_construction(thing: object, frame: FrameType | None) -> Location | None:
+    """Where the program constructs it; not where a class of the program's calls that of its base."""
+    frame = _frame_of_program(frame)
+    while frame is not None and frame.f_code.co_name == "__init__" and _first_argument(frame) is thing:
+        frame = _frame_of_program(frame.f_back)
+    return None if frame is None else _line(frame)
+
+
+def _that_decides(frame: FrameType) -> FrameType:
+    """The frame that chooses a seed: a function that is given it, and hands it on, does not."""
+    caller = _frame_of_program(frame.f_back)
+    while caller is not None and _hands_on(frame):
+        frame, caller = caller, _frame_of_program(caller.f_back)
+    return frame
+
+
+def _hands_on(frame: FrameType) -> bool:
+    """Whether the line at which a function stands calls something with one of its own arguments as it is."""
+    code = frame.f_code
+    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    try:
+        tree = ast.parse(linecache.getline(code.co_filename, frame.f_lineno).strip())
+    except SyntaxError:  # a part of a longer statement
+        return False
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    values = [value for call in calls for value in (*call.args, *(keyword.value for keyword in call.keywords))]
+    return any(isinstance(value, ast.Name) and value.id in given for value in values)
+
+
+def _first_argument(frame: FrameType) -> object:
+    return variables_of(frame).get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+
+
+def _frame_of_program(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the user's own program; where there is none, of a package that is not torch."""
+    innermost = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_user_file(file):
+            innermost = innermost or frame
+            if not is_installed(file):
+                return frame
+        frame = frame.f_back
+    return innermost
+
+
+def _line(frame: FrameType) -> Location:
+    return Location(relative_path(frame.f_code.co_filename), frame.f_lineno)

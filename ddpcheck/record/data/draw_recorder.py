@@ -1,0 +1,184 @@
+"""The random numbers that a script draws between two optimizer steps: by which call, from which state."""
+
+from __future__ import annotations
+
+import random
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ddpcheck.findings.evidence.draws import StepDraw
+from ddpcheck.findings.source_lines import is_user_file, user_location, variables_of
+from ddpcheck.gather.patching import guarded
+from ddpcheck.gather.state.fingerprints import digest_of
+from ddpcheck.record.data.constructions import generators, seeded_at
+from ddpcheck.record.data.generator_history import state_of_own
+from ddpcheck.record.module_hooks import UnpickledHook
+
+_MOST_INTERVALS = (
+    7  # from the first wrapper, and between optimizer steps, of which there may be two in a step of training
+)
+_MOST_CALLS = 1 << 18  # of any function; then the interval is not followed to its end
+_MOST_DRAWS = 32  # of an interval
+_NOISE = frozenset(
+    {
+        *("rand", "randn", "rand_like", "randn_like", "normal", "normal_", "uniform_", "bernoulli", "bernoulli_"),
+        *("exponential_", "log_normal_", "cauchy_", "poisson"),
+    }
+)
+_BACKWARD = "run_backward"
+_CHOICES = frozenset({"randint", "randint_like", "randperm", "multinomial", "random_"})
+_NOT_OF_THE_STEP = ("torch.utils.data", "torch.nn.init", "torch.optim", "torch._dynamo", "torch._inductor")
+_WRAPPER = "torch.nn.parallel.distributed"
+_KEYS = 624  # numbers in the state of a Mersenne Twister, which are made anew when all have been drawn
+_NEXT = struct.Struct("<Q")
+_NEXT_AT = 16  # bytes into torch's state
+
+_State = tuple[int, int]  # a digest, and the place in it of the next number
+
+
+class DrawRecorder:
+    """Follows the calls of some of the first intervals between optimizer steps; hands draws to `sink`.
+
+    Python's profile function is told of every call of C. Where the program has one of its own, nothing is followed.
+    """
+
+    def __init__(self, sink: Callable[[StepDraw], object], steps: Callable[[], int]) -> None:
+        """Begin; `steps` says how often optimizers have stepped."""
+        self._sink = sink
+        self._steps = steps
+        self._intervals = self._calls = 0
+        self._draws: list[StepDraw] = []  # of this interval
+        self._used = 0  # of these, by a backward pass that has begun
+        self._began: Mapping[str, _State] = {}
+        self._own: list[bytes] = []  # the states of generators of the program's own, when it began
+        self._pending: tuple[Any, Mapping[str, _State]] | None = None
+        self._profile = guarded(self._note_event)
+        register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
+        register_optimizer_step_post_hook(UnpickledHook(self._after_step))
+
+    def begin(self) -> None:
+        """A wrapper is there: what comes before the first step may draw the order of all that follow."""
+        if not self._intervals:
+            self._follow()
+
+    def close(self) -> None:
+        """The script has ended."""
+        if self._began and sys.getprofile() is self._profile:
+            sys.setprofile(None)
+        self._began = {}
+
+    def _after_step(self, *_arguments: Any) -> None:
+        self._follow()
+
+    def _follow(self) -> None:
+        if self._intervals >= _MOST_INTERVALS or self._began or sys.getprofile() is not None:
+            return
+        self._intervals += 1
+        self._calls = self._used = 0
+        self._draws = []
+        self._began, self._pending = _states(others=True), None
+        self._own = [state_of_own(generator) for generator, _ in generators]
+        sys.setprofile(self._profile)
+
+    def _before_step(self, *_arguments: Any) -> None:
+        began = self._began
+        self.close()
+        if not began:
+            return
+        del self._draws[self._used :]  # what comes after backward is for gradients or weights: equal on all ranks
+        now = _states(others=True)
+        for name in ("python", "numpy"):
+            if name in began and name in now and began[name] != now[name]:
+                self._note(name, "any", began[name], now[name])
+        for before, (generator, line) in zip(self._own, generators, strict=False):
+            if state_of_own(generator) != before:
+                self._draws.append(StepDraw(self._steps(), "", "any", 0, 0, 0, location=line))
+        for draw in self._draws:
+            self._sink(draw)
+
+    def _note_event(self, frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call":
+            self._calls += 1
+            name = getattr(function, "__name__", "")
+            if (name in _NOISE or name in _CHOICES) and self._pending is None:
+                self._pending = function, _states()
+            elif name == _BACKWARD:
+                self._used = len(self._draws)
+            elif self._calls > _MOST_CALLS:
+                self.close()
+        elif self._pending is not None and event in ("c_return", "c_exception"):
+            called, before = self._pending
+            if called == function:  # a method of a tensor is another object each time
+                self._pending = None
+                self._note_draw(frame, called.__name__, before)
+
+    def _note_draw(self, frame: FrameType, name: str, before: Mapping[str, _State]) -> None:
+        if len(self._draws) >= _MOST_DRAWS or (in_forward := _place(frame)) is None:
+            return
+        kind = "noise" if name in _NOISE else "choice"
+        now = _states()
+        changed = [one for one in now if one in before and before[one] != now[one]]
+        for one in changed:
+            self._note(one, kind, before[one], now[one], frame, in_forward=in_forward)
+        if not changed:
+            self._note("", kind, (0, 0), (0, 0), frame, in_forward=in_forward)
+
+    def _note(
+        self,
+        generator: str,
+        kind: str,
+        before: _State,
+        after: _State,
+        frame: FrameType | None = None,
+        *,
+        in_forward: bool = False,
+    ) -> None:
+        count = 0 if not generator or generator == "cuda" else (after[1] - before[1]) % _KEYS or _KEYS
+        where = None if frame is None else user_location(frame)
+        seeded = seeded_at({"cuda": "torch"}.get(generator, generator))
+        step = self._steps()
+        self._draws.append(StepDraw(step, generator, kind, count, before[0], after[0], in_forward, where, seeded))
+
+
+def _states(*, others: bool = False) -> dict[str, _State]:
+    """Of torch's global generators; and of Python's and numpy's, which are not followed call by call."""
+    state = bytes(torch.default_generator.get_state().numpy().data)
+    found = {"torch": (_digest(state), int(_NEXT.unpack_from(state, _NEXT_AT)[0]))}
+    if torch.cuda.is_initialized():
+        found["cuda"] = (_digest(torch.cuda.default_generators[torch.cuda.current_device()].get_state().numpy()), 0)
+    if others:
+        of_python: Any = random.getstate()
+        found["python"] = (_digest(of_python), of_python[1][-1])
+        if (numpy := sys.modules.get("numpy")) is not None:
+            _, keys, place, *_ = numpy.random.get_state()
+            found["numpy"] = (_digest((keys.tobytes(), place)), int(place))
+    return found
+
+
+def _digest(state: Any) -> int:
+    return int(digest_of(state)[:15], 16)
+
+
+def _place(frame: FrameType) -> bool | None:
+    """Whether a wrapper's forward makes the call; `None` for one that is no part of the step, as of what it takes.
+
+    That is: what a loader does, a new module or optimizer, and ddpcheck itself.
+    """
+    in_forward, of_program = False, False
+    current: FrameType | None = frame
+    while current is not None:
+        name = str(current.f_globals.get("__name__", ""))
+        if name.startswith(_NOT_OF_THE_STEP) or (name.startswith("ddpcheck.") and not of_program):
+            return None
+        if current.f_code.co_name == "__init__" and isinstance(variables_of(current).get("self"), torch.nn.Module):
+            return None
+        in_forward |= name == _WRAPPER
+        of_program |= is_user_file(current.f_code.co_filename)
+        current = current.f_back
+    return in_forward

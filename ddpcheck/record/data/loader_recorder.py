@@ -1,0 +1,389 @@
+"""The passes of a script over its data loaders: which samples, in which order, from which random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import random
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    WeightedRandomSampler,
+)
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ddpcheck.findings.evidence.script import DerivedTable, LoaderPass
+from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.patching import Patch, guarded
+from ddpcheck.gather.state.fingerprints import digest_of
+from ddpcheck.gather.steps.training_step import row_fingerprints
+from ddpcheck.recipe.pytree import tree_tensors
+from ddpcheck.record.data.added_noise import kept_samples
+from ddpcheck.record.data.constructions import drawn_before, made_at, seeded_at
+from ddpcheck.record.data.drawing_code import drawing_code
+from ddpcheck.record.data.sample_rows import SampleRows, digests_of, rows_of_whole, samples_of, state_of
+from ddpcheck.record.data.sampler_code import epoch_of, shuffles_by_epoch
+from ddpcheck.record.optimizers.resume_recorder import ResumeRecorder
+from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.replicas.program_state import tables_of
+
+_MOST_INDICES = 1 << 16  # of a pass
+_MOST_PASSES = 3  # whose samples are looked at
+_MOST_ORDERS = 8  # whose indices are kept; of later ones the digest of their order
+_MOST_KEPT = 64  # batches of which copies are kept until the next one
+_MOST_BATCHES = 3  # of a pass, whose contents and random numbers are looked at
+_MOST_ROWS = 16  # of a batch
+_MOST_STEPS_OF_A_BATCH = 3  # of all optimizers
+_GENERATORS = ("torch", "python", "numpy")  # as `_random_states` has them
+
+
+@dataclass(slots=True)
+class _Pass:
+    entry: LoaderPass
+    steps: int  # of all optimizers, when it began
+    map_style: bool
+    order: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
+    batches: list[array[int]] = field(default_factory=list)
+    kept: int = 0
+    dataset: Any = None
+    before: Sequence[int] | None = None  # digests of the random states
+    rows: SampleRows = field(default_factory=SampleRows)
+    until: int = -1  # steps of all optimizers when another pass began after its last batch
+    used: int = -1  # how often a wrapper or an optimizer was, when it began; -1 when one has been since
+    drawn: bool = True  # what is drawn for a batch is drawn by the dataset, as far as is known
+
+
+class LoaderRecorder:
+    """Follows every `DataLoader` of this process; hands what it has seen of each pass to `sink`."""
+
+    def __init__(
+        self,
+        sink: Callable[[LoaderPass | DerivedTable], object],
+        steps: Callable[[], int],
+        wrappers: Callable[[], int],
+        watches: Iterable[ScriptWatch],
+        taken: Callable[[int, int, int], object],
+        resumes: ResumeRecorder,
+        on_pass: Callable[[LoaderPass, Any], object] = lambda _entry, _dataset: None,
+    ) -> None:
+        """Begin; `steps` says how often optimizers have stepped, `wrappers` how many wrappers there have been;
+        `watches` are those on the wrappers, `resumes` says where training is resumed.
+
+        `taken` is given loader, pass and number of each batch that the script takes. `on_pass` is told when a pass
+        begins and when it ends, and what it is over.
+        """
+        self._sink = sink
+        self._on_pass = on_pass
+        self._steps = steps
+        self._wrappers = wrappers
+        self._watches = watches
+        self._kept = 0
+        self._taken = taken
+        self._resumes = resumes
+        self._numbers: dict[tuple[Any, ...], list[int]] = {}  # number of the loader, passes so far
+        self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
+        self._open: dict[int, _Pass] = {}  # by number of the loader
+        self._datasets: Any = WeakIdKeyDictionary()  # a dataset may be a tensor, which == compares element by element
+        self._dataset_numbers = itertools.count()
+        self._opening: _Pass | None = None
+        self.samples: list[torch.Tensor] = []  # of the batch that was taken last, before a step that is sampled
+        self.position = (-1, -1, 0)  # a loader, the number of the pass over it, and how many batches of it are taken
+        Patch(DataLoader, "__iter__", self._opened_by)
+        Patch(_BaseDataLoaderIter, "_next_index", self._counted_by)  # private to torch; without it, no indices
+        Patch(_BaseDataLoaderIter, "__next__", self._taken_by)
+
+    @property
+    def taken(self) -> int:
+        """How many batches the script has taken in the passes over loaders that are under way."""
+        return sum(one.entry.batches for one in self._open.values())
+
+    def close(self) -> None:
+        """The script has ended: what is open has come to its end, too."""
+        for one in list(self._open.values()):
+            self._end(one, exhausted=False)
+
+    def _opened_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        begin, note_workers = guarded(self._begin), guarded(_note_workers)
+
+        @functools.wraps(original)
+        @passes_on
+        def __iter__(loader: Any) -> Any:
+            outer = self._opening
+            self._opening = made = begin(loader)
+            try:
+                iterator = original(loader)
+            finally:
+                self._opening = outer
+            if made is not None:
+                note_workers(made, loader, iterator)
+                with contextlib.suppress(TypeError):  # of another class, which a subclass returns
+                    self._passes[iterator] = made
+            return iterator
+
+        return __iter__
+
+    def _counted_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        note_index, states = guarded(_note_index), guarded(_random_states)
+
+        @functools.wraps(original)
+        @passes_on
+        def _next_index(iterator: Any) -> Any:
+            index = original(iterator)
+            one = self._opening or self._passes.get(iterator)
+            if one is not None and one.map_style:
+                note_index(one, index)
+                if one.before is not None:  # what a sampler has drawn is no draw of the dataset
+                    one.before = states()
+            return index
+
+        return _next_index
+
+    def _taken_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        note_batch, end, states = guarded(_note_batch), guarded(self._end), guarded(_random_states)
+        note_rows, keep = guarded(_note_rows), guarded(kept_samples)
+
+        @functools.wraps(original)
+        @passes_on
+        def __next__(iterator: Any) -> Any:
+            one = self._passes.get(iterator)
+            if one is None:
+                return original(iterator)
+            looks = one.entry.batches < _MOST_BATCHES and one.entry.number < _MOST_PASSES
+            one.before = states() if looks else None
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                end(one, exhausted=True)
+                raise
+            if one.before is not None:
+                note_batch(one, batch, one.before)
+            if one.entry.number < _MOST_PASSES:
+                note_rows(one, batch)
+            self.samples = keep(batch) or [] if self._is_sampled() else []
+            one.until = -1
+            if one.used >= 0:
+                one.used = one.used if self._used() == one.used else -1
+                one.entry = replace(one.entry, skipped=one.entry.batches if one.used >= 0 else one.entry.skipped)
+            one.entry = replace(one.entry, batches=one.entry.batches + 1)
+            self.position = one.entry.loader, one.entry.number, one.entry.batches
+            self._taken(*self.position)
+            return batch
+
+        return __next__
+
+    def _used(self) -> int:
+        """How often a wrapper or an optimizer has been used."""
+        return self._steps() + sum(watch.forwards for watch in list(self._watches))
+
+    def _is_sampled(self) -> bool:
+        """Whether a step of a wrapper is under way that is looked at; one that rests may be in such a step for long."""
+        sampled = self._kept < _MOST_KEPT and any(watch.is_sampled for watch in list(self._watches))
+        self._kept += sampled
+        return sampled
+
+    def _begin(self, loader: Any) -> _Pass:
+        location = user_location()
+        map_style = not isinstance(loader.dataset, IterableDataset)
+        size = _length(loader.dataset) if map_style else -1
+        beneath = _beneath(loader.dataset)[0]
+        key = (location, made_at(loader), type(loader.dataset), size)
+        counts = self._numbers.setdefault(key, [len(self._numbers), 0])
+        number, counts[1] = counts[1], counts[1] + 1
+        if (before := self._open.pop(counts[0], None)) is not None:
+            self._end(before, exhausted=False)
+        for other in self._open.values():
+            other.until = self._steps() if other.until < 0 else other.until
+        sampler = _innermost_sampler(loader)
+        subset = loader.dataset.indices if type(loader.dataset) is Subset and not number else ()
+        entry = LoaderPass(
+            loader=counts[0],
+            number=number,
+            location=location,
+            dataset=type(beneath).__qualname__,
+            size=size,
+            digest=digests_of(beneath) if not number else {},
+            expected=_length(loader) if map_style else -1,
+            batch_size=_batch_size(loader),
+            sampler=type(sampler).__name__,
+            shuffles=isinstance(sampler, RandomSampler)
+            or bool(getattr(sampler, "shuffle", False))
+            or shuffles_by_epoch(sampler),
+            replaces=bool(getattr(sampler, "replacement", isinstance(sampler, WeightedRandomSampler))),
+            has_epoch=hasattr(sampler, "set_epoch"),
+            chooses=_chooses(sampler, size),
+            wrappers=self._wrappers(),
+            data=self._number_of(loader.dataset),
+            subset=tuple(map(int, subset[:_MOST_INDICES])) if len(subset) else (),
+            made=made_at(sampler) or made_at(loader),
+            split=made_at(loader.dataset) or made_at(beneath),
+            whole=rows_of_whole(beneath) if not number else 0,
+            samples=samples_of(loader.dataset, size) if not number else {},
+            drawn=next(filter(None, map(drawn_before, (beneath, loader.dataset, sampler, loader))), 0),
+            replicas=sampler.num_replicas if isinstance(sampler, DistributedSampler) else 0,
+            state=state_of(loader.dataset) if number < _MOST_PASSES else {},
+            persistent=bool(getattr(loader, "persistent_workers", False)),
+            epoch=epoch_of(sampler),
+            told=self._resumes.told(sampler),
+            restored=self._resumes.restored,
+        )
+        if not number:
+            for table in tables_of(beneath, location):
+                self._sink(table)
+        drawn = not (drawing_code(loader.collate_fn) and not drawing_code(beneath))
+        self._open[counts[0]] = one = _Pass(
+            entry, self._steps(), map_style, dataset=loader.dataset, used=self._used(), drawn=drawn
+        )
+        self._sink(entry)
+        self._on_pass(entry, loader.dataset)
+        return one
+
+    def _number_of(self, dataset: Any) -> int:
+        with contextlib.suppress(TypeError):  # without weak references
+            if dataset not in self._datasets:
+                self._datasets[dataset] = next(self._dataset_numbers)
+            return int(self._datasets[dataset])
+        return -1
+
+    def _end(self, one: _Pass, *, exhausted: bool) -> None:
+        if self._open.get(one.entry.loader) is one:
+            del self._open[one.entry.loader]
+        taken = one.batches[: one.entry.batches]
+        indices = tuple(_base_index(one.dataset, index) for batch in taken for index in batch)
+        order = int.from_bytes(one.order.digest(), "big") if one.map_style and exhausted else 0
+        # a batch of validation now and then, of an iterator that stays open, is not trained on
+        steps = (self._steps() if one.until < 0 else one.until) - one.steps
+        trains = 0 < steps <= _MOST_STEPS_OF_A_BATCH * max(1, one.entry.batches)
+        read = one.rows
+        entry = replace(
+            one.entry,
+            rows=tuple(read.rows),
+            labels=tuple(read.labels),
+            classes=tuple(read.classes),
+            targets=tuple(read.targets),
+        )
+        ended = replace(entry, exhausted=exhausted, trains=trains, order=order, indices=indices, steps=steps)
+        if trains:
+            self._resumes.goes_on(entry.restored)
+        self._sink(ended)
+        self._on_pass(ended, one.dataset)
+        one.batches, one.dataset, self.samples = [], None, []
+
+
+def _note_workers(one: _Pass, loader: Any, iterator: Any) -> None:
+    """Keep the seed of the workers: what they draw is seen by nobody, so the code of the dataset is asked."""
+    seed = getattr(iterator, "_base_seed", None)  # private to torch; without it, nothing is said of workers
+    if loader.num_workers and loader.worker_init_fn is None and isinstance(seed, int):
+        drawn_by = drawing_code(_beneath(loader.dataset)[0]) if not one.entry.number else ""
+        one.entry = replace(one.entry, worker_seed=seed, drawn_by=drawn_by, seeded=seeded_at("torch"))
+
+
+def _note_index(one: _Pass, index: Any) -> None:
+    """Keep the indices of a batch, or of a sample where the loader makes no batches."""
+    batch = index if isinstance(index, list | tuple) else [index]
+    if not all(isinstance(item, int) or hasattr(item, "__index__") for item in batch):
+        one.map_style = False  # keys of another kind
+        return
+    numbers = array("q", map(int, batch))
+    one.order.update(numbers.tobytes())
+    if one.kept < _MOST_INDICES and one.entry.number < _MOST_ORDERS:
+        one.kept += len(numbers)
+        one.batches.append(numbers)
+
+
+def _note_batch(one: _Pass, batch: Any, before: Sequence[int]) -> None:
+    """Fingerprints of the first samples of a batch, and of the random states around it, where they have changed."""
+    if one.entry.batches and one.drawn:  # the first one may have seeded what the loader itself draws from
+        after = _random_states()
+        changed = {old: new for old, new in zip(before, after, strict=False) if old != new}
+        drawn = next((name for name, old, new in zip(_GENERATORS, before, after, strict=False) if old != new), "torch")
+        one.entry = replace(one.entry, draws={**one.entry.draws, **changed}, seeded=seeded_at(drawn))
+    taken = one.entry.batches
+    if taken >= len(one.batches):
+        return
+    indices = one.batches[taken]
+    contents: dict[str, Mapping[int, int]] = dict(one.entry.contents)
+    for place, tensor in enumerate(tree_tensors(batch)):
+        if tensor.dim() == 1 and tensor.tolist() == list(indices):
+            continue  # of any dataset
+        if tensor.dim() and len(tensor) == len(indices) and tensor.layout == torch.strided:
+            rows = row_fingerprints(tensor[:_MOST_ROWS].detach().cpu()).tolist()
+            known = {_base_index(one.dataset, index): row for index, row in zip(indices, rows, strict=False)}
+            contents[str(place)] = {**contents.get(str(place), {}), **known}
+    one.entry = replace(one.entry, contents=contents)
+
+
+def _note_rows(one: _Pass, batch: Any) -> None:
+    one.rows.note(batch)
+
+
+def _random_states() -> list[int]:
+    """Digests of the global generators of torch, Python and numpy, as augmentations draw from them."""
+    states: list[Any] = [bytes(torch.default_generator.get_state().numpy().data), random.getstate()]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        _, keys, place, *_ = numpy.random.get_state()
+        states.append((keys.tobytes(), place))
+    return [int(digest_of(state)[:15], 16) for state in states]
+
+
+def _batch_size(loader: Any) -> int:
+    """How many samples a batch has; 1 where a sampler of batches does not say."""
+    sizes = (getattr(one, "batch_size", None) for one in (loader, getattr(loader, "batch_sampler", None)))
+    return next((size for size in sizes if isinstance(size, int) and size > 0), 1)
+
+
+def _innermost_sampler(loader: Any) -> Any:
+    """What chooses the samples, beneath the batch samplers of frameworks."""
+    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    for _ in range(4):
+        inner = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+        if inner is None:
+            break
+        sampler = inner
+    return sampler
+
+
+def _chooses(sampler: Any, size: int) -> bool:
+    held = sampler if isinstance(sampler, list | tuple) else None
+    for value in (held, *getattr(sampler, "__dict__", {}).values()):
+        if isinstance(value, list | tuple | array | torch.Tensor) and 1 < len(value) < size:
+            first = value[0]
+            if isinstance(first, int) or (isinstance(first, torch.Tensor) and not first.is_floating_point()):
+                return True
+    return False
+
+
+def _length(sized: Any) -> int:
+    with contextlib.suppress(Exception):  # of the user's
+        return len(sized)
+    return -1
+
+
+def _beneath(dataset: Any) -> tuple[Any, list[Sequence[int]]]:
+    """The dataset beneath all of torch's `Subset`, and their indices."""
+    subsets = []
+    while type(dataset) is Subset:
+        subsets.append(dataset.indices)
+        dataset = dataset.dataset
+    return dataset, subsets
+
+
+def _base_index(dataset: Any, index: int) -> int:
+    for indices in _beneath(dataset)[1]:
+        index = int(indices[index])
+    return index

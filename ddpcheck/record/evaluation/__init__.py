@@ -1,0 +1,1 @@
+"""Evaluations: what loops count, exchange and show."""

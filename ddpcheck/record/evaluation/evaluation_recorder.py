@@ -1,0 +1,381 @@
+"""The evaluations of a script: what its loops count, what they exchange, and what the program shows of it."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import itertools
+import linecache
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import Subset
+
+from ddpcheck.findings.evidence.evaluation import (
+    EvaluationPass,
+    MetricShown,
+    ResultExchanged,
+    RowsCompared,
+    ShownNumber,
+)
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import relative_path, user_location, variables_of
+from ddpcheck.gather.patching import patched
+from ddpcheck.recipe.pytree import tree_leaves
+from ddpcheck.record.evaluation.comparison_recorder import ComparisonRecorder
+from ddpcheck.record.source.program_numbers import (
+    columns_of,
+    labels_in,
+    number_of,
+    numbers_of_program,
+    program_frames,
+    rows_of_program,
+)
+
+_MOST_PASSES = 3  # over a loader
+_MOST_ROUNDS = 16
+_MOST_SHOWN = _MOST_EXCHANGED = 64  # a round
+_FEW = 64  # numbers of a tensor, which are kept as they are
+_LONGEST = 4096  # characters of what is printed
+_MOST_LABELS = 1 << 14
+_MOST_COLUMNS = 8  # of floating-point numbers
+_MOST_PARTS = 8  # of an object that is gathered
+_ROUNDED = 7  # characters of a number that a program may have rounded
+_DECIMAL = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[+-]?\d+)?(?![\w.]*\w)")
+_GIVEN = ("tensor", "input_tensor", "obj", "object", "self", "input")  # the names of what goes into a collective
+_WITH_RESULTS = ("reduce", "gather")  # in the names of collectives
+_Entry = EvaluationPass | ResultExchanged | MetricShown | RowsCompared
+
+
+@dataclass(slots=True)
+class _Open:
+    """A pass over a loader that may turn out to be an evaluation."""
+
+    backwards: int
+    numbers: Mapping[str, float]
+    exchanged: list[ResultExchanged] = field(default_factory=list)
+
+
+class EvaluationRecorder:
+    """Follows the passes over loaders without backward, and what is exchanged and shown after them."""
+
+    def __init__(self, sink: Callable[[_Entry], object]) -> None:
+        """Begin."""
+        self._sink = sink
+        self._round = 0
+        self._evaluated = False  # in this round
+        self._backwards = 0
+        self._left = [0, 0]  # exchanges and numbers shown that are still written in this round
+        self._open: dict[tuple[int, int], _Open] = {}
+        self._ended: tuple[int, int] | None = None  # the last evaluation
+        self._references: set[int] = set()  # loaders whose datasets have been looked at
+        self._record: Any = None  # the last one of `logging`
+        self._size = self._samples = 0  # of the dataset that was evaluated last, and how many of it this rank has
+        self._comparisons = ComparisonRecorder(sink)
+        patched(torch.autograd, "backward", self._trains)
+        patched(builtins, "print", self._prints)
+        patched(logging.Handler, "handle", self._logs)
+        patched(torch, "save", self._saves)
+
+    def _trains(self, *_arguments: Any, **_named: Any) -> None:
+        self._backwards += 1
+        self._comparisons.close()
+        if self._evaluated:
+            self._evaluated = False
+            self._round += 1
+
+    # Passes
+
+    def note_pass(self, entry: LoaderPass, dataset: Any) -> None:
+        """A pass over a loader has begun, or ended; `dataset`: what it is over."""
+        if entry.number >= _MOST_PASSES or self._round >= _MOST_ROUNDS:
+            return
+        key = (entry.loader, entry.number)
+        one = self._open.pop(key, None)
+        if one is None:
+            self._comparisons.close()
+            self._open[key] = _Open(self._backwards, numbers_of_program())
+            return
+        if not entry.exhausted or entry.trains or not entry.batches or self._backwards > one.backwards:
+            return
+        if not self._evaluated:
+            self._evaluated, self._left = True, [_MOST_EXCHANGED, _MOST_SHOWN]
+        self._ended, self._size, self._samples = key, entry.size, len(entry.indices)
+        if any(exchanged.rows for exchanged in one.exchanged):
+            self._comparisons.open(self._round, entry.size)
+        held = numbers_of_program()
+        numbers = {name: value for name, value in held.items() if one.numbers.get(name) != value}
+        numbers |= _agreements(rows_of_program(len(entry.indices)))
+        held_by = {} if entry.loader in self._references else _held_by(dataset, entry.size)
+        self._references.add(entry.loader)
+        labels, floats = _labels_of(held_by, entry.size), _numbers_of(held_by, entry.size)
+        self._sink(EvaluationPass(self._round, entry.loader, entry.number, numbers, labels, _lines_after(), floats))
+        for exchanged in one.exchanged:
+            self._sink(replace(exchanged, round=self._round))
+
+    # Collectives
+
+    def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
+        """A collective is about to be made."""
+        if not any(word in call.operation for word in _WITH_RESULTS):
+            return
+        under_way = [key for key, one in self._open.items() if one.backwards == self._backwards]
+        if (not under_way and not self._evaluated) or self._round >= _MOST_ROUNDS:
+            return
+        value = next((given[name] for name in _GIVEN if given.get(name) is not None), None)
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            return
+        made = _described(value, self._round, call, during=bool(under_way))
+        made = replace(made, evaluation=under_way[-1] if under_way else self._ended)
+        if under_way:
+            exchanged = self._open[under_way[-1]].exchanged
+            if len(exchanged) < _MOST_EXCHANGED:
+                exchanged.append(made)
+            return
+        if not isinstance(value, torch.Tensor) or made.rows:
+            self._comparisons.open(self._round, self._size)
+        columns = columns_of(value, self._samples)
+        if columns and not isinstance(value, torch.Tensor):
+            made = replace(made, rows=(), values=())
+        held = columns or ([] if len(made.rows) else _parts_of(value))
+        parts = [(_rows_given(one), _values_given(one)) for one in held]
+        for one in (
+            made,
+            *(replace(made, numbers=(), rows=rows, values=values) for rows, values in parts if rows),
+        ):
+            if self._left[0] > 0:
+                self._left[0] -= 1
+                self._sink(one)
+
+    # What the program shows
+
+    def _prints(self, *texts: Any, **_named: Any) -> None:
+        if self._listens():
+            self._show("printed", list(itertools.chain.from_iterable(map(_shown_in, texts))))
+
+    def _logs(self, _handler: Any, record: Any) -> None:
+        if self._listens() and record is not self._record:
+            self._record = record
+            self._show("logged", _shown_in(record.getMessage()))
+
+    def _saves(self, held: Any, *_arguments: Any, **_named: Any) -> None:
+        if not self._listens():
+            return
+        leaves = itertools.islice((leaf for leaf in tree_leaves(held) if type(leaf) is float), _FEW)
+        self._show("saved", [ShownNumber("", (leaf,)) for leaf in leaves])
+        self._show("decides", [ShownNumber("", (value,)) for value in _conditions()])
+
+    def _listens(self) -> bool:
+        return self._evaluated and self._left[1] > 0 and self._round < _MOST_ROUNDS
+
+    def _show(self, how: str, numbers: list[ShownNumber]) -> None:
+        if not numbers:
+            return
+        self._left[1] -= 1
+        if any(one.text for one in numbers):
+            held = set(numbers_of_program().values())
+            alike = {one.text: _like(one.text, held) for one in numbers if one.text}
+            numbers = [replace(o, values=tuple({*o.values, *alike[o.text]})) if o.text else o for o in numbers]
+        self._sink(MetricShown(self._round, how, _line(), tuple(numbers[:_FEW])))
+
+
+def _line() -> Location | None:
+    """The line that shows something; not that of a `print` of the program's own."""
+    for frame in program_frames():
+        if frame.f_code.co_name != "print":
+            return user_location(frame)
+    return user_location()
+
+
+def _described(value: Any, number: int, call: Call, *, during: bool) -> ResultExchanged:
+    location = Location.parse(call.location)
+    plain = ResultExchanged(number, call.operation, location, during)
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.device.type == "meta" or value.is_complex():
+            return plain
+        numbers = tuple(map(float, value.detach().flatten().tolist())) if value.numel() <= _FEW else ()
+        whole = not value.is_floating_point() and value.dtype != torch.bool
+        if value.is_floating_point() and 1 < value.numel() <= 1 << 16:
+            whole = bool((value.detach() == value.detach().round()).all())
+        total = float(value.detach().double().sum()) if whole and value.numel() > 1 else None
+    else:
+        found = [number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW + 1)]
+        known = [one for one in found if one is not None]
+        numbers, total = tuple(known) if len(found) <= _FEW else (), None
+    return replace(plain, numbers=numbers, total=total, rows=_rows_given(value), values=_values_given(value))
+
+
+def _values_given(value: Any) -> tuple[float, ...]:
+    """The floating-point numbers of each row of what is given to a collective."""
+    if isinstance(value, list) and value and all(isinstance(one, list) for one in value):
+        value = list(itertools.islice(itertools.chain.from_iterable(value), _MOST_LABELS + 1))
+    if isinstance(value, list) and value and all(type(one) is torch.Tensor and one.dim() for one in value):
+        parts = [_floats_of(one) for one in value]
+        return tuple(itertools.chain.from_iterable(parts)) if all(parts) else ()
+    return _floats_of(value)
+
+
+def _floats_of(value: Any) -> tuple[float, ...]:
+    """A tensor, an array or a list of floating-point numbers, row by row."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, list) and len(value) <= _MOST_LABELS and all(type(one) is float for one in value):
+        return tuple(value)
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind == "f":
+        value = torch.from_numpy(numpy.ascontiguousarray(value))
+    if type(value) is not torch.Tensor or value.layout != torch.strided or value.device.type == "meta":
+        return ()
+    if not value.is_floating_point() or not value.dim() or not 1 <= len(value) <= _MOST_LABELS:
+        return ()
+    return tuple(value.detach().flatten().tolist()) if value.numel() <= _MOST_COLUMNS * len(value) else ()
+
+
+def _rows_given(value: Any) -> tuple[int, ...]:
+    """A label for each row of what is given to a collective: whole numbers, scores of classes, or of one class."""
+    if isinstance(value, list) and value and all(isinstance(one, list) for one in value):
+        value = list(itertools.islice(itertools.chain.from_iterable(value), _MOST_LABELS + 1))
+    sizes = [_length(one) for one in value] if isinstance(value, list) and value and hasattr(value[0], "shape") else []
+    rows = labels_in(value, sum(sizes) or _length(value))
+    if rows is None and isinstance(value, list) and value and len(value) <= _MOST_LABELS:
+        if all(type(one) is float for one in value):
+            value = torch.tensor(value)
+    scored = type(value) is torch.Tensor and value.is_floating_point() and value.layout == torch.strided
+    if rows is None and scored and value.device.type != "meta" and 1 < _length(value) <= _MOST_LABELS:
+        scores = value.detach().flatten()
+        if len(scores) == len(value):
+            rows = (scores > (0.5 if 0 <= float(scores.min()) <= float(scores.max()) <= 1 else 0)).long()
+    return () if rows is None else tuple(rows.tolist())
+
+
+def _length(value: Any) -> int:
+    return len(value) if hasattr(value, "__len__") and getattr(value, "shape", True) != () else 0
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """What a rank hands over at once: predictions and labels, say."""
+    if isinstance(value, dict | tuple) and len(value) <= _MOST_PARTS:
+        return list(value.values() if isinstance(value, dict) else value)
+    return []
+
+
+def _agreements(rows: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """How many rows of each two are the same."""
+    pairs = itertools.combinations(rows, 2)
+    return {f"{a} == {b.partition('.')[2]}": float((rows[a] == rows[b]).sum()) for a, b in pairs}
+
+
+def _held_by(dataset: Any, size: int) -> dict[str, Any]:
+    """The attributes of a dataset; of a part of one that has tensors, those of its samples."""
+    held = dict(getattr(dataset, "__dict__", None) or {})
+    held |= {f"tensors[{number}]": one for number, one in enumerate(getattr(dataset, "tensors", None) or ())}
+    if type(dataset) is Subset and size <= _MOST_LABELS:
+        beneath = _held_by(dataset.dataset, _MOST_LABELS + 1)
+        for name, one in beneath.items():
+            if type(one) is torch.Tensor and one.dim() and len(one) > max(dataset.indices, default=0):
+                held[name] = one[list(dataset.indices)]
+    return held
+
+
+def _labels_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """The labels of all samples that a dataset holds in one of its attributes."""
+    found = {}
+    for name, value in held.items():
+        is_labels = not (isinstance(value, torch.Tensor) and value.is_floating_point())
+        if is_labels and 1 < size <= _MOST_LABELS and (rows := labels_in(value, size)) is not None:
+            found[name] = tuple(rows.tolist())
+    return found
+
+
+def _numbers_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """Likewise floating-point numbers."""
+    if not 1 < size <= _MOST_LABELS:
+        return {}
+    found = {name: _floats_of(one) for name, one in held.items() if hasattr(one, "shape") or type(one) is list}
+    return {name: floats for name, floats in found.items() if floats and _length(held[name]) == size}
+
+
+def _shown_in(value: Any) -> list[ShownNumber]:
+    """The numbers in what is printed."""
+    if isinstance(value, str):
+        return [ShownNumber(text) for text in _DECIMAL.findall(value[:_LONGEST])]
+    numbers = [number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW)]
+    shown = [number for number in numbers if number is not None and number != int(number)]
+    return [ShownNumber(text if len(text := repr(one)) <= _ROUNDED else "", (one,)) for one in shown]
+
+
+def _like(text: str, held: Iterable[float]) -> tuple[float, ...]:
+    """The numbers that are printed as `text`, as they are or in per cent."""
+    if "e" in text:
+        return tuple(value for value in held if abs(value - float(text)) < 1e-3 * abs(value))
+    places = len(text.partition(".")[2])
+    return tuple(value for value in held if text in (f"{value:.{places}f}", f"{100 * value:.{places}f}"))
+
+
+def _conditions() -> list[float]:
+    """The numbers in the conditions of the `if`s in which the program is now."""
+    found: list[float] = []
+    for frame in itertools.islice(program_frames(), 3):
+        variables = {**frame.f_globals, **variables_of(frame)}
+        for test in _tests_around(frame.f_code.co_filename, frame.f_lineno):
+            for node in ast.walk(test):
+                if isinstance(node, ast.Name | ast.Attribute) and (number := _value_of(node, variables)) is not None:
+                    found.append(number)
+    return [number for number in found if number != int(number)]
+
+
+def _value_of(node: ast.expr, variables: Mapping[str, Any]) -> float | None:
+    """The number that a name or an attribute of an object is, as it is held."""
+    if isinstance(node, ast.Name):
+        return number_of(variables.get(node.id))
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return number_of((getattr(variables.get(node.value.id), "__dict__", None) or {}).get(node.attr))
+    return None
+
+
+def _lines_after() -> dict[str, Location]:
+    """By function of the program, the line that follows the loop in which it is now."""
+    found: dict[str, Location] = {}
+    for frame in program_frames():
+        code = frame.f_code
+        line = _line_after(code.co_filename, frame.f_lineno)
+        if line and code.co_name not in found:
+            found[code.co_name] = Location(relative_path(code.co_filename), line)
+    return found
+
+
+@functools.cache
+def _line_after(file: str, line: int) -> int:
+    """The line of the statement after the innermost `for` that begins at `line`; 0 where there is none."""
+    for node in ast.walk(_tree(file)):
+        for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
+            for one, following in itertools.pairwise(body if isinstance(body, list) else []):
+                if isinstance(one, ast.For) and one.lineno <= line <= (one.iter.end_lineno or one.lineno):
+                    return int(following.lineno)
+                if isinstance(one, ast.With) and one.body and isinstance(last := one.body[-1], ast.For):
+                    if last.lineno <= line <= (last.iter.end_lineno or last.lineno):
+                        return int(following.lineno)
+    return 0
+
+
+@functools.cache
+def _tree(file: str) -> ast.AST:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+@functools.cache
+def _tests_around(file: str, line: int) -> tuple[ast.expr, ...]:
+    around = [node for node in ast.walk(_tree(file)) if isinstance(node, ast.If)]
+    return tuple(
+        node.test for node in around if node.body[0].lineno <= line <= (node.body[-1].end_lineno or node.lineno)
+    )

@@ -1,0 +1,155 @@
+"""Optimizer steps around a wrapper: whether each uses gradients that DDP has averaged."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ddpcheck.findings.evidence.steps import LoopEvent
+from ddpcheck.gather.autograd.autograd_graph import in_backward
+from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
+from ddpcheck.gather.steps.gradient_distance import has_gradient
+from ddpcheck.record.loop.loop_record import STEP, LoopRecord
+from ddpcheck.record.loop.step_tracker import StepTracker
+from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
+from ddpcheck.stream.ledger import AROUND, Contribution
+
+_FEWEST = 3  # optimizer steps on gradients that have not been averaged, before that is told without the other ranks
+_SPARING = LoopEvent("step", spares_unreduced=True)
+
+
+# One hook for all, which stays where objects are only dropped: torch goes through its hooks as it calls them, and must
+# not meet one that the garbage collector takes off meanwhile.
+_handles: list[Any] = []
+_living: WeakValueDictionary[int, OptimizerSteps] = WeakValueDictionary()  # in the order in which they were made
+_numbers = itertools.count()
+
+
+def _before_steps(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    for steps in list(_living.values()):
+        steps.before_step(optimizer, arguments, named)
+
+
+def _after_steps(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    for steps in list(_living.values()):
+        steps.after_step(optimizer, arguments, named)
+
+
+@dataclass(slots=True)
+class _Followed:
+    groups: int = 0  # of the optimizer, when it was asked for its parameters
+    holds: bool = False  # some of the wrapper's
+    reductions: int = 0  # at its last step
+
+
+class OptimizerSteps:
+    """Follows every optimizer that has parameters of one wrapper."""
+
+    def __init__(
+        self,
+        tracker: StepTracker,
+        loop: LoopRecord,
+        has_others: Callable[[], bool],
+        tell: Callable[[Contribution | None], object],
+    ) -> None:
+        """Note the steps of optimizers in `loop`, beside those of `tracker`.
+
+        `has_others` says whether there are ranks to average with. `tell` is called where several steps used gradients
+        that were not averaged, with those of the last step that belong to a forward pass of the wrapper.
+        """
+        self._tracker = tracker
+        self._loop = loop
+        self._has_others = has_others
+        self._tell = tell
+        self._known: WeakKeyDictionary[Any, _Followed] = WeakKeyDictionary()
+        self._alone = 0  # steps, one after the other, since whose optimizer's last one nothing was reduced
+        self._around = 0  # steps on gradients of backward passes around the wrapper
+        self._number = next(_numbers)
+
+    def attach(self) -> None:
+        """Follow every optimizer of this process, as long as this object lives."""
+        _living[self._number] = self
+        if not _handles:
+            before, after = UnpickledHook(_before_steps), UnpickledHook(_after_steps)
+            _handles[:] = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+    def detach(self) -> None:
+        """Follow them no more."""
+        _living.pop(self._number, None)
+        if not _living:
+            remove_hooks(_handles)
+
+    def before_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """An optimizer is about to step, on gradients that DDP has averaged or not."""
+        if in_backward():  # on one parameter, say, by a hook that DDP calls when it has averaged that
+            return
+        self._tracker.settle()
+        if not _has_closure(arguments, named):
+            self._steps(optimizer)
+
+    def after_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """An optimizer has stepped; a closure that it was given has run the last passes of the step."""
+        if _has_closure(arguments, named) and not in_backward():
+            self._steps(optimizer)
+
+    def _steps(self, optimizer: Any) -> None:
+        known = self._known.get(optimizer)
+        if known is None or known.groups != len(optimizer.param_groups):
+            known = self._known.setdefault(optimizer, _Followed())
+            known.groups = len(optimizer.param_groups)
+            known.holds = bool(_parameters_of(optimizer) & {id(p) for p in self._tracker.parameters.tensors})
+        if not known.holds:
+            return
+        number, ledger = self._tracker.number, self._loop.ledger
+        reductions, known.reductions = number - known.reductions, number
+        if not self._has_others() or (reductions and not ledger.unreduced):  # the healthy step, at no cost for
+            self._alone = 0  # each parameter
+            self._loop.add(STEP)
+            return
+        self._step_unreduced(_parameters_of(optimizer), alone=not reductions)
+
+    def _step_unreduced(self, held: set[int], *, alone: bool) -> None:
+        """A step for which nothing was reduced (`alone`), or before which other gradients have come."""
+        ledger = self._loop.ledger
+        prepared, uses = bool(ledger.forwards[True]), ledger.unreduced and self._is_there(held)
+        used = [one for one in ledger.open if not one.reduced] if uses else []
+        if used:
+            self._loop.note("step")
+        else:
+            self._loop.add(_SPARING if ledger.unreduced else STEP)
+        around = [one for one in used if one.backward.kind in AROUND]
+        own = [one for one in used if one.forward is not None]
+        if own:
+            self._tracker.unreduced.clear()
+            self._loop.report(self._tracker.number)
+        there = {id(p) for p in self._tracker.parameters.tensors if p.grad is not None}
+        times = 0
+        if around:
+            times = self._around = self._around + 1
+        elif not alone or not there:
+            self._alone = 0
+        elif there & held:
+            times = self._alone = self._alone + 1
+            if prepared:  # the loss does not come through the tensors that they have returned
+                times, self._tracker.hooks_parameters = 0, True
+        if times == _FEWEST and not there & parameters_in_wrappers(but=self._tracker.wrapper):  # wrapped again
+            self._tell(own[-1] if own else None)
+
+    def _is_there(self, held: set[int]) -> bool:
+        """Whether an optimizer of these parameters is about to use what was not reduced: it was not zeroed."""
+        tensors, indices = self._tracker.parameters.tensors, self._tracker.unreduced
+        some = [tensors[i] for i in indices if id(tensors[i]) in held] if indices else [*tensors[:1], *tensors[-1:]]
+        return any(map(has_gradient, some))
+
+
+def _has_closure(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    return any(map(callable, (*arguments[1:], *named.values())))
+
+
+def _parameters_of(optimizer: Any) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -1,0 +1,319 @@
+"""What one rank sees of the steps of a wrapper: a watch exchanges it with other ranks, the log of a script keeps it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpcheck.findings.evidence.parameters import StepEvidence
+from ddpcheck.findings.evidence.steps import LoopEvent
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.source_lines import user_location
+from ddpcheck.findings.wording import Names
+from ddpcheck.gather.autograd.autograd_graph import all_names
+from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, facts_of, trains_apart
+from ddpcheck.gather.steps.training_step import visible_tensors
+from ddpcheck.record.loop.forward_snapshot import Snapshot
+from ddpcheck.record.loop.loop_record import LoopRecord
+from ddpcheck.record.loop.optimizer_steps import OptimizerSteps
+from ddpcheck.record.loop.step_tracker import StepListener, StepTracker
+from ddpcheck.record.loss.micro_batches import MicroBatches
+from ddpcheck.record.parameters.parameter_history import ParameterHistory
+from ddpcheck.record.parameters.step_probe import StepProbe
+from ddpcheck.record.replicas.replica_capture import ReplicaCapture
+from ddpcheck.stream.ledger import Contribution
+from ddpcheck.stream.rank_report import FIRST_SETTLED, RankReport, WatchContext, is_probed, is_settled
+
+
+@dataclass(frozen=True, slots=True)
+class RecorderOptions:
+    """What is recorded of which steps.
+
+    Attributes:
+        parameters: Whether missing, zero and unregistered ones are looked for.
+        normalisation: Whether the weights of targets in the loss are measured.
+        compares: Whether the replicas are compared after a step, by its number.
+        keeps: Whether the rank's own gradients of a step are kept, by its number.
+        keep: What is kept of one.
+        completes: Gives zeros to DDP where it waits for gradients that do not come.
+        settles_at_end: Judges what an option allows for by all steps, and not before.
+        parameters_later: Whether what parameters are in a step is left to the door to take.
+        bypassed: How the wrapper is, where gradients come to its parameters without it.
+    """
+
+    parameters: bool
+    normalisation: bool
+    compares: Callable[[int], bool]
+    keeps: Callable[[int], bool]
+    keep: Callable[[torch.Tensor], Any] = torch.Tensor.clone
+    completes: bool = True
+    settles_at_end: bool = False
+    parameters_later: bool = False
+    bypassed: Callable[[], LoopEvent] = lambda: LoopEvent("forward inside")
+
+
+@dataclass(frozen=True, slots=True)
+class EndedStep:
+    """A step whose gradients are averaged.
+
+    Attributes:
+        number: Counted from 0.
+        probe: Of it, where there was one.
+        snapshot: Of its last forward pass, where that can be run again.
+        compares: Whether it is one after which the replicas are compared.
+        reports: Whether it is one after which the ranks report, whatever was found.
+    """
+
+    number: int
+    probe: StepProbe | None
+    snapshot: Snapshot | None
+    compares: bool
+    reports: bool
+
+
+class Door(Protocol):
+    """What takes in what a recorder sees."""
+
+    def alarm(self, step: int) -> None:
+        """This rank has something to report after `step`, in whose reduction it has not taken part yet."""
+
+    def tell(self, report: RankReport) -> None:
+        """A fault of this rank, whatever the others do; may raise `FindingsError`."""
+
+    def reduced(self, ended: EndedStep) -> None:
+        """A step has ended; may wait for the other ranks, and raise `FindingsError`."""
+
+
+class StepRecorder(StepListener):
+    """The steps of one wrapper on one rank.
+
+    Attributes:
+        module: What is wrapped.
+        rank: In the default group.
+        ranks: Of the wrapper's process group.
+        loop: The events of the loop.
+        tracker: Of the steps.
+        parameters: Those that the wrapper synchronises, by name.
+        context: The wrapper as it is when this begins.
+        replica: Its values.
+        history: Of the parameters.
+    """
+
+    def __init__(
+        self,
+        wrapper: nn.parallel.DistributedDataParallel,
+        door: Door,
+        options: RecorderOptions,
+        *,
+        began_alike: bool,
+        keeps_start: bool,
+        listeners: Sequence[StepListener] = (),
+    ) -> None:
+        """Make it; nothing is recorded until `attach`.
+
+        Args:
+            wrapper: The wrapper.
+            door: What takes in what is recorded.
+            options: What is recorded.
+            began_alike: Whether parameters are known to have been the same on all ranks when the wrapper was made.
+            keeps_start: Whether what they were then is kept.
+            listeners: Others that are told of the steps, after the recorder.
+        """
+        self.module: nn.Module = wrapper.module
+        self.rank = dist.get_rank()
+        self.ranks = tuple(dist.get_process_group_ranks(wrapper.process_group or dist.group.WORLD))
+        self._door = door
+        self._options = options
+        self._began = time.monotonic()
+        self.loop = LoopRecord(door.alarm)
+        self.tracker = StepTracker(wrapper, self.loop, (self, *listeners), completes=options.completes)
+        synced = self.tracker.parameters
+        self.parameters = dict(zip(synced.names, synced.tensors, strict=True))
+        self.context = _context_of(wrapper, synced.names, began_alike=began_alike)
+        self.history = ParameterHistory(self.rank, self.module, self.parameters, self.context.wrapper)
+        self.replica = ReplicaCapture(
+            self.module, self.rank, keeps_start=keeps_start, with_parameters=not options.parameters_later
+        )
+        self._probe: StepProbe | None = None
+        self._micro_batches = MicroBatches(synced.tensors) if options.normalisation else None
+        self._optimizer_steps = OptimizerSteps(self.tracker, self.loop, lambda: self.has_others, self.unaveraged)
+
+    def attach(self) -> None:
+        """Begin to record."""
+        self._optimizer_steps.attach()
+        self.tracker.attach()
+        if self.wrapper is not None:
+            self.loop.attach(self.wrapper)
+
+    def detach(self) -> None:
+        """Leave the wrapper as it was; may be called again."""
+        self.tracker.detach()
+        self.loop.detach(self.wrapper)
+        self._optimizer_steps.detach()
+        if self._micro_batches is not None:
+            self._micro_batches.close()
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+    @property
+    def wrapper(self) -> nn.parallel.DistributedDataParallel | None:
+        """The wrapper; `None` once nobody holds it."""
+        return self.tracker.wrapper
+
+    @property
+    def step(self) -> int:
+        """The number of synchronised backward passes that have ended."""
+        return self.tracker.number
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are other ranks to average with."""
+        return len(self.ranks) > 1 and dist.is_initialized()
+
+    @property
+    def joins(self) -> bool:
+        """Whether ranks without further batches may have left the loop (`Join`)."""
+        return self.wrapper is not None and bool(self.wrapper._join_config.enable)
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether ranks may have left the loop, or all train apart on purpose (post-local SGD): none compares."""
+        return self.joins or (self.wrapper is not None and trains_apart(self.wrapper))
+
+    def unaveraged(self, used: Contribution | None) -> None:
+        """Tell of optimizer steps on gradients that were not averaged; `used`: those of a forward of the wrapper."""
+        if self.joins:  # a rank without further batches makes the steps of a sharded optimizer for the others
+            return
+        around = self._options.bypassed(), LoopEvent("step", location=str(user_location() or ""))
+        self.tell(*(around if used is None else used.events))
+
+    def tell(self, *events: LoopEvent) -> None:
+        """Tell of events that show a fault on this rank, whatever the others do."""
+        self._door.tell(replace(self._plain_report(self.step), events=events))
+
+    def _plain_report(self, step: int) -> RankReport:
+        return RankReport(StepEvidence(self.rank, step, {}))
+
+    # As the listener of the tracker
+
+    def forward_begins(self) -> None:
+        """Keep what a comparison needs of the time before it."""
+        self.replica.forward_begins()
+
+    def step_begins(self, step: int) -> None:
+        """Probe the step, if it is its turn."""
+        keeps = self._options.keeps(step) and not self.are_apart
+        if self._probe is not None:
+            self._probe.attach()
+        elif (self._options.parameters and self._reports(step)) or keeps:
+            self._probe = StepProbe(self.module, self.parameters, keep=self._options.keep if keeps else None)
+
+    def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
+        """Measure the micro-batch, and probe a forward pass of the step."""
+        if self._compares(step):
+            self.replica.forward_returned()
+        if self._micro_batches is not None:
+            self._micro_batches.forward_returned(step, output)
+        if synced and self._probe is not None:
+            self._probe.forward_returned(tensors)
+        if synced and step == 0 and self._options.parameters and self.context.wrapper.tolerates_unused:
+            visible, opaque = visible_tensors([output])
+            if opaque and not visible:  # DDP may well raise in this backward pass, so this cannot wait
+                self._door.tell(RankReport(StepEvidence(self.rank, step, {}, output_type=opaque)))
+
+    def backward_begins(self) -> None:
+        """Probe a backward pass of the step."""
+        if self._probe is not None:
+            self._probe.backward_begins()
+
+    def parameters_missing(self, step: int, names: Sequence[str]) -> None:
+        """Have the door take reports, unless all ranks know of these."""
+        if self._probe is not None:
+            self._probe.detach()
+        if self._options.parameters and not self.history.is_reported(names):
+            self._door.alarm(step)
+
+    def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
+        """Tell of it at once: DDP is about to raise on this rank."""
+        if self._options.parameters:
+            self._door.tell(replace(self._plain_report(step), missing={0: tuple(names), step: ()}))
+
+    def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
+        """Take in what the probe has found, and hand the step over."""
+        if self._micro_batches is not None:
+            self._micro_batches.step_ended()
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            probe.close()
+        if self._options.parameters:
+            self.history.step_ended(step, probe, unused, awaited, self.tracker.accumulated)
+        reduced = self._options.completes or not awaited
+        self.loop.step_ended(step, reduced=reduced)
+        compares = self._compares(step) and reduced
+        self._door.reduced(EndedStep(step, probe, snapshot, compares, self._reports(step)))
+
+    def _compares(self, step: int) -> bool:
+        return (self._options.keeps(step) or self._options.compares(step)) and not self.are_apart
+
+    def _reports(self, step: int) -> bool:
+        wanted = self._options.parameters or self._micro_batches is not None
+        return wanted and is_probed(step) and not self.are_apart
+
+    # Reports
+
+    def notices_unfrozen(self, ended: EndedStep) -> bool:
+        """Whether a parameter was frozen when it was wrapped, and is not any more; once, and where no probe looks."""
+        return self._options.parameters and ended.probe is None and self.history.notices_unfrozen()
+
+    def report(self, ended: EndedStep) -> RankReport:
+        """The report of this rank on the steps up to this one."""
+        mine = self._plain_report(ended.number)
+        if self._options.parameters:
+            mine = self.history.report(
+                ended.number,
+                probe=ended.probe,
+                snapshot=ended.snapshot,
+                settled=is_settled(ended.number),
+                thorough=ended.compares,
+            )
+        measured = () if self._micro_batches is None else self._micro_batches.measured()
+        seconds = (time.monotonic() - self._began) / (ended.number + 1)
+        events, self.loop.to_report = self.loop.to_report, ()
+        return replace(mine, events=events, micro_batches=measured, seconds=seconds)
+
+    def last_report(self) -> RankReport | None:
+        """What is left to report at the end; `None` for nothing."""
+        if self.settles:
+            return self.history.report(self.step - 1, settled=True)
+        if self.history.not_reported or self.loop.to_report:
+            return replace(self.history.report(self.step, settled=False), events=self.loop.to_report)
+        return None
+
+    @property
+    def settles(self) -> bool:
+        """Whether never used parameters are judged at the end, after fewer steps than are waited for before."""
+        tolerates = self.context.wrapper.tolerates_unused and self._options.parameters
+        return tolerates and 2 < self.step and (self._options.settles_at_end or self.step <= FIRST_SETTLED)
+
+
+def _context_of(
+    wrapper: nn.parallel.DistributedDataParallel, synced: Sequence[str], *, began_alike: bool
+) -> WatchContext:
+    module = wrapper.module
+    aliases = {of_one[0]: of_one for of_one in all_names(module).values() if len(of_one) > 1}
+    return WatchContext(
+        Names(aliases),
+        facts_of(wrapper, {id(p): name for name, p in module.named_parameters()}),
+        world_size=dist.get_world_size(wrapper.process_group),
+        broadcasts_buffers=broadcasts_buffers(wrapper),
+        wrapper_class=type(wrapper).__name__,
+        trainable=tuple(synced),
+        began_alike=began_alike,
+    )

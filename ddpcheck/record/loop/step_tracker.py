@@ -1,0 +1,349 @@
+"""Forward and backward passes under DDP as steps: what takes part in each reduction, and that each one ends.
+
+A step begins with a forward pass after which DDP will average gradients, and ends when it has. At the start of a
+backward pass the autograd engine is asked which parameters it will reach. Where some are missing, DDP would never
+finish: the other ranks would wait in this backward pass, and this one would raise at its next forward pass. So what is
+missing is given a gradient of zeros at the end of the backward pass, which the reducer takes for its own, and the step
+ends on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcheck.gather.autograd.autograd_graph import at_end_of_backward, will_be_reached
+from ddpcheck.recipe.pytree import tree_leaves
+from ddpcheck.record.loop.forward_snapshot import Snapshot, differentiable_tensors, trainable_leaves
+from ddpcheck.record.loop.loop_record import BACKWARD, FORWARDS, LoopRecord
+from ddpcheck.record.loop.synced_parameters import NONE, SyncedParameters
+from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
+
+_FORWARDS_KEPT = 2
+
+
+class StepListener:
+    """Is told what happens in the steps of a wrapper. `step` is the number of the step, counted from 0."""
+
+    def forward_begins(self) -> None:
+        """A forward pass with gradients is about to run, perhaps under `no_sync`."""
+
+    def step_begins(self, step: int) -> None:
+        """A forward pass of the step is about to run, and no backward pass of it has run."""
+
+    def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
+        """A forward pass with gradients has returned `output`, with these tensors in it; `synced`: not in `no_sync`."""
+
+    def backward_begins(self) -> None:
+        """The first gradient of a backward pass of the step has arrived at what the forward pass returned."""
+
+    def parameters_missing(self, step: int, names: Sequence[str]) -> None:
+        """These parameters have no part in the step: DDP gets zeros in their place, or will wait for them."""
+
+    def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
+        """Under `static_graph`, these take part although they had no part in the first step: DDP is about to raise."""
+
+    def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
+        """The gradients are averaged; some were `unused`, DDP has `awaited` those; `snapshot`: of the last forward."""
+
+
+class Backward(Enum):
+    """The backward pass that runs now. One of `NO_SYNC` becomes `SYNCED` where a loss is made of both kinds."""
+
+    NONE = "none runs, as far as gradients have come to what forward passes returned"
+    NO_SYNC = "of forward passes under no_sync"
+    SYNCED = "of a forward pass after which DDP averages"
+    GRAD = "reaches no parameter: torch.autograd.grad, or all of them are in re-entrant checkpoints"
+
+
+_TO_DDP = (Backward.SYNCED, Backward.GRAD)
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step that is under way.
+
+    A step goes from its first forward pass, which makes it `ready`, over one or more backward passes to `_finish`,
+    which is the only place where one step hands over to the next.
+
+    Attributes:
+        number: Counted from 0.
+        ready: Whether a forward pass has returned after which DDP averages; a backward pass without one is unpaired.
+        unused: The parameters that have had no part in its backward passes so far; none before the first forward pass.
+        still_expected: Those of them that a later backward pass may bring.
+        roots: By forward pass, the nodes of the tensors that it returned.
+        snapshot: Of the last forward pass; `None` where it cannot be run again.
+    """
+
+    number: int = 0
+    ready: bool = False
+    unused: Set[int] = NONE
+    still_expected: Set[int] = NONE
+    roots: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=_FORWARDS_KEPT))
+    snapshot: Snapshot | None = None
+
+
+class StepTracker:
+    """The steps of one wrapper on one rank.
+
+    Attributes:
+        parameters: Those that the wrapper synchronises.
+        unreduced: Indices of parameters whose `.grad` has what backward passes have added since the last reduction.
+        accumulated: The names of those in the step that has ended last, whose average has them.
+        in_forward: Whether a forward pass of the wrapper runs.
+        hooks_parameters: Whether backward passes are noticed at parameters too, which costs a hook on each of them.
+    """
+
+    def __init__(
+        self,
+        wrapper: nn.parallel.DistributedDataParallel,
+        loop: LoopRecord,
+        listeners: Sequence[StepListener],
+        *,
+        completes: bool = True,
+    ) -> None:
+        """Follow `wrapper`; `completes` gives zeros to DDP where it waits for gradients that do not come."""
+        self.parameters = SyncedParameters(wrapper)
+        self.unreduced: set[int] = set()
+        self.accumulated: frozenset[str] = frozenset()
+        self.in_forward = False
+        self.hooks_parameters = False
+        self._loop = loop
+        self._listeners = listeners
+        self._completes = completes
+        self._step = _Step()
+        self._backward = Backward.NONE
+        self._took_part: Set[int] = NONE  # in the backward pass that runs; `parameters.all` itself where it is all
+        self._expected_inside = False  # the forward pass that runs has backward passes in it, which are expected
+        self._has_end_callbacks = True  # torch has, for backward passes
+        self._hook = UnpickledHook(self._on_gradient)
+        self._no_sync_hook = UnpickledHook(self._on_no_sync_gradient)
+        self._handles: list[Any] = []
+        self._pass_handles: list[Any] = []  # of hooks that go at the end of the backward pass
+
+    @property
+    def number(self) -> int:
+        """The number of the step that is under way or comes next: how many have ended."""
+        return self._step.number
+
+    @property
+    def wrapper(self) -> nn.parallel.DistributedDataParallel | None:
+        """The wrapper; `None` once nobody holds it."""
+        return self.parameters.wrapper
+
+    def attach(self) -> None:
+        """Hang the hooks on the wrapper."""
+        before, after = UnpickledHook(self._before_forward), UnpickledHook(self._after_forward)
+        wrapper: Any = self.wrapper
+        self._handles = [
+            wrapper.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            wrapper.register_forward_hook(after),
+        ]
+
+    def detach(self) -> None:
+        """Leave the wrapper as it was."""
+        remove_hooks(self._pass_handles)
+        remove_hooks(self._handles)
+        self._step.roots.clear()
+        self._step.snapshot = None
+
+    # Forward
+
+    def _before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        self.settle()
+        self.in_forward = True
+        self._backward = Backward.NONE  # also where the last backward pass has raised
+        self._expected_inside = False
+        if not self._step.ready:
+            self._step.roots.clear()
+        if not torch.is_grad_enabled():
+            return
+        for listener in self._listeners:
+            listener.forward_begins()
+        if wrapper.require_backward_grad_sync:
+            self._begin()
+            self._step.snapshot = Snapshot.take(wrapper.module, arguments, named, thorough=self.number < 1)
+        else:
+            self._loop.add(FORWARDS[False])
+
+    def _begin(self) -> None:
+        if len(self._step.unused) in (0, len(self.parameters.all)):  # no backward pass of the step has run yet
+            self._step.unused = self.parameters.all
+            for listener in self._listeners:
+                listener.step_begins(self.number)
+
+    def _after_forward(self, wrapper: Any, _arguments: Any, output: Any) -> None:
+        self.in_forward = False
+        synced = bool(wrapper.require_backward_grad_sync)
+        if torch.is_grad_enabled() and (synced or not self._expected_inside):
+            self._expect_backward(output, synced=synced)
+
+    def expect(self, loss: Any) -> None:
+        """Take `loss` for what a forward pass has returned: where a framework calls backward inside of it."""
+        self._step.snapshot = None
+        self._expected_inside = True
+        synced = torch.is_grad_enabled() and bool(getattr(self.wrapper, "require_backward_grad_sync", False))
+        if synced:
+            self._begin()
+        else:
+            self._loop.add(FORWARDS[False])
+        self._expect_backward(loss, synced=synced)
+
+    def _expect_backward(self, output: Any, *, synced: bool) -> None:
+        """Notice the backward pass of a forward pass; of one after which DDP does not average, by a hook of its own."""
+        tensors = differentiable_tensors(output)
+        if synced:
+            self._step.ready = True
+            self._loop.add(FORWARDS[True])
+            self._hook_leaves(output)
+            self._step.roots.append([tensor.grad_fn for tensor in tensors])
+        for listener in self._listeners:
+            listener.forward_returned(self.number, output, tensors, synced=synced)
+        for tensor in tensors:
+            tensor.register_hook(self._hook if synced else self._no_sync_hook)
+        if synced and (self.hooks_parameters or not tensors):  # backward does not come through these tensors
+            remove_hooks(self._pass_handles)
+            self._pass_handles = [p.register_hook(self._hook) for p in self.parameters.tensors if p.requires_grad]
+
+    def _hook_leaves(self, output: Any) -> None:
+        """Notice a backward pass that ends in what the forward pass has returned: a loss made for an empty batch."""
+        leaves = [leaf for leaf in trainable_leaves(output) if not isinstance(leaf, nn.Parameter)]
+        if leaves and (known := self._step.snapshot) is not None:
+            given = {id(value) for value in tree_leaves((known.arguments, known.named))}
+            for leaf in leaves:
+                if id(leaf) not in given:
+                    leaf.register_post_accumulate_grad_hook(UnpickledHook(self._on_leaf))
+
+    def settle(self) -> None:
+        """No further backward pass will come: an optimizer steps, or the next forward pass begins."""
+        if self._backward in _TO_DDP and not self._has_end_callbacks:
+            self._at_end()
+        if self._step.still_expected:
+            self._step.still_expected = NONE
+            self._complete(callbacks=0)
+
+    # Backward
+
+    def _on_no_sync_gradient(self, _gradient: torch.Tensor) -> None:
+        if self._backward is not Backward.NONE:
+            return
+        added = self.parameters.reached()
+        if added:  # and not torch.autograd.grad
+            if at_end_of_backward(UnpickledHook(self._after_no_sync_backward)):
+                self._backward = Backward.NO_SYNC
+            self.unreduced |= added
+            self._loop.add(BACKWARD)
+
+    def _after_no_sync_backward(self) -> None:
+        if self._backward is Backward.NO_SYNC:
+            self._backward = Backward.NONE
+
+    def _on_leaf(self, _leaf: torch.Tensor) -> None:
+        if self._step.ready:
+            self._on_gradient(_leaf, is_grad=False)
+
+    def _on_gradient(self, _gradient: torch.Tensor, *, is_grad: bool = True) -> None:
+        if self._backward in _TO_DDP:
+            return
+        self._backward = Backward.SYNCED
+        self._has_end_callbacks = at_end_of_backward(UnpickledHook(self._at_end))
+        self._took_part = reached = self.parameters.reached(root for roots in self._step.roots for root in roots)
+        if unexpected := self.parameters.unexpected(reached):
+            for listener in self._listeners:
+                listener.static_graph_broken(self.number, [self.parameters.names[index] for index in unexpected])
+        everything = reached is self.parameters.all
+        if not everything:
+            reached = reached | self.parameters.reached_by_another_node(self.parameters.all - reached)
+            if is_grad and not reached:
+                self._backward = Backward.GRAD
+        if self._backward is Backward.SYNCED:
+            if self._step.ready:
+                self._loop.add(BACKWARD)
+            for listener in self._listeners:
+                listener.backward_begins()
+        if everything:
+            return
+        self._note_arrivals(reached)
+        self._step.still_expected = NONE if self._backward is Backward.GRAD else self._may_still_come(reached)
+
+    def _note_arrivals(self, reached: Set[int]) -> None:
+        """Hang a hook on each parameter that the engine does not speak of: a re-entrant checkpoint may reach it."""
+        self._took_part = arrived = set(reached)
+        for index in self.parameters.all - reached:
+            parameter = self.parameters.tensors[index]
+            if parameter.requires_grad:
+                arrive = partial(_add, arrived, index)
+                self._pass_handles.append(parameter.register_post_accumulate_grad_hook(arrive))
+
+    def _may_still_come(self, reached: Set[int]) -> set[int]:
+        """The parameters that a later backward pass may reach: by an output that has no part in this one, and only so.
+
+        Where such an output also hangs on a parameter that is reduced now, a later pass would come too late for it.
+        """
+        found: set[int] = set()
+        gone = reached | (self.parameters.all - self._step.unused)
+        for roots in self._step.roots:
+            used = will_be_reached(roots) or [True] * len(roots)
+            if self._step.snapshot is not None and roots is self._step.roots[-1]:
+                self._step.snapshot.used = tuple(index for index, yes in enumerate(used) if yes)
+            for root, yes in zip(roots, used, strict=True):
+                if not yes and not gone & (behind := self.parameters.behind(root)):
+                    found |= behind
+        return found
+
+    def _at_end(self) -> None:
+        backward, self._backward, step = self._backward, Backward.NONE, self._step
+        step.roots.clear()
+        remove_hooks(self._pass_handles)
+        if backward is Backward.GRAD and not self._took_part:
+            return
+        if not step.ready:
+            self._loop.note("backward")
+            self._loop.report(self.number)
+            return
+        if self._took_part is self.parameters.all:  # the healthy step, at no cost for each parameter
+            step.unused = step.still_expected = NONE
+        else:
+            step.unused = step.unused - self._took_part
+            step.still_expected = step.still_expected & step.unused
+        if not step.still_expected:
+            self._complete(callbacks=2 if self.parameters.is_static_graph else 1)
+
+    # The end of a step
+
+    def _complete(self, callbacks: int) -> None:
+        """End the step, after so many callbacks, one in the other; where DDP waits for gradients, give it zeros."""
+        if missing := sorted(self.parameters.awaited(self._step.unused)):
+            for listener in self._listeners:
+                listener.parameters_missing(self.number, [self.parameters.names[index] for index in missing])
+            if self._completes:
+                self.parameters.add_zero_gradients(missing)
+            callbacks = 0
+        self._after_callbacks(callbacks)
+
+    def _after_callbacks(self, count: int) -> None:
+        """DDP ends its reduction in a callback, under static_graph in one of a callback: finish after it."""
+        if not (count and at_end_of_backward(UnpickledHook(partial(self._after_callbacks, count - 1)))):
+            self._finish()
+
+    def _finish(self) -> None:
+        step, unused = self._step, self._step.unused
+        number, snapshot, awaited = step.number, step.snapshot, self.parameters.awaited(unused)
+        self.parameters.step_ended(unused)
+        self.accumulated = self.parameters.names_of(self.unreduced)
+        step.number, step.ready, step.unused, step.snapshot = number + 1, False, NONE, None
+        self.unreduced.clear()
+        names_of = self.parameters.names_of
+        for listener in self._listeners:
+            listener.step_ended(number, names_of(unused), names_of(awaited), snapshot)
+
+
+def _add(indices: set[int], index: int, _parameter: torch.Tensor) -> None:
+    indices.add(index)

@@ -1,0 +1,92 @@
+"""Gradients of wrapped parameters that a script takes with `torch.autograd.grad`, around the hooks of DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ddpcheck.findings.evidence.gradient_changes import GradientsTaken
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.patching import patched
+from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.steps.gradient_distance import dense
+from ddpcheck.gather.steps.gradient_sketch import sketch
+from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.stream.rank_report import is_probed
+
+_MOST_MARKS = 1024
+_MOST_PARAMETERS = 64  # of a call, that are compared
+_ENGINE = "_engine_run_backward"  # private to torch; what `grad` and `backward` call, however they were imported
+
+
+@dataclass(slots=True)
+class _Followed:
+    names: dict[int, str]  # of the parameters, by identity
+    calls: int = 0
+    marks: list[int] = field(default_factory=list)
+    location: Location | None = None
+
+
+class TakenRecorder:
+    """Follows `torch.autograd.grad`; hands to `sink` what it gives for the parameters of wrappers, in some calls."""
+
+    def __init__(self, sink: Callable[[GradientsTaken], object], watches: Iterable[ScriptWatch]) -> None:
+        """Begin; `watches` are those on the wrappers."""
+        self._sink = sink
+        self._watches = watches
+        self._known: WeakKeyDictionary[ScriptWatch, _Followed] = WeakKeyDictionary()
+        if hasattr(torch.autograd, _ENGINE):
+            patched(torch.autograd, _ENGINE, self._engine)
+
+    def close(self) -> None:
+        """The script has ended: what have the parameters become?"""
+        for watch, one in list(self._known.items()):
+            if one.calls and one.location is not None:
+                self._note(watch, one, {}, one.location)
+
+    def _engine(self, *arguments: Any, **named: Any) -> Generator[None, Any, None]:
+        result = yield
+        if named.get("accumulate_grad") is False:
+            self._taken(arguments[4] if len(arguments) > 4 else (), result)
+
+    def _taken(self, inputs: Any, gradients: Any) -> None:
+        if not isinstance(inputs, tuple) or not isinstance(gradients, tuple):
+            return
+        pairs = [(p, g) for p, g in zip(inputs, gradients, strict=False) if isinstance(p, torch.nn.Parameter)]
+        for watch in list(self._watches) if pairs else ():
+            one = self._known.get(watch)
+            if one is None:
+                one = self._known[watch] = _Followed({id(p): name for name, p in watch.parameters.items()})
+            theirs = [(one.names[id(p)], p, g) for p, g in pairs if id(p) in one.names]
+            if not theirs:
+                continue
+            if is_probed(one.calls):
+                found = {name: g for name, _, g in theirs[:_MOST_PARAMETERS] if type(g) is torch.Tensor}
+                one.location = user_location()
+                self._note(watch, one, found, one.location)
+            elif len(one.marks) < _MOST_MARKS and not watch.step:
+                one.marks.append(fingerprint(min((p for _, p, _ in theirs), key=torch.Tensor.numel)))
+            one.calls += 1
+
+    def _note(
+        self, watch: ScriptWatch, one: _Followed, gradients: dict[str, torch.Tensor], where: Location | None
+    ) -> None:
+        some = dict(list(watch.parameters.items())[:_MOST_PARAMETERS])
+        self._sink(
+            GradientsTaken(
+                watch.number,
+                one.calls,
+                where,
+                reductions=watch.step,
+                put_off=watch.has_unreduced,
+                gradients={name: tuple(sketch(dense(g.detach())).tolist()) for name, g in gradients.items()},
+                parameters={name: fingerprint(p) for name, p in some.items()},
+                marks=tuple(one.marks),
+            )
+        )
+        one.marks.clear()

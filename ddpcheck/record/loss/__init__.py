@@ -1,0 +1,1 @@
+"""The loss: its terms, their weights, and what it is scaled by."""

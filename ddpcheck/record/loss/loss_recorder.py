@@ -1,0 +1,175 @@
+"""How a script scales its losses: what arrives in backward at the sums and means that they are made of."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpcheck.findings.evidence.script import LossDifferentiated, NumberReduced, ScaledTerm
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import user_frame, user_location
+from ddpcheck.gather.autograd.autograd_graph import in_backward
+from ddpcheck.gather.patching import guarded, patched
+from ddpcheck.record.loss.loss_source import LossSource, loss_source, scales_by_world_size
+from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
+from ddpcheck.stream.rank_report import is_probed
+
+_MOST_NODES = 32
+_MOST_A_STEP = 64  # backward passes
+_PASSED = ("Mul", "Div", "Neg", "Add", "Sub", "View", "Reshape", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Alias")
+_SUMS, _MEANS = ("Sum", "NansumBackward"), ("Mean",)
+_CHOICES = ("Index", "MaskedSelect")  # of some of the elements, by their values
+_REDUCES_TO_MEAN, _REDUCES_TO_SUM = 1, 2  # of the reductions of torch's losses
+_MOST_SOURCES = 256
+_MOST_A_NUMBER = 4  # elements of a tensor that is one, or a few of them
+_MOST_NUMBERS = 16  # that are reduced, between two backward passes
+
+
+class LossRecorder:
+    """Follows backward passes in some of the optimizer steps; hands what it sees of the loss to `sink`."""
+
+    def __init__(
+        self,
+        sink: Callable[[LossDifferentiated], object],
+        optimizers: OptimizerRecorder,
+        batches: Callable[[], int],
+    ) -> None:
+        """Begin; `optimizers` are told of each backward pass, `batches` says how many the script has taken."""
+        self._batches = batches
+        self._scaled: tuple[int, Any] = (0, None)  # the identity of what a gradient scaler has made last, and it
+        self._sink = sink
+        self._optimizers = optimizers
+        self._counted = (-1, 0)  # a step, and its backward passes so far
+        self._wrapped = (0, 0)  # the number of the newest wrapper, and the step in which it was seen first
+        self._reduced: list[NumberReduced] = []
+        self._sources: dict[tuple[CodeType, int], LossSource] = {}  # by line that calls backward
+        patched(torch.autograd, "backward", self._backward)
+        patched(torch.amp.GradScaler, "scale", self._scales)
+
+    def _backward(self, losses: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
+        ended = self._begins(losses)
+        self._optimizers.before_backward(losses)
+        yield
+        self._optimizers.after_backward()
+        if ended is not None:
+            ended()
+
+    def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
+        """Keep what an all_reduce is given to sum, where it is a number or a few of them."""
+        tensor = given.get("tensor")
+        if call.operation != "all_reduce" or given.get("op", dist.ReduceOp.SUM) != dist.ReduceOp.SUM:
+            return
+        if len(call.members) != dist.get_world_size() or not self._is_probed(self._optimizers.steps):
+            return
+        if isinstance(tensor, torch.Tensor) and not tensor.is_complex() and tensor.numel() <= _MOST_A_NUMBER:
+            where = Location.parse(call.location)
+            by_world = scales_by_world_size(user_frame(sys._getframe(1)))
+            values = tensor.detach().flatten().tolist()
+            self._reduced += [NumberReduced(float(value), where, by_world) for value in values]
+            del self._reduced[:-_MOST_NUMBERS]
+
+    def _is_probed(self, step: int) -> bool:
+        """Also in the first steps of the newest wrapper."""
+        return is_probed(step) or is_probed(step - self._wrapped[1])
+
+    def _scales(self, scaler: Any, _outputs: Any) -> Generator[None, Any, None]:
+        result = yield
+        self._scaled = id(result), scaler if scaler.is_enabled() else None
+
+    def _begins(self, losses: Any) -> Callable[[], object] | None:
+        """Listen to the terms of a loss; what is returned is to be called when the backward pass has ended."""
+        if in_backward():  # of a checkpoint
+            return None
+        step = self._optimizers.steps
+        before = self._counted[1] if self._counted[0] == step else 0
+        self._counted = (step, before + 1)
+        reductions = self._optimizers.reductions()
+        if (newest := max(reductions, default=0)) > self._wrapped[0]:  # whose first steps are looked at, too
+            self._wrapped = newest, step
+        reduced, self._reduced = tuple(self._reduced), []
+        if (
+            not self._is_probed(step)
+            or before >= _MOST_A_STEP
+            or not isinstance(losses, torch.Tensor)
+            or losses.numel() > 1
+        ):
+            return None
+        where = user_location()
+        source = self._source()
+        arrived: dict[int, ScaledTerm] = {}
+        handles = []
+        scaler = self._scaled[1] if self._scaled[0] == id(losses) else None
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        for number, (node, kind) in enumerate(_terms(losses.grad_fn)):
+            handles.append(node.register_prehook(UnpickledHook(_note_of(arrived, number, kind, node))))
+
+        def ended() -> None:
+            for handle in handles:
+                handle.remove()
+            terms = tuple(arrived[number] for number in sorted(arrived))
+            if scale not in (0.0, 1.0):
+                terms = tuple(replace(term, factor=term.factor / scale) for term in terms)
+            now = self._optimizers.reductions()
+            wrappers = tuple(number for number in now if now[number] > reductions.get(number, 0))
+            put_off = tuple(sorted(self._optimizers.put_off() - set(wrappers)))
+            batches = self._batches()
+            lines = where, source.made, source.scaled
+            self._sink(LossDifferentiated(step, before, terms, *lines, wrappers, put_off, batches, reduced))
+
+        return guarded(ended)
+
+    def _source(self) -> LossSource:
+        frame = user_frame(sys._getframe(1))
+        if frame is None:
+            return LossSource()
+        key = frame.f_code, frame.f_lineno
+        if key not in self._sources and len(self._sources) < _MOST_SOURCES:
+            self._sources[key] = loss_source(frame)
+        return self._sources.get(key, LossSource())
+
+
+def _note_of(arrived: dict[int, ScaledTerm], number: int, kind: str, node: Any) -> Callable[[Any], None]:
+    count, chosen = _count(node), _chooses(node)
+
+    def note(given: Any) -> None:
+        if given[0] is not None and given[0].numel():
+            arrived[number] = ScaledTerm(kind, float(given[0].detach().flatten()[0]), count, chosen)
+
+    return note
+
+
+def _terms(root: Any) -> Iterator[tuple[Any, str]]:
+    """The sums and means that a loss is put together from by arithmetic; nothing where there are too many."""
+    pending, found = [root], []
+    for node in pending:  # which grows
+        if node is None or len(pending) > _MOST_NODES:
+            return
+        name = node.name()
+        if name.startswith(_MEANS) or getattr(node, "_saved_reduction", None) == _REDUCES_TO_MEAN:
+            found.append((node, "mean"))
+        elif name.startswith(_SUMS) or getattr(node, "_saved_reduction", None) == _REDUCES_TO_SUM:
+            found.append((node, "sum"))
+        elif name.startswith(_PASSED):
+            pending += [following for following, _ in node.next_functions if following is not None]
+    yield from found
+
+
+def _count(node: Any) -> int:
+    """How many elements a node sums."""
+    following, index = node.next_functions[0]
+    metadata = getattr(following, "_input_metadata", None)
+    return math.prod(metadata[index].shape) if metadata else 0
+
+
+def _chooses(node: Any) -> bool:
+    following = node.next_functions[0][0]
+    return following is not None and following.name().startswith(_CHOICES)

@@ -1,0 +1,328 @@
+"""Where the source of a script makes the loss that backward begins from: its reduction, and what it is scaled by.
+
+The loss is followed from the call of backward through the names, the arithmetic and the script's own functions that it
+comes from. What a name holds now says which of them is a loss, and which is a number. Source never decides whether a
+loss is at fault: it says where to edit, and whose a factor is that was measured.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import parsed_source
+from ddpcheck.record.source.source_scope import (
+    UNKNOWN,
+    Place,
+    Scope,
+    bindings,
+    body_of,
+    function_of,
+    is_users,
+    location_in,
+    parameters_of,
+    place_of,
+    resolved,
+    returns,
+    scope_of_frame,
+    statement_at,
+    user_caller,
+)
+
+_DEEPEST = 24  # names, operations and functions, one in the other
+_MOST_CALLERS = 4  # functions that were handed the loss
+_WORLD_SIZE = "world_size"  # the keyword of torch's init_process_group, and half of the name of get_world_size
+
+
+@dataclass(frozen=True, slots=True)
+class LossSource:
+    """The lines of a loss.
+
+    Attributes:
+        made: That computes it, or reduces it to one number.
+        scaled: That multiplies or divides it by the world size; `None` where none does.
+    """
+
+    made: Location | None = None
+    scaled: Location | None = None
+
+
+@dataclass(slots=True)
+class _Trace:
+    made: Location | None = None
+    factors: list[tuple[Scope, ast.expr, int]] = field(default_factory=list)
+    steps: int = 0
+
+
+def loss_source(frame: FrameType | None) -> LossSource:
+    """The lines of the loss with which the script's function in `frame` calls backward."""
+    trace = _Trace()
+    for _ in range(_MOST_CALLERS):
+        scope = None if frame is None else scope_of_frame(frame)
+        if frame is None or scope is None:
+            break
+        handed = _follow_call(trace, scope, statement_at(scope.body, frame))
+        if handed is None:
+            break
+        frame = user_caller(frame)
+    scaled = (location_in(scope, at) for scope, factor, at in trace.factors if is_world_size(scope, factor, set()))
+    return LossSource(trace.made, next(scaled, None))
+
+
+def _follow_call(trace: _Trace, scope: Scope, statement: ast.stmt | None) -> str | None:
+    """Follow the losses in a statement; returns the parameter of the function that one is, if it is."""
+    if statement is None:
+        return None
+    losses = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and _is_loss(scope.value(node.id))]
+    loss: ast.expr | None = losses[0] if losses else None
+    call = _backward_call(statement)
+    if call is not None and isinstance(call.func, ast.Attribute):
+        loss = (call.args[0] if call.args else call.func.value) if loss is None or not call.args else call.args[0]
+        loss = _unscaled(scope, loss)
+    if loss is None:
+        return None
+    _follow(trace, scope, loss, place_of(statement), None)
+    if trace.made is None and isinstance(loss, ast.Name) and loss.id in parameters_of(scope.body):
+        return loss.id
+    trace.made = trace.made or location_in(scope, loss.lineno)
+    return None
+
+
+def _unscaled(scope: Scope, loss: ast.expr) -> ast.expr:
+    """What a method of an object that is no module (a gradient scaler) has been given, where that is a loss."""
+    if isinstance(loss, ast.Call) and isinstance(loss.func, ast.Attribute) and len(loss.args) == 1:
+        if isinstance(loss.args[0], ast.Name) and _is_loss(scope.value(loss.args[0].id)):
+            return loss.args[0]
+        if not isinstance(resolved(scope, loss.func.value), nn.Module) and isinstance(loss.args[0], ast.BinOp):
+            return loss.args[0]
+    return loss
+
+
+def _backward_call(statement: ast.AST) -> ast.Call | None:
+    calls = (node for node in ast.walk(statement) if isinstance(node, ast.Call))
+    return next((c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "backward"), None)
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None and value.numel() == 1
+
+
+# Through the source
+
+
+def _follow(trace: _Trace, scope: Scope, node: ast.expr, before: Place, part: int | str | None) -> bool:
+    """Follow a loss to what makes it; `part`: of a tuple, a dictionary or an object. Whether it is found."""
+    trace.steps += 1
+    if trace.steps > _DEEPEST or trace.made is not None:
+        return trace.made is not None
+    if isinstance(node, ast.Name):
+        return _follow_name(trace, scope, node.id, min(before, place_of(node)), part)
+    if isinstance(node, ast.BinOp):
+        return _follow_operation(trace, scope, node, before)
+    if isinstance(node, ast.UnaryOp | ast.Await):
+        return _follow(trace, scope, node.operand if isinstance(node, ast.UnaryOp) else node.value, before, part)
+    if isinstance(node, ast.NamedExpr):
+        return _follow(trace, scope, node.value, before, part)
+    if isinstance(node, ast.IfExp):
+        return _follow(trace, scope, node.body, before, part) or _follow(trace, scope, node.orelse, before, part)
+    if isinstance(node, ast.Tuple) and isinstance(part, int) and part < len(node.elts):
+        return _follow(trace, scope, node.elts[part], before, None)
+    if isinstance(node, ast.Dict) and part is not None:
+        values = {k.value: v for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant)}
+        return part in values and _follow(trace, scope, values[part], before, None)
+    if isinstance(node, ast.Attribute):
+        return _follow(trace, scope, node.value, before, node.attr)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        key = node.slice.value
+        return _follow(trace, scope, node.value, before, key if isinstance(key, int | str) else None)
+    if isinstance(node, ast.Call):
+        return _follow_result(trace, scope, node, before, part)
+    return False
+
+
+def _follow_name(trace: _Trace, scope: Scope, name: str, before: Place, part: int | str | None) -> bool:
+    """Follow it to the last assignment before a place, and through what is done in place after that."""
+    for at, target, value in sorted(bindings(scope.body, name), key=lambda found: found[0], reverse=True):
+        if at >= before:
+            continue
+        if isinstance(target, ast.AugAssign):
+            if isinstance(target.op, ast.Mult | ast.Div):
+                trace.factors.append((scope, target.value, at[0]))
+                continue
+            if _follow(trace, scope, ast.Name(name, lineno=at[0], col_offset=at[1]), at, part):
+                return True
+            return _follow(trace, scope, target.value, at, None)
+        if isinstance(target, int):
+            part = target
+        if _follow(trace, scope, value, at, part):
+            return True
+        if not isinstance(value, ast.Constant):
+            trace.made = location_in(scope, value.lineno)
+            return True
+    return False
+
+
+def _follow_operation(trace: _Trace, scope: Scope, node: ast.BinOp, before: Place) -> bool:
+    if isinstance(node.op, ast.Mult | ast.Div):
+        left, right = _is_number(scope, node.left), _is_number(scope, node.right)
+        left, right = left or _has_loss(scope, node.right), right or _has_loss(scope, node.left)
+        if left and right:  # both hold one, or neither
+            left = right = False
+        if isinstance(node.op, ast.Div) or right:
+            trace.factors.append((scope, node.right, node.lineno))
+            if isinstance(node.op, ast.Div) and not _is_number(
+                scope, node.right
+            ):  # by a count, say: that makes a mean of a sum
+                return _made_here(trace, scope, node)
+            return _follow(trace, scope, node.left, before, None) or _made_here(trace, scope, node.left)
+        if left:
+            trace.factors.append((scope, node.left, node.lineno))
+            return _follow(trace, scope, node.right, before, None) or _made_here(trace, scope, node.right)
+    if isinstance(node.op, ast.Mult | ast.Div | ast.Add | ast.Sub):
+        return _follow(trace, scope, node.left, before, None) or _follow(trace, scope, node.right, before, None)
+    return _made_here(trace, scope, node)
+
+
+def _made_here(trace: _Trace, scope: Scope, node: ast.expr) -> bool:
+    if isinstance(node, ast.Name):
+        return False
+    trace.made = trace.made or location_in(scope, node.lineno)
+    return True
+
+
+def _has_loss(scope: Scope, node: ast.expr) -> bool:
+    return any(isinstance(one, ast.Name) and _is_loss(scope.value(one.id)) for one in ast.walk(node))
+
+
+def _is_number(scope: Scope, node: ast.expr) -> bool:
+    """Whether an operand is no loss, as far as that can be told: a constant, or made of names that hold none."""
+    if _has_loss(scope, node):
+        return False
+    if isinstance(node, ast.Name):
+        value = scope.value(node.id)
+        return value is not UNKNOWN and not isinstance(value, torch.Tensor)
+    if isinstance(node, ast.Call):
+        called = resolved(scope, node.func)
+        plain = isinstance(called, types.FunctionType) and not is_users(called.__code__)
+        return plain or any(called is one for one in (int, float, len))
+    if isinstance(node, ast.Attribute):
+        return isinstance(resolved(scope, node), int | float)
+    if isinstance(node, ast.BinOp):
+        return _is_number(scope, node.left) and _is_number(scope, node.right)
+    return isinstance(node, ast.Constant)
+
+
+def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, before: Place, part: int | str | None) -> bool:
+    """Follow what a call returns into a function of the script; any other function makes the loss here."""
+    code, outer = function_of(resolved(scope, call.func))
+    if code is None and isinstance(call.func, ast.Attribute) and not call.args and not call.keywords:
+        if isinstance(call.func.value, ast.Name) and call.func.attr not in ("mean", "sum"):  # a cast, a copy
+            return _follow_name(trace, scope, call.func.value.id, before, part)
+    body = None if code is None else body_of(code)
+    if code is None or body is None:
+        given = {word.arg: word.value for word in call.keywords}
+        if isinstance(part, str) and part in given:  # a container that is made here
+            return _follow(trace, scope, given[part], before, None)
+        return _made_here(trace, scope, call)
+    inner = Scope(code.co_filename, body, {}, outer)
+    for result in reversed(list(returns(body))):
+        if _follow(trace, inner, result, (result.lineno + 1, 0), part):
+            return True
+    return _made_here(trace, scope, call)
+
+
+# The world size
+
+
+def is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
+    """Whether an expression comes from the number of ranks; `seen`: the names that have been asked."""
+    return any(_says_world_size(scope, one, seen) for one in ast.walk(node))
+
+
+def scales_by_world_size(frame: FrameType | None) -> bool:
+    """Whether the function of the script in `frame`, or one that leads to it, scales by the number of ranks."""
+    for _ in range(_MOST_CALLERS):
+        scope = None if frame is None else scope_of_frame(frame)
+        if frame is None or scope is None:
+            break
+        if any(is_world_size(scope, factor, set()) for node in ast.walk(scope.body) for factor in _factors(node)):
+            return True
+        frame = user_caller(frame)
+    return False
+
+
+def _factors(node: ast.AST) -> list[ast.expr]:
+    """What may be a factor in an operation."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):
+        return [node.left, node.right]
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):
+        return [node.value]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.args if node.func.attr.strip("_") in ("mul", "div", "multiply", "divide") else []
+    return []
+
+
+def _says_world_size(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
+    if isinstance(node, ast.Constant):
+        return bool(node.value == _WORLD_SIZE.upper())  # of the environment
+    if isinstance(node, ast.Call):
+        called = resolved(scope, node.func)
+        if called is not UNKNOWN and getattr(called, "__name__", "") == f"get_{_WORLD_SIZE}":
+            return True
+        return any(is_world_size(inner, one, seen) for inner, one in _results(called, None, seen))
+    if not isinstance(node, ast.Name | ast.Attribute):
+        return False
+    if isinstance(node, ast.Attribute):
+        library = type(resolved(scope, node.value)).__module__.partition(".")[0]
+        if library in ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"):
+            return node.attr in ("num_processes", _WORLD_SIZE)
+    spelled, tree = ast.unparse(node), parsed_source(scope.file)
+    if tree is None or (scope.body, spelled) in seen:
+        return False
+    seen.add((scope.body, spelled))
+    if spelled in _given_as_world_size(tree):
+        return True
+    for body in (scope.body, tree):
+        for _, target, value in bindings(body, spelled):
+            if not isinstance(target, int):
+                of_it: list[tuple[Scope, ast.expr]] = [(scope, value)]
+            elif isinstance(value, ast.Tuple):
+                of_it = [(scope, value.elts[target])] if target < len(value.elts) else []
+            else:
+                called = resolved(scope, value.func) if isinstance(value, ast.Call) else UNKNOWN
+                of_it = list(_results(called, target, seen))
+            if any(is_world_size(where, one, seen) for where, one in of_it):
+                return True
+    return False
+
+
+def _results(called: Any, part: int | None, seen: set[Any]) -> Iterator[tuple[Scope, ast.expr]]:
+    """What a function of the script returns, or the part of the tuples that it returns."""
+    code, outer = function_of(called)
+    body = None if code is None else body_of(code)
+    if code is None or body is None or (body, part) in seen:
+        return
+    seen.add((body, part))
+    inner = Scope(code.co_filename, body, {}, outer)
+    for one in returns(body):
+        if part is None:
+            yield inner, one
+        elif isinstance(one, ast.Tuple) and part < len(one.elts):
+            yield inner, one.elts[part]
+
+
+@functools.cache
+def _given_as_world_size(tree: ast.Module) -> frozenset[str]:
+    """What calls in a file are given as `world_size` or, of a sampler, as `num_replicas`."""
+    words = (word for node in ast.walk(tree) if isinstance(node, ast.Call) for word in node.keywords)
+    given = (word.value for word in words if word.arg in (_WORLD_SIZE, "num_replicas"))
+    return frozenset(ast.unparse(one) for one in given if isinstance(one, ast.Name | ast.Attribute))

@@ -1,0 +1,235 @@
+"""The weight of each target of a micro-batch in the loss, measured from the gradients that arrive in backward.
+
+The loss of a classifier, and so of a language model, is a weighted sum over targets (tokens, pixels, samples) of
+their cross entropy. With weight w the gradient of a target's log-probabilities is -w at its class, and that of its
+logits is `w * (softmax(logits) - onehot)`. Both are measured: behind each `log_softmax` in the graph of what forward
+has returned, and at what forward has returned, where the loss is made outside of it. Any other gradient is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcheck.recipe.pytree import tree_leaves
+from ddpcheck.record.module_hooks import remove_hooks
+from ddpcheck.stream.rank_report import MicroBatch, is_probed
+
+_STEPS_KEPT = 4
+_MOST_A_STEP = 256  # micro-batches
+_MOST_HEADS = 4
+_SAMPLED = 16  # parameters that are asked whether an optimizer has moved them
+_NODES = 2000  # of the graph: the loss stands close to its end
+_ELEMENTS = 1 << 22  # of logits that are kept for the backward pass: some rows of them, where there are more
+_LEAST_ROWS = 16
+_TOLERANCE = 0.02  # half-precision gradients have 8 bits
+_Measured = tuple[int, int, str, int, int, torch.Tensor]  # a MicroBatch, its last three as a tensor
+
+
+class MicroBatches:
+    """The micro-batches of one wrapper, those under `no_sync` too, in optimizer steps 0, 1, 2, 4, 8 ..."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._some = parameters[:: max(1, len(parameters) // _SAMPLED)]
+        self._index = 0  # of the optimizer step
+        self._reduced = False
+        self._versions = 0
+        self._has_moved = False
+        self._across_reductions = False
+        self._seen = 0
+        self._unread: set[int] = set()  # forwards whose backward has not come
+        self._measured: list[_Measured] = []
+        self._handles: list[Any] = []
+
+    def forward_returned(self, step: int, output: Any) -> None:
+        """Measure a forward pass, which has returned `output` with gradients enabled, in a step or under `no_sync`."""
+        if self._reduced:
+            self._reduced = False
+            self._across_reductions = self._is_accumulating()
+            if not self._across_reductions:  # an optimizer step begins
+                self._index += 1
+                self._seen = 0
+                self._unread.clear()
+                remove_hooks(self._handles)
+        if is_probed(self._index) and self._seen < _MOST_A_STEP:
+            hooks = len(self._handles)
+            with contextlib.suppress(Exception):  # an output of an unknown kind
+                self._hook(step, self._seen, output)
+            if len(self._handles) > hooks:
+                self._unread.add(self._seen)
+            self._seen += 1
+
+    def step_ended(self) -> None:
+        """The gradients have been averaged."""
+        self._reduced = True
+        self._versions = self._version()
+
+    def measured(self) -> tuple[MicroBatch, ...]:
+        """The micro-batches of the last optimizer steps that were measured."""
+        kept = sorted({measured[0] for measured in self._measured})[-_STEPS_KEPT:]
+        self._measured = [measured for measured in self._measured if measured[0] in kept]
+        return tuple(
+            MicroBatch(index, step, head, position, sequences, *values.tolist())
+            for index, step, head, position, sequences, values in self._measured
+        )
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        remove_hooks(self._handles)
+        self._measured.clear()
+
+    # Optimizer steps
+
+    def _is_accumulating(self) -> bool:
+        """Whether this forward belongs to the optimizer step of the last reduction: every micro-step synchronises.
+
+        That is so only where parameters are known to move between reductions, and gradients of the last one are left.
+        """
+        if self._version() != self._versions:
+            self._has_moved = True
+            return False
+        return self._has_moved and self._has_gradients()
+
+    def _version(self) -> int:
+        return sum(parameter._version for parameter in self._some)
+
+    def _has_gradients(self) -> bool:
+        left = (parameter.grad for parameter in self._parameters if parameter.grad is not None)
+        return any(bool(gradient.detach().ne(0).any()) for gradient in left if gradient.layout == torch.strided)
+
+    # Measuring
+
+    def _hook(self, step: int, position: int, output: Any) -> None:
+        tensors = _tensors(output)
+        sequences = next((len(tensor) for tensor in tensors if tensor.ndim == 3), 0)
+        for count, node in enumerate(_log_softmaxes(tensor.grad_fn for tensor in tensors)):
+            measure = self._note((step, f"log_softmax {count}", position, sequences), _of_log_probabilities)
+            self._handles.append(node.register_prehook(lambda given, measure=measure: measure(given[0])))
+        for count, logits in enumerate(tensors):
+            if logits.ndim > 1 and logits.is_floating_point():
+                node, index = _where_used(logits)
+                measure = self._note((step, f"output {count}", position, sequences), _Logits(logits))
+                self._handles.append(node.register_prehook(lambda given, m=measure, i=index: m(given[i])))
+
+    def _note(
+        self, which: tuple[int, str, int, int], measure: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Callable[[torch.Tensor | None], None]:
+        index = self._index
+
+        def arrived(gradient: torch.Tensor | None) -> None:
+            if gradient is None or gradient.ndim < 2 or index != self._index:
+                return
+            values = torch.tensor([1.0, 0.0, 1.0])  # of no known weight
+            self._unread.discard(which[2])
+            left_alone = self._unread or (self._across_reductions and not self._has_gradients())
+            if not left_alone:  # several forwards in one loss are not micro-batches; nor what a skipped step has left
+                with torch.no_grad(), contextlib.suppress(Exception):
+                    values = measure(gradient)
+            self._measured.append((index, *which, values))
+
+        return arrived
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """The first tensors in what forward returned through which a gradient can come."""
+    leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None)
+    return list(islice(leaves, _MOST_HEADS))
+
+
+def _log_softmaxes(roots: Iterable[Any]) -> list[Any]:
+    """The nodes of `log_softmax` next to the end of the graph, in the order in which they are met."""
+    pending = list(dict.fromkeys(roots))
+    seen = set(pending)
+    found = []
+    for node in pending:  # which grows
+        if node.name().startswith("LogSoftmaxBackward"):
+            found.append(node)
+            continue
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen and len(seen) < _NODES:
+                seen.add(following)
+                pending.append(following)
+    return found[:_MOST_HEADS]
+
+
+def _where_used(logits: torch.Tensor) -> tuple[Any, int]:
+    """The node at which all gradients of `logits` come together, and which of its outputs they are.
+
+    Behind forward, DDP hands on copies of its outputs, and autocast copies in another dtype; a loss that forward has
+    made itself was made from the originals.
+    """
+    node: Any = logits.grad_fn
+    index = logits.output_nr
+    while node.name() in ("ToCopyBackward0", "_DDPSinkBackward"):
+        below = node.next_functions[index if len(node.next_functions) > index else 0]
+        if below[0] is None:
+            break
+        node, index = below
+    return node, index
+
+
+def _summary(weights: torch.Tensor, counted: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    """Three numbers: how many targets there are, the weight of each (0: not of one weight), and of how many rows."""
+    rows = torch.tensor(float(counted.numel()), device=counted.device)
+    number = counted.sum().float()
+    weights = weights[sampled].float()
+    if not weights.numel():
+        return torch.stack([number, torch.zeros_like(rows), rows])
+    middle = weights.median()
+    same = ((weights - middle).abs() <= _TOLERANCE * middle.abs()).all() & (middle > 0) & middle.isfinite()
+    return torch.stack([number, torch.where(same, middle, torch.zeros_like(middle)), rows])
+
+
+def _of_log_probabilities(gradient: torch.Tensor) -> torch.Tensor:
+    """From the gradient of log-probabilities: of a target, the class has -w (less, with label smoothing)."""
+    least = _rows(gradient).amin(-1)
+    counted = least < 0
+    return _summary(-least, counted, counted)
+
+
+class _Logits:
+    """Some rows of logits, kept until their gradient comes."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        rows = _rows(logits.detach())
+        most = max(_LEAST_ROWS, _ELEMENTS // max(1, rows.shape[-1]))
+        self._chosen = torch.arange(len(rows), device=rows.device)
+        if len(rows) > most:  # spread without a period, which might meet the same position of every sequence
+            golden = torch.arange(most, dtype=torch.float64).mul(0.6180339887498949).frac()
+            self._chosen = (golden * len(rows)).long().unique().to(rows.device)
+        self._kept = rows[self._chosen]
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        rows = _rows(gradient)
+        counted = rows.amin(-1) < 0
+        some = rows[self._chosen].float()
+        probabilities = self._kept.float().softmax(-1)
+        target = some.argmin(-1, keepdim=True)
+        wrong = probabilities.scatter_add(-1, target, -torch.ones_like(some[:, :1]))
+        smooth = probabilities - 1 / probabilities.shape[-1]  # with label smoothing there is some of this in it
+        if probabilities.shape[-1] < 3:
+            smooth = torch.zeros_like(smooth)  # which is the same direction
+        rest = wrong - _along(wrong, smooth) * smooth
+        weights = _along(some, rest)
+        rest_of_it = some - weights * wrong
+        off = (rest_of_it - _along(rest_of_it, smooth) * smooth).norm(dim=-1) > _TOLERANCE * some.norm(dim=-1)
+        weights = torch.where(off, torch.full_like(weights[:, 0], torch.nan), weights[:, 0])
+        return _summary(weights, counted, counted[self._chosen])
+
+
+def _along(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+    """The coefficient of each direction in a row."""
+    squares = directions.square().sum(-1, keepdim=True).clamp_min(torch.finfo(directions.dtype).tiny)
+    return (rows * directions).sum(-1, keepdim=True) / squares
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """One row a target: classes are the last dimension, of images the second."""
+    classes_last = tensor.movedim(1, -1) if tensor.ndim > 3 else tensor
+    return classes_last.reshape(-1, classes_last.shape[-1])

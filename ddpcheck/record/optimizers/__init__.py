@@ -1,0 +1,1 @@
+"""Optimizers: steps, schedules, clips, restored states."""

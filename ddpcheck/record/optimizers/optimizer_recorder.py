@@ -1,0 +1,394 @@
+"""The optimizer steps of a script: options, pace, state, gradients, and parameters that no wrapper synchronises."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ddpcheck.findings.evidence.changes import ScheduleState
+from ddpcheck.findings.evidence.script import (
+    GradientsZeroed,
+    OptimizerEnd,
+    OptimizerStep,
+)
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import below_common, lines_of_program, user_location
+from ddpcheck.gather.autograd.autograd_graph import in_backward, walk_graph
+from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
+from ddpcheck.gather.ddp.optimizer_options import optimizer_options
+from ddpcheck.gather.patching import patched
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
+from ddpcheck.gather.state.tensor_values import version_of
+from ddpcheck.gather.steps.gradient_distance import dense, norms
+from ddpcheck.gather.steps.gradient_sketch import sketches
+from ddpcheck.record.loop.leftover_recorder import LeftoverRecorder
+from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.optimizers.clip_recorder import ClipRecorder
+from ddpcheck.record.optimizers.schedule_recorder import ScheduleRecorder
+from ddpcheck.record.rank.line_recorder import (
+    LineRecorder,
+    assignment_in_program,
+    lines_left_out_by,
+)
+from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.replicas.program_state import (
+    StateRecorder,
+    names_of_parameters,
+    tables_of_program,
+)
+from ddpcheck.record.replicas.state_uses import UseRecorder
+from ddpcheck.record.replicas.write_recorder import WriteRecorder
+from ddpcheck.stream.rank_report import is_sampled
+
+_MOST_MARKS = _MOST_SUMS = 4096
+_MOST_LOOKED_AT = 16  # steps of an optimizer, between which zero_grad is looked at
+_MOST_STEPS = 1024  # of all optimizers, likewise
+_FEWEST_ZEROINGS = 2  # steps, one after the other, between which it is called as often
+
+
+@dataclass(slots=True)
+class _Optimizer:
+    number: int
+    steps: int = 0
+    reductions: int = 0
+    reduced: dict[int, int] = field(default_factory=dict)  # by number of a wrapper, likewise
+    alone: dict[int, str] = field(default_factory=dict)  # the names of its parameters in no wrapper, by identity
+    marks: list[int] = field(default_factory=list)
+    marked: Callable[[], Any] = lambda: None  # a small parameter that is in no wrapper
+    zeroed: dict[Location | None, int] = field(default_factory=dict)  # how often since the last step, by line
+    zeroed_before: dict[Location | None, int] = field(default_factory=dict)  # likewise, before that step
+    zeroings: int = 0  # steps, one after the other, in which that was the same
+    inside: bool = False  # of `step`
+    schedule: ScheduleState | None = None  # at the last step
+    apart: bool = False  # ranks may have run out of batches, or train apart: steps do not pair up by their number
+    sample: Callable[[], Any] = lambda: None  # one of its parameters
+    left: tuple[Callable[[], Any], int] = (lambda: None, 0)  # its gradient and version, as backward left it last
+    used: tuple[int, tuple[str, ...]] = (-1, ())  # backward passes until its last step, and the lines that led to it
+    late: Location | None = None  # of an all_reduce of gradients that this step had used
+    for_inputs: bool = False  # a backward pass since the last step was for inputs (an attack, a penalty)
+    watches: tuple[tuple[int, ...], list[ref[ScriptWatch]]] = field(default=((), []))  # of wrappers, by what was there
+
+
+class OptimizerRecorder:
+    """Follows every optimizer of this process; hands what it sees to `sink`.
+
+    Attributes:
+        steps: How often any of them has stepped.
+        states: What it looks at before some of these steps: models that no optimizer holds.
+    """
+
+    def __init__(
+        self,
+        sink: Callable[[Any], object],
+        watches: Iterable[ScriptWatch],
+        every: int,
+        collectives: Callable[[], int],
+        lines: LineRecorder,
+        writes: WriteRecorder,
+    ) -> None:
+        """Begin.
+
+        Args:
+            sink: Takes the evidence.
+            watches: Those on the wrappers.
+            every: Steps from one entry to the next.
+            collectives: Says how many of all ranks there have been.
+            lines: Where optimizers are made.
+            writes: Where parameters are written; they are told when an optimizer does that.
+        """
+        self.steps = 0
+        self._sink = sink
+        self._watches = watches
+        self._every = every
+        self._collectives = collectives
+        self._lines = lines
+        self._writes = writes
+        self._known: WeakKeyDictionary[Any, _Optimizer] = WeakKeyDictionary()
+        self._all: list[_Optimizer] = []  # in the order of their numbers; the optimizers themselves may be gone
+        self._backwards = 0
+        self._differentiated: tuple[str, ...] = ()  # the lines that have led to the last one
+        self._schedules = ScheduleRecorder(sink, lambda: self._backwards + self.steps, self._number_of)
+        register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
+        register_optimizer_step_post_hook(UnpickledHook(self._after_step))
+        patched(torch.optim.Optimizer, "zero_grad", self._before_zero_grad)
+        patched(nn.Module, "zero_grad", self._before_module_zero_grad)
+        self._leftovers = LeftoverRecorder(sink)
+        self._clips = ClipRecorder(sink, watches, self._is_written, self._note_left)
+        uses = UseRecorder(sink, watches, lambda: self.steps, self._held)
+        self.states = StateRecorder(sink, watches, uses, writes.copied)
+        self._flat: list[tuple[int, float, Location | None]] = []  # elements, squared norm, line
+        self._sums: dict[int, tuple[ref[torch.Tensor], int, Location | None]] = {}  # version, line, by identity
+
+    def close(self) -> None:
+        """The script has ended."""
+        living = {known.number: optimizer for optimizer, known in list(self._known.items())}
+        for known in self._all:
+            optimizer = living.get(known.number)
+            watches = [] if optimizer is None else self._watches_of(optimizer, known)
+            reductions = sum(watch.step for watch in watches) if watches and not known.apart else -1
+            schedule = known.schedule if optimizer is None else self._schedules.of(optimizer)
+            self._sink(OptimizerEnd(known.number, known.steps, reductions, tuple(known.marks), schedule))
+
+    def note_sum(self, tensor: Any, location: Location | None, callers: tuple[str, ...] = ()) -> None:
+        """An all_reduce of all ranks has left a sum in `tensor`."""
+        for known in self._all[:_MOST_LOOKED_AT]:
+            after = known.used[0] == self._backwards and not known.inside and known.late is None
+            if after and getattr(known.sample(), "grad", None) is tensor is not None:
+                known.late = Location.parse(below_common(callers, known.used[1])) or location
+        if type(tensor) is torch.Tensor and self._is_written(self.steps) and len(self._sums) < _MOST_SUMS:
+            self._sums[id(tensor)] = ref(tensor), version_of(tensor), location
+            if tensor.is_floating_point():  # of several gradients in one, perhaps
+                self._flat += [(tensor.numel(), float(tensor.norm()) ** 2, location)]
+
+    def steps_of(self, optimizer: Any) -> int:
+        """How often an optimizer has stepped in this process."""
+        known = self._known.get(optimizer)
+        return 0 if known is None else known.steps
+
+    def _number_of(self, optimizer: Any) -> int:
+        known = self._known.get(optimizer)
+        return -1 if known is None else known.number
+
+    def _held(self) -> list[torch.Tensor]:
+        return [p for one in list(self._known) for p in _parameters_of(one)]
+
+    def _is_written(self, count: int) -> bool:
+        return is_sampled(count, self._every)
+
+    # Steps
+
+    def _before_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
+        self.steps += 1
+        self._writes.stepping = True
+        self._writes.write()
+        self._clips.steps(self.steps)
+        known = self._known.get(optimizer)
+        if known is None:
+            known = self._known[optimizer] = _Optimizer(len(self._all))
+            self._all.append(known)
+            self._look_at(optimizer, known)
+        known.inside = True
+        known.schedule = self._schedules.of(optimizer)
+        watches = self._watches_of(optimizer, known)
+        if watches and in_backward():
+            return
+        self._leftovers.begins_to_step(optimizer, known.number)
+        known.apart |= any(watch.are_apart for watch in watches)
+        for watch in watches:
+            watch.optimizer_steps()
+        self._judge_zeroing(known)
+        if (marked := known.marked()) is not None and len(known.marks) < _MOST_MARKS:
+            known.marks.append(fingerprint(marked))
+        if self._is_written(known.steps):
+            self._sink(self._described(optimizer, known, watches))
+            known.marks = []
+            if known.steps or not known.number:  # others may be made anew in each step, for an inner loop
+                self.states.look(known.number, known.steps, self._held())
+        self._sums.clear()
+        self._flat.clear()
+        known.reductions = sum(watch.step for watch in watches)
+        known.reduced = {watch.number: watch.step for watch in watches}
+        known.steps += 1
+
+    def _after_step(self, optimizer: Any, *_arguments: Any) -> None:
+        self._writes.stepping = False
+        if (known := self._known.get(optimizer)) is not None:
+            known.inside = False
+            self._leftovers.has_stepped(optimizer)
+
+    def _described(self, optimizer: Any, known: _Optimizer, watches: list[ScriptWatch]) -> OptimizerStep:
+        held = _parameters_of(optimizer)
+        wrapped = {id(p): f"{watch.number}/{name}" for watch in watches for name, p in watch.parameters.items()}
+        inside = {wrapped[id(p)]: p for p in held if id(p) in wrapped}
+        alone = {known.alone[id(p)]: p for p in held if id(p) in known.alone}
+        reductions = sum(watch.step for watch in watches)
+        idle_watches = [watch for watch in watches if watch.step == known.reduced.get(watch.number, 0)]
+        settled = not known.apart and not any(watch.has_unreduced for watch in watches)
+        options = optimizer_options(optimizer, {})
+        every = {**inside, **alone}
+        summed: dict[str, Location | None] = {name: line for name, p in every.items() if (line := self._sum_in(p.grad))}
+        summed = summed or self._sums_in_one([(name, p.grad) for name, p in alone.items() if p.grad is not None])
+        lines = lines_of_program(sys._getframe(1))
+        known.used = self._backwards, lines
+        others = [one for one in self._lines.optimizers() if one not in self._known]
+        idle = {wrapped[id(p)] for one in others for p in _parameters_of(one) if id(p) in wrapped}
+        names = {**{id(p): name for name, p in inside.items()}, **{id(p): name for name, p in alone.items()}}
+        return OptimizerStep(
+            known.number,
+            known.steps,
+            {name: value for name, value in options.items() if not name.endswith((" parameters", " order"))},
+            user_location(),
+            held=tuple(inside),
+            reductions=reductions if watches and not known.apart else -1,
+            averaged=reductions > known.reductions and settled,
+            unaveraged=tuple(f"{watch.number}/{n}" for watch in idle_watches for n in watch.parameters),
+            norms=norms({name: p.grad for name, p in inside.items() if p.grad is not None}),
+            states=norms(
+                {
+                    f"{names[id(p)]}: {key}": value
+                    for p, state in optimizer.state.items()
+                    if id(p) in names and isinstance(state, dict)
+                    for key, value in state.items()
+                    if isinstance(value, torch.Tensor) and value.shape == p.shape
+                }
+            ),
+            alone=fingerprints(alone.items()),
+            gradients=sketches({name: dense(p.grad) for name, p in alone.items() if p.grad is not None}),
+            marks=tuple(known.marks),
+            unknown=tuple(name for name in alone if name.startswith("?")),
+            collectives=self._collectives(),
+            idle=tuple(sorted(idle)),
+            made=self._lines.of_optimizer(optimizer),
+            rate=(known.schedule and known.schedule.made) or assignment_in_program("lr"),
+            schedule=known.schedule,
+            summed=tuple(summed),
+            summed_at=next(iter(summed.values()), None),
+            left_out_at=lines_left_out_by(lines, self._differentiated),
+            late_sum_at=known.late,
+            restored_at=self._lines.of_restored(optimizer),
+        )
+
+    def _sums_in_one(self, gradients: list[tuple[str, torch.Tensor]]) -> dict[str, Location | None]:
+        """Those that are what tensors hold which have been reduced: as many elements, of the same norm."""
+        elements, power = sum(part[0] for part in self._flat), sum(part[1] for part in self._flat)
+        if not gradients or elements != sum(gradient.numel() for _, gradient in gradients):
+            return {}
+        sizes = norms(dict(gradients)).values()
+        alike = math.isclose(power, sum(size * size for size in sizes), rel_tol=1e-4)
+        return {name: self._flat[0][2] for name, _ in gradients} if alike and power else {}
+
+    def _sum_in(self, gradient: torch.Tensor | None) -> Location | None:
+        """The line of the all_reduce that has left a gradient as it is."""
+        made, version, line = self._sums.get(id(gradient), (lambda: None, 0, None))
+        return line if gradient is not None and made() is gradient and version_of(gradient) == version else None
+
+    def _watches_of(self, optimizer: Any, known: _Optimizer) -> list[ScriptWatch]:
+        """The watches on wrappers of its parameters; looked for again where there are others, or it has more groups."""
+        watches = list(self._watches)
+        key = (len(optimizer.param_groups), *map(id, watches))
+        if known.watches[0] != key:
+            held = {id(p) for p in _parameters_of(optimizer)}
+            theirs = []
+            for last in sorted(watches, key=lambda watch: -watch.number):  # that wraps a parameter
+                if ours := held & {id(p) for p in last.parameters.values()}:
+                    theirs.append(last)
+                    held -= ours
+            known.watches = key, list(map(ref, theirs))
+        return [watch for one in known.watches[1] if (watch := one()) is not None]
+
+    def _look_at(self, optimizer: Any, known: _Optimizer) -> None:
+        """At its first step: name its parameters that are in no wrapper, and look at what the script has derived."""
+        known.sample = ref(_parameters_of(optimizer)[0])
+        self._schedules.look_for(optimizer)
+        if not known.number:
+            for table in tables_of_program():
+                self._sink(table)
+        watched = {id(p) for watch in self._watches for p in watch.parameters.values()}
+        loose = [p for p in _parameters_of(optimizer) if id(p) not in watched and _is_whole(p)]
+        if loose:
+            wrapped = parameters_in_wrappers()  # those that came after the wrapper, or that it was told to leave alone
+            loose = [p for p in loose if id(p) not in wrapped]
+        if loose:
+            names = names_of_parameters({id(p) for p in loose})
+            for index, p in enumerate(loose):
+                known.alone[id(p)] = names.get(id(p), f"? {index} {tuple(p.shape)}")
+            known.marked = ref(min(loose, key=torch.Tensor.numel))
+
+    # Gradients that are zeroed
+
+    def reductions(self) -> dict[int, int]:
+        """By number of a wrapper, how many averaged backward passes it has ended."""
+        return {watch.number: watch.step for watch in list(self._watches)}
+
+    def put_off(self) -> set[int]:
+        """The numbers of the wrappers that hold gradients which a later backward pass is to average."""
+        return {watch.number for watch in list(self._watches) if watch.has_unreduced}
+
+    def before_backward(self, loss: Any) -> None:
+        """A backward pass begins from `loss`."""
+        if in_backward():  # of a checkpoint, whose gradients are part of those of the pass around it
+            return
+        self._backwards += 1
+        self._differentiated = lines_of_program(sys._getframe(1))
+        for watch in list(self._watches):
+            watch.any_backward_begins()
+        self._clips.backward_begins()
+        self._leftovers.backward_begins()
+        for known in self._looked_at():
+            repeats = any(times > 1 for times in known.zeroed_before.values())
+            if repeats and not known.for_inputs and isinstance(loss, torch.Tensor):
+                leaves = walk_graph([loss]).leaves
+                known.for_inputs = any(not isinstance(leaf, nn.Parameter) for leaf in leaves)
+
+    def after_backward(self) -> None:
+        """It has ended."""
+        if in_backward():
+            return
+        for watch in list(self._watches):
+            watch.any_backward_ended()
+        self._clips.backward_ended()
+        self._leftovers.backward_ended()
+        self._note_left()
+
+    def _note_left(self) -> None:
+        for known in self._looked_at():
+            gradient = getattr(known.sample(), "grad", None)
+            known.left = (lambda: None, 0) if gradient is None else (ref(gradient), version_of(gradient))
+
+    def _looked_at(self) -> list[_Optimizer]:
+        return [known for known in self._all if known.steps < _MOST_LOOKED_AT] if self.steps < _MOST_STEPS else []
+
+    def _before_zero_grad(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
+        known = self._known.get(optimizer)
+        if known is None or known.inside:
+            return
+        for watch in self._watches_of(optimizer, known):
+            watch.gradients_zeroed()
+        if known.steps >= _MOST_LOOKED_AT:
+            return
+        gradients = [p.grad for p in _parameters_of(optimizer) if p.grad is not None]
+        if gradients and bool(sum(float(dense(g).detach().abs().sum()) for g in gradients[:8])):
+            where = user_location()
+            known.zeroed[where] = known.zeroed.get(where, 0) + 1
+
+    def _before_module_zero_grad(self, module: nn.Module, *arguments: Any, **named: Any) -> None:
+        theirs = {id(p) for p in module.parameters()}
+        for optimizer in list(self._known):
+            held = {id(p) for p in _parameters_of(optimizer)}
+            if held <= theirs:
+                self._before_zero_grad(optimizer, *arguments, **named)
+
+    def _judge_zeroing(self, known: _Optimizer) -> None:
+        """Note it where it was so, at the same line and as often, before several steps, one after the other.
+
+        Not where a gradient is another one than backward has left: the program has made it of those that it zeroed.
+        """
+        gradient, (left, version) = getattr(known.sample(), "grad", None), known.left
+        as_left = gradient is not None and left() is gradient and version_of(gradient) == version
+        repeats = known.zeroed == known.zeroed_before and any(times > 1 for times in known.zeroed.values())
+        if repeats and as_left and not known.for_inputs:
+            known.zeroings += 1
+            if known.zeroings == _FEWEST_ZEROINGS:
+                where = max(known.zeroed, key=lambda line: known.zeroed[line])
+                self._sink(GradientsZeroed(known.number, known.zeroed[where], where))
+        else:
+            known.zeroings = 0
+        known.zeroed, known.zeroed_before = {}, known.zeroed
+        known.for_inputs = False
+
+
+def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_whole(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a plain tensor, and not this rank's shard of one (DTensor, ShardedTensor)."""
+    return type(parameter) in (torch.Tensor, nn.Parameter) and parameter.layout == torch.strided

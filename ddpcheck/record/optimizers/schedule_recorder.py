@@ -1,0 +1,240 @@
+"""The learning rate schedules of a script: how often they step, and after which step the rate has come to its end."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from ddpcheck.findings.evidence.changes import ScheduleState
+from ddpcheck.findings.evidence.script import MetricUsed
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_called_by_a_package, user_location
+from ddpcheck.gather.patching import patched
+from ddpcheck.record.loss.loss_source import is_world_size
+from ddpcheck.record.source.program_numbers import held_by_program, held_in, program_frames
+from ddpcheck.record.source.source_scope import (
+    Scope,
+    is_users,
+    own_nodes,
+    resolved,
+    scope_of_frame,
+    statement_at,
+    user_caller,
+)
+
+_BASES = ("LRScheduler", "ReduceLROnPlateau")
+_MOST_NUMBERS = 64
+_MOST_CALLERS = 4  # functions of the program, in which the loop around a step is looked for
+_SAME = 1e-6  # of the highest rate
+
+
+@dataclass(slots=True)
+class _Schedule:
+    """One of them; the fields are those of `ScheduleState`, and what they are counted from."""
+
+    optimizer: ref[Any]
+    made: Location | None
+    for_all: bool = False  # the line that has constructed it takes the world size
+    location: Location | None = None
+    by_package: bool = False
+    numbers: tuple[float, ...] = ()
+    by_world: bool = False
+    steps: int = 0
+    turns: int = 0
+    passes: int = -1  # backward passes and optimizer steps, at its last step
+    rates: list[float] = field(default_factory=lambda: [math.nan, 0.0, math.inf])  # last, highest, lowest
+    settled: int = 0
+    lowest: int = 0
+    stepping: bool = False
+
+    def told(self) -> ScheduleState:
+        by_world = self.by_world and not self.for_all
+        ends = (self.settled, self.lowest)
+        return ScheduleState(
+            self.made, self.steps, self.location, self.by_package, self.turns, ends, by_world, self.numbers
+        )
+
+
+class ScheduleRecorder:
+    """Follows the schedules of torch, and objects of the program that hold an optimizer and have a `step`."""
+
+    def __init__(
+        self, sink: Callable[[MetricUsed], object], passes: Callable[[], int], number_of: Callable[[Any], int]
+    ) -> None:
+        """Begin; `passes` counts backward passes and optimizer steps, `number_of` is that of an optimizer."""
+        self._sink = sink
+        self._passes = passes
+        self._number_of = number_of
+        self._numbers = itertools.count()
+        self._metrics: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # number, metrics so far
+        self._known: WeakKeyDictionary[Any, _Schedule] = WeakKeyDictionary()
+        self._followed: set[type] = set()
+        bases = (getattr(torch.optim.lr_scheduler, name, None) for name in _BASES)
+        for base in dict.fromkeys(filter(None, bases)):
+            patched(base, "__init__", self._made)
+        patched(torch.optim.lr_scheduler.ReduceLROnPlateau, "step", self._before_plateau)
+
+    def of(self, optimizer: Any) -> ScheduleState | None:
+        """The schedule of its learning rate: of several, the one that has made the most steps; else the last one."""
+        groups = optimizer.param_groups  # which a wrapper around an optimizer has, too
+        ours = [one for one in list(self._known.values()) if getattr(one.optimizer(), "param_groups", None) is groups]
+        return max(reversed(ours), key=lambda one: one.steps).told() if ours else None
+
+    def look_for(self, optimizer: Any) -> None:
+        """Follow objects of the program's own classes that hold an optimizer and step."""
+        for _, value in held_by_program():
+            step = getattr(type(value), "step", None)
+            if not is_users(getattr(step, "__code__", None)) or issubclass(type(value), Optimizer):
+                continue
+            with contextlib.suppress(Exception):  # without a hash or weak references; or it does not like to be asked
+                if value not in self._known and any(one is optimizer for _, one in held_in("", value)):
+                    self._follow(value, _Schedule(ref(optimizer), None))
+
+    def _made(self, schedule: Any, *arguments: Any, **named: Any) -> None:
+        optimizer = arguments[0] if arguments else named.get("optimizer")
+        if isinstance(optimizer, Optimizer) and schedule not in self._known:
+            frame = next(program_frames(), None)
+            for_all = frame is not None and _takes_world_size(frame, optimizer)
+            self._follow(schedule, _Schedule(ref(optimizer), user_location(), for_all))
+
+    def _follow(self, schedule: Any, known: _Schedule) -> None:
+        self._known[schedule] = known
+        kind = next(one for one in type(schedule).__mro__ if "step" in vars(one))
+        if kind not in self._followed:
+            self._followed.add(kind)
+            patched(kind, "step", self._steps)
+
+    def _before_plateau(self, schedule: Any, metrics: Any, *_arguments: Any, **_named: Any) -> None:
+        count = self._metrics.setdefault(schedule, [])
+        if not count:
+            count += [next(self._numbers), 0]
+        number = self._number_of(getattr(schedule, "optimizer", None))
+        self._sink(MetricUsed(count[0], count[1], float(metrics), user_location(), number))
+        count[1] += 1
+
+    def _steps(self, schedule: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
+        known = self._known.get(schedule)
+        made = not isinstance(schedule, torch.optim.lr_scheduler.LRScheduler) or hasattr(schedule, "_last_lr")
+        if known is None or known.stepping or not made:  # a class calls its base's, a constructor makes the first step
+            yield
+            return
+        if not known.steps:  # before they count
+            known.numbers = tuple(itertools.islice(_numbers_of(schedule), _MOST_NUMBERS))
+        before, known.stepping = getattr(schedule, "last_epoch", None), True
+        try:
+            yield
+            self._has_stepped(schedule, known, before)
+        finally:
+            known.stepping = False
+
+    def _has_stepped(self, schedule: Any, known: _Schedule, before: Any) -> None:
+        now, passes = getattr(schedule, "last_epoch", None), self._passes()
+        known.steps += now - before if type(now) is type(before) is int and now > before else 1
+        if known.location is None:
+            known.location, known.by_package = user_location(), is_called_by_a_package()
+        if passes != known.passes:
+            known.turns += 1
+        elif known.turns == 2:
+            known.by_world = known.by_world or _repeats_by_world_size(next(program_frames(), None))
+        known.passes = passes
+        optimizer = known.optimizer()
+        rate = math.nan if optimizer is None else optimizer.param_groups[0]["lr"]
+        if not isinstance(rate, float | int):  # a tensor, perhaps on a GPU
+            return
+        last, highest, lowest = known.rates
+        if rate != last:
+            known.settled = known.steps
+        highest = max(highest, abs(rate))
+        if abs(rate) < lowest - _SAME * highest:
+            lowest, known.lowest = abs(rate), known.steps
+        known.rates = [rate, highest, lowest]
+
+
+def _numbers_of(schedule: Any) -> Iterator[float]:
+    """The numbers that it holds, and those that its functions do."""
+    pending: list[Any] = [*getattr(schedule, "__dict__", {}).values(), *(item for _, item in held_in("", schedule))]
+    seen = 0
+    while pending and seen < 8 * _MOST_NUMBERS:
+        one = pending.pop()
+        seen += 1
+        if type(one) in (int, float):
+            yield float(one)
+        elif isinstance(one, Mapping):
+            pending += [*one.keys(), *one.values()] if len(one) < _MOST_NUMBERS else []
+        elif isinstance(one, list | tuple):
+            pending += one[:_MOST_NUMBERS]
+        elif isinstance(one, functools.partial):
+            pending += [one.func, *one.args, *one.keywords.values()]
+        elif (code := getattr(one, "__code__", None)) is not None:
+            pending += _held_by_function(one, code)
+        elif callable(one) and is_users(getattr(type(one).__call__, "__code__", None)):
+            pending += (getattr(one, "__dict__", None) or {}).values()
+
+
+def _held_by_function(function: Any, code: Any) -> list[Any]:
+    held = [getattr(function, "__globals__", {}).get(name) for name in code.co_names]
+    if "get_world_size" in code.co_names:
+        held.append(dist.get_world_size())
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # it has no value yet
+            held.append(cell.cell_contents)
+    return [*held, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _takes_world_size(frame: FrameType, optimizer: Any) -> bool:
+    """Whether what a schedule is constructed from, beside its optimizer, comes from the number of ranks."""
+    scope = scope_of_frame(frame)
+    statement = None if scope is None else statement_at(scope.body, frame)
+    if scope is None or statement is None:
+        return False
+    for call in (node for node in ast.walk(statement) if isinstance(node, ast.Call)):
+        given = [*call.args, *(word.value for word in call.keywords)]
+        others = [one for one in given if resolved(scope, one) is not optimizer]
+        if len(others) < len(given):
+            return any(is_world_size(scope, one, set()) for one in others)
+    return False
+
+
+def _repeats_by_world_size(frame: FrameType | None) -> bool:
+    """Whether the innermost loop in which the program is now has a pass for each rank, by its source."""
+    for _ in range(_MOST_CALLERS):
+        if frame is None:
+            break
+        scope = scope_of_frame(frame)  # a comprehension has none
+        if scope is not None and (passes := _loop_around(scope, frame.f_lineno)) is not None:
+            return any(_is_number_of_ranks(scope, node) for node in ast.walk(passes))
+        frame = user_caller(frame)
+    return False
+
+
+def _is_number_of_ranks(scope: Scope, node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return getattr(resolved(scope, node.func), "__name__", "") == "get_world_size"
+    if not isinstance(node, ast.Name | ast.Attribute):
+        return False
+    value = resolved(scope, node)
+    count = len(value) if isinstance(value, range | list) else value
+    return type(count) is int and count == dist.get_world_size() and is_world_size(scope, node, set())
+
+
+def _loop_around(scope: Scope, line: int) -> ast.expr | None:
+    """What the innermost loop around a line goes through."""
+    found: dict[int, ast.expr] = {}
+    for node in own_nodes(scope.body):
+        if isinstance(node, ast.For) and node.lineno <= line <= (node.end_lineno or 0):
+            found[node.lineno] = node.iter
+        elif isinstance(node, ast.ListComp) and node.lineno <= line <= (node.end_lineno or 0):
+            return node.generators[-1].iter
+    return found[max(found)] if found else None

@@ -1,0 +1,1 @@
+"""Parameters in the steps of a wrapper: probed, and their history."""

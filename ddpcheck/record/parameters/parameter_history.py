@@ -1,0 +1,185 @@
+"""The history of the parameters on one rank: missing gradients, zeros, changes; which of it the other ranks know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from ddpcheck.findings.evidence.modules import WrapperFacts
+from ddpcheck.findings.evidence.parameters import GradientState, PathEnd, StepEvidence
+from ddpcheck.gather.autograd.autograd_graph import named_parameters
+from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, changes
+from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.record.loop.forward_snapshot import Snapshot
+from ddpcheck.record.parameters.step_probe import StepProbe, zero_gradients
+from ddpcheck.stream.rank_report import RankReport
+
+_EXPLAINED_EARLY = 2  # the step in which never used ones are explained, for a run that ends before they are judged
+_ZERO_FROM = 4  # the step from which a gradient that was always zero is reported
+
+
+class ParameterHistory:
+    """Missing gradients, zeros and changes of the parameters of one wrapper.
+
+    Attributes:
+        around_replay: Makes the context in which a forward pass is run again to say why a parameter is missing.
+        not_reported: By step, the parameters that DDP waited for in it and that no rank has reported before.
+    """
+
+    def __init__(
+        self, rank: int, module: nn.Module, parameters: Mapping[str, nn.Parameter], wrapper: WrapperFacts
+    ) -> None:
+        self.around_replay: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.not_reported: dict[int, tuple[str, ...]] = {}
+        self._rank = rank
+        self._module = module
+        self._parameters = parameters
+        self._wrapper = wrapper
+        self._at_start = {name: SeenParameter.of(p) for name, p in module.named_parameters()}
+        self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        self._unfrozen_noticed = False
+        self._never_used = set(parameters)
+        self._idle: set[str] = set()  # not reached by the engine in a step with a probe
+        self._sometimes_missing: set[str] = set()
+        self._reported: set[str] = set()
+        self._created_in_forward: set[str] = set()
+        self._ends: dict[str, PathEnd] = {}
+        self._zeros = _ZeroGradients(parameters)
+
+    def step_ended(
+        self,
+        step: int,
+        probe: StepProbe | None,
+        unused: frozenset[str],
+        awaited: frozenset[str],
+        accumulated: frozenset[str],
+    ) -> None:
+        """Record a step that has ended.
+
+        Args:
+            step: Its number.
+            probe: Of it, where there was one.
+            unused: The parameters that have no part in its last backward pass, as the engine says.
+            awaited: Those of them that DDP has waited for.
+            accumulated: Those that have had a part in backward passes under `no_sync` before.
+        """
+        if probe is not None:
+            if self._wrapper.static_graph and step == 0:  # DDP takes them for used, and will wait for them
+                awaited |= probe.unused - unused
+            self._never_used &= probe.unused - accumulated
+            self._sometimes_missing |= probe.unused
+            self._idle |= probe.unused & unused
+        elif took_part := self._never_used & self._idle - unused:
+            self._never_used -= took_part
+        if not awaited:
+            return
+        self._sometimes_missing |= awaited
+        if not self.is_reported(awaited):
+            self.not_reported[step] = self._ordered(awaited - self._reported)
+
+    def is_reported(self, names: Iterable[str]) -> bool:
+        """Whether every rank knows that each of these has been missing."""
+        return self._reported.issuperset(names)
+
+    def note_reported(self, reports: Iterable[RankReport]) -> None:
+        """Record the reports that the ranks have exchanged."""
+        self._reported |= {name for report in reports for names in report.missing.values() for name in names}
+        self.not_reported = {}
+
+    def report(
+        self,
+        step: int,
+        *,
+        settled: bool,
+        probe: StepProbe | None = None,
+        snapshot: Snapshot | None = None,
+        thorough: bool = False,
+    ) -> RankReport:
+        """The report of this rank.
+
+        Args:
+            step: That has just ended.
+            settled: Whether never used parameters are judged now, which an option allows for.
+            probe: Of the step, where there was one.
+            snapshot: Of its last forward pass.
+            thorough: Whether to look for changes of parameters without a probe, too.
+        """
+        missing = {name for names in self.not_reported.values() for name in names} - self._reported
+        if self._wrapper.tolerates_unused and (settled or step == _EXPLAINED_EARLY):
+            missing |= self._never_used - self._reported
+        self._ends |= self._explained(missing - self._ends.keys(), snapshot)
+        probed = StepEvidence(self._rank, step, {}) if probe is None else self._probed(step, probe)
+        looks = probe is not None or thorough or missing or self._has_unfrozen()
+        return RankReport(
+            probed,
+            missing=dict(self.not_reported),
+            never_used=self._ordered(self._never_used),
+            sometimes_missing=self._ordered(self._sometimes_missing),
+            ends={name: self._ends[name] for name in missing if name in self._ends},
+            changes=self._changed() if looks else {},
+        )
+
+    def notices_unfrozen(self) -> bool:
+        """Whether a parameter requires grad that did not when DDP was constructed, and this has not been noticed."""
+        was_noticed = self._unfrozen_noticed
+        self._unfrozen_noticed = was_noticed or self._has_unfrozen()
+        return self._unfrozen_noticed and not was_noticed
+
+    def _has_unfrozen(self) -> bool:
+        return any(parameter.requires_grad for parameter in self._frozen)
+
+    def _changed(self) -> dict[str, str]:
+        changed = changes(self._at_start, self._module)
+        return {name: how for name, how in changed.items() if name not in self._created_in_forward}
+
+    def _probed(self, step: int, probe: StepProbe) -> StepEvidence:
+        self._created_in_forward |= probe.created_in_forward.keys()
+        states: dict[str, GradientState] = dict.fromkeys(probe.lost, "lost")
+        excused = probe.lost.keys() | self._sometimes_missing  # a missing gradient has been replaced by zeros
+        zero = self._zeros.look(excused)
+        if step >= _ZERO_FROM:
+            states |= dict.fromkeys(self._ordered(zero), "zero")
+        return StepEvidence(
+            self._rank,
+            step,
+            states,
+            path_ends=probe.lost,
+            unregistered=(*probe.unregistered, *probe.created_in_forward.values()),
+            arrivals={name: count for name, count in probe.arrivals.items() if count > 1 and probe.reentrant},
+            reentrant=probe.reentrant,
+        )
+
+    def _ordered(self, names: Iterable[str]) -> tuple[str, ...]:
+        wanted = set(names)
+        return tuple(name for name in self._parameters if name in wanted)
+
+    def _explained(self, missing: set[str], snapshot: Snapshot | None) -> dict[str, PathEnd]:
+        """Why parameters are missing: this costs a forward pass, once for each of them."""
+        if not missing or snapshot is None:
+            return {}
+        parameters = {name: p for name, p in named_parameters(self._module).items() if name in missing}
+        return snapshot.explain(self._module, parameters, self.around_replay)
+
+
+class _ZeroGradients:
+    """The parameters whose gradient has been zero at every look."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._zero = set(parameters)
+        self._moving: dict[str, int] = {}  # fingerprint of a parameter with a gradient, when it was first taken
+
+    def look(self, excused: Set[str]) -> set[str]:
+        """Those that are not `excused`, once parameters have moved; none as long as that is not known."""
+        zero_or_missing = zero_gradients(self._parameters) | excused
+        self._zero &= zero_or_missing - excused
+        if not self._zero:
+            return set()
+        moving = [name for name in self._parameters if name not in zero_or_missing][:1]
+        now = {name: fingerprint(self._parameters[name]) for name in moving}
+        self._moving = self._moving or now
+        moved = any(self._moving.get(name) != value for name, value in now.items())
+        return self._zero if moved else set()

@@ -1,0 +1,145 @@
+"""A detailed record of one step: gradients that arrive at parameters, other leaves that receive one, values of `.grad`.
+
+It costs a hook on each parameter and a walk of the graph, so only steps 0, 1, 2, 4, 8, 16 ... are probed, and steps
+whose gradients are to be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.evidence.parameters import PathEnd, UnregisteredTensor
+from ddpcheck.gather.autograd.autograd_graph import gradient_node, unregistered_tensors, walk_graph
+from ddpcheck.gather.autograd.gradient_paths import function_returning_none
+from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
+from ddpcheck.gather.steps.gradient_distance import dense
+from ddpcheck.record.module_hooks import remove_hooks
+
+
+class StepProbe:
+    """A detailed record of one step.
+
+    Attributes:
+        arrivals: How often a gradient arrived at a parameter.
+        lost: Parameters that backward reached without a gradient, with the Functions that may have returned None.
+        unregistered: Leaves that receive gradient, that the module holds, and that are no parameters of it.
+        created_in_forward: Parameters that the forward pass has made.
+        reentrant: Whether a re-entrant checkpoint is in the graph.
+        keep: What is kept of this rank's own gradients, a linear function of each; `None` where nothing is.
+        local: That of this rank's own gradients: what `.grad` held before, and what arrived.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        keep: Callable[[torch.Tensor], Any] | None,
+    ) -> None:
+        self.arrivals: dict[str, int] = {}
+        self.lost: dict[str, PathEnd] = {}
+        self.unregistered: tuple[UnregisteredTensor, ...] = ()
+        self.created_in_forward: dict[str, UnregisteredTensor] = {}
+        self.reentrant = False
+        self.local: dict[str, Any] = {}
+        self._module = module
+        self._parameters = parameters
+        self.keep = keep
+        self._arrived_none: set[str] = set()
+        self._before = {name for name, _ in module.named_parameters()}
+        self._roots: list[Any] = []
+        self._handles: list[Any] = []
+        self.attach()
+
+    def attach(self) -> None:
+        """Hang hooks on the parameters that require grad now."""
+        self.detach()
+        self._handles = [  # on the node, which torch.autograd.grad does not run; it would run one on the tensor
+            gradient_node(parameter).register_prehook(self._arrival(name))
+            for name, parameter in self._parameters.items()
+            if parameter.requires_grad
+        ]
+
+    def detach(self) -> None:
+        """Take the hooks off: gradients that arrive from now on are not the loop's own."""
+        remove_hooks(self._handles)
+
+    def _arrival(self, name: str) -> Any:
+        def arrived(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            (gradient,) = gradients
+            if gradient is None:
+                self._arrived_none.add(name)
+                return
+            self.arrivals[name] = self.arrivals.get(name, 0) + 1
+            if self.keep is not None:
+                self._keep_held(name)
+                came = self.keep(dense(gradient))
+                self.local[name] = self.local[name] + came if name in self.local else came
+
+        return arrived
+
+    def _keep_held(self, name: str) -> None:
+        """Keep what `.grad` holds from backward passes that were not averaged: it goes into this average."""
+        held = self._parameters[name].grad
+        if name not in self.local and held is not None and self.keep is not None:
+            self.local[name] = self.keep(dense(held))
+
+    def backward_begins(self) -> None:
+        """Keep what `.grad` holds; a parameter that is in the loss by another way may have had its gradient."""
+        for name in self._parameters if self.keep is not None else ():
+            self._keep_held(name)
+
+    def forward_returned(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Walk the graph of the tensors that a forward pass has returned, while it exists."""
+        walk = walk_graph(tensors)
+        self.reentrant |= any("CheckpointFunctionBackward" in name for name in walk.node_names)
+        self._roots = [tensor.grad_fn for tensor in tensors] if walk.functions else []
+        now = dict(self._module.named_parameters())
+        self.created_in_forward |= {
+            name: UnregisteredTensor(name, tuple(parameter.shape), created_in_forward=True)
+            for name, parameter in now.items()
+            if name not in self._before
+        }
+        known = set(map(id, now.values()))
+        strange = [leaf for leaf in walk.leaves if id(leaf) not in known and leaf.requires_grad]
+        if strange:
+            held = {id(tensor): name for name, tensor in unregistered_tensors(self._module)}
+            others = parameters_in_wrappers()
+            self.unregistered = tuple(
+                UnregisteredTensor(held[id(leaf)], tuple(leaf.shape))
+                for leaf in strange
+                if id(leaf) in held and id(leaf) not in others
+            )
+
+    def close(self) -> None:
+        """Take the hooks off, and see which gradients were lost: None arrived, and nothing else.
+
+        Under `find_unused_parameters`, and in the first step under `static_graph`, DDP puts a Function of its own
+        around what forward returns; outputs that are not in the loss come back through it as None: nothing is lost.
+        """
+        self.detach()
+        roots, self._roots = self._roots, []
+        for name in sorted(self._arrived_none - self.arrivals.keys()):
+            end = function_returning_none(roots, self._parameters[name])
+            if _SINK not in end.reason:
+                self.lost[name] = end
+
+    @property
+    def unused(self) -> frozenset[str]:
+        """The parameters that had no part in the step."""
+        return frozenset(self._parameters.keys() - self.arrivals.keys() - self.lost.keys())
+
+
+_SINK = "_DDPSink"  # of torch/nn/parallel/distributed.py; private to torch
+
+
+def zero_gradients(parameters: Mapping[str, nn.Parameter]) -> set[str]:
+    """The parameters whose gradient exists and is exactly zero."""
+    gradients = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None and p.numel()}
+    values = [g.coalesce().values() if g.layout == torch.sparse_coo else g for g in gradients.values()]
+    some = torch.stack([value.ne(0).any() for value in values]).tolist() if values else []
+    return {name for name, yes in zip(gradients, some, strict=True) if not yes}

@@ -1,0 +1,141 @@
+"""Describes what is wrapped before DDP's constructor communicates: it may raise, abort or hang on what differs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+from weakref import ref
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules import module as registration
+
+from ddpcheck.findings.evidence.construction import SizedVariable, WrapperBegun
+from ddpcheck.findings.evidence.modules import ModuleDescription
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location, variables_of
+from ddpcheck.gather.ddp.ddp_wrapper import constructor_options
+from ddpcheck.gather.patching import guarded
+from ddpcheck.gather.state.module_description import structure_of
+from ddpcheck.record.replicas.program_state import program_variables
+from ddpcheck.record.replicas.set_order import is_order_of_a_set
+
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_MOST_SIZES = 512
+_MOST_FRAMES = 4  # of the user's, around the registration of a parameter
+_LARGEST_OFFSET = 4  # padding, unknown, begin and end, which a vocabulary counts beside its words
+
+
+class ConstructionRecorder:
+    """Notes where modules and parameters are registered, and what counts there; describes what is wrapped."""
+
+    def __init__(self) -> None:
+        """Begin; uses torch's public registration hooks."""
+        self._lines: dict[int, tuple[ref[nn.Module], dict[str, Location]]] = {}
+        self._sizes: dict[SizedVariable, None] = {}
+        hook: Any = guarded(self._registered)
+        registration.register_module_parameter_registration_hook(hook)
+        registration.register_module_buffer_registration_hook(hook)
+        registration.register_module_module_registration_hook(hook)
+
+    def begun(self, arguments: tuple[Any, ...], named: Mapping[str, Any], construct: Any) -> WrapperBegun | None:
+        """Describe what a constructor is about to wrap; `arguments` begin with the wrapper."""
+        module = named.get("module", arguments[1] if len(arguments) > 1 else None)
+        options = constructor_options(construct, *arguments, **named)
+        if not isinstance(module, nn.Module) or not options:
+            return None  # the constructor will say what is wrong
+        group = named.get("process_group") or dist.group.WORLD
+        mesh = named.get("device_mesh")
+        if mesh is not None:
+            group = mesh.get_group(mesh_dim=0)
+        ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        description = _without(structure_of(module), ignored)
+        shapes = {size for one in description.parameters for size in one.shape}
+        shapes |= {len(part._modules) for part in module.modules()}
+        now = (one for path, item, where in program_variables(depth=1) for one in _sized([(path, item)], where))
+        sizes = dict.fromkeys((*self._sizes, *now))
+        return WrapperBegun(
+            type(module).__qualname__,
+            tuple(dist.get_process_group_ranks(group)),
+            description,
+            options,
+            user_location(),
+            self._lines_of(module),
+            tuple(_in_order_of_sets(module)),
+            tuple(one for one in sizes if _may_be(one.size, shapes))[:_MOST_SIZES],
+        )
+
+    def _registered(self, module: nn.Module, name: str, thing: Any) -> None:
+        frame = sys._getframe(1)
+        where = user_location(frame)
+        if where is None:
+            return
+        known = self._lines.get(id(module))
+        if known is None or known[0]() is not module:
+            known = self._lines[id(module)] = (ref(module), {})
+        known[1][name] = where
+        if isinstance(thing, nn.Parameter) and not nn.parameter.is_lazy(thing) and len(self._sizes) < _MOST_SIZES:
+            wanted = set(thing.shape)
+            for inner in _user_functions(frame):
+                place = Location(relative_path(inner.f_code.co_filename), inner.f_lineno)
+                found = _sized(variables_of(inner).items(), place)
+                self._sizes.update((one, None) for one in found if _may_be(one.size, wanted))
+
+    def _lines_of(self, module: nn.Module) -> dict[str, Location]:
+        """By name of what is in a module, the line that registered it; of what is in line with its holder not again."""
+        found: dict[str, Location] = {}
+        nearest: dict[str, Location | None] = {}  # by name of a module, that of it or of what holds it
+        for path, part in module.named_modules():
+            above, _, own = path.rpartition(".")
+            nearest[path] = found.get(path, nearest.get(above) if own else None)
+            known = self._lines.get(id(part))
+            if known is not None and known[0]() is part:
+                for name, where in known[1].items():
+                    if where != nearest[path]:
+                        found[f"{path}.{name}".lstrip(".")] = where
+        return found
+
+
+def _without(description: ModuleDescription, ignored: frozenset[str]) -> ModuleDescription:
+    if not ignored:
+        return description
+    parameters, buffers = (
+        tuple(one for one in kind if one.name not in ignored) for kind in (description.parameters, description.buffers)
+    )
+    return replace(description, parameters=parameters, buffers=buffers)
+
+
+def _may_be(size: int, wanted: set[int]) -> bool:
+    return any(size + offset in wanted for offset in range(_LARGEST_OFFSET + 1))
+
+
+def _sized(variables: Iterable[tuple[str, Any]], where: Location) -> Iterator[SizedVariable]:
+    """Those that count."""
+    for name, value in variables:
+        kind = type(value)  # exactly: a class of the user's may count in a way of its own
+        if kind is int or kind in _CONTAINERS:
+            size = value if kind is int else len(value)
+            if size > 1:
+                yield SizedVariable(name, kind.__name__, size, where)
+
+
+def _user_functions(frame: FrameType | None) -> Iterator[FrameType]:
+    """The innermost functions of the user's that run; not the top of a module, whose variables stay."""
+    found = 0
+    while frame is not None and found < _MOST_FRAMES:
+        code = frame.f_code
+        if code.co_name != "<module>" and is_user_file(code.co_filename) and not is_installed(code.co_filename):
+            found += 1
+            yield frame
+        frame = frame.f_back
+
+
+def _in_order_of_sets(module: nn.Module) -> Iterator[str]:
+    """The modules of which at least three children stand as a set of their names is gone through in this process."""
+    for path, part in module.named_modules():
+        names = list(part._modules)
+        if len(names) > 2 and not all(name.isdigit() for name in names) and is_order_of_a_set(names):
+            yield path

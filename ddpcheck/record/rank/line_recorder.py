@@ -1,0 +1,166 @@
+"""The lines at which a script makes optimizers, and changes modules that are wrapped."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.modules import module as registration
+
+from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.program_blocks import left_out_by
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import (
+    file_of,
+    parsed_source,
+    relative_path,
+    user_location,
+)
+from ddpcheck.gather.patching import CALLER, patched
+from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.source.source_scope import program_files
+
+_MOST_CHANGES = 256
+_MOST_TIMES = 8  # that a line with `eval` is looked at: of a model that is in no wrapper, say, in each step
+_APPLY: Any = nn.Module.apply.__code__
+
+
+class LineRecorder:
+    """Records where things are made; hands changes of wrapped modules to `sink`."""
+
+    def __init__(self, sink: Callable[[ModuleChanged], object], watches: Iterable[ScriptWatch]) -> None:
+        """Begin; `watches` are those on the wrappers."""
+        self._sink = sink
+        self._watches = watches
+        self._seen: set[tuple[int, str, Location | None]] = set()
+        self._evaluated: dict[Location | None, int] = {}  # how often, by line
+        self._optimizers: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
+        self._restored: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
+        patched(torch.optim.Optimizer, "__init__", self._optimizer_made)
+        patched(torch.optim.Optimizer, "load_state_dict", self._optimizer_restored)
+        patched(nn.Module, "load_state_dict", functools.partial(self._values_changed, "load_state_dict"))
+        patched(nn.Module, "apply", functools.partial(self._values_changed, "apply"))
+        patched(nn.Module, "eval", self._evaluates)  # not `train`, which calls itself for each child
+        patched(nn.Module, "requires_grad_", self._thawed)
+        patched(nn.Parameter, "requires_grad_", self._thawed)
+        hook = UnpickledHook(self._registered)
+        registration.register_module_parameter_registration_hook(hook)
+        registration.register_module_module_registration_hook(hook)
+
+    def optimizers(self) -> list[Any]:
+        """All that the script has constructed and still holds."""
+        return [one for one in list(self._optimizers) if hasattr(one, "param_groups")]
+
+    def of_optimizer(self, optimizer: Any) -> Location | None:
+        """The line that has constructed it."""
+        return self._optimizers.get(optimizer)
+
+    def of_restored(self, optimizer: Any) -> Location | None:
+        """The line that has last given it a state."""
+        return self._restored.get(optimizer)
+
+    def note_changes(self, watch: ScriptWatch, kinds: Sequence[str]) -> None:
+        """A watch has noticed changes of parameters of these kinds, the line of which may not have been seen."""
+        if {"frozen", "unfrozen"}.isdisjoint(kinds) or any(
+            key[:2] == (watch.number, "requires_grad") for key in self._seen
+        ):
+            return
+        where = assignment_in_program("requires_grad", "unfrozen" in kinds)
+        self._note(watch, "requires_grad", "requires_grad", (), where)
+
+    def _optimizer_made(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
+        if (where := user_location()) is not None:
+            self._optimizers[optimizer] = where
+
+    def _optimizer_restored(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
+        if (where := user_location()) is not None:
+            self._restored[optimizer] = where
+
+    def _values_changed(self, how: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
+        if sys._getframe(CALLER).f_code is not _APPLY:  # which calls itself for each child
+            self._note_parameters("values", how, module)
+
+    def _evaluates(self, module: nn.Module) -> None:
+        watches = list(self._watches)
+        if not watches or len(self._seen) >= _MOST_CHANGES:
+            return
+        where = user_location()
+        times = self._evaluated[where] = self._evaluated.get(where, 0) + 1
+        for watch in watches if times <= _MOST_TIMES else ():
+            if (watch.number, "mode", where) not in self._seen and (path := _path_in(watch, module)) is not None:
+                self._note(watch, "mode", "eval", (path,), where)
+
+    def _thawed(self, thing: Any, *_arguments: Any, **_named: Any) -> None:
+        self._note_parameters("requires_grad", "requires_grad_", thing)
+
+    def _note_parameters(self, what: str, how: str, thing: Any) -> None:
+        watches = list(self._watches)
+        if not watches or len(self._seen) >= _MOST_CHANGES:
+            return
+        where = user_location()
+        if all((watch.number, what, where) in self._seen for watch in watches):
+            return
+        changed = {id(p) for p in thing.parameters()} if isinstance(thing, nn.Module) else {id(thing)}
+        for watch in watches:
+            if names := tuple(name for name, p in watch.module_parameters() if id(p) in changed):
+                self._note(watch, what, how, names, where)
+
+    def _registered(self, module: nn.Module, name: str, _thing: Any) -> None:
+        if len(self._seen) < _MOST_CHANGES:
+            for watch in list(self._watches):
+                if (path := watch.path_of(module)) is not None:
+                    self._note(watch, "parameters", f"{path}.{name}".lstrip("."), (), user_location())
+
+    def _note(self, watch: ScriptWatch, what: str, how: str, names: tuple[str, ...], where: Location | None) -> None:
+        key = watch.number, what, where
+        if where is not None and key not in self._seen:
+            self._seen.add(key)
+            self._sink(ModuleChanged(watch.number, what, how, names, where, watch.forwards, watch.step))
+
+
+def _path_in(watch: ScriptWatch, module: nn.Module) -> str | None:
+    """Where a module is in a wrapped one; "" for that one, and for what holds it."""
+    path = watch.path_of(module)
+    return "" if path is None and any(part is watch.module for part in module.modules()) else path
+
+
+@functools.cache
+def assignment_in_program(name: str, value: bool | None = None) -> Location | None:
+    """The one line of the program that assigns an attribute or an item of this name; `None` where there are others.
+
+    `value`: that it may assign, as far as it is spelled out.
+    """
+    found = {
+        Location(relative_path(file), node.lineno)
+        for file in program_files()
+        for node in ast.walk(parsed_source(file) or ast.Module([], []))
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if _is_of(target, name) and _may_be(node.value, value)
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+@functools.cache
+def lines_left_out_by(step: tuple[str, ...], backward: tuple[str, ...]) -> tuple[Location, ...]:
+    """What decides whether a step is made after a backward pass, by the lines of their stacks."""
+    files = {line.rpartition(":")[0]: file_of(line) for line in (*step, *backward)}
+    found = left_out_by(step, backward, files) if backward else ()
+    return tuple(Location(block.path, block.line) for block in found)
+
+
+def _may_be(node: ast.expr | None, value: bool | None) -> bool:
+    return value is None or not isinstance(node, ast.Constant) or node.value is value
+
+
+def _is_of(target: ast.expr, name: str) -> bool:
+    if isinstance(target, ast.Subscript):
+        return isinstance(target.slice, ast.Constant) and target.slice.value == name
+    return isinstance(target, ast.Attribute) and target.attr == name

@@ -1,0 +1,329 @@
+"""Watches every wrapper that a rank of an unmodified script constructs.
+
+Nothing here raises into the script: what fails in ddpcheck ends the watching, and the report says so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpcheck.findings.evidence.script import ReducedInPlace
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import exception_location, lines_of_program, pass_over_packages, whole_traceback
+from ddpcheck.findings.wrapped_exceptions import original_of
+from ddpcheck.gather.collectives.collective_log import (
+    COLLECTIVES,
+    logged,
+    record_calls,
+    record_given,
+    record_overwritten,
+    replace_functions,
+)
+from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, accompanied, guarded, patched
+from ddpcheck.record.data.draw_recorder import DrawRecorder
+from ddpcheck.record.data.loader_recorder import LoaderRecorder
+from ddpcheck.record.evaluation.evaluation_recorder import EvaluationRecorder
+from ddpcheck.record.loop.bypass_recorder import DDP_FILE
+from ddpcheck.record.loop.taken_recorder import TakenRecorder
+from ddpcheck.record.loss.gather_recorder import GatherRecorder
+from ddpcheck.record.loss.loss_recorder import LossRecorder
+from ddpcheck.record.loss.target_recorder import TargetRecorder
+from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
+from ddpcheck.record.optimizers.resume_recorder import ResumeRecorder
+from ddpcheck.record.rank.construction_recorder import ConstructionRecorder
+from ddpcheck.record.rank.environment import STACK_SIGNAL, RunOptions, options_of_run
+from ddpcheck.record.rank.file_recorder import FileRecorder
+from ddpcheck.record.rank.line_recorder import LineRecorder
+from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.rank.started_processes import on_end
+from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
+from ddpcheck.record.replicas.write_recorder import WriteRecorder
+from ddpcheck.stream.entries import ExitCalled, GroupDestroyed, ProgramEnded, RankRaised, RankStarted, WatchingFailed
+from ddpcheck.stream.places import place_of_handling
+from ddpcheck.stream.rank_log import RankLog
+from ddpcheck.worlds.failures import described
+
+_DDP: Any = nn.parallel.DistributedDataParallel
+_MOST_OVERWRITINGS = 64
+_ENDING = (signal.SIGINT, signal.SIGTERM)  # by which a launcher ends a rank
+_LAST_WORK = 0.03
+"""Seconds at the exit, and before the process group is destroyed, in which gloo's threads may free the last work. That
+takes the GIL, for which plain torch has two races, too. Where the interpreter has begun to end, Python stops the thread
+inside C++, which aborts the process ("terminate called without an active exception"). Where a wrapper is freed after
+the group was destroyed, its reducer has the last reference to that, and joins the threads while it holds the GIL: the
+process never ends (`hang_watch` sees that). Comparisons at the end would make both more frequent."""
+_rank: _WatchedRank | None = None
+
+
+def begin(replacements: dict[str, Callable[..., Any]], stand_ins: Iterable[Callable[..., Any]]) -> None:
+    """Watch every wrapper that this process constructs from now on; it has just joined a process group.
+
+    `replacements` is what is called in the place of collectives that the script may have imported by name; `stand_ins`
+    are the functions that it has in their place.
+    """
+    global _rank
+    for function in stand_ins:
+        passes_on(function)
+    options = options_of_run(os.environ)
+    if _rank is None and options is not None:
+        _rank = _WatchedRank(options, replacements)
+
+
+class _WatchedRank:
+    """The watches of this process, which is a rank; a process that is forked from it (a data loader's) is none."""
+
+    def __init__(self, options: RunOptions, replacements: dict[str, Callable[..., Any]]) -> None:
+        self._process = os.getpid()
+        self._watches_on = True
+        self._has_ended = False
+        self._count = 0
+        self._of_group: Counter[str] = Counter()  # wrappers, by their process group
+        self._overwritings = 0
+        self._watches: WeakSet[ScriptWatch] = WeakSet()
+        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        started = RankStarted(dist.get_rank(), dist.get_world_size(), dist.get_backend(), restart)
+        self._log = RankLog(Path(options.folder), started)
+        self._every = options.every
+        OwnErrors.taken_by = self._failed
+        try:
+            self._begin(options, replacements)
+        except Exception as error:
+            self._failed(error)
+
+    def _begin(self, options: RunOptions, replacements: dict[str, Callable[..., Any]]) -> None:
+        pass_over_packages()
+        self._record_calls(replacements)
+        self._record_end()
+        log = self._log
+        self._lines = lines = LineRecorder(log.add, self._watches)
+        self._writes = writes = WriteRecorder(log.add, self._watches)
+        collectives = functools.partial(getattr, log, "collectives")
+        self._optimizers = OptimizerRecorder(log.add, self._watches, options.every, collectives, lines, writes)
+        evaluations = EvaluationRecorder(log.add)
+        targets = TargetRecorder(log.add, lambda: self._optimizers.steps)
+        self._loaders = LoaderRecorder(
+            log.add,
+            lambda: self._optimizers.steps,
+            lambda: self._count,
+            self._watches,
+            log.count_batch,
+            ResumeRecorder(self._optimizers.steps_of),
+            evaluations.note_pass,
+        )
+        self._draws = DrawRecorder(log.add, lambda: self._optimizers.steps)
+        losses = LossRecorder(log.add, self._optimizers, lambda: self._loaders.taken)
+        self._taken = TakenRecorder(log.add, self._watches)
+        gathers = GatherRecorder(log.add, lambda: self._optimizers.steps)
+        self._statistics = StatisticsRecorder(log.add, lambda: self._loaders.samples)
+        self._constructions = ConstructionRecorder()
+        FileRecorder(log)
+        for recorder in (evaluations, targets, gathers, losses, self._statistics):
+            record_given(guarded(recorder.note_collective))
+        record_overwritten(guarded(self._overwritten))
+        patched(_DDP, "__init__", self._constructed)
+        if reducer := vars(dist).get("Reducer"):  # private to torch; without it such a pass is not known
+            patched(reducer, "prepare_for_backward", self._prepares)
+        atexit.register(self._ended)
+
+    def _constructed(self, wrapper: nn.Module, *arguments: Any, **named: Any) -> Iterator[None]:
+        watched = (
+            self._watches_on and os.getpid() == self._process and not type(wrapper).__module__.startswith("ddpcheck.")
+        )
+        if watched and (begun := self._constructions.begun((wrapper, *arguments), named, _DDP.__init__)) is not None:
+            self._log.add(begun)
+        yield
+        if watched:
+            self._watch(wrapper, began_alike=named.get("init_sync", True) is not False)
+
+    def _prepares(self, reducer: Any, *outputs: Any) -> None:
+        """DDP does this in its forward; a framework, before a backward pass inside of that (Lightning, by hand)."""
+        if sys._getframe(CALLER).f_code.co_filename != DDP_FILE:
+            for watch in list(self._watches):
+                watch.expects(reducer, outputs)
+
+    def _record_calls(self, replacements: dict[str, Callable[..., Any]]) -> None:
+        record_calls(lambda call: self._log.add_call(_while_handling(call)))
+        self._record_waits()
+        for name, function in vars(dist.distributed_c10d).items():
+            if name in COLLECTIVES and (original := getattr(function, "__wrapped__", None)) is not None:
+                replacements[name] = logged(name, getattr(original, "__wrapped__", original))
+        if (stand_in := getattr(dist.destroy_process_group, "__wrapped__", None)) is not None:
+            replacements["destroy_process_group"] = accompanied(stand_in, self._destroying)
+
+    def _destroying(self, group: Any = None) -> Iterator[None]:
+        of_all = os.getpid() == self._process and group in (None, dist.group.WORLD)
+        if of_all and "gloo" in dist.get_backend():
+            time.sleep(_LAST_WORK)
+        yield
+        if of_all:
+            self._log.add(GroupDestroyed())
+
+    def _record_waits(self) -> None:
+        """Note each receive from one other rank, and each wait at a store, of the script's."""
+
+        def waits(*_arguments: Any, **_named: Any) -> Iterator[None]:
+            yield
+            self._log.waited = True
+
+        replace_functions(("recv", "irecv", "recv_object_list"), lambda _, original: accompanied(original, waits))
+        store: Any = vars(dist.distributed_c10d)["Store"]
+        with contextlib.suppress(AttributeError, TypeError):  # a class made in C++
+            for name in ("wait", "get"):
+                patched(store, name, waits)
+
+    def _record_end(self) -> None:
+        """Keep the stack of this rank when it is asked for, or killed; and the exception that ends the script."""
+        self._log.hold_stacks(_write_stacks_to)
+        os.register_at_fork(after_in_child=_keep_no_stack)
+
+        def make(then: Callable[..., object]) -> Callable[..., object]:
+            def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+                self._raised(error)
+                then(kind, error, trace)
+
+            return excepthook
+
+        Patch(sys, "excepthook", make)
+        patched(sys, "exit", lambda *_status: self._log.add(ExitCalled(lines_of_program(sys._getframe(CALLER)))))
+        on_end.append(self._process_ended)
+
+    def _raised(self, error: BaseException) -> None:
+        if os.getpid() == self._process:
+            reply = {**described(error, "", ""), "exception": None}  # the agent imports nothing of the script's
+            self._log.add(RankRaised(reply))
+            _tell_torchrun(f"{reply['type']}: {reply['text']}", reply["traceback"])
+
+    def _process_ended(self, error: BaseException | None) -> None:
+        """A rank that the script has started as a process of `multiprocessing` ends, perhaps without `atexit`."""
+        if error is not None:
+            self._raised(error)
+        self._ended(failing=error is not None)
+
+    def _watch(self, wrapper: Any, *, began_alike: bool) -> None:
+        try:
+            note, where = self._lines.note_changes, lambda: self._loaders.position
+            self._of_group[group := str(wrapper.process_group.group_name)] += 1
+            of_group = self._of_group[group]  # the same one on all its ranks, which construct it together
+            watch = ScriptWatch(
+                wrapper,
+                self._every,
+                self._log,
+                self._count,
+                note,
+                where,
+                lambda: self._loaders.samples,
+                began_alike=began_alike,
+                of_group=of_group,
+            )
+            self._watches.add(watch)
+            self._writes.wrapped(watch)
+            self._statistics.follow(wrapper, watch.number)
+            self._count += 1
+            self._draws.begin()
+        except Exception as error:
+            self._failed(error)
+
+    def _overwritten(self, call: Call, given: Mapping[str, Any]) -> None:
+        """Notice a backward pass that comes through what a collective has overwritten; and gradients that are sums."""
+        tensor = given.get("tensor")
+        if call.operation in ("all_reduce", "broadcast") and len(call.members) == dist.get_world_size():
+            self._optimizers.states.note_together(tensor)
+            if call.operation == "all_reduce" and given.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM:
+                self._optimizers.note_sum(tensor, Location.parse(call.location), call.callers)
+        if not isinstance(tensor, torch.Tensor) or call.differentiable or not call.carries_gradient:
+            return
+        if tensor.is_leaf:  # parameters that are averaged: no gradient has to come through it
+            return
+
+        def on_gradient(gradient: torch.Tensor) -> None:
+            factor = float(gradient) if gradient.numel() == 1 else None
+            self._log.add(ReducedInPlace(call.operation, Location.parse(call.location), gradient.numel(), factor))
+            handle.remove()
+
+        if self._overwritings < _MOST_OVERWRITINGS:
+            self._overwritings += 1
+            handle = tensor.register_hook(UnpickledHook(on_gradient))
+
+    def _failed(self, error: Exception) -> None:
+        self._log.add(WatchingFailed(whole_traceback(error)))
+        self._watches_on = False
+        OwnErrors.all_off = True
+
+    def _close(self, *, failing: bool) -> None:
+        for watch in list(self._watches):
+            try:
+                watch.close(failing=failing)
+            except Exception as error:
+                self._log.add(WatchingFailed(whole_traceback(error)))
+
+    def _ended(self, *, failing: bool = False) -> None:
+        if os.getpid() != self._process or self._has_ended:
+            return
+        self._has_ended = True
+        if self._watches_on:
+            self._draws.close()
+            self._loaders.close()
+            self._optimizers.close()
+            self._taken.close()
+            self._writes.write()
+            self._close(failing=failing or getattr(sys, "last_value", None) is not None)
+            self._log.add(ProgramEnded())
+        time.sleep(_LAST_WORK)
+
+
+def _while_handling(call: Call) -> Call:
+    """A collective, with the exception that is being handled where it is called: in an `except` or a `finally`."""
+    error = sys.exc_info()[1]
+    if call.place or not isinstance(error, Exception) or isinstance(error, StopIteration | StopAsyncIteration):
+        return call
+    with contextlib.suppress(Exception):  # an exception whose __str__ raises
+        kind, text, where = type(error).__qualname__, str(error), exception_location(error)
+        if (original := original_of(error)) is not None:
+            kind, text, where = original.type, original.text, original.location or where
+        lines = text.strip().splitlines() or [""]
+        return replace(call, place=place_of_handling(kind, where, lines[0]))
+    return call
+
+
+def _write_stacks_to(descriptor: int) -> None:
+    faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
+    for number in _ENDING:
+        faulthandler.register(number, file=descriptor, all_threads=True, chain=True)
+
+
+def _keep_no_stack() -> None:
+    for number in (STACK_SIGNAL, *_ENDING):
+        faulthandler.unregister(number)
+
+
+def _tell_torchrun(message: str, traceback: str) -> None:
+    """Write the error file of this rank, which torchrun shows on its page; `torch.distributed.elastic` says how."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if path and not os.path.exists(path):
+        details = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
+        beside = f"{path}.{os.getpid()}"  # the agent may end this process in the middle of it, and read
+        with contextlib.suppress(OSError):
+            Path(beside).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), "utf-8")
+            os.replace(beside, path)

@@ -1,0 +1,334 @@
+"""`ScriptWatch`: a watch that writes down what it would exchange with the other ranks.
+
+It asks no other rank and touches nothing of the script: no collective, no wait, no gradient of zeros where one is
+missing. What it writes is judged with the logs of the other ranks when the script has ended.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpcheck.findings.evidence.script import Inputs
+from ddpcheck.findings.evidence.steps import LoopEvent
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file, user_location
+from ddpcheck.gather.collectives.collective_log import note_collective
+from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.state.module_description import module_entries
+from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
+from ddpcheck.gather.steps.gradient_sketch import Kept
+from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
+from ddpcheck.recipe.pytree import tree_tensors
+from ddpcheck.record.data.added_noise import added_to
+from ddpcheck.record.loop.bypass_recorder import BypassRecorder
+from ddpcheck.record.loop.forward_snapshot import Snapshot
+from ddpcheck.record.loop.loop_record import ZEROED
+from ddpcheck.record.loop.pace_recorder import PaceRecorder, Position
+from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
+from ddpcheck.record.loop.step_tracker import StepListener
+from ddpcheck.record.module_hooks import UnpickledHook, hold, release
+from ddpcheck.record.replicas.replica_recorder import ReplicaRecorder
+from ddpcheck.stream.entries import NotCompared, StepsReported, WrapperMade
+from ddpcheck.stream.ledger import AROUND
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, place_of_backward
+from ddpcheck.stream.rank_log import RankLog
+from ddpcheck.stream.rank_report import RankReport, is_probed, is_sampled
+
+_ALWAYS_FOR, _THEN_EVERY = 32, 16  # steps after which parameters are asked whether they are frozen yet
+_JOINED = "under Join, ranks without further batches may have left the loop"
+_APART = "the communication hook lets ranks train apart for some steps"
+_MOST_PARTS = 16  # tensors that forward is given
+_DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
+
+
+class ScriptWatch(StepListener):
+    """The watch on one wrapper of a script, which is the `number`-th that this rank has constructed.
+
+    The door of a `StepRecorder`, and itself told of the steps.
+    """
+
+    def __init__(
+        self,
+        wrapper: nn.parallel.DistributedDataParallel,
+        every: int,
+        log: RankLog,
+        number: int,
+        note_changes: Callable[[ScriptWatch, Sequence[str]], None],
+        position: Callable[[], Position],
+        samples: Callable[[], Sequence[torch.Tensor]],
+        *,
+        began_alike: bool,
+        of_group: int = 1,
+    ) -> None:
+        self._log = log
+        self.number = number
+        self._every = every
+        self._which = f"wrapper {of_group}" if of_group > 1 else ""  # of those of its process group
+        self.forwards = 0  # that may train
+        self._by_line: dict[Location | None, int] = {}  # these, by their line
+        self._unsynced = 0  # of them, under no_sync
+        self._note_changes = note_changes
+        self._samples = samples
+        self._pace = PaceRecorder(number, position, log.add)
+        self._through_forward = False  # the backward pass that runs comes from what the wrapper has returned
+        self._incomplete = False  # the last reduction, which waits for gradients that have not come
+        self._attached = True
+        self._told_apart = False  # that steps are not compared
+        self._alarmed = False  # a report is due when the step has ended
+        self._forward_line: Location | None = None
+        self._fresh: dict[str, torch.Tensor] = {}  # parameters whose averaged gradient was not zero
+        self._discarded = 0  # optimizer steps before which all of these were thrown away by it
+        self._recorder = StepRecorder(
+            wrapper,
+            self,
+            RecorderOptions(
+                parameters=True,
+                normalisation=True,
+                compares=self._is_due,
+                keeps=self._is_due,
+                keep=Kept.of,
+                completes=False,
+                settles_at_end=True,
+                parameters_later=True,
+                bypassed=lambda: self._bypass.event,
+            ),
+            began_alike=began_alike,
+            keeps_start=began_alike,
+            listeners=[self],
+        )
+        self._replica = ReplicaRecorder(self._recorder, log, number)
+        self._paths = {id(part): path for path, part in self.module.named_modules()}
+        self._bypass = BypassRecorder(self.module, self._recorder.tracker.parameters.tensors, self._recorder.loop.add)
+        self._recorder.attach()
+        hold(self.module, self)
+        self._handle = wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(_note_broadcast, self._which)))
+        log.add(
+            WrapperMade(
+                type(self.module).__qualname__,
+                self._recorder.ranks,
+                self._recorder.context,
+                user_location(),
+                is_called_by_a_package(),
+                _classes(wrapper),
+                module_entries(self.module) if number == 0 and dist.get_rank() == 0 else (),
+            )
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """What is wrapped."""
+        return self._recorder.module
+
+    @property
+    def step(self) -> int:
+        """The number of synchronised backward passes that have ended."""
+        return self._recorder.step
+
+    @property
+    def is_of_living_wrapper(self) -> bool:
+        """Whether the wrapper is still there; the module that it wrapped may be trained without it."""
+        return self._recorder.wrapper is not None
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Those that the wrapper synchronises, by name."""
+        return self._recorder.parameters
+
+    @property
+    def wrapped(self) -> Iterator[torch.Tensor]:
+        """All parameters in the wrapper, also those that have come later, or that it was told to ignore."""
+        return iter(()) if self._recorder.wrapper is None else self._recorder.wrapper.parameters()
+
+    def module_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters of the wrapped module as it is now, by name."""
+        return self.module.named_parameters()
+
+    def path_of(self, module: nn.Module) -> str | None:
+        """Where a module was in the wrapped one when that was wrapped; `None` for another."""
+        return self._paths.get(id(module))
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the step that is under way is looked at."""
+        return self._is_sampled(self.step)
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether a parameter has what backward passes have added since the last reduction, or that has not ended."""
+        return self._recorder.loop.ledger.put_off or self._incomplete
+
+    @property
+    def joins(self) -> bool:
+        """Whether ranks without further batches may have left the loop (`Join`)."""
+        return self._recorder.joins
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether ranks may have left the loop, or train apart on purpose (post-local SGD)."""
+        return self._recorder.are_apart
+
+    def expects(self, reducer: object, outputs: Any) -> None:
+        """`prepare_for_backward` is called by a framework: a backward pass comes, perhaps inside of forward."""
+        wrapper = self._recorder.wrapper
+        if wrapper is not None and wrapper.reducer is reducer:
+            self._recorder.tracker.expect(outputs)
+
+    def gradients_zeroed(self) -> None:
+        """`zero_grad` is called on the wrapper, or on an optimizer that holds some of its parameters."""
+        self._recorder.loop.add(ZEROED)
+
+    def any_backward_begins(self) -> None:
+        """A backward pass of the script begins, of whatever."""
+        self._through_forward = False
+        self._bypass.backward_begins(self.step, in_forward=self._recorder.tracker.in_forward)
+
+    def any_backward_ended(self) -> None:
+        """It has ended."""
+        self._bypass.backward_ended(self.step, put_off=self._through_forward or self.has_unreduced or self.joins)
+
+    def optimizer_steps(self) -> None:
+        """An optimizer with parameters of the wrapper is about to step."""
+        self._replica.write()
+        fresh, self._fresh = self._fresh, {}
+        loop = self._recorder.loop
+        if not fresh or not loop.ledger.zeroed:
+            return
+        if any(map(has_gradient, fresh.values())):
+            self._discarded = 0
+            return
+        self._discarded += 1
+        loop.add(LoopEvent("zero_grad", location=str(user_location() or ""), discarded=tuple(fresh)))
+        if self._discarded == _DISCARDED_STEPS:
+            self._recorder.tell(*loop.ledger.lost[-1].events)
+
+    def close(self, *, failing: bool = False) -> None:
+        """Leave the wrapper as it was; may be called again. `failing`: the script ends in an exception."""
+        was_attached, self._attached = self._attached, False
+        self._replica.write()
+        self._handle.remove()
+        self._bypass.close()
+        self._recorder.detach()
+        release(self.module, self)
+        if was_attached and not failing and (last := self._recorder.last_report()) is not None:
+            self._log.add(StepsReported(self.number, last, closing=self._recorder.settles))
+
+    # As the door of the recorder
+
+    def alarm(self, _step: int) -> None:
+        """Have this rank write its report when the step has ended."""
+        self._alarmed = True
+
+    def tell(self, report: RankReport) -> None:
+        """Write it."""
+        if any(event.kind in AROUND for event in report.events):
+            self._bypass.close()
+        self._log.add(StepsReported(self.number, report, alone=True))
+
+    def reduced(self, ended: EndedStep) -> None:
+        """Write the report, and the replica, if it is their turn."""
+        step = ended.number
+        alarmed, self._alarmed = self._alarmed, False
+        if (step < _ALWAYS_FOR or step % _THEN_EVERY == 0) and self._recorder.notices_unfrozen(ended):
+            self._alarmed = True
+        if ended.compares or ended.reports or alarmed:
+            mine = self._recorder.report(ended)
+            self._recorder.history.note_reported([mine])
+            if mine.changes:
+                self._note_changes(self, tuple(mine.changes.values()))
+            self._log.add(StepsReported(self.number, mine))
+        if ended.compares:
+            self._replica.capture(step, ended.probe)
+        elif self._is_due(step) and self.are_apart and not self._told_apart:
+            self._told_apart = True
+            self._log.add(NotCompared(self.number, _JOINED if self.joins else _APART))
+
+    # As a listener
+
+    def forward_begins(self) -> None:
+        """Write what was captured in the last step, where no optimizer has stepped."""
+        self._replica.write()
+
+    def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
+        """Count it, by its line."""
+        self.forwards += 1
+        line = self._forward_line = user_location()
+        made = self._by_line[line] = self._by_line.get(line, 0) + 1
+        self._log.count_forward(self.number, line.line if line is not None else 0, made)
+        self._unsynced += not synced
+        if (wrapper := self._recorder.wrapper) is not None and wrapper.training:
+            self._pace.forward()
+
+    def _is_due(self, step: int) -> bool:
+        return bool(self._every) and is_sampled(step, self._every)
+
+    def _is_sampled(self, step: int) -> bool:
+        return is_probed(step) or (self._is_due(step) and not self.are_apart)
+
+    def backward_begins(self) -> None:
+        """Note the collectives of the reduction that comes."""
+        self._through_forward = True
+        wrapper = self._recorder.wrapper
+        if wrapper is not None and not wrapper._join_config.enable:
+            line = self._forward_line
+            place = place_of_backward(self._by_line.get(line, 0), line, self._unsynced, self._log.batch)
+            note_collective(DDP_BACKWARD, self._which, wrapper.process_group, place=place)
+        self._log.count(self.number, self.step + 1, self.step)
+
+    def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
+        """Write what the forward pass was given, in steps that are looked at."""
+        self._incomplete = bool(awaited)
+        if not self.joins:
+            self._pace.reduced(step)
+        if self._is_sampled(step):
+            gradients = {n: p for n, p in self.parameters.items() if p.grad is not None}
+            sizes = norms({n: p.grad for n, p in gradients.items() if p.grad is not None})
+            self._fresh = {name: gradients[name] for name, size in sizes.items() if 0 < size < math.inf}
+            given = None if snapshot is None else (snapshot.arguments, dict(snapshot.named))
+            if (
+                given is not None
+                and not _are_indices(given)
+                and (samples := sample_fingerprints(given) or batch_fingerprint(given))
+            ):
+                tensors = itertools.islice(tree_tensors(given), _MOST_PARTS)
+                parts = tuple((fingerprint(tensor), tensor.numel()) for tensor in tensors if tensor.numel())
+                added = added_to(self._samples(), given)
+                self._log.add(Inputs(self.number, step, samples, self._forward_line, parts, added))
+        self._log.count(self.number, step + 1, step + 1)
+
+
+def _note_broadcast(which: str, wrapper: nn.Module, _arguments: Any) -> None:
+    """Log the broadcast of buffers with which a forward pass of DDP's begins."""
+    if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
+        if not wrapper._join_config.enable:  # a rank that has no batch any more takes part without a forward pass
+            note_collective(DDP_FORWARD, which, wrapper.process_group)
+
+
+def _are_indices(given: Any) -> bool:
+    """Whether these are indices alone, of samples that the module itself may hold."""
+    return all(tensor.dim() <= 1 and not tensor.is_floating_point() for tensor in tree_tensors(given))
+
+
+def _classes(wrapper: nn.parallel.DistributedDataParallel) -> dict[str, tuple[tuple[str, str], ...]]:
+    found = {}
+    for path, part in wrapper.module.named_modules():
+        kinds = [(_file_of(kind), kind.__qualname__) for kind in type(part).__mro__]
+        if theirs := tuple((file, name) for file, name in kinds if file):
+            found[path] = theirs
+    return found
+
+
+def _file_of(kind: type) -> str:
+    try:
+        file = inspect.getfile(kind)
+    except (OSError, TypeError):
+        return ""
+    return file if is_user_file(file) else ""

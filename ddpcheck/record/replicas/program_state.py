@@ -1,0 +1,343 @@
+"""What a script holds in its variables: tables that it has derived, copies of models, criteria with a state."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import gc
+import itertools
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from torch.nn.modules.loss import _Loss
+
+from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, StateHeld
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_user_file, last_assignment, parsed_source, relative_path, variables_of
+from ddpcheck.gather.state.fingerprints import fingerprints
+from ddpcheck.recipe.pytree import tree_tensors
+from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.replicas.replica_recorder import batch_statistics
+from ddpcheck.record.replicas.set_order import is_order_of_a_set
+from ddpcheck.record.replicas.state_uses import UseRecorder
+from ddpcheck.record.source.source_scope import program_files
+from ddpcheck.record.source.updating_line import writing_line
+
+_FEWEST, _MOST = 2, 4096  # items of a dictionary
+_FEWEST_TEXTS, _MOST_TEXTS = 3, 1024  # of a list
+_MOST_OBJECTS = 4096  # that the variables of the program are followed to
+_MOST_TOGETHER = 1 << 16  # tensors
+_MOST_OF_A_PARAMETER = 8  # tensors in the state of a module, with its buffers, for each parameter
+_MOST_NUMBERS, _LEAST_COSINE = 4096, 0.5  # of the largest parameter, by which a copy is known
+_SIMILAR_NORM = 0.7  # what two starts that are mixed as an average mixes them do not fall below, where the cosine does
+
+
+# Tables
+
+
+def tables_of(holder: Any, location: Location | None) -> list[DerivedTable]:
+    """Those that an object holds: a dataset, say."""
+    name = type(holder).__name__
+    held = getattr(holder, "__dict__", {})
+    found = [DerivedTable(f"{name}.{key}", table, location) for key, item in held.items() if (table := _table(item))]
+    file = getattr(sys.modules.get(type(holder).__module__), "__file__", None)
+    where = Location(relative_path(file), sys.maxsize) if file and _is_of_user(type(holder)) else None
+    return found + [one for key, item in held.items() for one in _places_in(f"{name}.{key}", item, where)]
+
+
+def tables_of_program() -> list[DerivedTable]:
+    """Dictionaries of plain values, and lists of texts, in the user's functions that run now and in their modules."""
+    found: list[DerivedTable] = []
+    for path, value, where in program_variables(depth=1):
+        if table := _table(value):
+            found.append(DerivedTable(path, table, where))
+        found += _places_in(path, value, where)
+    return found
+
+
+def _places_in(path: str, value: Any, where: Location | None) -> list[DerivedTable]:
+    """The place of each text in a list that is put together from a set, where the program asks it for places.
+
+    The order of other lists is nothing to judge: that of a rank's own files, say.
+    """
+    kind = type(value)
+    if where is None or kind not in (list, tuple) or not _FEWEST_TEXTS <= len(value) <= _MOST_TEXTS:
+        return []
+    texts = list(value)
+    if not all(type(text) is str for text in texts) or len(set(texts)) < len(texts) or not is_order_of_a_set(texts):
+        return []
+    if not any(path.rpartition(".")[2] in _asked_for_places(file) for file in program_files()):
+        return []
+    places = {repr(text): str(place) for place, text in enumerate(texts)}
+    return [DerivedTable(f"{path}{OF_A_LIST}", places, _line_of(path, where))]
+
+
+@functools.cache
+def _asked_for_places(file: str) -> frozenset[str]:
+    """The names whose method `index` a file calls."""
+    called = (node.func for node in ast.walk(parsed_source(file) or ast.Module([], [])) if isinstance(node, ast.Call))
+    owners = (one.value for one in called if isinstance(one, ast.Attribute) and one.attr == "index")
+    return frozenset(ast.unparse(one).rpartition(".")[2] for one in owners)
+
+
+def _table(value: Any) -> dict[str, str] | None:
+    """A dictionary of plain keys to plain values, spelled; `None` for anything else."""
+    if type(value) is not dict or not _FEWEST <= len(value) <= _MOST or value is os.environ:
+        return None
+    held = value.copy()  # at once: another thread may change it
+    if not all(issubclass(type(item), str | int) for pair in held.items() for item in pair):  # and ask no proxy
+        return None
+    return {repr(key): repr(item) for key, item in held.items()}
+
+
+# Models
+
+
+class StateRecorder:
+    """Looks at models that no wrapper and no optimizer holds, and on which training may depend all the same.
+
+    These are copies of a wrapped module (an EMA, a teacher, a target network, the best so far), as a module or as its
+    parameters; and modules with buffers through which backward comes (a criterion with a centre, or with a queue).
+    """
+
+    def __init__(
+        self,
+        sink: Callable[[StateHeld], object],
+        watches: Iterable[ScriptWatch],
+        uses: UseRecorder,
+        copied: Callable[[str, Iterable[torch.Tensor]], object],
+    ) -> None:
+        """Begin; `watches` are those on the wrappers, and `uses` and `copied` are told of the copies that are found."""
+        self._sink = sink
+        self._uses = uses
+        self._copy_found = copied
+        self._watches = watches
+        self._used: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # what forward has been called for
+        self._seen: dict[str, ref[torch.Tensor]] = {}  # by path of a list or dictionary, its first tensor
+        self._together: Counter[int] = Counter()  # by the memory of a tensor, how often it was reduced or broadcast
+        self._first: dict[str, tuple[int, StateHeld]] = {}  # by path, what a copy was that has not been seen again yet
+        self._stay: set[str] = set()  # paths of which that tensor has been there twice
+
+    def look(self, optimizer: int, count: int, held: Iterable[torch.Tensor]) -> None:
+        """Write down what variables hold before step `count` of an optimizer; all optimizers together hold `held`."""
+        wrapped = [watch.parameters for watch in list(self._watches) if watch.parameters]
+        wrapped.sort(key=len, reverse=True)  # in a set they have no order; one may hold a part of what another one does
+        trained = {id(p) for p in itertools.chain(held, *(of_one.values() for of_one in wrapped))}
+        trained.update(id(p) for watch in self._watches for p in watch.wrapped)
+        seen: set[int] = set()
+        self._uses.follow_wrapped()
+        for path, value, where in program_variables(depth=2) if wrapped else ():
+            if id(value) in seen or not issubclass(type(value), nn.Module | dict | list):
+                continue
+            if isinstance(value, nn.Module) and not _can_be_followed(value):
+                continue
+            seen.add(id(value))
+            state, stays = self._copied(path, value, wrapped)
+            if any(tensor.grad_fn is not None for tensor in state.values()):
+                continue  # of an inner loop, which differentiates it
+            if state and not stays:
+                self._first[path] = id(value), self._described(optimizer, count, path, value, state, where)
+                state = {}
+            copies = bool(state)
+            if not state and isinstance(value, nn.Module):
+                state = {} if any(id(p) in trained for p in _parameters(value).values()) else self._of_criterion(value)
+            if state and not any(id(tensor) in trained for tensor in state.values()):
+                if copies:
+                    self._copy_found(path, state.values())
+                    seen_as, first = self._first.pop(path, (0, None))
+                    if first is not None and seen_as == id(value):  # now it is known to stay
+                        self._sink(first)
+                if copies and isinstance(value, nn.Module):
+                    self._uses.follow(value, path, _line_of(path, where))
+                self._sink(self._described(optimizer, count, path, value, state, where, copies=copies))
+
+    def _described(
+        self,
+        optimizer: int,
+        count: int,
+        path: str,
+        value: Any,
+        state: Mapping[str, torch.Tensor],
+        where: Location,
+        *,
+        copies: bool = True,
+    ) -> StateHeld:
+        used = isinstance(value, nn.Module) and bool(self._use_of(value))
+        values = fingerprints((name, tensor.detach()) for name, tensor in state.items())
+        together = min(self._together[tensor.data_ptr()] for tensor in state.values())
+        kind, line = type(value).__name__, _line_of(path, where)
+        if not copies:
+            line = next((at for name in state if (at := writing_line(value, name)) is not None), line)
+        return StateHeld(optimizer, count, path, kind, values, copies, used, line, together)
+
+    def note_together(self, tensor: Any) -> None:
+        """A collective has given a tensor the same values on all ranks."""
+        if type(tensor) in (torch.Tensor, nn.Parameter) and len(self._together) < _MOST_TOGETHER:
+            self._together[tensor.data_ptr()] += 1
+
+    def _copied(
+        self, path: str, value: Any, wrapped: Sequence[Mapping[str, torch.Tensor]]
+    ) -> tuple[Mapping[str, torch.Tensor], bool]:
+        """The parameters of a copy of one of the modules that are wrapped, and whether it has been there before.
+
+        Else it may be one of a single step, for an inner loop; or gradients or weights of it, made anew in each step.
+        """
+        if isinstance(value, nn.Module):
+            tensors = _parameters(value)
+            if not tensors or _shapes(tensors) not in map(_shapes, wrapped):
+                return {}, False
+            stays = value in self._used
+            self._use_of(value)
+            return tensors, stays
+        count = dict.__len__(value) if isinstance(value, dict) else list.__len__(value)
+        small = count <= _MOST_OF_A_PARAMETER * max(map(len, wrapped))
+        items = list(_items(value)) if small and "grad" not in path else []
+        if not items or not all(issubclass(type(item), torch.Tensor) for item in items):
+            return {}, False
+        first = items[0]
+        before, self._seen[path] = self._seen.get(path), ref(first)
+        stays = before is not None and before() is first
+        if stays:
+            self._stay.add(path)
+        stays = stays if isinstance(value, list) else path in self._stay or "." in path
+        by_name = isinstance(value, dict)
+        for ours in (one if by_name else _numbered(one) for one in wrapped if by_name or len(one) == len(items)):
+            tensors = _by_name(value)
+            found = {n: tensors[n] for n in ours if n in tensors and not (by_name and tensors[n].requires_grad)}
+            if len(found) == len(ours) and all(found[name].shape == ours[name].shape for name in found):
+                return (found if _is_near(found, ours) else {}), stays
+        return {}, False
+
+    def _of_criterion(self, module: nn.Module) -> Mapping[str, torch.Tensor]:
+        """The buffers of a module of the user's, or of a loss of torch's, where its output has a part in backward."""
+        if not _is_of_user(type(module)) and type(module).__module__ != _Loss.__module__:
+            return {}
+        statistics = batch_statistics(module)
+        buffers = {n: b for n, b in module.named_buffers() if b.is_floating_point() and n not in statistics}
+        return buffers if buffers and self._use_of(module) == "training" else {}
+
+    def _use_of(self, module: nn.Module) -> str:
+        if module not in self._used:
+            self._used[module] = ""
+            module.register_forward_hook(UnpickledHook(self._after_forward))
+        return self._used[module]
+
+    def _after_forward(self, module: nn.Module, _arguments: Any, output: Any) -> None:
+        trains = any(tensor.requires_grad for tensor in tree_tensors(output))
+        self._used[module] = "training" if trains else self._used.get(module) or "evaluation"
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """Those of a dictionary or list, past what a class of the user's makes of its methods."""
+    return dict.values(value) if isinstance(value, dict) else list.__iter__(value)
+
+
+def _shapes(parameters: Mapping[str, torch.Tensor]) -> list[tuple[int, ...]]:
+    return sorted(tuple(p.shape) for p in parameters.values())
+
+
+def _by_name(value: Any) -> dict[str, torch.Tensor]:
+    if isinstance(value, dict):
+        return {str(name).removeprefix("module."): item for name, item in dict.items(value)}
+    return {str(number): item for number, item in enumerate(_items(value))}
+
+
+def _numbered(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return _by_name(list(parameters.values()))
+
+
+def _is_near(found: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:
+    """Whether tensors may be the weights of such a module, and are no sums of gradients, squares or residuals of them.
+
+    They point where the parameters do, or are as large, with both signs: weights of another start.
+    """
+    name = max(ours, key=lambda name: ours[name].numel())
+    a, b = (_plain(one[name].detach().flatten()[:_MOST_NUMBERS]) for one in (found, ours))
+    as_large = b.norm() * _SIMILAR_NORM <= a.norm() <= b.norm() / _SIMILAR_NORM and a.min() < 0 < a.max()
+    return bool(torch.dot(a, b) >= _LEAST_COSINE * a.norm() * b.norm() or as_large)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).flatten().cpu().double()
+
+
+def _parameters(module: nn.Module) -> dict[str, torch.Tensor]:
+    """As torch gives them, whatever a class of the user's makes of the methods."""
+    return dict(nn.Module.named_parameters(module))
+
+
+def _can_be_followed(module: nn.Module) -> bool:
+    """Whether all that a module holds is there and has a shape by now, and its forward takes hooks."""
+    try:
+        held = [*_parameters(module).values(), *(tensor for _, tensor in nn.Module.named_buffers(module))]
+    except AttributeError:  # `__init__` has not been called
+        return False
+    return not isinstance(module, torch.jit.ScriptModule) and not any(map(nn.parameter.is_lazy, held))
+
+
+# Variables
+
+
+def names_of_parameters(wanted: set[int]) -> dict[int, str]:
+    """The names of parameters in the modules of this process, with the class of the outermost one."""
+    modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
+    children = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
+    found: dict[int, str] = {}
+    for module in modules:
+        if id(module) not in children and "_parameters" in vars(module):
+            for name, parameter in module.named_parameters():
+                if id(parameter) in wanted:
+                    found.setdefault(id(parameter), f"{type(module).__name__}.{name}")
+    return found
+
+
+def program_variables(depth: int) -> Iterator[tuple[str, Any, Location]]:
+    """Name, value and line of each variable of the user's functions that run now, and of their modules.
+
+    The objects of the user's classes, and the user's modules, are followed, up to `depth` attributes.
+    """
+    names: set[str] = set()
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            where = Location(relative_path(frame.f_code.co_filename), frame.f_lineno)
+            for name, value in itertools.chain(variables_of(frame).items(), list(frame.f_globals.items())):
+                for path, item in _followed(name, value, depth):
+                    if path not in names and len(names) < _MOST_OBJECTS:
+                        names.add(path)
+                        yield path, item, where
+        frame = frame.f_back
+
+
+def _followed(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    yield path, value
+    kind = type(value)  # an object may have a `__class__` or `__getattr__` that does something
+    own = _is_user_module(value) if kind is ModuleType else _is_of_user(kind) and not issubclass(kind, nn.Module | type)
+    if depth and own:
+        with contextlib.suppress(AttributeError):
+            for key, item in list(object.__getattribute__(value, "__dict__").items()):
+                yield from _followed(f"{path}.{key}", item, depth - 1)
+
+
+def _is_of_user(kind: type) -> bool:
+    return _is_user_module(sys.modules.get(kind.__module__))
+
+
+def _is_user_module(module: Any) -> bool:
+    file = getattr(module, "__dict__", {}).get("__file__")  # what is built in has none; to ask may import it
+    return isinstance(file, str) and is_user_file(file)
+
+
+def _line_of(path: str, where: Location) -> Location:
+    """The line that assigns a variable that is seen at `where`, or the last part of its path; else `where` itself."""
+    anywhere = Location(where.path, sys.maxsize)  # as a global one, or under the same name as an argument
+    return last_assignment(where, path) or last_assignment(anywhere, path) or where

@@ -1,0 +1,125 @@
+"""Calls of modules like the wrapped ones for their outputs alone: an EMA that is evaluated after the training loop."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.evidence.state_uses import StateUsed, digest_of_values
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import lines_of_program, user_location
+from ddpcheck.gather.patching import patched
+from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.stream.rank_report import is_probed
+
+_MOST_MODULES = 64
+_MOST_LINES = 64  # by which a module is used
+_ALL_OF_THE_FIRST = 4  # uses by one of these; then fewer and fewer
+
+
+@dataclass(slots=True)
+class _Followed:
+    name: str
+    location: Location | None
+    wrapped: bool
+    loaded: int | None = None  # a digest of what was loaded into it since the last optimizer step
+    step: int = -1  # of the last use
+    fresh: set[tuple[str, ...]] = field(default_factory=set)  # lines that have used it since that step
+    uses: Counter[tuple[str, ...]] = field(default_factory=Counter)  # in how many steps, by line
+
+
+class UseRecorder:
+    """Follows copies of wrapped modules, wrapped modules, and what a state is loaded into; tells `sink` of their uses.
+
+    A use is a call in evaluation, or without gradients: the first from a line after an optimizer step, or a load.
+    """
+
+    def __init__(
+        self,
+        sink: Callable[[StateUsed], object],
+        watches: Iterable[ScriptWatch],
+        steps: Callable[[], int],
+        held: Callable[[], Iterable[torch.Tensor]],
+    ) -> None:
+        """Begin; `steps` says how often optimizers have stepped, and `held` what they hold."""
+        self._sink = sink
+        self._watches = watches
+        self._steps = steps
+        self._held = held
+        self._followed: WeakKeyDictionary[nn.Module, _Followed] = WeakKeyDictionary()
+        patched(nn.Module, "load_state_dict", self._loads)
+
+    def follow(self, module: nn.Module, name: str, location: Location | None, *, wrapped: bool = False) -> None:
+        """Listen to the calls of a module from now on."""
+        if module not in self._followed and len(self._followed) < _MOST_MODULES:
+            one = _Followed(name, location, wrapped)
+            for layer in _layers(module):
+                if layer not in self._followed:
+                    self._followed[layer] = one
+                    layer.register_forward_hook(UnpickledHook(self._called))
+
+    def follow_wrapped(self) -> None:
+        """Listen to those of the modules that are wrapped, too."""
+        for watch in list(self._watches):
+            self.follow(watch.module, type(watch.module).__name__, None, wrapped=True)
+
+    def _loads(self, module: nn.Module, *_arguments: Any, **_named: Any) -> Iterator[None]:
+        yield
+        if not self._steps() or isinstance(module, torch.jit.ScriptModule):
+            return
+        self.follow_wrapped()
+        shapes = _shapes(module)
+        if not shapes or all(_shapes(watch.module) != shapes for watch in list(self._watches)):
+            return
+        self.follow(module, type(module).__name__, None)
+        for one in (self._followed[layer] for layer in _layers(module) if layer in self._followed):
+            one.loaded, one.step, one.location = _digest(module), -1, user_location()
+
+    def _called(self, module: nn.Module, *_arguments: Any) -> None:
+        one, step = self._followed.get(module), self._steps()
+        if one is None or not step or not _evaluates(module, one):
+            return
+        if one.step != step:
+            one.loaded = one.loaded if one.step == -1 else None
+            one.step, one.fresh = step, set()
+        lines = lines_of_program(sys._getframe(1))
+        if lines in one.fresh or not lines or (lines not in one.uses and len(one.uses) >= _MOST_LINES):
+            return
+        one.fresh.add(lines)
+        one.uses[lines] += 1
+        if one.uses[lines] > _ALL_OF_THE_FIRST and not is_probed(one.uses[lines]):
+            return
+        if not one.wrapped and not {id(p) for p in self._held()}.isdisjoint(map(id, nn.Module.parameters(module))):
+            return  # an optimizer of its own trains it
+        digest = _digest(module)
+        self._sink(StateUsed(step, one.name, lines, digest, one.wrapped, digest == one.loaded, one.location))
+
+
+def _digest(module: nn.Module) -> int:
+    return digest_of_values(fingerprint(p.detach()) for _, p in nn.Module.named_parameters(module))
+
+
+def _evaluates(module: nn.Module, one: _Followed) -> bool:
+    """Whether a call is for the outputs alone; some train in the mode of evaluation, and some evaluate in a graph."""
+    return not torch.is_grad_enabled() or (not module.training and (one.loaded is not None or not one.wrapped))
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """A module, and what it only wraps: each holds all of its parameters."""
+    count, pending = len(_shapes(module)), [module]
+    for layer in pending:  # which grows
+        yield layer
+        pending += [child for child in layer.children() if len(_shapes(child)) == count][:1]
+
+
+def _shapes(module: nn.Module) -> list[tuple[int, ...]]:
+    return sorted(tuple(p.shape) for _, p in nn.Module.named_parameters(module))

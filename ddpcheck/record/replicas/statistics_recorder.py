@@ -1,0 +1,400 @@
+"""Running statistics that a script keeps outside of wrapped modules, and by which it normalises what it gives them.
+
+They are known by numbers, not by names. Where inputs of forward are (x - m) / c, and m has moved towards the mean of
+the samples x since the last look, then m / c has moved by a / (1 - a) of the mean of the inputs: an equation for each
+feature, with one unknown number for all of them. Where x itself is still there, the inputs are compared with it, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.evidence.running_statistics import RunningStatistic
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.replace import replace
+from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
+from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.source.program_numbers import held_by_program
+from ddpcheck.record.source.updating_line import updating_line
+from ddpcheck.stream.rank_report import is_probed
+
+_MOST_INPUTS = 4
+_MOST_ELEMENTS = 1 << 22  # of an input
+_MOST_COMPARED = 128  # features, and rows
+_MOST_SCALES = 32
+_MOST_ROWS = 1 << 13  # of what the inputs may be a part of
+_MOST_HELD = 128  # variables
+_MOST_SAMPLES = 16
+_MOST_COUNTS = 8  # beside a sum
+_MOST_CALLS = 32  # of collectives that are looked at, once there is a statistic that they may be given
+_SHOWN = 16
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64)
+_EPS = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # as added to a variance
+_FITS = 1e-3  # relative residual
+_SAME = 1e-4  # of what inputs are divided by
+_ROUNDED = 2e-3  # relative rounding of what has changed, from which on nothing is known
+_CLEARLY = 10  # times the residual of what the inputs as they are would explain
+_LARGEST_SHARE = 0.999  # of the last samples in a statistic: their own mean is no running one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Numbers:
+    """A variable, or an input of forward as samples by features: some of the features."""
+
+    features: int  # all of them
+    count: int  # of the samples
+    mean: torch.Tensor
+    rounding: torch.Tensor  # of each mean
+    rows: torch.Tensor  # some of the samples
+    holder: type = NoneType  # the class of what holds a variable; none for a function
+
+
+@dataclass(slots=True)
+class _Look:
+    """What was held, and given, when forward was called."""
+
+    held: dict[str, _Numbers] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
+    inputs: list[_Numbers] = field(default_factory=list)
+    samples: list[_Numbers] = field(default_factory=list)  # what the inputs may have been before
+    whole: list[_Numbers] = field(default_factory=list)  # more of what is given, or of samples: a rollout
+    offsets: dict[str, torch.Tensor] = field(default_factory=dict)  # by name of what is subtracted, means of samples
+
+
+@dataclass(slots=True)
+class _Followed:
+    number: int
+    without: set[int]
+    forwards: int = 0
+    last: _Look = field(default_factory=_Look)
+    scales: dict[str, torch.Tensor] = field(default_factory=dict)  # by name of a statistic that was found
+
+
+class StatisticsRecorder:
+    """Looks at what the program holds in some calls of wrappers; hands running statistics to `sink`."""
+
+    def __init__(
+        self, sink: Callable[[RunningStatistic], object], samples: Callable[[], Iterable[torch.Tensor]]
+    ) -> None:
+        """Begin; `samples` gives copies of the tensors of the last batch of a loader."""
+        self._sink = sink
+        self._samples = samples
+        self._followed: list[_Followed] = []
+        self._exchanged: dict[str, int] = {}
+        self._calls = 0
+
+    def follow(self, wrapper: nn.Module, number: int) -> None:
+        """Listen to the calls of a wrapper."""
+        one = _Followed(number, {id(part) for part in wrapper.modules()})
+        self._followed.append(one)
+        wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(self._called, one)), with_kwargs=True)
+
+    def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
+        """A collective is about to be made: of a statistic, perhaps, or of its multiple."""
+        known = {name: one.last.held[name] for one in self._followed for name in one.scales if name in one.last.held}
+        if not known or len(call.members) < 2 or self._calls >= _MOST_CALLS:
+            return
+        fewest = min(one.features for one in known.values())
+        handed = [one for leaf in tree_leaves(dict(given)) if (one := _tensor(leaf)) is not None]
+        if not any(one.numel() >= fewest for one in handed):
+            return
+        self._calls += 1
+        now = _held({one.features for one in known.values()}, lambda _: False)[0].held
+        for name in known.keys() & now.keys():
+            if any(_contains(one, now[name]) for one in handed):
+                self._exchanged[name] = self._exchanged.get(name, 0) + 1
+
+    def _called(self, one: _Followed, _module: nn.Module, *given: Any) -> None:
+        count, one.forwards = one.forwards, one.forwards + 1
+        if not is_probed(count) and not is_probed(count - 1):  # what has changed from one call to the next
+            return
+        tensors = [t for t in tree_tensors(given) if t.is_floating_point() and _is_usable(t)][:_MOST_INPUTS]
+        if not tensors:
+            return
+        look = _look(tensors, self._samples(), one.without)
+        last, one.last, held = one.last, look, look.held
+        _divide(look, last)
+        changed = [name for name in held if name in last.held and _has_moved(held[name], last.held[name])]
+        found = {
+            **_found_by_inputs(look, last, changed),
+            **_found_by_samples(look, last, changed),
+            **_found_in_whole(look, last, changed),
+        }
+        for name in found.keys() | (one.scales.keys() & held.keys()):
+            equations, scale = found.get(name, (0, one.scales.get(name)))
+            assert scale is not None
+            one.scales[name] = scale
+            values, scales = (tuple(t[:_SHOWN].tolist()) for t in (held[name].mean, scale))
+            where = updating_line(name.partition(" / ")[0], held[name].holder)
+            self._sink(
+                RunningStatistic(
+                    one.number, count, name, values, scales, equations, where, self._exchanged.get(name, 0)
+                )
+            )
+        look.inputs = [replace(given, rows=given.rows[:0]) for given in look.inputs]
+        look.samples = look.whole = []
+
+
+_Found = dict[str, tuple[int, torch.Tensor]]  # by name of a statistic: the number of equations, and the scale
+
+
+def _found_by_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
+    """What has moved as the mean of the inputs, times a scale that is held too."""
+    found: _Found = {}
+    for name in changed:
+        now, before = look.held[name], last.held[name]
+        best = _FITS
+        for of, scaled_by in ((look, look), (last, last), (look, last)):  # updated before it is used, later, just after
+            alike = [given for given in of.inputs if given.features == now.features > 1]
+            scales = _scales(scaled_by, name) if alike else torch.empty(0)
+            for given in alike if len(scales) else ():
+                moved, known = _moved(now, before, scales)
+                known &= given.rounding <= _ROUNDED * given.mean.norm()
+                residual = _residuals(moved * known, given.mean * known)
+                plainly = [
+                    _residuals(moved * known, one * known / scales) for one in (given.mean, given.mean - before.mean)
+                ]
+                fits = (residual * _CLEARLY < torch.minimum(*plainly)) & (known.sum(1) > 1)
+                number = int(
+                    torch.where(fits, residual, 1.0).argmin()
+                )  # it is no sum or mean of the inputs as they are
+                if fits[number] and residual[number] < best:
+                    best, found[name] = float(residual[number]), (int(known[number].sum()) - 1, scales[number])
+    return found
+
+
+def _found_by_samples(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
+    """What is subtracted from samples that are still there, and has moved towards their mean."""
+    found: _Found = {}
+    for given in look.inputs if changed else ():
+        for samples in look.samples:
+            if (line := _affine(given, samples)) is None:
+                continue
+            offset, scale = line
+            for name in changed:
+                now, before = look.held[name], last.held[name]
+                subtracted = [one for one in (now, before) if _is_same(one, given.features, offset, scale)]
+                if not subtracted:
+                    continue
+                if now in subtracted:
+                    look.offsets[name] = samples.mean
+                moved, known = _moved(now, before, scale[None])
+                known &= offset.abs() > _CLEARLY * _SAME * scale
+                for mean in (samples.mean, last.offsets.get(name)):  # updated before it is used, or after it
+                    if mean is not None and _are_shares(moved * known, (mean - before.mean) / scale * known)[0]:
+                        found[name] = max(1, int(known.sum()) - 1), scale
+    return found
+
+
+def _is_same(one: _Numbers, features: int, offset: torch.Tensor, scale: torch.Tensor) -> bool:
+    return one.features == features and bool(((one.mean - offset).abs() <= _SAME * scale).all())
+
+
+def _found_in_whole(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
+    """What has moved towards the mean of samples of which some, when it is subtracted, are the inputs."""
+    found: _Found = {}
+    for whole in look.whole if changed else ():
+        for name in (name for name in changed if look.held[name].features == whole.features > 1):
+            now, before = look.held[name], last.held[name]
+            scales = torch.cat([torch.ones_like(now.mean)[None], _scales(look, name)])
+            moved, known = _moved(now, before, scales)
+            shares = _are_shares(moved * known, (whole.mean - before.mean) / scales * known) & (known.sum(1) > 1)
+            alike = [given for given in look.inputs if given.features == whole.features]
+            for number in shares.nonzero().flatten().tolist():
+                scale = scales[number]
+                if any(_are_in(given.rows * scale + now.mean, whole, scale) for given in alike):
+                    found[name] = int(known[number].sum()) - 1, scale
+    return found
+
+
+def _are_in(rows: torch.Tensor, whole: _Numbers, scale: torch.Tensor) -> bool:
+    """Whether the first rows, and the last, are among others."""
+    few = [rows[0], rows[len(rows) // 2], rows[-1]]
+    return all(bool(((whole.rows - row).abs() <= _SAME * scale).all(1).any()) for row in few)
+
+
+def _has_moved(now: _Numbers, before: _Numbers) -> bool:
+    return now.features == before.features and bool(((now.mean - before.mean).abs() > now.rounding).any())
+
+
+def _moved(now: _Numbers, before: _Numbers, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """By how much of each scale a variable has moved; and for which features that is known well enough, beside all."""
+    moved = (now.mean - before.mean) / scales
+    size: torch.Tensor = moved.norm(dim=1, keepdim=True) / moved.shape[1] ** 0.5
+    return moved, now.rounding <= _ROUNDED * scales * size
+
+
+def _scales(look: _Look, name: str) -> torch.Tensor:
+    """By what the inputs may have been divided: variables of as many features, or roots of them; in rows."""
+    if (mean := look.held.get(name)) is None:
+        return torch.empty(0)
+    same = [one.mean for one in look.held.values() if one.features == mean.features]
+    held = torch.stack(
+        [one for one in same if bool((one >= 0).all()) and bool((one > 0).any())][:_MOST_SCALES] or [mean.mean.abs()]
+    )
+    variances = torch.cat([held, held - mean.mean.square()])
+    variances = variances[(variances >= 0).all(1)]
+    roots = (variances + torch.tensor(_EPS, dtype=torch.float64)[:, None, None]).sqrt().flatten(0, 1)
+    return torch.cat([held, roots]).clamp_min(1e-300)
+
+
+def _residuals(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The relative part of each row of `got` that a positive multiple of that of `wanted` does not explain."""
+    factors = (got * wanted).sum(1, keepdim=True) / (wanted * wanted).sum(1, keepdim=True).clamp_min(1e-300)
+    residuals = (got - factors * wanted).norm(dim=1) / got.norm(dim=1).clamp_min(1e-300)
+    fits: torch.Tensor = torch.where((factors[:, 0] > 0) & residuals.isfinite(), residuals, 1.0)
+    return fits
+
+
+def _are_shares(moved: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
+    """Whether what has moved is one share of the whole way, for each row."""
+    part: torch.Tensor = (moved.norm(dim=1) < _LARGEST_SHARE * way.norm(dim=1)) & (moved.norm(dim=1) > 0)
+    part &= _residuals(moved, way) < _FITS
+    return part
+
+
+def _affine(given: _Numbers, samples: _Numbers) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The offset m and the scale c, for each feature, by which inputs are (samples - m) / c; `None` if they are not."""
+    if (given.features, given.count) != (samples.features, samples.count) or given.count < 3:
+        return None
+    x_mean, y_mean = samples.rows.mean(0), given.rows.mean(0)
+    x, y = samples.rows - x_mean, given.rows - y_mean
+    scale = (x * y).sum(0) / (y * y).sum(0).clamp_min(1e-300)
+    offset = x_mean - scale * y_mean
+    fits = bool(((x - scale * y).norm(dim=0) <= _FITS * x.norm(dim=0)).all()) and bool((scale > 0).all())
+    return (offset, scale) if fits else None
+
+
+# What is there
+
+
+def _look(given: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], without: Collection[int]) -> _Look:
+    totals = {tensor.numel() for tensor in given}
+    rows = {tensor[0].numel() for tensor in given if tensor.dim() > 1}
+    sizes = {size for tensor in given for size in _features(tensor)}
+    look, there = _held(sizes, lambda t: t.numel() in totals or _row_of(t) in rows, without)
+    alike = [tensor for tensor in (*there, *samples) if tensor.numel() in totals]
+    wanted = {one.features for one in look.held.values() if one.features > 1 or alike}
+    more = [t.reshape(-1, _row_of(t)) for t in there if max(totals) < t.numel() and _row_of(t) in wanted]
+    look.inputs = [layout for tensor in given for layout in _layouts(tensor, wanted)]
+    look.samples = [layout for tensor in alike for layout in _layouts(tensor, wanted)]
+    look.whole = [_numbers(table, most=_MOST_ROWS) for table in more if len(table) <= _MOST_ROWS]
+    ones = torch.ones(())
+    look.inputs += [
+        whole
+        for whole in look.whole
+        if any(_are_in(one.rows, whole, ones) for one in look.inputs if one.features == whole.features)
+    ]
+    return look
+
+
+def _divide(look: _Look, last: _Look) -> None:
+    """Add the quotients of sums and of a count beside them that has changed."""
+    counts = [name for name, number in look.counts.items() if last.counts.get(name, number) != number]
+    for of in (look, last) if counts else ():
+        for name, one in list(of.held.items()):
+            for count in [count for count in counts if _holder(count) == _holder(name)][:_MOST_COUNTS]:
+                for less, by in ((0, count), (1, f"({count} - 1)")):  # of a variance
+                    if (number := of.counts[count] - less) > 0 and one.features > 1:
+                        mean, rounding = one.mean / number, one.rounding / number
+                        of.held.setdefault(f"{name} / {by}", replace(one, mean=mean, rounding=rounding))
+
+
+def _row_of(tensor: torch.Tensor) -> int:
+    """The features of a row of a table, or of rows of rows; 0 for what is none."""
+    return tensor.shape[-1] if tensor.dim() > 1 else 0
+
+
+def _features(tensor: torch.Tensor) -> set[int]:
+    """How many there may be: all but the first dimension of a tensor, its last one, its second one, or just one."""
+    return {1, tensor[0].numel() if tensor.dim() > 1 else tensor.numel(), *tensor.shape[1:2], *tensor.shape[-1:]}
+
+
+def _layouts(tensor: torch.Tensor, wanted: Collection[int]) -> list[_Numbers]:
+    """A tensor as samples by features."""
+    tensor, found = tensor.detach(), {}
+    for features in _features(tensor) & set(wanted):
+        second = tensor.dim() > 2 and features not in (1, tensor[0].numel(), tensor.shape[-1])
+        found[features] = (tensor.movedim(1, -1) if second else tensor).reshape(-1, features)
+    return [_numbers(one) for one in found.values()]
+
+
+def _numbers(rows: torch.Tensor, *, most: int = _MOST_COMPARED) -> _Numbers:
+    count, features = rows.shape
+    few = rows[:, _spread(features)]
+    eps = torch.finfo(rows.dtype).eps if rows.is_floating_point() else 0.0
+    mean = few.mean(0, dtype=torch.float64).cpu()
+    rounding = eps * few.abs().amax(0).double().cpu()
+    return _Numbers(features, count, mean, rounding, few[_spread(count, most)].double().cpu())
+
+
+def _spread(count: int, most: int = _MOST_COMPARED) -> torch.Tensor | slice:
+    return slice(min(count, most)) if count <= most or not most else torch.linspace(0, count - 1, most).long()
+
+
+def _tensor(value: Any) -> torch.Tensor | None:
+    """The numbers of a variable, as they are."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and issubclass(type(value), numpy.ndarray | numpy.floating) and value.dtype.kind == "f":
+        plain = value.dtype.itemsize in (4, 8) and 0 < value.size <= _MOST_ELEMENTS
+        kind = numpy.float32 if value.dtype.itemsize == 4 else numpy.float64  # in the order of bytes of this machine
+        return torch.from_numpy(numpy.array(value, kind, order="C")) if plain else None
+    if type(value) in (float, int):
+        return torch.tensor(float(value), dtype=torch.float64) if abs(value) < 1e300 else None
+    if type(value) is list and 1 < len(value) <= _MOST_COMPARED and {*map(type, value)} == {float}:
+        return torch.tensor(value, dtype=torch.float64)
+    return value if issubclass(type(value), torch.Tensor) and _is_usable(value) and not value.requires_grad else None
+
+
+def _is_usable(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.dtype in _DTYPES
+    return plain and tensor.device.type != "meta" and 0 < tensor.numel() <= _MOST_ELEMENTS
+
+
+def _held(
+    sizes: Collection[int], are_samples: Callable[[torch.Tensor], bool], without: Collection[int] = ()
+) -> tuple[_Look, list[torch.Tensor]]:
+    """The variables with as many features, and counts; and what may be samples."""
+    look = _Look()
+    found = look.held
+    samples: list[torch.Tensor] = []
+    known: dict[str, int] = {}  # by name, the identity
+    kinds: dict[str, type] = {}
+    for path, value in held_by_program(wide=True, without=without):
+        tensor, name = _tensor(value), path.partition(".")[2]
+        if known.setdefault(name, id(value)) != id(value):  # another function has a variable of that name
+            name = path
+        kinds[name] = type(value)
+        if tensor is None or name in found or len(found) >= _MOST_HELD:
+            continue
+        if tensor.numel() == 1 and (number := float(tensor)) >= 1 and number.is_integer():
+            look.counts[name] = number
+        elif tensor.numel() in sizes and bool(tensor.isfinite().all()):
+            found[name] = replace(_numbers(tensor.reshape(1, -1), most=0), holder=kinds.get(_holder(name), NoneType))
+        if tensor.dim() and len(samples) < _MOST_SAMPLES and are_samples(tensor):
+            samples.append(tensor)
+    return look, samples
+
+
+def _holder(name: str) -> str:
+    return name[: max(name.rfind("."), name.rfind("["))] if "." in name or "[" in name else ""
+
+
+def _contains(handed: torch.Tensor, held: _Numbers) -> bool:
+    """Whether some of the numbers that a collective is given are a statistic, or a multiple of it."""
+    numbers = handed.detach().flatten().double().cpu()[: 1 << 16]
+    if held.features > min(len(numbers), _MOST_COMPARED):
+        return len(numbers) >= held.features  # not known
+    windows = numbers.unfold(0, held.features, 1)
+    if held.features == 1:
+        return bool(((windows - held.mean).abs() <= 1e-6 * held.mean.abs()).any())
+    alike = windows @ held.mean
+    return bool((alike.abs() >= (1 - 1e-6) * held.mean.norm() * windows.norm(dim=1)).logical_and(alike != 0).any())

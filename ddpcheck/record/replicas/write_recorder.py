@@ -1,0 +1,172 @@
+"""The lines at which a script writes parameters of wrapped modules by itself, outside of an optimizer's step."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.evidence.changes import OF_A_COPY, ModuleChanged
+from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_installed, is_user_file, parsed_source, relative_path, user_frame
+from ddpcheck.gather.patching import Patch, guarded
+from ddpcheck.record.rank.script_watch import ScriptWatch
+
+_MOST_LINES = 64  # of the script
+_MOST_TIMES = 256  # that one line is looked at: a loop over parameters comes to it for each of them
+_OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
+_NO_VALUES = frozenset({"requires_grad_", "detach_", "rename_", "share_memory_", "retain_grad"})
+_Key = tuple[int, Location]  # the number of a wrapper, and a line
+
+
+class WriteRecorder:
+    """Follows the methods of `nn.Parameter` that write in place, and its `data`; hands what it sees to `sink`.
+
+    Attributes:
+        stepping: Whether an optimizer does, by whose step parameters are to change.
+    """
+
+    def __init__(self, sink: Callable[[ModuleChanged], object], watches: Iterable[ScriptWatch]) -> None:
+        """Begin; `watches` are those on the wrappers."""
+        self.stepping = False
+        self._sink = sink
+        self._watches = watches
+        self._wrapped: dict[int, tuple[Callable[[], Any], int, str]] = {}  # by identity: a parameter, wrapper, name
+        self._lines: dict[tuple[Any, int], int] = {}  # by code and number: how often it was come to
+        self._open: dict[_Key, ModuleChanged] = {}
+        self._told: set[_Key] = set()
+        kind: Any = nn.Parameter
+        for name in dir(torch.Tensor):
+            if name in _OPERATORS or (name.endswith("_") and not name.startswith("_") and name not in _NO_VALUES):
+                Patch(kind, name, functools.partial(self._followed, name))
+        Patch(kind, "data", self._followed_data)
+
+    def wrapped(self, watch: ScriptWatch) -> None:
+        """A wrapper has been constructed."""
+        for name, parameter in watch.module_parameters():  # frozen ones, too
+            self._wrapped[id(parameter)] = ref(parameter), watch.number, name
+
+    def copied(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """A variable holds the parameters of a copy of a wrapped module."""
+        for tensor in tensors:
+            known = self._wrapped.get(id(tensor))
+            if known is None or known[0]() is not tensor:
+                self._wrapped[id(tensor)] = ref(tensor), OF_A_COPY, name
+
+    def write(self) -> None:
+        """Hand on what has been seen: a step begins, or the script has ended."""
+        if self._open:
+            for key, one in self._open.items():
+                if key not in self._told:
+                    self._told.add(key)
+                    self._sink(one)
+            self._open.clear()
+
+    def _followed(self, name: str, original: Any) -> Any:
+        note, wrapped = guarded(self._written), self._wrapped
+
+        @functools.wraps(original)
+        @passes_on
+        def method(parameter: Any, *arguments: Any, **named: Any) -> Any:
+            result = original(parameter, *arguments, **named)
+            if id(parameter) in wrapped and not self.stepping:
+                note(name, parameter)
+            return result
+
+        return method
+
+    def _followed_data(self, original: Any) -> Any:
+        note, wrapped = guarded(self._written), self._wrapped
+
+        @passes_on
+        def get(parameter: Any) -> Any:
+            if id(parameter) in wrapped and not self.stepping:
+                note("", parameter)
+            return original.__get__(parameter)
+
+        @passes_on
+        def put(parameter: Any, value: Any) -> None:
+            original.__set__(parameter, value)
+            if id(parameter) in wrapped and not self.stepping:
+                note(".data", parameter)
+
+        return property(get, put)
+
+    def _written(self, how: str, parameter: Any) -> None:
+        """A parameter is written; or its data are asked for (`how` is empty), which the script may write."""
+        known, number, name = self._wrapped[id(parameter)]
+        caller = sys._getframe(_CALLER)
+        line = caller.f_code, caller.f_lineno
+        times = self._lines.get(line, 0)
+        if times >= _MOST_TIMES or (not times and len(self._lines) >= _MOST_LINES) or known() is not parameter:
+            return
+        self._lines[line] = times + 1
+        if not how and not (how := _method_on_data(caller)):
+            return
+        frame = user_frame(caller)
+        if frame is None:
+            return
+        where = Location(relative_path(frame.f_code.co_filename), frame.f_lineno)
+        if (key := (number, where)) in self._told:
+            return
+        before = self._open.get(key)
+        names = (name,) if before is None else tuple(dict.fromkeys((*before.names, name)))
+        watch = next((one for one in list(self._watches) if one.number == number), None)
+        if watch is not None or number == OF_A_COPY:
+            when = (0, 0) if watch is None else (watch.forwards, watch.step)
+            self._open[key] = ModuleChanged(number, "written", how, names, where, *when)
+
+
+_CALLER = 3  # frames from what notes a write to the line that makes it
+
+
+def _method_on_data(frame: FrameType) -> str:
+    """The method by which a line of the script writes what it has as `.data`; "" where it only reads it."""
+    code = frame.f_code
+    if not is_user_file(code.co_filename) or is_installed(code.co_filename):
+        return ""
+    positions = getattr(code, "co_positions", None)  # since Python 3.11
+    at = None if positions is None else next(itertools.islice(positions(), frame.f_lasti // 2, None))
+    return _writes_data(code.co_filename, frame.f_lineno, None if at is None else at[2:])
+
+
+@functools.cache
+def _writes_data(file: str, number: int, columns: tuple[int | None, int | None] | None) -> str:
+    """As `_method_on_data`; `columns` of the expression that ends in `.data`: a line may have several of them."""
+    tree = parsed_source(file)
+    statements = [
+        node
+        for node in (ast.walk(tree) if tree is not None else ())
+        if isinstance(node, ast.stmt) and node.lineno <= number <= (node.end_lineno or node.lineno)
+    ]
+    innermost = max(statements, key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
+    several = sum(map(_is_data, ast.walk(innermost))) > 1 if innermost is not None else False
+    if columns is None and several:
+        return ""
+
+    def has_data(node: ast.AST) -> bool:
+        found = [one for one in ast.walk(node) if isinstance(one, ast.Attribute) and _is_data(one)]
+        return any(columns is None or (one.col_offset, one.end_col_offset) == columns for one in found)
+
+    for node in ast.walk(innermost) if innermost is not None else ():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr.endswith("_") and has_data(node.func.value):
+                return node.func.attr
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        written = [one for one in targets if isinstance(one, ast.Subscript)]
+        if any(map(has_data, [node.target] if isinstance(node, ast.AugAssign) else written)):
+            return ".data"
+    return ""
+
+
+def _is_data(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "data"

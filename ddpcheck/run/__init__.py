@@ -1,0 +1,1 @@
+"""`ddpcheck run`, in the process that reports: looks whether the ranks get on, and reports on what they have left."""

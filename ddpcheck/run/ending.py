@@ -1,0 +1,269 @@
+"""How a script has ended: from exit codes, exceptions and stacks of its ranks to the finding behind it.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.evidence.construction import WrapperBegun
+from ddpcheck.findings.evidence.endings import RankAtEnd
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.figures import CollectiveTimeline
+from ddpcheck.findings.program_blocks import Block, blocks_of_lines
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.source_lines import call_of
+from ddpcheck.findings.stacks import (
+    CONSTRUCTOR,
+    FORWARD,
+    WORKERS,
+    collective_of,
+    is_waiting,
+    own_stack,
+    program_lines,
+    region_of,
+    waits_for_others,
+)
+from ddpcheck.judge.endings.collective_order import judge_collectives, place_of_parting
+from ddpcheck.judge.endings.ending_facts import described_call, lines_of
+from ddpcheck.judge.endings.endings import judge_endings
+from ddpcheck.judge.endings.rank_failure import describe_failure, follows_from_another_rank, judge_failure
+from ddpcheck.judge.endings.timelines import those_that_differ, timelines
+from ddpcheck.judge.endings.torch_errors import RaisedFacts, judge_torch_errors
+from ddpcheck.run.hang_watch import Hang, Unended
+from ddpcheck.stream.entries import ExitCalled, RankRaised
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, lines_in
+from ddpcheck.stream.watched_rank import WatchedRank, comparable_logs
+from ddpcheck.worlds import failures
+
+_TOLD_AS_STORY = ("DDP401", "DDP402", "DDP403")  # where no rank has failed by itself
+_MAY_END = (
+    "DDP1",
+    "DDP2",
+    "DDP403",
+    "DDP405",
+    "DDP406",
+    "DDP502",
+    "DDP503",
+    "DDP509",
+    "DDP513",
+)  # what may end a run of ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a script has ended.
+
+    Attributes:
+        exit_code: Of the whole.
+        exit_codes: Of the ranks that failed, by rank; negative for a signal.
+        hang: What was seen when the ranks waited for each other, if they did.
+        interrupted: Whether a user or a scheduler has ended it by a signal.
+        unended: Ranks that had run all of the script, and did not end by themselves.
+    """
+
+    exit_code: int = 0
+    exit_codes: Mapping[int, int] = field(default_factory=dict)
+    hang: Hang | None = None
+    interrupted: bool = False
+    unended: Unended | None = None
+
+
+def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[Finding]) -> list[Finding]:
+    """DDP401 to 404: why ranks failed or waited for each other, where no finding that is `known` is the reason."""
+    known = [one for one in known if one.severity is Severity.ERROR and one.code.startswith(_MAY_END)]
+    found = failures_of(ranks, ending)
+    if not ranks or [rank.started.rank for rank in ranks] != list(range(ranks[0].started.world_size)):
+        return []  # of ranks on other machines there is no log here
+    if not found:
+        return [] if ending.exit_code or known else _judge_silent_mismatch(ranks)
+    ordered = failures.in_order(found)
+    constructs = {rank.started.rank for rank in ranks if rank.constructs}  # DDP raises there on what is not alike
+    if known and all(follows_from_another_rank(failure) or failure.rank in constructs for failure in ordered):
+        return []
+    if not ending.interrupted and (raised := judge_torch_errors(_raised_facts(ranks, ordered))):
+        return raised
+    failed = {one.rank for one in found}
+    finished = [rank.started.rank for rank in ranks if rank.has_ended and rank.started.rank not in failed]
+    judged = judge_failure(ordered, comparable_logs(ranks), len(ranks), finished)
+    if ending.interrupted:
+        judged = [finding for finding in judged if finding.code == "DDP403"]
+    by_itself = judged and judged[0].code == "DDP401" and not follows_from_another_rank(ordered[0])
+    if judged and judged[0].code in _TOLD_AS_STORY and not by_itself:
+        if story := _story(ranks, ending, judged):
+            return story
+    return [_with_option_of_run(finding) for finding in judged]
+
+
+def _raised_facts(ranks: Sequence[WatchedRank], ordered: Sequence[RankFailure]) -> RaisedFacts:
+    """What is known where a rank has raised: also of ranks that were ended at their work."""
+    first = next(rank for rank in ranks if rank.started.rank == ordered[0].rank)
+    failed = {one.rank for one in ordered}
+    at_work = {}
+    for rank in ranks:
+        stack = own_stack(rank.stack)
+        if rank.started.rank not in failed and not rank.has_ended and stack and not waits_for_others(stack):
+            every = program_lines(rank.stack)
+            at_work[rank.started.rank] = [one for one in every if one.rpartition(":")[0] in first.files] or list(every)
+    return RaisedFacts(
+        ordered,
+        comparable_logs(ranks),
+        [entry for entry in first.entries if isinstance(entry, WrapperBegun)],
+        {rank: lines for rank, lines in at_work.items() if lines},
+        call_of(_CHECKPOINTS, first.files),
+    )
+
+
+_CHECKPOINTS = ("checkpoint", "checkpoint_sequential", "gradient_checkpointing_enable")
+
+
+def _with_option_of_run(finding: Finding) -> Finding:
+    advice = finding.what_to_do.replace("--timeout", "--check-timeout")
+    return finding if advice == finding.what_to_do else replace(finding, fix=advice)
+
+
+def _story(ranks: Sequence[WatchedRank], ending: Ending, judged: Sequence[Finding]) -> list[Finding]:
+    """What one rank did and the others did not; what the numbers of their collectives say is evidence of it."""
+    at_end = ranks_at_end(ranks, ending)
+    numbers = [f"by the collectives of the ranks: {one.message}" for one in judged if one.code == "DDP403"][:1]
+    return [
+        replace(story, evidence=(*filter(None, story.evidence), *numbers), tags=(*story.tags, *judged[0].tags))
+        for story in judge_endings(at_end, _blocks(ranks, at_end))
+    ]
+
+
+def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd]:
+    """Where each rank was when the job had stopped."""
+    found = {one.rank: one for one in failures_of(ranks, ending)}
+    at_end = []
+    for rank, log in zip(ranks, comparable_logs(ranks), strict=True):
+        failure = found.get(rank.started.rank)
+        exit_at, for_worker = "", False
+        stacks = ending.hang.stacks if ending.hang is not None else {}
+        lines = program_lines(stacks.get(rank.started.rank, rank.stack))
+        follows = failure is None or follows_from_another_rank(failure)
+        if failure is not None:
+            if failure.traceback:  # of which only the program's own files are known
+                raised_at = program_lines(failure.traceback)
+                lines = tuple(line for line in raised_at if line.rpartition(":")[0] in rank.files)
+            doing = describe_failure(failure)
+            log = _with_forward(log, failure, lines)
+            if for_worker := region_of(own_stack(stacks.get(failure.rank, ""))) == WORKERS:
+                doing = f"waits for a worker of its data loader{f' at {lines[0]}' if lines else ''}"
+        elif rank.has_ended:
+            left = [entry.lines for entry in rank.entries if isinstance(entry, ExitCalled)]
+            exit_at = left[-1][0] if left and left[-1] else ""
+            doing = f"has called sys.exit at {exit_at}" if exit_at else "has run to its end"
+        elif lines and not waits_for_others(own_stack(rank.stack)):  # when it was ended
+            doing, follows = f"was at work at {lines[0]}", False
+        else:
+            doing = f"was in {described_call(log[-1])}" if log else "has come to no collective"
+        if failure is not None and failure.kind != "stuck" and follows and log:
+            doing = f"was in {described_call(log[-1])}, until it {doing.partition(':')[0]}"
+        earlier = max(one.first_call for one in ranks)
+        ended = rank.has_ended and (failure is None or failure.kind != "stuck")
+        waits = follows and not (failure is not None and failure.kind == "stuck" and not is_waiting(failure))
+        number, passes = rank.started.rank, rank.passes
+        story = (doing, lines, waits, ended, passes, exit_at, for_worker, rank.forwards)
+        at_end.append(RankAtEnd(number, log, earlier, *story))
+    return at_end
+
+
+def _with_forward(log: Sequence[Call], failure: RankFailure, lines: tuple[str, ...]) -> Sequence[Call]:
+    """A log, with the forward pass in which a rank waits: what DDP exchanges there without buffers is in no log."""
+    before = [call for call in log if call.operation == DDP_BACKWARD]
+    if not failure.collective.startswith(FORWARD) or not before or not lines or log[-1].operation == DDP_FORWARD:
+        return log
+    return [*log, replace(before[-1], operation=DDP_FORWARD, place="", location=lines[0], callers=lines)]
+
+
+def _blocks(ranks: Sequence[WatchedRank], at_end: Sequence[RankAtEnd]) -> dict[str, tuple[Block, ...]]:
+    """The blocks of the program around all lines at which ranks were."""
+    lines = {line for rank in at_end for call in rank.calls for line in (*lines_of(call), *lines_in(call.place))}
+    lines |= {line for rank in at_end for line in rank.lines}
+    lines |= {str(one.location) for rank in at_end for one in rank.passes if one.location is not None}
+    return blocks_of_lines(lines, {shown: file for rank in ranks for shown, file in rank.files.items()})
+
+
+def _judge_silent_mismatch(ranks: Sequence[WatchedRank]) -> list[Finding]:
+    """DDP403: collectives that have paired up wrongly, and the script came to its end all the same."""
+    if not all(rank.has_ended for rank in ranks):
+        return []
+    silent = "nothing was raised: what was paired up wrongly has the same size, or waits for nobody"
+    found = judge_collectives(comparable_logs(ranks))
+    found = (found and _story(ranks, Ending(), found)) or found
+    return [replace(one, evidence=(*one.evidence, silent)) for one in found]
+
+
+def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailure]:
+    """How ranks have failed, but for those that torchrun has ended."""
+    found = []
+    for rank in ranks:
+        number = rank.started.rank
+        raised = [entry for entry in rank.entries if isinstance(entry, RankRaised)]
+        code = ending.exit_codes.get(number)
+        if ending.interrupted:
+            found.append(failures.stuck(number, 0.0, rank.stack, "", ""))
+        elif raised:
+            found.append(failures.raised(number, dict(raised[0].reply)))
+        elif ending.hang is not None and number in ending.hang.stacks:
+            stack = ending.hang.stacks[number]
+            found.append(failures.stuck(number, 0.0, stack, "", _call_of_ddp(rank, stack)))
+        elif code is not None and not rank.has_ended:
+            found.append(failures.died(number, code, 0.0))
+    if ending.hang is None and all(one.kind == "died" and (one.exit_code or 0) > 0 for one in found):
+        return []  # the script ends its processes itself
+    return [one for one in found if not _was_ended(one, found)]
+
+
+def _call_of_ddp(rank: WatchedRank, stack: str) -> str:
+    """What a rank waits in where that is a collective that DDP itself makes; "" for another one."""
+    waits_in = {"backward": DDP_BACKWARD, FORWARD: DDP_FORWARD}
+    frames = own_stack(stack)
+    region = region_of(frames)
+    last = rank.calls[-1] if rank.calls else None
+    if last is not None and last.operation == waits_in.get(region):
+        return described_call(last)
+    if region not in (*waits_in, CONSTRUCTOR) or not waits_for_others(frames) or collective_of(frames):
+        return ""
+    lines = program_lines(stack)  # DDP makes some that are in no log: of the order of its buckets, of the first weights
+    return f"{region}{f' at {lines[0]}' if lines else ''}"
+
+
+def still_in_a_call(ranks: Sequence[WatchedRank], ending: Ending) -> set[int]:
+    """The ranks whose last collective had not ended, as far as is known."""
+    killed_or_waiting = {one.rank for one in failures_of(ranks, ending) if follows_from_another_rank(one)}
+    signalled = {rank for rank, code in ending.exit_codes.items() if code < 0}
+    return killed_or_waiting | signalled
+
+
+def timelines_of(
+    ranks: Sequence[WatchedRank], ending: Ending, findings: Sequence[Finding]
+) -> tuple[CollectiveTimeline, ...]:
+    """The last collectives of the ranks, where some have failed or parted."""
+    found = failures_of(ranks, ending)
+    failed = {one.rank: describe_failure(one) for one in found}
+    here = {rank.started.rank for rank in ranks}
+    parted = any(place_of_parting(finding) is not None for finding in findings)
+    if not (failed or parted) or here != set(range(ranks[0].started.world_size)):  # others have no log here
+        return ()
+    logs = comparable_logs(ranks)
+    at_work = {one.rank for one in found if one.kind == "stuck" and not is_waiting(one)}
+    waiting = {rank for rank in still_in_a_call(ranks, ending) - at_work if logs[rank]}
+    open_ones = {(logs[rank][-1].group, rank) for rank in waiting}
+    ended = {rank.started.rank for rank in ranks if rank.has_ended}
+    made = timelines(logs, open_ones, dict.fromkeys(ended, "had finished") | failed, at_work)
+    return made if ending.hang is not None else those_that_differ(made)
+
+
+def _was_ended(failure: RankFailure, found: Sequence[RankFailure]) -> bool:
+    """Whether a rank was ended by torchrun, after another one had failed."""
+    others = [one for one in found if one.exit_code not in (-15, -9)]
+    if failure.exit_code == -9:  # else it may be the first that failed: the connection of the others is lost by it
+        return any(not follows_from_another_rank(one) for one in others)
+    return failure.exit_code == -15 and len(others) + sum(one.exit_code == -9 for one in found) > 0

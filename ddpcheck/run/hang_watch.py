@@ -1,0 +1,252 @@
+"""Watches from outside whether the ranks of a script get on, and ends it when all that live cannot.
+
+They wait for each other, or have run all of the script and do not end: a deadlock of torch's, which needs no ddpcheck.
+Where a `DistributedDataParallel` is freed after `destroy_process_group()`, its reducer has the last reference to the
+group. ~ProcessGroupGloo joins the group's threads, while Python has the GIL (`Reducer` is bound without releasing it);
+a thread that has yet to free its last work waits for the GIL, since the thread-local state in a work refers to Python.
+Seen in 1 of 50 short scripts without ddpcheck. To wait a moment before the group is destroyed avoids it (`rank_watch`).
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpcheck.findings.stacks import WORKERS, has_no_python_left, own_stack, region_of, waits_for_others
+from ddpcheck.findings.wording import format_ranks
+from ddpcheck.judge.endings.collective_order import judge_collectives
+from ddpcheck.record.rank.environment import STACK_SIGNAL
+from ddpcheck.stream.entries import RankRaised
+from ddpcheck.stream.held_file import is_held
+from ddpcheck.stream.watched_rank import comparable_logs, rank_processes, read_logs
+from ddpcheck.worlds import failures
+from ddpcheck.worlds.deadlock import gloo_wants_gil, locked_children, processor_seconds
+
+_INTERVAL = 0.5  # seconds between two looks
+_SHARE = 0.02  # of a core that a rank may use while it waits
+_FOR_STACKS = 1.0  # seconds
+_GRACE = 3.0  # seconds that a rank has to end after it was told to
+_NO_INTERPRETER = "Current thread, in which the interpreter has ended"
+_LOCKED = 5.0  # seconds in which a locked process has not woken up
+_MISMATCH = 5.0  # seconds without progress, where collectives are known not to match
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """Ranks that have not got on; `stacks` of those that live, by rank."""
+
+    seconds: float
+    stacks: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Unended:
+    """Ranks that have run all of the script, and whose processes have not ended."""
+
+    seconds: float
+    ranks: tuple[int, ...]
+
+
+class HangWatch:
+    """A thread that looks at the logs of the ranks; on Linux, where it can see whether a rank works.
+
+    Attributes:
+        hang: What was seen when the ranks waited for each other.
+        unended: What was seen when all that lived had run all of the script, and did not end.
+    """
+
+    def __init__(
+        self, folder: Path, timeout: float, end: Callable[[], object], tell: Callable[[str], object] | None = None
+    ) -> None:
+        """Begin.
+
+        Args:
+            folder: Of the logs.
+            timeout: Seconds.
+            end: Called once the ranks that live have not got on for so long, and cannot.
+            tell: Takes a sentence on a rank that has failed, where torchrun has to wait for the others.
+        """
+        self.hang: Hang | None = None
+        self.unended: Unended | None = None
+        self._folder = folder
+        self._timeout = timeout
+        self._end = end
+        self._tell = tell
+        self._failed_since = 0.0
+        self._over = threading.Event()
+        self._ending = threading.Lock()
+        self._thread = threading.Thread(target=self._look, name="ddpcheck-hang-watch", daemon=True)
+        if sys.platform == "linux":
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        with self._ending:
+            self._over.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_FOR_STACKS + 2 * _INTERVAL)
+
+    def _look(self) -> None:
+        seen: tuple[bytes, ...] = ()
+        since, used = 0.0, dict[int, float]()
+        while not self._over.wait(_INTERVAL):
+            try:
+                ranks, are_all_here = self._living()
+                self._tell_what_raised(ranks)
+                now, before = time.monotonic(), seen
+                seen = self._progress()
+                if not ranks or seen != before:
+                    since, used = now, _used(ranks)
+                elif now - since >= self._timeout or (
+                    now - since >= _MISMATCH and are_all_here and self._do_not_match(ranks)
+                ):
+                    if _are_idle(ranks, used, now - since) and self._cannot_get_on(ranks, now - since, are_all_here):
+                        self._end_ranks(ranks)
+                        return
+                    since, used = now, _used(ranks)
+            except OSError:  # a rank has just ended
+                seen = ()
+
+    def _living(self) -> tuple[dict[int, int], bool]:
+        """The processes of the ranks of the last start that live, by rank; and whether none is somewhere else.
+
+        One that has left no log has not begun, or is on another machine, where it may be at work.
+        """
+        names = [tuple(map(int, path.stem.split("-"))) for path in self._folder.glob("*.log")]
+        last = max((restart for restart, *_ in names), default=0)
+        ranks = [(rank, pid) for restart, rank, _, pid in names if restart == last]
+        world_size = max((world_size for _, _, world_size, _ in names), default=1)
+        return {rank: pid for rank, pid in ranks if lives(pid)}, len(ranks) >= world_size
+
+    def _tell_what_raised(self, living: dict[int, int]) -> None:
+        """Say once what a rank has raised, where others do not end at SIGTERM: torchrun waits 30 seconds for them."""
+        if self._tell is None or not living or living.keys() == rank_processes(self._folder).keys():
+            self._failed_since = 0.0
+        elif not self._failed_since:
+            self._failed_since = time.monotonic()
+        elif time.monotonic() - self._failed_since >= _GRACE:
+            tell, self._tell = self._tell, None
+            gone = [log for log in read_logs(self._folder) if log.started.rank not in living]
+            for log in gone:
+                for entry in log.entries:
+                    if isinstance(entry, RankRaised):
+                        raised = failures.raised(log.started.rank, dict(entry.reply))
+                        where = f" at {raised.location}" if raised.location else ""
+                        tell(f"{raised.message}{where}; torchrun waits for {format_ranks(living)} to end")
+                        return
+
+    def _cannot_get_on(self, ranks: dict[int, int], seconds: float, are_all_here: bool) -> bool:
+        """Whether each of the ranks, which are idle, waits for others in vain, or cannot end; says so in `self`."""
+        stacks = self._stacks(ranks)
+        logs = {log.started.rank: log for log in read_logs(self._folder)}
+        unended = {
+            rank
+            for rank, pid in ranks.items()
+            if logs[rank].has_left
+            and ((logs[rank].has_ended and has_no_python_left(stacks.get(rank, ""))) or gloo_wants_gil(pid))
+        }
+        waiting = {rank: stacks.get(rank, "") for rank in ranks if rank not in unended}
+        elsewhere = [rank for rank, stack in waiting.items() if not waits_for_others(own_stack(stack))]
+        if not all(self._waits_for_locked_worker(ranks[rank], waiting[rank]) for rank in elsewhere):
+            return False  # a slow read of a file is no hang
+        if waiting and are_all_here:
+            self.hang = Hang(seconds, waiting)
+        elif not waiting:
+            self.unended = Unended(seconds, tuple(sorted(unended)))
+        return self.hang is not None or self.unended is not None
+
+    def _waits_for_locked_worker(self, pid: int, stack: str) -> bool:
+        """Whether a rank waits for a worker of its data loader that waits for a lock, and has not woken up."""
+        if region_of(own_stack(stack)) != WORKERS:
+            return False
+        before = locked_children(pid)
+        self._over.wait(_LOCKED if before else 0.0)
+        return bool(before.items() & locked_children(pid).items())
+
+    def _end_ranks(self, ranks: dict[int, int]) -> None:
+        """End them; those that do not heed it, and do not work either, are killed. A handler in Python needs a rank
+        that comes back from C++, which these cannot; torchrun would wait 30 seconds for it.
+        """
+        with self._ending:
+            if self._over.is_set():
+                return
+            self._end()
+        while living := {rank: pid for rank, pid in ranks.items() if lives(pid)}:
+            used = _used(living)
+            if is_over := self._over.wait(_GRACE):  # who has started these has ended before them
+                time.sleep(_INTERVAL)
+            for rank, pid in living.items():
+                if lives(pid) and _are_idle({rank: pid}, used, _GRACE):
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
+            if is_over:
+                return
+
+    def _do_not_match(self, living: Collection[int]) -> bool:
+        """Whether ranks have come to collectives that do not match: waiting longer would not help."""
+        return bool(judge_collectives(comparable_logs(read_logs(self._folder)), living))
+
+    def _progress(self) -> tuple[bytes, ...]:
+        """What grows as long as a rank gets on: steps, batches, collectives, entries of the log."""
+        found = []
+        for path in sorted(self._folder.glob("*.*")):
+            if path.suffix == ".log":
+                found.append(str(path.stat().st_size).encode())
+            elif path.suffix in (".steps", ".batches", ".calls"):
+                with path.open("rb") as file:
+                    found.append(file.read(8 if path.suffix == ".calls" else 256))
+        return tuple(found)
+
+    def _stacks(self, ranks: dict[int, int]) -> dict[int, str]:
+        """The stacks of those ranks that can write them."""
+        files = {rank: next(self._folder.glob(f"*-{rank}-*-{pid}.stack")) for rank, pid in ranks.items()}
+        asked = {rank: pid for rank, pid in ranks.items() if _catches_signal(pid) and is_held(files[rank], pid)}
+        for rank, pid in asked.items():  # another one would end at the signal, or write into a file of the script
+            os.truncate(files[rank], 0)
+            os.kill(pid, STACK_SIGNAL)
+        deadline = time.monotonic() + _FOR_STACKS
+        while time.monotonic() < deadline and not all(files[rank].stat().st_size for rank in asked):
+            time.sleep(0.01)
+        time.sleep(0.05)  # for the last lines
+        stacks = {rank: files[rank].read_text("utf-8", "replace") for rank in asked}
+        return {rank: _NO_INTERPRETER for rank, pid in ranks.items() if not _catches_signal(pid)} | stacks
+
+
+def lives(pid: int) -> bool:
+    """Whether a process has not ended; one has, if its parent alone has not asked for it yet. On Linux."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _used(ranks: dict[int, int]) -> dict[int, float]:
+    return {pid: processor_seconds(pid) or 0.0 for pid in ranks.values()}
+
+
+def _are_idle(ranks: dict[int, int], used: dict[int, float], seconds: float) -> bool:
+    allowed = 0.1 + _SHARE * seconds
+    now = {pid: processor_seconds(pid) for pid in ranks.values()}
+    return all(after is not None and after - used.get(pid, 0.0) <= allowed for pid, after in now.items())
+
+
+def _catches_signal(pid: int) -> bool:
+    """Whether a process still writes its stack when it is asked to: an interpreter that has ended does not."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
+    return False
+
+
+def end_agent() -> None:
+    """Have torchrun's agent, which this process is, end the ranks."""
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,175 @@
+"""The report on a script: what its ranks have left, as one `Report`.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ddpcheck import __version__
+from ddpcheck.findings.exception_origin import BUG, as_bug
+from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
+from ddpcheck.findings.selection import Suppression, is_any_selected, sort_out
+from ddpcheck.findings.wording import counted, format_ranks
+from ddpcheck.judge.script_facts import ScriptFacts, entries_of
+from ddpcheck.judge.script_table import HEADINGS, ROWS, not_here
+from ddpcheck.judge.verdict import Told, Verdict, judge_all, status_of
+from ddpcheck.run.ending import Ending, failures_of, judge_ending, timelines_of
+from ddpcheck.run.hang_watch import Unended
+from ddpcheck.stream.entries import SCHEMA, WatchingFailed
+from ddpcheck.stream.watched_rank import WatchedRank
+
+
+def report_on_script(
+    script: str,
+    ending: Ending,
+    ranks: Sequence[WatchedRank],
+    *,
+    select: Sequence[str],
+    ignore: Sequence[str],
+    suppress: Sequence[Suppression] = (),
+    baseline: Report | None = None,
+) -> Report:
+    """The report on a script that has ended.
+
+    Args:
+        script: As the user spelled it, with its arguments.
+        ending: How it has ended.
+        ranks: What the ranks of its last start have left.
+        select: Codes, prefixes or names of the rules to report; all where there are none.
+        ignore: Those that are not reported.
+        suppress: Findings that are shown with a reason, and do not count.
+        baseline: An earlier report; what it has is shown as known, and does not count.
+    """
+    unended = () if ending.unended is None else ending.unended.ranks
+    ended = not ending.exit_code and all(rank.has_ended or rank.started.rank in unended for rank in ranks)
+    facts = ScriptFacts(ranks, ended=ended)
+    judged = judge_all(facts, ROWS)
+    at_end = judge_ending(ranks, ending, judged.findings)
+    findings = [*judged.findings, *at_end]
+    chosen = sort_out(findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
+    checks = [_entered(facts) if ranks else _none_entered(ending)]
+    if ending.hang is not None:
+        detail = f"its ranks waited for each other, without progress for {ending.hang.seconds:.0f} s, and were ended"
+        checks.insert(0, CheckResult("script", "error", detail=detail))
+    elif ending.interrupted:
+        where = "; ".join(failure.message for failure in failures_of(ranks, ending))
+        checks.insert(0, CheckResult("script", "error", detail=f"it was interrupted: {where or 'no rank was there'}"))
+    elif ending.exit_code < 0:
+        checks.insert(
+            0, CheckResult("script", "error", detail="a rank was killed, or ended without Python's knowledge")
+        )
+    elif ending.exit_code:
+        detail = f"it ended with exit code {ending.exit_code}; what would have come after that is not known"
+        if aborted := _aborted_at_exit(ranks, ending):
+            detail = (
+                f"after its last line {format_ranks(aborted)} ended by SIGABRT: threads of gloo may abort a healthy "
+                "process at its exit, under plain torchrun too"
+            )
+        checks.insert(0, CheckResult("script", "error", detail=detail))
+    for heading in HEADINGS:
+        if heading == "collectives":
+            said = _of_collectives(facts, [*judged.told.get(heading, ()), *((one, one) for one in at_end)], chosen.kept)
+        elif (error := judged.errors.get(heading)) is not None:
+            said = "error", f"not judged, since ddpcheck itself failed: {as_bug(error)}"
+        else:
+            said = judged.status_of(heading, chosen.kept)
+        if said is not None:
+            codes = {code for row in ROWS if heading in row.headings for code in row.codes}
+            asked = heading == "collectives" or is_any_selected(codes, select=select, ignore=ignore)
+            checks.append(CheckResult(heading, said[0], detail=said[1], asked=asked))
+    world: dict[str, Any] = {
+        "world_size": facts.world_size,
+        "steps": facts.steps if facts.wrappers else facts.optimizer_steps,
+    }
+    if ending.unended is not None:
+        world["notes"] = [_of_unended(ending.unended)]
+    report = Report(
+        target=script,
+        tool={"name": "ddpcheck", "version": __version__},
+        world=world,
+        checks=tuple(checks),
+        timelines=timelines_of(ranks, ending, findings),
+        modules=next((made.modules for rank in ranks[:1] for made in rank.wrappers), ()),
+    )
+    return chosen.complete(report).with_excerpts()
+
+
+def _of_unended(unended: Unended) -> str:
+    have, them = ("has", "it") if len(unended.ranks) == 1 else ("have", "them")
+    return (
+        f"{format_ranks(unended.ranks)} {have} run all of the script, did not end for {unended.seconds:.0f} s, and "
+        f"then ddpcheck ended {them}. This is no fault of the training: torch can deadlock where a wrapper is freed "
+        "after destroy_process_group(), also under plain torchrun. Free it before (del model)"
+    )
+
+
+def _aborted_at_exit(ranks: Sequence[WatchedRank], ending: Ending) -> list[int]:
+    """The ranks that were aborted after all of the script had run; none where another rank is at fault."""
+    to_the_end = {rank.started.rank for rank in ranks if rank.has_ended}
+    aborted = sorted(rank for rank, code in ending.exit_codes.items() if code == -signal.SIGABRT)
+    others = set(ending.exit_codes.values()) - {-signal.SIGABRT, -signal.SIGTERM}
+    return [] if others or not to_the_end.issuperset(aborted) else aborted
+
+
+def _none_entered(ending: Ending) -> CheckResult:
+    """The check line where no rank was watched: how the script ended before."""
+    joined = "joined a process group where ddpcheck could see it"
+    if not ending.exit_codes:  # it ended with 0, was interrupted, or its agent has stopped
+        return CheckResult("ranks", "skipped", detail=f"no rank {joined}")
+    by_signal = ending.exit_code not in ending.exit_codes.values()
+    how = f"was ended by signal {ending.exit_code - 128}" if by_signal else f"ended with exit code {ending.exit_code}"
+    return CheckResult("ranks", "skipped", detail=f"the script {how} before a rank {joined}")
+
+
+def _entered(facts: ScriptFacts) -> CheckResult:
+    """The check line on the ranks themselves: which were watched, and to the end."""
+    ranks, size, steps = facts.ranks, facts.world_size, facts.optimizer_steps
+    for rank in ranks:
+        if failed := entries_of(rank, WatchingFailed):
+            last = failed[0].error.strip().splitlines()[-1]
+            return CheckResult("ranks", "error", detail=f"rank {rank.started.rank} was not watched to its end: {last}")
+    if missing := facts.elsewhere:
+        why = f"{format_ranks(missing)} left no log here, so the ranks were not compared"
+        return CheckResult("ranks", "skipped", detail=f"{size - len(missing)} of {counted(size, 'rank')}: {why}")
+    if unknown := sum(rank.unknown for rank in ranks):
+        parts = counted(unknown, "part")
+        if all(rank.started.schema == SCHEMA for rank in ranks):
+            why = f"{parts} of their logs could not be read; {BUG}"
+            return CheckResult("ranks", "error", detail=why)
+        why = f"another version of ddpcheck wrote their logs: {parts} of them were not judged"
+        return CheckResult("ranks", "skipped", detail=why)
+    if facts.wrappers and not facts.steps:
+        names = ", ".join(dict.fromkeys(wrapper.made.module for wrapper in facts.wrappers))
+        but = f", in {counted(steps, 'optimizer step')}" if steps else ""
+        return CheckResult("ranks", "skipped", detail=f"no backward pass of {names} was averaged{but}")
+    if not facts.wrappers and not steps:
+        why = "no DistributedDataParallel was constructed, and no optimizer has stepped: nothing to compare"
+        if any(rank.constructs for rank in ranks):
+            why = "the constructor of DistributedDataParallel has not come to its end"
+        return CheckResult("ranks", "skipped", detail=why)
+    watched = _wrappers(facts) or f"no DistributedDataParallel, {counted(steps, 'optimizer step')}"
+    detail = f"{counted(size, 'rank')} ({ranks[0].started.backend}), {watched}"
+    return CheckResult("ranks", "passed", detail=detail)
+
+
+def _wrappers(facts: ScriptFacts) -> str:
+    """The wrappers with their steps, in words."""
+    said = Counter(f"{wrapper.made.module} ({counted(wrapper.steps, 'step')})" for wrapper in facts.wrappers)
+    return ", ".join(f"{times} times {one}" if times > 1 else one for one, times in said.items())
+
+
+def _of_collectives(
+    facts: ScriptFacts, told: Sequence[Told], kept: Sequence[Finding]
+) -> tuple[CheckStatus, str] | None:
+    """Whether the collectives of the ranks have come together; `None` where there were none."""
+    calls = max((rank.first_call + len(rank.calls) for rank in facts.ranks), default=0)
+    if not calls and not told:
+        return None
+    lacking = not_here(facts.elsewhere) or ("" if facts.ended else "the ranks have not come to the end of the script")
+    held = "" if lacking else f"{counted(calls, 'call')} of each rank, which pair up"
+    return status_of(Verdict((), held, lacking), told, kept)
