@@ -21,10 +21,11 @@ from ddpcheck.findings.errors import EXIT_FINDINGS, EXIT_HANG, UsageError
 from ddpcheck.gather.patching import Patch, patched
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import HangWatch, end_agent
+from ddpcheck.run.node_link import NodeLink
 from ddpcheck.stream.watched_rank import rank_processes
 
 
-def run_agent(run: Any, given: argparse.Namespace, folder: Path) -> Ending:
+def run_agent(run: Any, given: argparse.Namespace, folder: Path, nodes: NodeLink | None = None) -> Ending:
     """Run the script; its exit code is that of the rank that failed first; 128 and the signal, as in a shell.
 
     Raises:
@@ -33,14 +34,17 @@ def run_agent(run: Any, given: argparse.Namespace, folder: Path) -> Ending:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    watch = HangWatch(folder, given.check_timeout, end_agent, tell=say)
+    watch = HangWatch(folder, given.check_timeout, end_agent, tell=say, nodes=nodes)
     try:
-        with _handlers_kept(), _without_broken_error_files():
+        with _handlers_kept(), _without_broken_error_files(), _meeting(nodes):
             try:
                 run(given)
             finally:
                 watch.stop()
+                watch.forget_end()
     except ChildFailedError as error:
+        if watch.hang is not None:  # and another node has ended its ranks before
+            return Ending(EXIT_HANG, hang=watch.hang)
         print(error, file=sys.stderr)
         _, first = error.get_first_failure()
         code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
@@ -62,6 +66,18 @@ def run_agent(run: Any, given: argparse.Namespace, folder: Path) -> Ending:
         complain(f"the agent of torchrun has stopped: {named(error)}")
         return Ending(EXIT_FINDINGS)  # torchrun's own exit code then
     return Ending()
+
+
+def _meeting(nodes: NodeLink | None) -> contextlib.AbstractContextManager[None]:
+    """Have the nodes meet wherever torchrun's agents do: at the start, and when they start the ranks again."""
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+
+    def rendezvous(_agent: Any, group: Any) -> Iterator[None]:
+        yield
+        if nodes is not None:
+            nodes.meet(group.store, group.group_rank, group.group_world_size)
+
+    return patched(SimpleElasticAgent, "_rendezvous", rendezvous)
 
 
 @contextlib.contextmanager

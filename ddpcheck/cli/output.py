@@ -6,6 +6,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import textwrap
@@ -43,7 +44,9 @@ class OutputFile:
 
     def __exit__(self, *exception: object) -> None:
         if self._path is not None and self._made and not self._written:
-            os.unlink(self._path)
+            with contextlib.suppress(OSError):  # several nodes may see one file, which one of them writes
+                if not os.path.getsize(self._path):
+                    os.unlink(self._path)
 
     def write(self, content: bytes) -> None:
         assert self._path is not None

@@ -14,10 +14,12 @@ from pathlib import Path
 
 from ddpcheck.cli.agent import run_agent
 from ddpcheck.cli.examples import examples_of
+from ddpcheck.cli.nodes import collected, hand_over
 from ddpcheck.cli.output import ReportOutput, complain, complain_of, say
 from ddpcheck.cli.parsing import HelpFormatter, Parser, near_option
 from ddpcheck.cli.saved import load_report
 from ddpcheck.cli.torchrun_options import examine_options
+from ddpcheck.findings.errors import EXIT_USAGE
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.severity import Severity
@@ -26,6 +28,7 @@ from ddpcheck.report.settings import load_settings
 from ddpcheck.run.check_options import add_check_options, examine, split_at_script
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.flight_records import prepare, write_flight_records
+from ddpcheck.run.node_link import NodeLink
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.watched_rank import read_logs
 
@@ -55,16 +58,23 @@ def run_script(arguments: argparse.Namespace) -> int:
     made = tempfile.TemporaryDirectory(prefix="ddpcheck-run-", ignore_cleanup_errors=True)
     with made as folder, report_output(given) as output:
         os.environ.update(environment_for(RunOptions(folder, given.check_every), os.environ))
-        ending = run_agent(run, given, Path(folder))
+        nodes = NodeLink(Path(folder))
+        ending = run_agent(run, given, Path(folder), nodes)
+        if (exit_code := hand_over(nodes, ending)) is not None:
+            return exit_code
+        ending, exit_code = collected(nodes, ending), EXIT_USAGE
         try:
             report = show_report(shlex.join(script), ending, Path(folder), given, output, accepted)
+            fail_on = None if given.check_fail_on == "never" else Severity(given.check_fail_on)
+            exit_code = ending.exit_code or report.exit_code(fail_on)
         except Exception as error:
             if given.debug or not ending.exit_code:
                 raise
             complain_of(error)
-            return ending.exit_code
-    fail_on = None if given.check_fail_on == "never" else Severity(given.check_fail_on)
-    return ending.exit_code or report.exit_code(fail_on)
+            exit_code = ending.exit_code
+        finally:
+            nodes.finish(exit_code)
+    return exit_code
 
 
 def report_output(given: argparse.Namespace) -> ReportOutput:

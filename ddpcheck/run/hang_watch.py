@@ -25,6 +25,7 @@ from ddpcheck.findings.stacks import WORKERS, has_no_python_left, own_stack, reg
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.judge.endings.collective_order import judge_collectives
 from ddpcheck.record.rank.environment import STACK_SIGNAL
+from ddpcheck.run.node_link import NodeLink, Standing
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.held_file import is_held
 from ddpcheck.stream.watched_rank import comparable_logs, rank_processes, read_logs
@@ -38,6 +39,7 @@ _GRACE = 3.0  # seconds that a rank has to end after it was told to
 _NO_INTERPRETER = "Current thread, in which the interpreter has ended"
 _LOCKED = 5.0  # seconds in which a locked process has not woken up
 _MISMATCH = 5.0  # seconds without progress, where collectives are known not to match
+_FOR_NODES = 1.0  # seconds in which other nodes hear that all ranks are to be ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,14 @@ class Unended:
     ranks: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Stuck:
+    """The ranks of this node, each of which waits in vain unless a rank of another node gets on."""
+
+    hang: Hang
+    sizes: dict[str, int]  # of their files, by name
+
+
 class HangWatch:
     """A thread that looks at the logs of the ranks; on Linux, where it can see whether a rank works.
 
@@ -65,7 +75,12 @@ class HangWatch:
     """
 
     def __init__(
-        self, folder: Path, timeout: float, end: Callable[[], object], tell: Callable[[str], object] | None = None
+        self,
+        folder: Path,
+        timeout: float,
+        end: Callable[[], object],
+        tell: Callable[[str], object] | None = None,
+        nodes: NodeLink | None = None,
     ) -> None:
         """Begin.
 
@@ -74,6 +89,7 @@ class HangWatch:
             timeout: Seconds.
             end: Called once the ranks that live have not got on for so long, and cannot.
             tell: Takes a sentence on a rank that has failed, where torchrun has to wait for the others.
+            nodes: The other nodes, if their ranks are watched as well.
         """
         self.hang: Hang | None = None
         self.unended: Unended | None = None
@@ -81,6 +97,8 @@ class HangWatch:
         self._timeout = timeout
         self._end = end
         self._tell = tell
+        self._nodes = nodes
+        self._stuck: _Stuck | None = None
         self._failed_since = 0.0
         self._over = threading.Event()
         self._ending = threading.Lock()
@@ -97,22 +115,25 @@ class HangWatch:
 
     def _look(self) -> None:
         seen: tuple[bytes, ...] = ()
-        since, used = 0.0, dict[int, float]()
+        since, used, is_stuck = 0.0, dict[int, float](), False
         while not self._over.wait(_INTERVAL):
             try:
                 ranks, are_all_here = self._living()
                 self._tell_what_raised(ranks)
                 now, before = time.monotonic(), seen
                 seen = self._progress()
-                if not ranks or seen != before:
-                    since, used = now, _used(ranks)
+                if not ranks or seen != before or (is_stuck and not _are_idle(ranks, used, now - since)):
+                    since, used, is_stuck = now, _used(ranks), False
                 elif now - since >= self._timeout or (
                     now - since >= _MISMATCH and are_all_here and self._do_not_match(ranks)
                 ):
-                    if _are_idle(ranks, used, now - since) and self._cannot_get_on(ranks, now - since, are_all_here):
-                        self._end_ranks(ranks)
-                        return
+                    is_stuck = _are_idle(ranks, used, now - since) and self._cannot_get_on(
+                        ranks, now - since, are_all_here
+                    )
                     since, used = now, _used(ranks)
+                if self.hang or self.unended or self._nodes_must_end(ranks, is_stuck=is_stuck):
+                    self._end_ranks(ranks)
+                    return
             except OSError:  # a rank has just ended
                 seen = ()
 
@@ -121,11 +142,13 @@ class HangWatch:
 
         One that has left no log has not begun, or is on another machine, where it may be at work.
         """
-        names = [tuple(map(int, path.stem.split("-"))) for path in self._folder.glob("*.log")]
-        last = max((restart for restart, *_ in names), default=0)
-        ranks = [(rank, pid) for restart, rank, _, pid in names if restart == last]
-        world_size = max((world_size for _, _, world_size, _ in names), default=1)
-        return {rank: pid for rank, pid in ranks if lives(pid)}, len(ranks) >= world_size
+        ranks, world_size = self._joined()
+        return {rank: pid for rank, pid in ranks.items() if lives(pid)}, len(ranks) >= world_size
+
+    def _joined(self) -> tuple[dict[int, int], int]:
+        """The processes of the ranks of the last start that have joined the process group, and its size."""
+        sizes = [int(path.stem.split("-")[2]) for path in self._folder.glob("*.log")]
+        return rank_processes(self._folder), max(sizes, default=1)
 
     def _tell_what_raised(self, living: dict[int, int]) -> None:
         """Say once what a rank has raised, where others do not end at SIGTERM: torchrun waits 30 seconds for them."""
@@ -145,7 +168,10 @@ class HangWatch:
                         return
 
     def _cannot_get_on(self, ranks: dict[int, int], seconds: float, are_all_here: bool) -> bool:
-        """Whether each of the ranks, which are idle, waits for others in vain, or cannot end; says so in `self`."""
+        """Whether each of the ranks, which are idle, waits for others in vain, or cannot end; says so in `self`.
+
+        Where some are on other nodes, these may get on.
+        """
         stacks = self._stacks(ranks)
         logs = {log.started.rank: log for log in read_logs(self._folder)}
         unended = {
@@ -158,11 +184,41 @@ class HangWatch:
         elsewhere = [rank for rank, stack in waiting.items() if not waits_for_others(own_stack(stack))]
         if not all(self._waits_for_locked_worker(ranks[rank], waiting[rank]) for rank in elsewhere):
             return False  # a slow read of a file is no hang
-        if waiting and are_all_here:
-            self.hang = Hang(seconds, waiting)
-        elif not waiting:
+        if not waiting:
             self.unended = Unended(seconds, tuple(sorted(unended)))
-        return self.hang is not None or self.unended is not None
+        elif are_all_here:
+            self.hang = Hang(seconds, waiting)
+        elif self._nodes is not None and self._nodes.is_joined:
+            sizes = {path.name: path.stat().st_size for path in self._folder.glob("*-*.*")}
+            self._stuck = _Stuck(Hang(seconds, waiting), sizes)
+        else:
+            return False
+        return True
+
+    def _nodes_must_end(self, living: dict[int, int], *, is_stuck: bool) -> bool:
+        """Say how the ranks of this node stand; whether no rank of the job gets on, as the first node decides."""
+        if self._nodes is None or not self._nodes.is_joined:
+            return False
+        ranks, world_size = self._joined()
+        standing: Standing = "stuck" if is_stuck else "on" if living or not ranks else "ended"
+        self._nodes.stands(standing, tuple(ranks), world_size)
+        if not self._nodes.must_end():
+            return False
+        if self._nodes.number == 0:  # the ranks of the others would fail with those of this node
+            self._over.wait(_FOR_NODES)
+        self.hang = Hang(0.0, {}) if self._stuck is None else self._stuck.hang
+        return True
+
+    def forget_end(self) -> None:
+        """Of ranks that waited for other nodes forget what they have left since: they may have failed with those."""
+        if self._stuck is None or self.hang is not self._stuck.hang:
+            return
+        for path in self._folder.glob("*-*.*"):
+            size = self._stuck.sizes.get(path.name)
+            if size is None:
+                path.unlink()
+            elif path.suffix == ".log":
+                os.truncate(path, size)
 
     def _waits_for_locked_worker(self, pid: int, stack: str) -> bool:
         """Whether a rank waits for a worker of its data loader that waits for a lock, and has not woken up."""

@@ -101,10 +101,16 @@ def rank_processes(folder: Path) -> dict[int, int]:
 
 
 def read_logs(folder: Path) -> list[WatchedRank]:
-    """The logs of the last start of the ranks, by rank."""
+    """The logs of the last start of the ranks, by rank; those of other nodes are in folders of their own."""
+    nodes = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
+    ranks = {one.started.rank: one for node in reversed(nodes) for one in _read_node(node)}
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def _read_node(folder: Path) -> list[WatchedRank]:
     found = [one for path in sorted(folder.glob("*.log")) if (one := _read(path)) is not None]
-    last = max((one.started.restart for one in found), default=0)
-    return sorted((one for one in found if one.started.restart == last), key=lambda one: one.started.rank)
+    last = max((one.started.restart for one in found), default=0)  # nodes may count apart
+    return [one for one in found if one.started.restart == last]
 
 
 def comparable_logs(ranks: Sequence[WatchedRank]) -> list[Sequence[Call]]:

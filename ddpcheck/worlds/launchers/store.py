@@ -196,7 +196,8 @@ def _placed(launch: LauncherEnv, as_told: bool) -> LauncherEnv:
     return replace(launch, address=address, port=launch.port or slurm.port_of(launch.job))
 
 
-def _connect(address: str, port: int, timeout: float, keep: bool = False, listener: int | None = None) -> Store:
+def connect(address: str, port: int, timeout: float, keep: bool = False, listener: int | None = None) -> Store:
+    """Another connection to a store of torch, or, with `keep`, the store."""
     from torch._C._distributed_c10d import TCPStore
 
     options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener}
@@ -216,7 +217,7 @@ def _at_address(launch: LauncherEnv, timeout: float) -> tuple[Store, Callable[[]
     address, port = launch.address, launch.port
     keep = launch.rank == 0 and not launch.agent
     try:
-        return _connect(address, port, timeout, keep), lambda: _connect(address, port, timeout)
+        return connect(address, port, timeout, keep), lambda: connect(address, port, timeout)
     except Exception as error:
         what = "keep a store" if keep else "reach the store of rank 0"
         raise DdpcheckError(
@@ -282,11 +283,11 @@ def answers(port: int) -> bool:
 def _keep_on_loopback(path: Path, timeout: float) -> tuple[Store, Callable[[], Store]]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    store = _connect("127.0.0.1", port, timeout, keep=True, listener=listener.detach())
+    store = connect("127.0.0.1", port, timeout, keep=True, listener=listener.detach())
     token = secrets.token_hex(16)
     store.set("ddpcheck/token", token)
     publish(path, port, token)
-    return store, lambda: _connect("127.0.0.1", port, timeout)
+    return store, lambda: connect("127.0.0.1", port, timeout)
 
 
 def _find_on_loopback(path: Path, launch: LauncherEnv, deadline: float) -> tuple[Store, Callable[[], Store]]:
@@ -297,10 +298,10 @@ def _find_on_loopback(path: Path, launch: LauncherEnv, deadline: float) -> tuple
         # Who comes again tries again: rank 0 will too, on another store, and is about to end this one.
         if port and token not in _joined and answers(port):
             with contextlib.suppress(DistError):  # it has ended between two of these lines
-                store = _connect("127.0.0.1", port, min(left, 10.0))
+                store = connect("127.0.0.1", port, min(left, 10.0))
                 if store.check(["ddpcheck/token"]) and bytes(store.get("ddpcheck/token")) == token.encode():
                     _joined.add(token)
-                    return store, partial(_connect, "127.0.0.1", port, 10.0)
+                    return store, partial(connect, "127.0.0.1", port, 10.0)
         time.sleep(_PAUSE)
     raise DdpcheckError(
         f"Rank 0 of {launch.launcher} did not show up at {path} in time; does every rank run the same command, "
