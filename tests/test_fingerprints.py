@@ -1,4 +1,4 @@
-"""Fingerprints and sketches of several tensors at once: those that each has alone."""
+"""Fingerprints, norms, sketches and nodes of several tensors at once: those that each has alone."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,8 +6,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from ddpcheck.gather.state import fingerprints as module  # noqa: E402
+from ddpcheck.gather.autograd.autograd_graph import gradient_node, gradient_nodes  # noqa: E402
+from ddpcheck.gather.state import tensor_rows as module  # noqa: E402
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints  # noqa: E402
+from ddpcheck.gather.steps.gradient_distance import norm, norms  # noqa: E402
 from ddpcheck.gather.steps.gradient_sketch import Kept, sketch, sketches  # noqa: E402
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64)
@@ -66,3 +68,34 @@ def test_what_is_kept_of_two_gradients_adds_up_and_does_not_change_with_them() -
         kept, want = Kept.of(one) + Kept.of(other), sketch(one + other)
         one.zero_()
         assert torch.allclose(torch.tensor(sketches({"w": kept})["w"]), want, rtol=1e-3, atol=1e-2)
+
+
+@settings(deadline=None)
+@given(
+    octets=st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=6, unique=True),
+    zeros=st.integers(0, 9),
+)
+def test_equal_tensors_have_equal_and_different_tensors_have_different_fingerprints(
+    octets: list[bytes], zeros: int
+) -> None:
+    tensors = {str(n): torch.tensor([*one, *bytes(zeros)], dtype=torch.uint8) for n, one in enumerate(octets)}
+    found = fingerprints(tensors.items())
+    sizes = {(len(one) + zeros, one + bytes(zeros)) for one in octets}
+    assert len(set(found.values())) == len(sizes)
+    assert found == fingerprints((name, tensor.clone()) for name, tensor in tensors.items())
+
+
+@settings(deadline=None, max_examples=40)
+@given(sizes=SIZES, dtype=st.sampled_from((torch.float32, torch.float64, torch.bfloat16, torch.complex64)))
+def test_norms_of_tensors_that_are_taken_together_are_those_of_each_alone(sizes: list[int], dtype: torch.dtype) -> None:
+    tensors = {str(n): filled(size, dtype=dtype, seed=n) for n, size in enumerate(sizes)}
+    assert norms(tensors) == {name: pytest.approx(norm(tensor), rel=1e-9) for name, tensor in tensors.items()}
+
+
+def test_the_nodes_of_several_tensors_are_those_of_each() -> None:
+    leaf, frozen = torch.nn.Parameter(filled(2)), torch.nn.Parameter(filled(2), requires_grad=False)
+    made = leaf * 2
+    with torch.no_grad():
+        found = gradient_nodes([leaf, frozen, made, leaf])
+    assert found == [gradient_node(leaf), None, gradient_node(made), gradient_node(leaf)]
+    assert gradient_nodes([frozen]) == [None] and gradient_nodes([]) == []

@@ -34,6 +34,27 @@ def gradient_node(tensor: torch.Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(tensor).node
 
 
+class _Nodes(torch.autograd.Function):
+    """A function of tensors whose node names theirs; it is never differentiated."""
+
+    @staticmethod
+    def forward(_context: Any, *_tensors: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(_context: Any, *_gradients: Any) -> Any:
+        raise NotImplementedError
+
+
+def gradient_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The `gradient_node` of each tensor, or `None` of one that requires no gradient: one call instead of many."""
+    if not any(tensor.requires_grad for tensor in tensors):
+        return [None] * len(tensors)
+    with torch.enable_grad():
+        made: Any = _Nodes.apply(*tensors)  # type: ignore[no-untyped-call]
+    return [node for node, _ in made.grad_fn.next_functions]
+
+
 def _engine_will_execute(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 

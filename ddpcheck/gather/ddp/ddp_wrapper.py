@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import inspect
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from ddpcheck.findings.ddp_options import MAY_DIFFER, WHEN_NONE, are_harmless
 from ddpcheck.findings.errors import OptionsDifferError, UsageError
 from ddpcheck.findings.evidence.modules import WrapperFacts
-from ddpcheck.gather.autograd.autograd_graph import gradient_node
+from ddpcheck.gather.autograd.autograd_graph import gradient_nodes
 from ddpcheck.gather.collectives.store_exchange import StoreExchange
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.gradient_distance import eps_of
@@ -218,8 +218,15 @@ class SeenParameter:
     @classmethod
     def of(cls, parameter: nn.Parameter, value: int = 0) -> SeenParameter:
         """The parameter as it is now; `value` is its fingerprint, where that is wanted."""
-        node = gradient_node(parameter) if parameter.requires_grad else None
+        (node,) = gradient_nodes([parameter])
         return cls(id(parameter), parameter.requires_grad, node, value)
+
+    @classmethod
+    def of_all(cls, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, SeenParameter]:
+        """Those of a module as they are now, by name."""
+        named = dict(parameters)
+        nodes = gradient_nodes([*named.values()])
+        return {n: cls(id(p), p.requires_grad, node) for (n, p), node in zip(named.items(), nodes, strict=True)}
 
     def change_to(self, now: SeenParameter) -> str:
         """How the parameter that has this name `now` differs, in a word; empty where it does not."""
@@ -232,7 +239,7 @@ class SeenParameter:
 
 def changes(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, str]:
     """Changes of the parameters of `module` since they were `seen`, in a word, by name."""
-    now = {name: SeenParameter.of(p) for name, p in module.named_parameters()}
+    now = SeenParameter.of_all(module.named_parameters())
     still = {one.identity for one in seen.values()} & {one.identity for one in now.values()}
     changed = {}
     for name, one in {**seen, **now}.items():
@@ -251,7 +258,7 @@ def changes_in_forward(seen: Mapping[str, SeenParameter], module: nn.Module) -> 
     One that has only moved to another name is still the one that DDP knows; `seen` has all of their names.
     """
     every = nn.Module.named_parameters(module, remove_duplicate=False)
-    now = {name: SeenParameter.of(parameter) for name, parameter in every}
+    now = SeenParameter.of_all(every)
     there = {after.identity for after in now.values()}
     names = {before.identity: name for name, before in reversed(list(seen.items()))}
     changed = {}

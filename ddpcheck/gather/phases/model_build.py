@@ -269,7 +269,7 @@ def _follow(reference: ReferenceModule) -> None:
         return
     reference.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
     every = nn.Module.named_parameters(module, remove_duplicate=False)
-    reference.seen = {name: SeenParameter.of(p) for name, p in every}
+    reference.seen = SeenParameter.of_all(every)
     reference.submodules = dict(module.named_modules())
     reference.changed = {}
     tensors = (*module.buffers(), *(tensor for _, tensor in unregistered_tensors(module)))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
 import torch
+from torch import nn
 
+from ddpcheck.gather.state.tensor_rows import in_rows, numbers_of
 from ddpcheck.gather.state.tensor_values import plain_values, shape_of
 
-_CHUNK = 1 << 16  # words of eight bytes; half a megabyte stays in a core's cache
-_SMALL = 1 << 15  # bytes of a tensor up to which it is taken together with others: that saves most of the calls
-_TOGETHER = 1 << 22  # bytes that are taken together
+_CHUNK = 1 << 19  # bytes that are taken at once; half a megabyte stays in a core's cache
 _MASK = (1 << 64) - 1
 
 
@@ -25,45 +24,11 @@ def fingerprint(tensor: torch.Tensor) -> int:
     """A 64-bit fingerprint of the bits of `tensor`, computed where the tensor is.
 
     Equal bits give equal fingerprints (so -0.0 and 0.0 differ, and a NaN equals itself). The bits are taken eight
-    bytes at a time, folded so that no bit is only at the top (there a product forgets its weight), weighted by a
-    pseudo-random odd number for each place, and summed modulo 2**64. Of a tensor without values that can be read
-    (`plain_values`), shape and dtype count.
+    bytes at a time (the last ones with zeros), folded so that no bit is only at the top (there a product forgets its
+    weight), weighted by a pseudo-random odd number for each place, and summed modulo 2**64. Of a tensor without values
+    that can be read (`plain_values`), shape and dtype count.
     """
-    return _of_values(tensor, plain_values(tensor))
-
-
-def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """The fingerprint of each tensor by name, as `fingerprint` gives it; small tensors are taken together."""
-    found: dict[str, int] = {}
-    small: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in tensors:
-        values = plain_values(tensor)
-        alone = values[0] if values is not None and len(values) == 1 and type(values[0]) is torch.Tensor else None
-        if alone is None or alone.numel() * alone.element_size() > _SMALL:
-            found[name] = _of_values(tensor, values)
-        else:
-            found[name] = 0  # in its place, until it is known
-            small.setdefault(alone.device, []).append((name, alone))
-    for group in small.values():
-        for some in _batches(group):
-            found.update(zip((name for name, _ in some), _of_several([value for _, value in some]), strict=True))
-    return found
-
-
-def _batches(group: Sequence[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The same in parts of at most so many bytes."""
-    some: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, value in group:
-        size += value.numel() * value.element_size()
-        if size > _TOGETHER and some:
-            yield some
-            some, size = [], value.numel() * value.element_size()
-        some.append((name, value))
-    yield some
-
-
-def _of_values(tensor: torch.Tensor, values: tuple[torch.Tensor, ...] | None) -> int:
+    values = plain_values(tensor)
     if values is not None and len(values) == 1:
         try:
             return _of_bits(values[0])
@@ -73,55 +38,40 @@ def _of_values(tensor: torch.Tensor, values: tuple[torch.Tensor, ...] | None) ->
     return int(digest_of((parts, shape_of(tensor), str(tensor.dtype)))[:15], 16)
 
 
+def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """The fingerprint of each tensor by name, as `fingerprint` gives it; small tensors are taken together."""
+    named = dict(tensors)
+    rows, others = in_rows(named.items())
+    sums = numbers_of((names, _sums(values)) for names, values in rows)
+    sizes = {name: values.shape[1] * values.element_size() for names, values in rows for name in names}
+    return {name: _with_sum(sizes[name], *sums[name]) if name in sums else fingerprint(others[name]) for name in named}
+
+
 def _of_bits(value: torch.Tensor) -> int:
-    octets = _octets_of(value)
+    octets = value.contiguous().view(1, -1).view(torch.uint8)
     if octets.storage_offset() % 8:  # a view into a bucket, say: words of eight bytes must be aligned
         octets = octets.clone()
-    whole = octets.numel() // 8 * 8
-    words = octets[:whole].view(torch.int64)
-    weights = _weights(octets.device, min(_CHUNK, words.numel()))
     total = octets.numel()
-    for start in range(0, words.numel(), _CHUNK):
-        part = words[start : start + _CHUNK]
-        total = _with_words(total, int(_mixed(part, weights[: part.numel()]).sum()))
-    return _with_octets(total, octets[whole:].tolist())
+    for start in range(0, octets.numel(), _CHUNK):
+        total = _with_sum(total, int(_sums(octets[:, start : start + _CHUNK])))
+    return total
 
 
-def _of_several(values: Sequence[torch.Tensor]) -> list[int]:
-    """The fingerprints of small tensors on one device."""
-    octets = list(map(_octets_of, values))
-    counts = tuple(one.numel() // 8 for one in octets)
-    words = torch.cat([one[: 8 * count] for one, count in zip(octets, counts, strict=True)]).view(torch.int64)
-    weights, ends = _places(octets[0].device, counts)
-    sums = torch.nn.functional.pad(_mixed(words, weights).cumsum(0), (1, 0))[ends].diff().tolist()
-    rest = iter(torch.cat([one[8 * count :] for one, count in zip(octets, counts, strict=True)]).tolist())
-    found = []
-    for one, count, summed in zip(octets, counts, sums, strict=True):
-        total = _with_words(one.numel(), summed) if count else one.numel()
-        found.append(_with_octets(total, [next(rest) for _ in range(one.numel() - 8 * count)]))
-    return found
-
-
-def _octets_of(value: torch.Tensor) -> torch.Tensor:
-    return value.contiguous().view(-1).view(torch.uint8)
-
-
-def _mixed(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _sums(rows: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each row."""
+    octets = rows.view(torch.uint8)
+    if missing := -octets.shape[1] % 8:
+        octets = nn.functional.pad(octets, (0, missing))
+    words = octets.view(torch.int64)
     mixed = words >> 32
     mixed &= 0xFFFFFFFF  # the shift copies the sign, and would make a word look like its complement
     mixed ^= words
-    mixed *= weights
-    return mixed
+    mixed *= _weights(words.device, words.shape[1])[: words.shape[1]]
+    return mixed.sum(1)
 
 
-def _with_words(total: int, summed: int) -> int:
+def _with_sum(total: int, summed: int) -> int:
     return (total * 0x9E3779B97F4A7C15 + summed) & _MASK
-
-
-def _with_octets(total: int, octets: Sequence[int]) -> int:
-    for octet in octets:
-        total = (total * 0x2545F4914F6CDD1D + octet + 1) & _MASK
-    return total
 
 
 _WEIGHTS: dict[torch.device, torch.Tensor] = {}
@@ -136,11 +86,3 @@ def _weights(device: torch.device, count: int) -> torch.Tensor:
         mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687  # the constants of splitmix64
         known = _WEIGHTS[device] = ((mixed ^ (mixed >> 27)) * -7723592293110705685) | 1
     return known
-
-
-@functools.lru_cache(maxsize=8)
-def _places(device: torch.device, counts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights of the words of several tensors, one after the other; and where each tensor begins, and the end."""
-    weights = _weights(device, max(counts))
-    ends = torch.tensor((0, *counts)).cumsum(0)
-    return torch.cat([weights[:count] for count in counts]), ends.to(device)

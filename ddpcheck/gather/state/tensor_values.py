@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+
+PLAIN = (torch.Tensor, nn.Parameter)
+"""The types of tensors that hold their values themselves."""
 
 
 def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
@@ -18,7 +22,7 @@ def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
             and value.layout == torch.strided
             and not (value.is_nested or value.is_quantized or value.is_conj() or value.is_neg())
         ):  # as nearly all are
-            return (value,) if _has_memory(value) else None
+            return (value,) if has_memory(value) else None
         if value.is_nested:
             parts = [plain_values(part) for part in value.unbind()]
             return None if any(part is None for part in parts) else tuple(one for part in parts for one in part or ())
@@ -27,19 +31,22 @@ def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         if value.is_quantized:
             value = value.int_repr()
         value = value.resolve_conj().resolve_neg()
-        return (value,) if _has_memory(value) else None
+        return (value,) if has_memory(value) else None
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, AssertionError):  # what an operation raises that torch or a subclass lacks
         return None
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def has_memory(tensor: torch.Tensor) -> bool:
     """Whether the elements are there; to read those of a storage that was freed ends the process."""
-    if tensor.device.type == "meta" or isinstance(tensor, torch._subclasses.FakeTensor):
+    if tensor.is_meta:
         return False
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return True  # it holds others; an operation of it says so where it cannot be read
+    if type(tensor) not in PLAIN:
+        if isinstance(tensor, torch._subclasses.FakeTensor):
+            return False
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return True  # it holds others; an operation of it says so where it cannot be read
     count = tensor.numel()
     if count and not tensor.is_contiguous():
         count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

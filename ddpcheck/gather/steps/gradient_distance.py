@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -9,6 +10,7 @@ import torch
 
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.replace import replace
+from ddpcheck.gather.state.tensor_rows import in_rows, numbers_of
 
 _EPS_MULTIPLE = 16.0
 _NOISE_MULTIPLE = 3.0
@@ -30,16 +32,20 @@ def has_gradient(parameter: torch.Tensor) -> bool:
 
 def norm(tensor: torch.Tensor) -> float:
     """The Frobenius norm, computed in float64."""
-    return float(torch.linalg.vector_norm(dense(tensor), dtype=_wide(tensor.dtype)))
+    return float(_norms_of(dense(tensor)))
 
 
 def norms(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """The norm of each tensor, with one transfer from each device."""
-    sizes = {n: torch.linalg.vector_norm(dense(tensor), dtype=_wide(tensor.dtype)) for n, tensor in tensors.items()}
-    found: dict[str, float] = {}
-    for device in {size.device for size in sizes.values()}:
-        there = {name: size for name, size in sizes.items() if size.device == device}
-        found.update(zip(there, torch.stack(list(there.values())).tolist(), strict=True))
+    """The norm of each tensor, with one transfer from each device; small tensors are taken together."""
+    rows, others = in_rows(tensors.items())
+    sizes = [(names, _norms_of(values, dim=1)) for names, values in rows]
+    sizes += [((name,), _norms_of(dense(tensor))) for name, tensor in others.items()]
+    found = numbers_of(sizes)
+    return {name: found[name][0] for name in tensors}
+
+
+def _norms_of(values: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    found: torch.Tensor = torch.linalg.vector_norm(values, dim=dim, dtype=_wide(values.dtype))
     return found
 
 
@@ -47,6 +53,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
+@functools.cache
 def eps_of(dtype: torch.dtype) -> float:
     """Machine epsilon of a floating-point or complex dtype."""
     return float(torch.finfo(dtype).eps)

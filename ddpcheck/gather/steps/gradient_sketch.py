@@ -10,29 +10,26 @@ approximating the frequency moments", 1996): the expected square of its norm is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 
+from ddpcheck.gather.state.tensor_rows import in_rows, is_small, numbers_of
 from ddpcheck.gather.state.tensor_values import plain_values
 
 SIZE = 64
 """How many blocks there are at least; their estimate of a norm is within some 25 %."""
 
-_SMALL = 1 << 14  # elements of a gradient up to which it is sketched together with others of its size
 _SEED = 20231
 _KEPT = 4096  # signs; longer ones are made afresh, so that nothing large stays on a device
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:
     """A sketch of a tensor: a vector of at most `SIZE` + 1 elements, in float32 at least."""
-    wide = _wide(gradient.dtype)
     parts = plain_values(gradient) or (torch.zeros(0),)  # without values: of no size
-    parts = tuple(torch.view_as_real(part) if part.is_complex() else part for part in parts)
-    flat = torch.cat([part.reshape(-1).to(wide) for part in parts]) if len(parts) > 1 else parts[0].reshape(-1).to(wide)
-    return _of_rows(flat.unsqueeze(0))[0]
+    rows = [_flat(part.reshape(1, -1)) for part in parts]
+    return _of_rows(torch.cat(rows, 1) if len(rows) > 1 else rows[0])[0]
 
 
 @dataclass(slots=True)
@@ -45,9 +42,9 @@ class Kept:
     @classmethod
     def of(cls, gradient: torch.Tensor) -> Kept:
         """Keep it."""
-        if not _is_small(gradient):
+        if gradient.is_complex() or not is_small(gradient):
             return cls(sketch(gradient), is_sketch=True)
-        return cls(gradient.detach().to(_wide(gradient.dtype), copy=True), is_sketch=False)
+        return cls(gradient.detach().clone().to(_wide(gradient.dtype)), is_sketch=False)
 
     def __add__(self, other: Kept) -> Kept:
         return Kept(self.value + other.value, self.is_sketch)
@@ -56,33 +53,22 @@ class Kept:
 def sketches(gradients: Mapping[str, torch.Tensor] | Mapping[str, Kept]) -> dict[str, tuple[float, ...]]:
     """The sketch of each, as `sketch` gives it but for rounding, with one transfer from each device.
 
-    Small ones of one size are taken together: on a small model that saves most of the calls.
+    Small ones of one shape are taken together.
     """
-    rows: list[tuple[Sequence[str], torch.Tensor]] = []
-    alike: dict[tuple[Hashable, ...], dict[str, torch.Tensor]] = {}
-    for name, given in gradients.items():
-        value, is_sketch = (given.value, given.is_sketch) if isinstance(given, Kept) else (given.detach(), False)
-        if is_sketch or not (isinstance(given, Kept) or _is_small(value)):
-            rows.append(([name], (value if is_sketch else sketch(value)).unsqueeze(0)))
-        else:
-            alike.setdefault((value.numel(), value.dtype, value.device), {})[name] = value
-    rows += [([*group], _of_rows(_stacked([*group.values()]))) for group in alike.values()]
-    found: dict[str, tuple[float, ...]] = {}
-    for device in {row.device for _, row in rows}:
-        here = [(names, row.double()) for names, row in rows if row.device == device]
-        numbers = iter(torch.cat([row.reshape(-1) for _, row in here]).tolist())
-        found |= {name: tuple(islice(numbers, row.shape[1])) for names, row in here for name in names}
+    values = {name: given.value if isinstance(given, Kept) else given for name, given in gradients.items()}
+    made = {name: values.pop(name) for name, given in gradients.items() if isinstance(given, Kept) and given.is_sketch}
+    rows, others = in_rows(values.items())
+    made |= {name: sketch(value) for name, value in others.items()}
+    several = [(names, _of_rows(_flat(value))) for names, value in rows]
+    several += [((name,), value) for name, value in made.items()]
+    found = numbers_of((names, value.double()) for names, value in several)
     return {name: found[name] for name in gradients}
 
 
-def _is_small(value: torch.Tensor) -> bool:
-    """Whether it is taken together with others of its size."""
-    is_plain = type(value) is torch.Tensor and value.layout == torch.strided and value.device.type != "meta"
-    return is_plain and value.numel() <= _SMALL and not (value.is_complex() or value.is_nested or value.is_quantized)
-
-
-def _stacked(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([value.reshape(-1) for value in values]).to(_wide(values[0].dtype))
+def _flat(rows: torch.Tensor) -> torch.Tensor:
+    """Each row as real numbers, in float32 at least."""
+    real = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
+    return real.to(_wide(rows.dtype))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.script import GradientsClipped
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.patching import patched
-from ddpcheck.gather.steps.gradient_distance import dense
+from ddpcheck.gather.steps.gradient_distance import norms
 from ddpcheck.record.rank.script_watch import ScriptWatch
 
 _WITH_NORM = "_clip_grads_with_norm_"  # private to torch; what clip_grad_norm_ calls, however it was imported
@@ -47,49 +47,36 @@ class ClipRecorder:
         patched(nn.utils, "clip_grad_value_", self._clips_value)
 
     def _clips_norm(self, *arguments: Any, **named: Any) -> Generator[None, Any, None]:
-        norm = self._norm_before("clip_grad_norm_", arguments, named)
+        norm = _norm_given(arguments, named)
         result = yield
         limit = named["max_norm"] if "max_norm" in named else arguments[1]
         self._clipped("clip_grad_norm_", result if norm is None else norm, limit)
 
     def _clips_value(self, *arguments: Any, **named: Any) -> Iterator[None]:
-        norm = self._norm_before("clip_grad_value_", arguments, named)
+        given = arguments[0] if arguments else named.get("parameters")
+        is_list = isinstance(given, torch.Tensor | list | tuple)
+        norm = _norm(given) if is_list and self._is_written(self._clips) else None
         yield
         self._clipped("clip_grad_value_", norm)
-
-    def _norm_before(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The norm before it, where there is none in its result; infinite for one that only asks for the norm."""
-        if name == "clip_grad_value_":
-            given = arguments[0] if arguments else named.get("parameters")
-            if isinstance(given, torch.Tensor | list | tuple) and self._is_written(self._clips):
-                return _norm(given)
-            return torch.tensor(math.nan)
-        limit = named["max_norm"] if "max_norm" in named else arguments[1]
-        if math.isinf(limit):
-            return math.inf
-        if not hasattr(clip_grad, _WITH_NORM):
-            return None
-        return named["total_norm"] if "total_norm" in named else arguments[2]
 
     def _clipped(self, name: str, norm: Any, limit: Any = 0.0) -> None:
         if norm is math.inf:
             return
         self._last = name, user_location()
-        if type(norm) is torch.Tensor and self._is_written(self._clips) and not bool(norm.isnan()):
+        if type(norm) in (torch.Tensor, float) and self._is_written(self._clips) and not math.isnan(norm):
             self._sink(GradientsClipped(self._clips, float(norm), self._last[1], self.step, name, float(limit)))
         self._clips += 1
         self._after()
 
     def backward_begins(self) -> None:
         """A backward pass of the script begins: what have gradients become since the last one?"""
-        norms, self._norms = self._norms, {}
-        here = user_location() if norms else None
-        for watch in list(self._watches) if norms else ():
-            before = norms.get(watch.number)
+        known, self._norms = self._norms, {}
+        here = user_location() if known else None
+        for watch in list(self._watches) if known else ():
+            before = known.get(watch.number)
             if before is None:
                 continue
-            after = _norm(list(watch.parameters.values()))
-            now = 0.0 if after is None else float(after)
+            now = _norm(watch.parameters.values()) or 0.0
             if 0.0 < now < math.inf and abs(now - before) > _SAME * before:
                 name, where = self._last
                 put_off = watch.has_unreduced
@@ -103,22 +90,28 @@ class ClipRecorder:
             return
         self._line = user_location()
         for watch in list(self._watches):
-            norm = _norm(list(watch.parameters.values()))
-            if norm is not None and 0.0 < float(norm) < math.inf:
-                self._norms[watch.number] = float(norm)
+            norm = _norm(watch.parameters.values())
+            if norm is not None and 0.0 < norm < math.inf:
+                self._norms[watch.number] = norm
 
     def steps(self, count: int) -> None:
         """An optimizer is about to make the last of so many steps: what comes now is no change on the way to it."""
         self.step, self._norms, self._last = count, {}, ("", None)
 
 
-def _norm(parameters: Any) -> torch.Tensor | None:
+def _norm_given(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """The norm that a clip is given, if it is given one; infinite for one that only asks for the norm."""
+    if math.isinf(named["max_norm"] if "max_norm" in named else arguments[1]):
+        return math.inf
+    if not hasattr(clip_grad, _WITH_NORM):
+        return None
+    return named["total_norm"] if "total_norm" in named else arguments[2]
+
+
+def _norm(parameters: Any) -> float | None:
     """The norm of all gradients of these parameters together."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    gradients = [dense(p.grad).detach() for p in given if p.grad is not None]
-    if not gradients or any(type(g) is not torch.Tensor for g in gradients):
+    gradients = {str(number): p.grad for number, p in enumerate(given) if p.grad is not None}
+    if not gradients or any(type(gradient) is not torch.Tensor for gradient in gradients.values()):
         return None
-    wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]  # complex ones remain complex
-    norms = [torch.linalg.vector_norm(g).to(gradients[0].device, torch.float32) for g in wide]
-    together: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return together
+    return math.hypot(*norms(gradients).values())

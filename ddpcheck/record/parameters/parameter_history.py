@@ -38,7 +38,7 @@ class ParameterHistory:
         self._module = module
         self._parameters = parameters
         self._wrapper = wrapper
-        self._at_start = {name: SeenParameter.of(p) for name, p in module.named_parameters()}
+        self._at_start = SeenParameter.of_all(module.named_parameters())
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._unfrozen_noticed = False
         self._never_used = set(parameters)
@@ -174,6 +174,8 @@ class _ZeroGradients:
 
     def look(self, excused: Set[str]) -> set[str]:
         """Those that are not `excused`, once parameters have moved; none as long as that is not known."""
+        if not self._zero:
+            return set()
         zero_or_missing = zero_gradients(self._parameters) | excused
         self._zero &= zero_or_missing - excused
         if not self._zero:

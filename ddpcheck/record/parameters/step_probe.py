@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.parameters import PathEnd, UnregisteredTensor
-from ddpcheck.gather.autograd.autograd_graph import gradient_node, unregistered_tensors, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import gradient_nodes, unregistered_tensors, walk_graph
 from ddpcheck.gather.autograd.gradient_paths import function_returning_none
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.steps.gradient_distance import dense
@@ -58,10 +58,11 @@ class StepProbe:
     def attach(self) -> None:
         """Hang hooks on the parameters that require grad now."""
         self.detach()
+        nodes = gradient_nodes([*self._parameters.values()])
         self._handles = [  # on the node, which torch.autograd.grad does not run; it would run one on the tensor
-            gradient_node(parameter).register_prehook(self._arrival(name))
-            for name, parameter in self._parameters.items()
-            if parameter.requires_grad
+            node.register_prehook(self._arrival(name))
+            for name, node in zip(self._parameters, nodes, strict=True)
+            if node is not None
         ]
 
     def detach(self) -> None:

@@ -10,7 +10,7 @@ import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -138,7 +138,7 @@ class StateRecorder:
         for path, value, where in program_variables(depth=2) if wrapped else ():
             if id(value) in seen or not issubclass(type(value), nn.Module | dict | list):
                 continue
-            if isinstance(value, nn.Module) and not _can_be_followed(value):
+            if isinstance(value, nn.Module) and not _can_be_followed(value, trained):
                 continue
             seen.add(id(value))
             state, stays = self._copied(path, value, wrapped)
@@ -149,7 +149,7 @@ class StateRecorder:
                 state = {}
             copies = bool(state)
             if not state and isinstance(value, nn.Module):
-                state = {} if any(id(p) in trained for p in _parameters(value).values()) else self._of_criterion(value)
+                state = self._of_criterion(value)
             if state and not any(id(tensor) in trained for tensor in state.values()):
                 if copies:
                     self._copy_found(path, state.values())
@@ -275,9 +275,11 @@ def _parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(nn.Module.named_parameters(module))
 
 
-def _can_be_followed(module: nn.Module) -> bool:
-    """Whether all that a module holds is there and has a shape by now, and its forward takes hooks."""
+def _can_be_followed(module: nn.Module, trained: Set[int]) -> bool:
+    """Whether all that a module holds is there, has a shape by now, and is not trained; and its forward takes hooks."""
     try:
+        if any(id(p) in trained for p in nn.Module.parameters(module)):
+            return False
         held = [*_parameters(module).values(), *(tensor for _, tensor in nn.Module.named_buffers(module))]
     except AttributeError:  # `__init__` has not been called
         return False

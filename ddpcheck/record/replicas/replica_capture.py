@@ -8,10 +8,8 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
-from ddpcheck.findings.replace import replace
 from ddpcheck.gather.state.fingerprints import fingerprints
-from ddpcheck.gather.state.module_description import describe
-from ddpcheck.gather.steps.gradient_distance import dense
+from ddpcheck.gather.state.module_description import describe, structure_of
 from ddpcheck.stream.rank_report import ReplicaState
 
 
@@ -66,10 +64,9 @@ class ReplicaCapture:
             parameters=parameters or {},
             buffers=fingerprints(self._module.named_buffers()),
         )
-        description, first = describe(self._module), not self.count
+        # Once it has run, tensors that are not registered (metrics, its last outputs) may differ by right.
+        description = (structure_of if step or after_backward or self.count else describe)(self._module)
         self.count += 1
-        if step or after_backward or not first:  # once it has run, tensors that are not registered (metrics, its
-            description = replace(description, state=())  # last outputs) may differ by right
         if step:
             return ReplicaState(description, values)
         return ReplicaState(description, values, self._constructed, self._at_first_forward)
@@ -77,5 +74,5 @@ class ReplicaCapture:
 
 def _gradients(trained: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """The fingerprints of their gradients; 0 for one that has none."""
-    known = fingerprints((name, dense(p.grad)) for name, p in trained.items() if p.grad is not None)
+    known = fingerprints((name, p.grad) for name, p in trained.items() if p.grad is not None)
     return {name: known.get(name, 0) for name in trained}

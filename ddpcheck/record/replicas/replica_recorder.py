@@ -11,7 +11,7 @@ from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.replace import replace
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_loss
 from ddpcheck.gather.state.fingerprints import fingerprints
-from ddpcheck.gather.steps.gradient_distance import dense, eps_of
+from ddpcheck.gather.steps.gradient_distance import eps_of
 from ddpcheck.gather.steps.gradient_sketch import sketches
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.record.parameters.step_probe import StepProbe
@@ -54,7 +54,7 @@ class ReplicaRecorder:
         if probe is not None and probe.keep is not None and wrapper is not None:
             lossy = hook_loss(wrapper)
             tensors = self._recorder.parameters
-            left = {name: dense(p.grad) for name, p in tensors.items() if p.grad is not None}
+            left = {name: p.grad for name, p in tensors.items() if p.grad is not None}
             eps = {name: max(eps_of(tensor.dtype), lossy) for name, tensor in tensors.items()}
             hook, own_hook = comm_hook_of(wrapper), has_own_hook(wrapper)
             own, averaged = (
