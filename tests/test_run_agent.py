@@ -226,7 +226,7 @@ def test_an_error_of_ours_leaves_the_exit_code_of_the_script(
         raise RuntimeError("of ours")
 
     monkeypatch.setattr("ddpcheck.cli.run.run_agent", lambda *_: ending)
-    monkeypatch.setattr("ddpcheck.cli.run.report_on_script", fails)
+    monkeypatch.setattr("ddpcheck.run.script_report.report_on_script", fails)
     for name in ("PYTHONPATH", "_DDPCHECK_RUN"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     assert main(["run", __file__]) == code

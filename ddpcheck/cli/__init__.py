@@ -15,18 +15,18 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from ddpcheck.cli.arguments import make_parser
 from ddpcheck.cli.launched import EXIT_INTERRUPTED
 from ddpcheck.cli.output import complain, complain_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (that of the process when absent) and return its exit code."""
+    words = sys.argv[1:] if argv is None else argv
     arguments = argparse.Namespace(debug=False)
     previous = _exit_on_sigterm()
     try:
-        arguments = make_parser().parse_args(argv)
-        arguments.command_line = shlex.join(("ddpcheck", *(sys.argv[1:] if argv is None else argv)))
+        arguments = _parsed(words)
+        arguments.command_line = shlex.join(("ddpcheck", *words))
         code: int = arguments.command(arguments)
         return code
     except KeyboardInterrupt:
@@ -41,6 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """The command and its arguments; of `run`, without an import of the other commands: its script is waited for."""
+    if words[:1] == ["run"]:
+        from ddpcheck.cli.run import run_script
+
+        return argparse.Namespace(debug=False, command=run_script, rest=[*words[1:]])
+    from ddpcheck.cli.arguments import make_parser
+
+    arguments: argparse.Namespace = make_parser().parse_args(words)
+    return arguments
 
 
 def _exit_on_sigterm() -> Callable[[int, FrameType | None], object] | int | None:

@@ -9,6 +9,7 @@ import argparse
 import os
 import shlex
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +30,9 @@ from ddpcheck.run.check_options import add_check_options, examine, split_at_scri
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.flight_records import prepare, write_flight_records
 from ddpcheck.run.node_link import NodeLink
-from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.watched_rank import read_logs
+
+_AHEAD = 0.5  # seconds after which the agent has started the ranks, which take longer to import torch
 
 
 def run_script(arguments: argparse.Namespace) -> int:
@@ -59,7 +61,11 @@ def run_script(arguments: argparse.Namespace) -> int:
     with made as folder, report_output(given) as output:
         os.environ.update(environment_for(RunOptions(folder, given.check_every), os.environ))
         nodes = NodeLink(Path(folder))
+        ahead = threading.Timer(_AHEAD, _import_report)
+        ahead.daemon = True
+        ahead.start()
         ending = run_agent(run, given, Path(folder), nodes)
+        ahead.cancel()
         if (exit_code := hand_over(nodes, ending)) is not None:
             return exit_code
         ending, exit_code = collected(nodes, ending), EXIT_USAGE
@@ -75,6 +81,11 @@ def run_script(arguments: argparse.Namespace) -> int:
         finally:
             nodes.finish(exit_code)
     return exit_code
+
+
+def _import_report() -> None:
+    """Import what makes the report while the ranks run and this process has nothing else to do."""
+    from ddpcheck.run import script_report  # noqa: F401
 
 
 def report_output(given: argparse.Namespace) -> ReportOutput:
@@ -106,6 +117,8 @@ def show_report(
     script: str, ending: Ending, folder: Path, given: argparse.Namespace, output: ReportOutput, accepted: Accepted
 ) -> Report:
     """Show the report on a script that has ended; of a clean one a line, unless a form of the report was asked for."""
+    from ddpcheck.run.script_report import report_on_script
+
     ranks = read_logs(folder)
     if given.check_flight_recorder is not None:
         write_flight_records(Path(given.check_flight_recorder), ranks, ending)

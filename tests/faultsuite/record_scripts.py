@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import ddpcheck.cli.run as door
+import ddpcheck.run.script_report as door
 from ddpcheck.cli import main as ddpcheck
 from tests.faultsuite.cases import ROOT
 from tests.faultsuite.evidence import EvidenceError
