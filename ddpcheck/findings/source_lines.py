@@ -168,7 +168,7 @@ def pass_over_packages() -> None:
 @functools.cache
 def is_installed(path: str) -> bool:
     """Whether a file belongs to an installed package, and so not to the user's own program."""
-    return not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.replace("\\", "/").split("/"))
 
 
 def exception_location(error: BaseException) -> Location | None:

@@ -58,8 +58,8 @@ def numbers_of(found: Iterable[tuple[Sequence[str], torch.Tensor]]) -> dict[str,
         by_device.setdefault(values.device, []).append((names, values))
     numbers: dict[str, tuple[Any, ...]] = {}
     for several in by_device.values():
-        left = iter(torch.cat([values.reshape(-1) for _, values in several]).tolist())
-        numbers |= {
-            name: tuple(islice(left, values.numel() // len(names))) for names, values in several for name in names
-        }
+        together = torch.cat([values.reshape(-1) for _, values in several]).cpu()
+        parts = together.split([values.numel() for _, values in several])
+        for (names, _), part in zip(several, parts, strict=True):
+            numbers |= zip(names, map(tuple, part.view(len(names), -1).tolist()), strict=True)
     return numbers

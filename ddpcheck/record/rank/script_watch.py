@@ -289,9 +289,8 @@ class ScriptWatch(StepListener):
         if not self.joins:
             self._pace.reduced(step)
         if self._is_sampled(step):
-            gradients = {n: p for n, p in self.parameters.items() if p.grad is not None}
-            sizes = norms({n: p.grad for n, p in gradients.items() if p.grad is not None})
-            self._fresh = {name: gradients[name] for name, size in sizes.items() if 0 < size < math.inf}
+            sizes = norms({n: p.grad for n, p in self.parameters.items() if p.grad is not None})
+            self._fresh = {name: self.parameters[name] for name, size in sizes.items() if 0 < size < math.inf}
             given = None if snapshot is None else (snapshot.arguments, dict(snapshot.named))
             if (
                 given is not None

@@ -76,10 +76,12 @@ class WriteRecorder:
 
         @functools.wraps(original)
         @passes_on
-        def method(parameter: Any, *arguments: Any, **named: Any) -> Any:
-            result = original(parameter, *arguments, **named)
-            if id(parameter) in wrapped and not self.stepping:
-                note(name, parameter)
+        def method(*arguments: Any, **named: Any) -> Any:
+            if self.stepping:  # first: some optimizers call this for each parameter in each step
+                return original(*arguments, **named)
+            result = original(*arguments, **named)
+            if id(arguments[0]) in wrapped:
+                note(name, arguments[0])
             return result
 
         return method
