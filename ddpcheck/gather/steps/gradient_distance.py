@@ -45,6 +45,8 @@ def norms(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 
 def _norms_of(values: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    if not (values.is_floating_point() or values.is_complex()):
+        values = values.double()  # the state of an optimizer in eight bits, say
     found: torch.Tensor = torch.linalg.vector_norm(values, dim=dim, dtype=_wide(values.dtype))
     return found
 
