@@ -53,7 +53,7 @@ test-all: $(READY) ## the tests that `make test` leaves out: every fault, a quar
 	$(PYTEST) -m "(slow or launchers) and not smoke"
 
 test-frameworks: $(READY) ## all tests of mmengine, Lightning, transformers and accelerate
-	$(PYTEST) -m "not launchers" tests/test_mmengine.py tests/test_lightning.py tests/test_transformers.py tests/test_accelerate.py
+	$(PYTEST) -m "not launchers" tests/integrations
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -101,13 +101,13 @@ pictures: $(READY) ## draw the pictures of the documentation afresh; needs Graph
 # For a machine with one GPU, no network and a torch of its own: no virtual environment, nothing is installed. Only files
 # that hold GPU tests are read, so that what the others need may be missing.
 test-gpu: ## the tests that need a CUDA device, with the torch of $(PYTHON)
-	PYTHONPATH=. $(PYTHON) -m pytest -p ddpcheck.pytest_plugin -m gpu $$(grep -l 'mark.gpu' tests/test_*.py)
+	PYTHONPATH=. $(PYTHON) -m pytest -p ddpcheck.pytest_plugin -m gpu $$(grep -rl 'mark.gpu' --include 'test_*.py' tests)
 
 # Debian's packages of Open MPI, SLURM and munge are installed where this is root; without, those tests are skipped. SLURM
 # runs from a temporary folder, at ports of its own, and is stopped again.
 test-launchers: $(READY) ## the tests of real launchers: torchrun, Open MPI and SLURM, on one node and on two
 	$(BIN)/python -m tests.launchers.install
-	$(PYTEST) -m launchers $$(grep -l 'mark.launchers' tests/test_*.py)
+	$(PYTEST) -m launchers $$(grep -rl 'mark.launchers' --include 'test_*.py' tests)
 
 clean: ## remove everything that make made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,4 +1,4 @@
-"""Small models in a real mmengine `Runner`, for the ranks of `tests/test_mmengine.py`.
+"""Small models in a real mmengine `Runner`, for the ranks of `tests/integrations/test_mmengine.py`.
 
 Ranks are forked from a process that has imported this, so it holds what they would each import.
 """

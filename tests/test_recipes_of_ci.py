@@ -19,7 +19,7 @@ from ddpcheck.cli.arguments import make_parser
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.report.settings import load_settings
-from tests.test_selection import RECIPE
+from tests.findings.test_selection import RECIPE
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent

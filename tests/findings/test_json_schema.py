@@ -1,0 +1,136 @@
+"""The published JSON Schema: what is written fits it, and what is wrong does not."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from ddpcheck import cli
+from ddpcheck.cli.schema import DOCUMENTS, schema_text
+from ddpcheck.findings.difference import compare_reports
+from ddpcheck.findings.from_json import added
+from ddpcheck.findings.json_schema import schema_of
+from ddpcheck.findings.report import AcceptedFinding, Report
+from tests.findings.test_from_json import FOUND, MATRIX, REPORT
+from tests.judge.test_judges_on_evidence import ONE_OF_EACH_CODE, report_of
+from tests.render.test_render import REPORT as SHOWN
+
+ROOT = Path(__file__).parents[2]
+ACCEPTED = Report("t", accepted=(AcceptedFinding(FOUND, "suppression", "why"),), ignored=("DDP305",))
+MADE = {
+    "report": [REPORT, SHOWN, ACCEPTED, Report("t")],
+    "matrix": [MATRIX],
+    "difference": [compare_reports(SHOWN, REPORT), compare_reports(ACCEPTED, ACCEPTED)],
+}
+
+
+def validator(document: str) -> Any:
+    schema = json.loads(schema_text(document))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_what_is_written_fits_its_schema(document: str) -> None:
+    for made in MADE[document]:
+        validator(document).validate(json.loads(made.to_json()))
+
+
+def test_reports_on_recorded_evidence_fit() -> None:
+    fitting = validator("report")
+    for case in ONE_OF_EACH_CODE:
+        fitting.validate(json.loads(report_of(case, "broken").to_json()))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_published_schema_is_that_of_the_dataclasses(document: str) -> None:
+    """`make schemas` writes it again."""
+    published = (ROOT / "docs" / "schemas" / f"{document}.schema.json").read_text(encoding="utf-8")
+    assert published == schema_text(document) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["target"], 3),
+        (["status"], "fine"),
+        (["schema_version"], 2),
+        (["findings", 0, "severity"], "fatal"),
+        (["findings", 0, "location", "line"], "3"),
+        (["checks", 0, "status"], None),
+        (["parity", 0, "relative_error"], "small"),
+        (["error", "exit_code"], 1.5),
+        (["findings", 0, "code"], ...),
+    ],
+)
+def test_what_is_wrong_does_not_fit(path: list[Any], value: object) -> None:
+    data = json.loads(REPORT.to_json())
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    if value is ...:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    assert not validator("report").is_valid(data)
+
+
+def test_reports_of_older_and_newer_versions_fit() -> None:
+    data = json.loads(REPORT.to_json())
+    older, newer = copy.deepcopy(data), copy.deepcopy(data)
+    del older["accepted"], older["checks"][0]["asked"]
+    newer["colour"] = newer["findings"][0]["colour"] = "red"
+    assert validator("report").is_valid(older) and validator("report").is_valid(newer)
+
+
+def test_every_key_that_is_written_is_described() -> None:
+    def keys(schema: dict[str, Any], data: Any) -> None:
+        if isinstance(data, dict) and "$ref" in schema:
+            schema = whole["$defs"][schema["$ref"].rpartition("/")[2]]
+        if "anyOf" in schema:
+            schema = schema["anyOf"][0]
+            return keys(schema, data)
+        for key, value in data.items() if isinstance(data, dict) and "properties" in schema else ():
+            assert key in schema["properties"], key
+            keys(schema["properties"][key], value)
+        for item in data if isinstance(data, list) and "items" in schema else ():
+            keys(schema["items"], item)
+
+    for document, made in MADE.items():
+        whole = json.loads(schema_text(document))
+        for one in made:
+            keys(whole, json.loads(one.to_json()))
+
+
+def test_a_field_that_is_added_comes_in_by_itself() -> None:
+    @dataclass
+    class Document:
+        """A document.
+
+        Attributes:
+            name: The first line,
+                and the second.
+        """
+
+        name: str
+        more: tuple[int, ...] = added(())
+        late: bool = field(default=False)
+
+    Document.__module__ = __name__
+    schema = schema_of(Document, "test", {})
+    assert schema["properties"]["name"] == {"type": "string", "description": "The first line, and the second."}
+    assert schema["properties"]["more"] == {"type": "array", "items": {"type": "integer"}}
+    assert schema["required"] == ["late", "name", "schema_version"]
+
+
+def test_the_command_prints_it(capsys) -> None:
+    assert cli.main(["schema"]) == 0
+    assert capsys.readouterr().out == schema_text("report") + "\n"
+    assert cli.main(["schema", "matrx"]) == 2
+    assert "there is no document 'matrx'; did you mean 'matrix'?" in capsys.readouterr().err

@@ -1,0 +1,251 @@
+"""What counts: suppressions with a reason, and findings that a baseline knows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from ddpcheck import cli
+from ddpcheck.cli import run as run_command
+from ddpcheck.cli.run import Accepted
+from ddpcheck.findings.errors import ConfigError, UsageError
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import AcceptedFinding, CheckResult, Finding, Location, Report, ReportError
+from ddpcheck.findings.selection import Suppression, sort_out
+from ddpcheck.findings.severity import Severity
+from ddpcheck.judge.verdict import Verdict, status_of
+from ddpcheck.render import Medium, renderer_for
+from ddpcheck.report.settings import load_settings
+from ddpcheck.run import script_report
+from ddpcheck.run.ending import Ending
+
+AUX = Finding("DDP101", ("aux.bias", "aux.weight"), "Never read.", Severity.ERROR, location=Location("net.py", 7))
+HEAD = replace(AUX, subjects=("head.weight",))
+BOTH = replace(AUX, subjects=(*AUX.subjects, "head.weight"))
+HANG = Finding("DDP402", (), "It hangs.", Severity.ERROR)
+WHY = "kept for old checkpoints"
+OF_AUX = Suppression("DDP101", WHY, "aux.*")
+PASSED = Report("net.py", checks=(CheckResult("parameters", "passed"),))
+
+
+def sorted_out(*findings: Finding, **options: Any) -> Report:
+    return sort_out(findings, "net.py", **options).complete(PASSED)
+
+
+def notes(report: Report) -> list[str]:
+    return list(report.world.get("notes", ()))
+
+
+def test_a_suppressed_finding_does_not_count_and_keeps_its_reason() -> None:
+    report = sorted_out(AUX, HEAD, suppress=[OF_AUX])
+    assert report.findings == (HEAD,) and report.accepted == (AcceptedFinding(AUX, "suppression", WHY),)
+    alone = sorted_out(AUX, suppress=[OF_AUX])
+    assert (alone.status, alone.exit_code()) == ("ignored", 0)
+    assert alone.summary == "no findings; 1 finding suppressed (DDP101)" and notes(alone) == []
+    assert sorted_out(HANG, suppress=[Suppression("hang", WHY)]).findings == ()
+    assert sorted_out(HANG, suppress=[Suppression("hang", WHY, "aux.*")]).findings == (HANG,)
+
+
+def test_a_finding_counts_unless_all_of_its_subjects_are_suppressed() -> None:
+    report = sorted_out(BOTH, suppress=[OF_AUX])
+    assert report.findings == (BOTH,) and "does not match head.weight" in notes(report)[0]
+    together = sorted_out(BOTH, suppress=[OF_AUX, Suppression("DDP1", "old head", "head.*")])
+    assert together.findings == () and together.accepted[0].reason == f"{WHY}; old head" and notes(together) == []
+    assert sorted_out(BOTH, suppress=[OF_AUX, Suppression("DDP402", "x", "head.*")]).findings == (BOTH,)
+
+
+def test_an_unused_suppression_is_told_only_where_that_is_known() -> None:
+    told = ["the suppression of DDP101 for 'aux.*' matched no finding of this check"]
+    assert notes(sorted_out(suppress=[OF_AUX])) == notes(sorted_out(HEAD, suppress=[OF_AUX])) == told
+    assert notes(sorted_out(suppress=[OF_AUX], ignore=["DDP101"])) == []
+    assert notes(sorted_out(suppress=[OF_AUX], select=["DDP4"])) == []
+    assert notes(sorted_out(suppress=[replace(OF_AUX, target="other.py")])) == []
+    selection = sort_out((), "net.py", suppress=[OF_AUX])
+    unmade = replace(PASSED, checks=(CheckResult("parameters", "skipped"),))
+    assert (
+        notes(selection.complete(unmade)) == notes(selection.complete(replace(PASSED, error=ReportError("", 3)))) == []
+    )
+
+
+@pytest.mark.parametrize("target", ["examples/net.py", "./examples/net.py:r", "examples/net.py --epochs 3"])
+def test_a_target_is_matched_as_it_was_spelled_or_by_its_file(target: str) -> None:
+    assert Suppression("DDP101", WHY, target="examples/*.py").applies_to(target)
+    assert Suppression("DDP101", WHY, target=target).applies_to(target)
+    assert not Suppression("DDP101", WHY, target="src/*.py").applies_to(target)
+
+
+def test_a_file_is_that_of_the_finding() -> None:
+    inside = Suppression("DDP1", WHY, file="n*.py")
+    assert sorted_out(AUX, suppress=[inside]).findings == ()
+    elsewhere = replace(AUX, location=Location("third_party/net.py", 7))
+    report = sorted_out(elsewhere, suppress=[inside])
+    assert report.findings == (elsewhere,)
+    assert notes(report) == ["the suppression of DDP1 in 'n*.py' matched no finding of this check"]
+    assert sorted_out(replace(AUX, location=None), suppress=[inside]).findings != ()
+
+
+def test_a_baseline_knows_a_fault_where_lines_have_moved_and_part_of_it_is_fixed() -> None:
+    baseline = replace(PASSED, findings=(BOTH,))
+    moved = replace(HEAD, location=Location("net.py", 99), message="other numbers")
+    assert sorted_out(moved, baseline=baseline).accepted == (AcceptedFinding(moved, "baseline", "in the baseline"),)
+    assert sorted_out(moved, baseline=baseline).summary == "no findings; 1 finding known (DDP101)"
+    for new in (
+        replace(HEAD, subjects=("tail",)),
+        replace(BOTH, subjects=(*BOTH.subjects, "tail")),
+        replace(HEAD, location=Location("other.py", 7)),
+        replace(HEAD, code="DDP102"),
+    ):
+        assert sorted_out(new, baseline=baseline).findings == (new,)
+    mild = replace(PASSED, findings=(replace(HEAD, severity=Severity.WARNING),))
+    assert sorted_out(HEAD, baseline=mild).findings == (HEAD,), "it has become worse"
+
+
+def test_what_is_gone_from_a_baseline_is_told_only_where_that_is_known() -> None:
+    baseline = replace(PASSED, findings=(HEAD, HANG))
+    assert notes(sorted_out(HANG, baseline=baseline)) == [
+        "1 finding of the baseline not found any more: DDP101 head.weight"
+    ]
+    assert notes(sorted_out(HANG, HEAD, baseline=baseline, ignore=["DDP101"])) == []
+    other = replace(baseline, target="other.py")
+    assert notes(sorted_out(HANG, HEAD, baseline=other)) == ["the baseline was made of other.py"]
+
+
+def test_every_form_of_a_report_shows_what_does_not_count() -> None:
+    report = sorted_out(AUX, HEAD, suppress=[OF_AUX], baseline=replace(PASSED, findings=(HEAD,)))
+    for name in ("text", "markdown"):
+        text = re.sub(r"\\(.)", r"\1", renderer_for(name).render(report))
+        assert "found, and not counted" in text and WHY in text and "in the baseline" in text
+    narrow = renderer_for("text", medium=Medium(width=40)).render(report)
+    assert max(map(len, narrow.splitlines())) <= 40
+    assert Report.from_json(renderer_for("json").render(report)) == report
+    suite = ElementTree.fromstring(renderer_for("junit").render(report)).find("testsuite")
+    assert suite is not None and [suite.get(key) for key in ("failures", "skipped")] == ["0", "2"]
+    results = json.loads(renderer_for("sarif").render(report))["runs"][0]["results"]
+    assert [one["suppressions"][0]["justification"] for one in results] == [WHY, "in the baseline"]
+
+
+def test_the_line_of_a_script_says_that_nothing_counts() -> None:
+    held = Verdict(held="the part of each parameter in the loss, in 3 steps")
+    assert status_of(held, [(AUX, AUX)], [])[0] == "ignored"
+    assert status_of(held, [(AUX, AUX), (HEAD, HEAD)], [HEAD])[0] == "failed"
+
+
+def test_a_clean_script_still_tells_which_suppression_is_unused(tmp_path: Path, monkeypatch, capsys) -> None:
+    clean = replace(PASSED, world={"notes": ["the suppression of DDP101 matched no finding of this check"]})
+    monkeypatch.setattr(script_report, "report_on_script", lambda *args, **options: clean)
+    given = argparse.Namespace(**dict.fromkeys(f"check_{name}" for name in ("flight_recorder", "output", "format")))
+    given.check_select = given.check_ignore = ()
+    run_command.show_report("train.py", Ending(), tmp_path, given, run_command.report_output(given), Accepted())
+    assert capsys.readouterr().err.splitlines() == [
+        "ddpcheck: note: the suppression of DDP101 matched no finding of this check",
+        "ddpcheck: clean: ",
+    ]
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("code = 'DDP101'", "table 1 needs a 'reason'"),
+        ("reason = 'x'", "table 1 needs a 'code'"),
+        ("code = 'DDP101'\nreason = ' '", "table 1: reason of a suppression must be a text that is not empty, not ' '"),
+        ("code = 'DDP101'\nreason = 'x'\nparam = 'a'", "table 1 has no key 'param'; did you mean 'parameter'?"),
+        ("code = 'unused-paramter'\nreason = 'x'", "table 1: no rule matches 'unused-paramter'; did you mean DDP101"),
+        ("code = 'DDP101'\nreason = 'x'\ntarget = 3", "table 1: target of a suppression must be a text"),
+    ],
+)
+def test_a_wrong_suppression_names_the_file_and_what_is_wrong(tmp_path: Path, table: str, message: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(f"[[tool.ddpcheck.suppress]]\n{table}\n")
+    with pytest.raises(ConfigError, match=f"'suppress' in .* of .*pyproject.toml: {re.escape(message)}"):
+        load_settings(environ={}, start=tmp_path)
+
+
+def test_suppressions_are_read_from_tables_only(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        f"[[tool.ddpcheck.suppress]]\ncode = 'DDP101'\nparameter = 'aux.*'\nreason = '{WHY}'\n"
+    )
+    assert load_settings(environ={}, start=tmp_path).suppress == (OF_AUX,)
+    with pytest.raises(ConfigError, match="DDPCHECK_SUPPRESS: expected tables"):
+        load_settings(environ={"DDPCHECK_SUPPRESS": "DDP101"}, start=tmp_path)
+
+
+# The command line, on real ranks
+
+RECIPE = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.aux = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+    def forward(self, x):
+        return self.body(x)
+model = Net
+def batch(step):
+    return torch.arange(16.0).reshape(4, 4)
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+def test_suppressions_and_baselines_reach_a_check(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(RECIPE)
+    assert cli.main(["report", "net.py", "-o", "old.json"]) == 1
+    assert cli.main(["report", "net.py", "--baseline", "old.json"]) == 0
+    verdict = "no findings, but 1 of 6 checks was not made: reducer; 1 finding known (DDP101)"
+    assert verdict in capsys.readouterr().out
+    Path("pyproject.toml").write_text(
+        f"[[tool.ddpcheck.suppress]]\ncode = 'DDP101'\nparameter = 'aux.*'\ntarget = 'net.py'\nreason = '{WHY}'\n"
+    )
+    assert cli.main(["report", "net.py", "--select", "DDP101", "-o", "new.json"]) == 0
+    report = Report.from_json(Path("new.json").read_text())
+    assert report.status == "ignored" and [one.reason for one in report.accepted] == [WHY]
+    assert {check.name: check.status for check in report.checks}["parameters"] == "ignored"
+
+
+def test_a_baseline_that_is_no_report_is_refused_before_the_work(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.json").write_text("[]")
+    for path, sentence in (("x.json", "x.json is not a report"), ("none.json", "cannot read none.json: No such file")):
+        assert cli.main(["report", "nowhere.py", "--baseline", path]) == 2
+        assert capsys.readouterr().err.startswith(f"ddpcheck: error: {sentence}")
+
+
+def test_the_python_api_takes_suppressions_and_nothing_else() -> None:
+    from ddpcheck.report.checking.check import check
+
+    with pytest.raises(UsageError, match=r"suppress must be ddpcheck.Suppression values, not 'DDP101'"):
+        check(str(Path(__file__)), suppress=["DDP101"])  # type: ignore[list-item]
+
+
+@pytest.mark.slow
+def test_suppressions_and_baselines_reach_a_script(tmp_path: Path) -> None:
+    script = str(Path(__file__).parents[2] / "examples" / "scripts" / "no_sampler.py")
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ddpcheck", "run", *options, "--standalone", "--nproc-per-node", "2", script]
+        environ = dict(os.environ)  # and no COLUMNS that a library in C has set, as readline does
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environ)
+
+    assert run("--check-output", "old.json").returncode == 1
+    (tmp_path / "pyproject.toml").write_text(
+        f"[[tool.ddpcheck.suppress]]\ncode = 'DDP101'\ntarget = '*/no_sampler.py'\nreason = '{WHY}'\n"
+    )
+    done = run("--check-baseline", "old.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.endswith("no findings; 1 finding known (DDP505)\n")
+    assert "note: the suppression of DDP101 matched no finding of this check" in done.stderr
+    (tmp_path / "pyproject.toml").write_text("[[tool.ddpcheck.suppress]]\ncode = 'DDP505'\n")
+    done = run()
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "table 1 needs a 'reason'" in done.stderr

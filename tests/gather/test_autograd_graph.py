@@ -1,0 +1,544 @@
+"""What the graph can tell: the engine and the walk agree, depth is no trouble, and a cut path is told with its line."""
+
+import gc
+import inspect
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+hypothesis = pytest.importorskip("hypothesis")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from ddpcheck.findings.evidence.parameters import PathEnd  # noqa: E402
+from ddpcheck.gather.autograd import autograd_graph as graph  # noqa: E402
+from ddpcheck.gather.autograd.autograd_graph import (  # noqa: E402
+    EngineProbe,
+    all_names,
+    functions_before,
+    reached_by,
+    unregistered_tensors,
+    walk_graph,
+)
+from ddpcheck.gather.autograd.gradient_paths import Explainer, PathRecorder, function_name  # noqa: E402
+from ddpcheck.report.graph.tensor_flow import FlowRecorder  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
+# --- Who is reached ------------------------------------------------------------------------------------------------
+
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda a, b: a + b,
+    "multiply": lambda a, b: a * b,
+    "detach": lambda a, b: a.detach() + 1,
+    "data": lambda a, b: a.data * b,
+    "half": lambda a, b: torch.cat([a, b])[:2],
+    "where": lambda a, b: torch.where(torch.tensor([True, False]), a, b),
+    "view": lambda a, b: a.view(2, 1).squeeze(1),
+    "no grad": lambda a, b: _without_grad(a, b),
+    "in place": lambda a, b: a.clone().mul_(b),
+}
+
+
+@torch.no_grad()
+def _without_grad(a: Any, b: Any) -> Any:
+    return a + b
+
+
+@st.composite
+def small_graphs(draw: st.DrawFn) -> tuple[list[Any], Any]:
+    """Some leaves, and a loss that a random program computes from them."""
+    frozen = draw(st.lists(st.booleans(), min_size=1, max_size=5))
+    leaves = [torch.ones(2, requires_grad=not cold) for cold in frozen]
+    values = list(leaves)
+    for name in draw(st.lists(st.sampled_from(sorted(OPERATIONS)), max_size=12)):
+        one, other = (values[draw(st.integers(0, len(values) - 1))] for _ in range(2))
+        values.append(OPERATIONS[name](one, other))
+    chosen = draw(st.lists(st.integers(0, len(values) - 1), min_size=1, max_size=3))
+    return leaves, sum(values[index].sum() for index in chosen)
+
+
+@settings(deadline=None, max_examples=150)
+@given(small_graphs())
+def test_the_engine_the_walk_and_backward_agree(case: tuple[list[Any], Any]) -> None:
+    leaves, loss = case
+    asked = reached_by(loss, leaves)
+    walk = walk_graph([loss])
+    assert walk.complete and asked == [any(leaf is found for found in walk.leaves) for leaf in leaves]
+    assert all(leaf.grad is None for leaf in leaves), "asking changes nothing"
+    if loss.requires_grad:
+        probe = EngineProbe(loss, leaves)
+        assert probe.reached is None
+        loss.backward()
+        assert probe.reached == asked
+    assert asked == [leaf.grad is not None for leaf in leaves]
+
+
+@settings(deadline=None, max_examples=30)
+@given(small_graphs())
+def test_without_the_private_question_the_answer_is_the_same(case: tuple[list[Any], Any]) -> None:
+    leaves, loss = case
+    asked = reached_by(loss, leaves)
+    known, graph.ENGINE_CAN_TELL = graph.ENGINE_CAN_TELL, False
+    try:
+        assert reached_by(loss, leaves) == asked
+    finally:
+        graph.ENGINE_CAN_TELL = known
+
+
+def test_this_torch_answers_the_private_question() -> None:
+    assert graph.ENGINE_CAN_TELL
+
+
+def test_a_loss_that_is_itself_a_parameter() -> None:
+    one, other = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(1.0))
+    assert reached_by(one, [one, other]) == [True, False]
+    assert reached_by(one.detach(), [one, other]) == [False, False]
+
+
+def test_asking_leaves_the_hooks_and_the_graph_of_the_loss_as_they_were() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    loss = (weight * 2).sum()
+    calls: list[Any] = []
+    loss.register_hook(calls.append)
+    for _ in range(3):
+        assert reached_by(loss, [weight]) == [True]
+    calls.clear()
+    loss.backward()
+    assert len(calls) == 1 and weight.grad.tolist() == [2.0, 2.0]
+
+
+DEEP = """
+import torch
+from torch import nn
+from ddpcheck.anomalous import detect_anomalous_params
+from ddpcheck.gather.autograd.autograd_graph import WALK_LIMIT, reached_by, walk_graph
+
+model = nn.ParameterDict({"used": torch.ones(1), "unused": torch.ones(1)})
+y = model["used"]
+for _ in range(100_000):
+    y = y + 1
+loss = y.sum()
+del y
+assert reached_by(loss, [model["used"], model["unused"]]) == [True, False]
+walk = walk_graph([loss])
+assert not walk.complete
+found = detect_anomalous_params(loss, model)
+assert found.missing == ("unused",), found
+print("found")
+del walk, found
+if BACKWARD:
+    loss.backward()
+del loss
+print("freed")
+"""
+
+
+def test_following_a_path_makes_no_python_object_for_a_node_of_the_graph() -> None:
+    """A chain of such objects is freed recursively: at some 50,000 the process ends."""
+    model = nn.ParameterDict({"gate": torch.ones(1)})
+    nodes = lambda: {id(thing) for thing in gc.get_objects() if type(thing).__name__ == "MulBackward0"}  # noqa: E731
+    of_other_tests = nodes()
+    for recorder in (PathRecorder(model, [model["gate"]]), FlowRecorder(model)):
+        with recorder:
+            y = model["gate"]
+            for _ in range(50):
+                y = y * model["gate"]
+            cut = y.detach() * 2
+        assert nodes() <= of_other_tests and cut.grad_fn is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_chain_of_a_hundred_thousand_nodes_is_answered_and_freed(backward: bool) -> None:
+    program = DEEP.replace("BACKWARD", str(backward))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=120)
+    assert (done.returncode, done.stdout.split()) == (0, ["found", "freed"]), done
+
+
+def test_a_walk_stops_at_its_limit() -> None:
+    y = torch.ones(1, requires_grad=True)
+    for _ in range(50):
+        y = y + 1
+    assert not walk_graph([y], limit=20).complete and walk_graph([y], limit=20).leaves == ()
+    walk = walk_graph([y], limit=200)
+    assert walk.complete and len(walk.leaves) == 1 and "AddBackward0" in walk.node_names
+
+
+# --- Where a path is cut -------------------------------------------------------------------------------------------
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient * 2
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x).detach()  # <- inner
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head, self.inner = nn.Linear(3, 3), nn.Linear(3, 1), Inner()
+
+
+def detach(m: Model, x: Any) -> Any:
+    hidden = m.layer(x).tanh()
+    hidden = hidden.detach()  # <- here
+    return m.head(hidden * 2)
+
+
+def data(m: Model, x: Any) -> Any:
+    hidden = m.layer(x).data  # <- here
+    return m.head(hidden)
+
+
+def no_grad(m: Model, x: Any) -> Any:
+    with torch.no_grad():
+        hidden = m.layer(x)  # <- here
+    return m.head(hidden)
+
+
+def inference_mode(m: Model, x: Any) -> Any:
+    with torch.inference_mode():
+        hidden = m.layer(x)  # <- here
+    return m.head(hidden.clone())
+
+
+def argmax(m: Model, x: Any) -> Any:
+    chosen = m.layer(x).argmax(-1)  # <- here
+    return m.head(nn.functional.one_hot(chosen, 3).float() + x)
+
+
+def threshold(m: Model, x: Any) -> Any:
+    mask = m.layer(x) > 0  # <- here
+    return m.head(mask.float() + x)
+
+
+def item(m: Model, x: Any) -> Any:
+    scale = m.layer(x).sum().item()  # <- here
+    return m.head(x * scale)
+
+
+def numpy(m: Model, x: Any) -> Any:
+    array = m.layer(x).detach().numpy()  # <- here
+    return m.head(torch.from_numpy(array.copy()))
+
+
+def written_through_a_view(m: Model, x: Any) -> Any:
+    cache = torch.zeros(4, 3)
+    with torch.no_grad():
+        cache[1:3] = m.layer(x)  # <- here
+    return m.head(cache)
+
+
+def written_through_data(m: Model, x: Any) -> Any:
+    cache = torch.zeros(2, 3)
+    cache.data.copy_(m.layer(x))
+    return m.head(cache)
+
+
+def detached_after_a_custom_function(m: Model, x: Any) -> Any:
+    hidden = Double.apply(m.layer(x))
+    return m.head(hidden.detach())  # <- here
+
+
+def logged(m: Model, x: Any) -> Any:
+    hidden = m.layer(x)
+    str(hidden.sum().item())
+    return m.head(x)
+
+
+def shape_only(m: Model, x: Any) -> Any:
+    hidden = m.layer(x)  # <- here
+    return m.head(torch.ones(hidden.shape))
+
+
+def only_like(m: Model, x: Any) -> Any:
+    hidden = m.layer(x)  # <- here
+    return m.head(torch.ones_like(hidden))
+
+
+def output_dropped(m: Model, x: Any) -> Any:
+    hidden = m.layer(x)
+    hidden = hidden.tanh()  # <- here
+    return m.head(x)
+
+
+def never_read(m: Model, x: Any) -> Any:
+    return m.head(x)
+
+
+def detached_parameter(m: Model, x: Any) -> Any:
+    weight = m.layer.weight.detach()  # <- here
+    return m.head(nn.functional.linear(x, weight))
+
+
+def rebuilt(m: Model, x: Any) -> Any:
+    weight = nn.Parameter(m.layer.weight / 2)  # <- here
+    return m.head(x @ weight)
+
+
+def new_leaf(m: Model, x: Any) -> Any:
+    weight = torch.tensor(m.layer.weight, requires_grad=True)  # <- here
+    return m.head(x @ weight)
+
+
+def copied_into_a_new_tensor(m: Model, x: Any) -> Any:
+    return m.head(x * x.new_tensor(m.layer(x)))  # <- here
+
+
+def fills_another(m: Model, x: Any) -> Any:
+    value = m.layer(x).sum().detach()  # <- here
+    return m.head(x * torch.full_like(x, value))
+
+
+def formatted(m: Model, x: Any) -> Any:
+    return m.head(x * float(f"{m.layer(x).sum():.3f}"))  # <- here
+
+
+def through_shared_memory(m: Model, x: Any) -> Any:
+    weight = torch.empty(3, 3)
+    weight.data = m.layer.weight.data  # <- here
+    return m.head(x @ weight)
+
+
+def through_a_file(m: Model, x: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(m.layer(x).detach(), file)  # <- here
+    file.seek(0)
+    return m.head(x * torch.load(file))
+
+
+def reentrant_checkpoint(m: Model, x: Any) -> Any:
+    return m.head(checkpoint(m.layer, x, use_reentrant=True))  # <- here
+
+
+CASES: list[tuple[Callable[[Model, Any], Any], str, tuple[str, ...]]] = [
+    (rebuilt, "cut", ("nn.Parameter(), a new leaf",)),
+    (new_leaf, "cut", ("tensor(), a new leaf",)),
+    (copied_into_a_new_tensor, "cut", ("new_tensor(), which has no derivative",)),
+    (fills_another, "cut", ("detach()",)),
+    (formatted, "cut", ("format(), which leaves torch",)),
+    (through_shared_memory, "cut", ("what follows .data",)),
+    (through_a_file, "cut", ("what follows detach()",)),
+    (reentrant_checkpoint, "cut", ("a re-entrant checkpoint of which no input requires grad",)),
+    (detach, "cut", ("detach()",)),
+    (data, "cut", (".data",)),
+    (no_grad, "cut", ("torch.no_grad()",)),
+    (inference_mode, "cut", ("torch.inference_mode()",)),
+    (argmax, "cut", ("argmax(), which is not differentiable",)),
+    (threshold, "cut", ("gt(), which is not differentiable",)),
+    (item, "cut", ("item(), which leaves torch",)),
+    (numpy, "cut", ("detach()", "numpy(), which leaves torch")),
+    (written_through_a_view, "cut", ("torch.no_grad()",)),
+    (written_through_data, "cut", ()),
+    (detached_after_a_custom_function, "cut", ("detach()",)),
+    (logged, "unreachable", ("item(), which leaves torch",)),
+    (shape_only, "unreachable", ("linear()",)),
+    (only_like, "unreachable", ("linear()",)),
+    (output_dropped, "unreachable", ("tanh()",)),
+    (never_read, "unused", ("",)),
+    (detached_parameter, "cut", ("detach()",)),
+]
+
+
+def marked_line(source: Callable[..., Any] | type, mark: str = "# <- here") -> int | None:
+    lines, first = inspect.getsourcelines(source)
+    return next((first + index for index, line in enumerate(lines) if mark in line), None)
+
+
+def explain(forward: Callable[[Model, Any], Any], name: str = "layer.weight") -> PathEnd:
+    torch.manual_seed(0)
+    model, x = Model(), torch.rand(2, 3) + 0.5
+    loss = forward(model, x).sum()
+    suspect = dict(model.named_parameters())[name]
+    assert reached_by(loss, [suspect, model.head.weight]) == [False, True]
+    saved = {key: value.clone() for key, value in model.state_dict().items()}
+    end = Explainer(model, lambda: [forward(model, x).sum()]).explain({name: suspect})[name]
+    assert all(torch.equal(value, saved[key]) for key, value in model.state_dict().items())
+    return end
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct", "ignore:None of the inputs")
+@pytest.mark.parametrize(("forward", "cause", "reasons"), CASES, ids=lambda value: getattr(value, "__name__", ""))
+def test_why_a_parameter_does_not_contribute(forward: Any, cause: str, reasons: tuple[str, ...]) -> None:
+    end = explain(forward)
+    assert end.cause == cause
+    assert not reasons or end.reason in reasons
+    line = marked_line(forward)
+    if line is not None:
+        assert end.location is not None
+        assert (os.path.basename(end.location.path), end.location.line) == (os.path.basename(__file__), line)
+
+
+def test_the_module_in_which_a_path_is_cut_is_named() -> None:
+    end = explain(lambda m, x: m.head(m.inner(x)), "inner.layer.weight")
+    assert (end.cause, end.module) == ("cut", "inner")
+    assert end.location is not None and end.location.line == marked_line(Inner, "# <- inner")
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: m.head(Double.apply(m.layer(x))),
+        lambda m, x: m.head(m.layer(x)) + m.layer(x).detach().sum(),
+        lambda m, x: m.head(torch.zeros(4, 3).index_copy(0, torch.tensor([1, 2]), m.layer(x))),
+    ],
+    ids=["custom function", "detached beside a whole path", "written with gradient"],
+)
+def test_a_path_that_is_whole_is_not_missed(forward: Any) -> None:
+    model = Model()
+    assert reached_by(forward(model, torch.ones(2, 3)).sum(), [model.layer.weight]) == [True]
+
+
+@pytest.mark.parametrize("switch", [torch.no_grad, torch.inference_mode])
+def test_what_is_cut_in_one_block_is_known_to_be_cut_together(switch: Any) -> None:
+    model, x = Model(), torch.ones(2, 3)
+
+    def forward() -> Any:
+        with switch():  # <- region
+            hidden = model.layer(x)
+            hidden = hidden + model.inner.layer(x)
+        return [model.head(hidden.clone()).sum()]
+
+    suspects = {name: p for name, p in model.named_parameters() if not name.startswith("head")}
+    ends = Explainer(model, forward).explain(suspects).values()
+    assert {end.no_grad_location.line for end in ends if end.no_grad_location} == {marked_line(forward, "# <- region")}
+    assert len(ends) == 4 and len({end.location for end in ends}) == 2
+
+
+def test_a_forward_that_refuses_other_values_or_differs_from_itself_still_gets_an_answer() -> None:
+    model, x = Model(), torch.ones(2, 3)
+    calls: list[int] = []
+
+    def picky() -> Any:
+        if model.layer.weight.sum().detach() != before:
+            raise ValueError("I do not like this weight")
+        return [model.head(x).sum()]
+
+    def restless() -> Any:
+        calls.append(1)
+        model.layer(x)
+        return [model.head(x).sum() + len(calls)]
+
+    before = model.layer.weight.sum().detach().clone()
+    suspect = {"layer.weight": model.layer.weight}
+    assert Explainer(model, picky).explain(suspect)["layer.weight"].cause in ("unreachable", "cut")
+    assert Explainer(model, restless).explain(suspect)["layer.weight"].cause == "unreachable"
+
+
+def test_making_parameters_is_as_it_was_after_a_recording() -> None:
+    before = nn.Parameter.__new__, torch.inference_mode.__enter__
+    explain(rebuilt)
+    assert (nn.Parameter.__new__, torch.inference_mode.__enter__) == before
+    assert type(nn.Parameter(torch.ones(2))) is nn.Parameter
+
+
+def test_of_two_parameters_each_gets_its_own_cause() -> None:
+    model, x = Model(), torch.ones(2, 3)
+    suspects = {name: p for name, p in model.named_parameters() if not name.startswith("head")}
+    ends = Explainer(model, lambda: [model.head(model.layer(x).detach()).sum()]).explain(suspects)
+    assert {name: end.cause for name, end in ends.items()} == {
+        "layer.weight": "cut",
+        "layer.bias": "cut",
+        "inner.layer.weight": "unused",
+        "inner.layer.bias": "unused",
+    }
+
+
+def test_the_recorder_is_gone_when_the_forward_pass_raises() -> None:
+    model = Model()
+
+    def forward() -> list[Any]:
+        model.layer(torch.ones(2, 3))
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        Explainer(model, forward).explain({"layer.weight": model.layer.weight})
+    from torch.nn.modules import module as hooks
+
+    assert not hooks._global_forward_hooks and not hooks._global_forward_pre_hooks
+    assert torch.overrides._get_current_function_mode() is None
+
+
+# --- Names ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_name_of_a_tied_parameter() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    model["b"].weight = model["a"].weight
+    assert list(all_names(model).values()) == [("a.weight", "b.weight")]
+
+
+def test_tensors_that_are_held_without_being_registered_are_found_by_name() -> None:
+    class Helper:
+        def __init__(self) -> None:
+            self.table, self.back = torch.zeros(2), self
+
+    model = Model()
+    model.layers = [nn.Linear(1, 1, bias=False), nn.Sequential(nn.Linear(1, 1, bias=False))]
+    model.by_name = {"key": torch.zeros(3)}
+    model.inner.raw = torch.zeros(4, requires_grad=True)
+    model.helper = Helper()
+    model.register_buffer("registered", torch.zeros(5))
+    model.alias = model.registered
+    model.text, model.number, model.itself = "text", 3, [model]
+    assert [name for name, _ in unregistered_tensors(model)] == [
+        *("layers[0].weight", "layers[1].0.weight", "by_name['key']", "helper.table", "inner.raw"),
+    ]
+    assert list(unregistered_tensors(nn.Linear(2, 2))) == []
+
+
+# --- Which Function lost a gradient --------------------------------------------------------------------------------
+
+
+class Forget(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient, None
+
+
+def test_the_custom_function_nearest_to_a_parameter_is_named() -> None:
+    weight, x = torch.ones(3, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    assert functions_before([Double.apply(Forget.apply(x, weight.t() * 2)).sum().grad_fn], weight) == (Forget,)
+    assert set(functions_before([(Double.apply(weight) + Forget.apply(x, weight).sum()).sum().grad_fn], weight)) == {
+        Double,
+        Forget,
+    }
+    assert functions_before([(x @ weight).sum().grad_fn], weight) == ()
+    assert functions_before([Double.apply(x).sum().grad_fn], weight) == ()
+
+
+def test_a_property_has_the_name_that_torch_gives_it() -> None:
+    overridable = [f for functions in torch.overrides.get_overridable_functions().values() for f in functions]
+    properties = [f for f in overridable if getattr(f, "__name__", "") in ("__get__", "__set__")]
+    said = {str(torch.overrides.resolve_name(f)): function_name(f) for f in properties}
+    assert said["torch.Tensor.data.__get__"] == "data" and len(said) > 20
+    assert [name for name, ours in said.items() if name.split(".")[-2] != ours] == []

@@ -1,0 +1,438 @@
+"""DDP4xx: logs of collectives that do and do not match, logs of real ranks, and hangs told before the deadline."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ddpcheck.findings.errors import EmptyShardError, HangError, RankFailure
+from ddpcheck.findings.evidence.steps import Call, ReductionInput
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.rules import RULES
+from ddpcheck.gather.collectives.collective_log import log_path, read_log
+from ddpcheck.judge.endings.collective_order import (
+    judge_collectives,
+    judge_packing,
+)
+from ddpcheck.judge.endings.rank_failure import judge_empty_shards, judge_failure
+from ddpcheck.report.checking.check_worlds import CollectiveMismatchWatch
+from ddpcheck.testing.fixture import DdpWorld
+from ddpcheck.worlds import failures
+from ddpcheck.worlds import rank as this_rank
+
+REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)", "step 0: forward", "model.py:5")
+GATHER = Call("all_gather", "0", (0, 1), "float32 of shape (3,)", "step 0: forward", "model.py:9")
+
+
+def only(findings: list[Finding]) -> Finding:
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+# --- Matching ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log", [[], [REDUCE], [REDUCE, GATHER, REDUCE]], ids=len)
+def test_ranks_that_call_the_same_are_in_step(log: list[Call]) -> None:
+    assert judge_collectives([log, list(log)]) == []
+
+
+def test_where_a_call_was_made_does_not_matter() -> None:
+    assert judge_collectives([[REDUCE], [replace(REDUCE, location="other.py:1", place="step 0: loss")]]) == []
+
+
+def test_a_call_that_a_rank_never_makes() -> None:
+    finding = only(judge_collectives([[REDUCE, GATHER], [REDUCE]]))
+    assert (finding.code, finding.subjects, finding.ranks) == ("DDP403", ("all_gather",), (1,))
+    assert finding.location == Location("model.py", 9)
+    assert "Rank 0 called all_gather" in finding.message and "rank 1 never did" in finding.message
+    assert finding.evidence[1] == "rank 1, collective number 1: none"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        GATHER,
+        replace(REDUCE, payload="float32 of shape (4,)"),
+        replace(REDUCE, payload="float64 of shape (3,)"),
+    ],
+    ids=["operation", "shape", "dtype"],
+)
+def test_a_call_that_is_another_one_on_a_rank(other: Call) -> None:
+    everyone = [replace(call, members=(0, 1, 2)) for call in (REDUCE, other)]
+    finding = only(judge_collectives([everyone[:1], everyone[:1], everyone[1:]]))
+    assert finding.code == "DDP403" and finding.ranks == (2,)
+    assert "in step 0: forward" in finding.evidence[0]
+
+
+def test_only_the_first_mismatch_is_told() -> None:
+    finding = only(judge_collectives([[REDUCE, GATHER, REDUCE, GATHER], [GATHER, REDUCE]]))
+    assert "number 0" in finding.message
+
+
+def test_groups_are_matched_each_by_itself() -> None:
+    one, other = replace(REDUCE, group="1"), replace(GATHER, group="2")
+    assert judge_collectives([[one, other], [other, one]]) == []
+    alone = replace(REDUCE, group="3", members=(1,))
+    assert judge_collectives([[REDUCE], [alone, REDUCE, alone]]) == []
+    assert only(judge_collectives([[one, other], [one]])).subjects == ("all_gather",)
+
+
+# --- The log -------------------------------------------------------------------------------------------------------
+
+
+def test_a_log_without_its_last_half_line_is_read(tmp_path: Path) -> None:
+    lines = "".join(msgspec.json.encode(call).decode() + "\n" for call in (REDUCE, GATHER))
+    log_path(tmp_path, 0).write_text(lines + lines[:40])
+    assert read_log(tmp_path, 0) == [REDUCE, GATHER]
+    log_path(tmp_path, 1).write_text("")
+    assert read_log(tmp_path, 1) == [] and read_log(tmp_path, 2) == []
+
+
+def test_a_log_names_files_whose_names_are_no_text(tmp_path: Path) -> None:
+    call = replace(REDUCE, location=os.fsdecode(b"caf\xe9.py:5"))
+    code = (
+        "import sys; from pathlib import Path; from ddpcheck.gather.collectives import collective_log as log\n"
+        "from tests.gather.test_collectives import REDUCE, replace; import os\n"
+        "log.record_calls = lambda sink: sink(replace(REDUCE, location=os.fsdecode(b'caf\\xe9.py:5')))\n"
+        "log.record_collectives(Path(sys.argv[1]), 0)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2], check=True, timeout=120)
+    assert read_log(tmp_path, 0) == [call]
+
+
+@pytest.fixture
+def log(rank: int, tmp_path: Path) -> Callable[..., list[Call]]:
+    """Reads what this rank, or another one, has called from here on."""
+    from ddpcheck.gather.collectives.collective_log import record_collectives
+
+    record_collectives(tmp_path, rank)
+    return lambda of=rank: read_log(tmp_path, of)
+
+
+@pytest.mark.ddp
+def test_the_calls_of_real_ranks_are_logged_with_payload_place_and_line(log: Callable[..., list[Call]]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from ddpcheck.gather.collectives.collective_log import unlogged
+
+    this_rank.set_status("step 7: forward")
+    group = dist.new_group([0, 1])
+    dist.all_reduce(torch.zeros(3, requires_grad=True).detach())
+    dist.broadcast(torch.zeros(2, 2, dtype=torch.int64), src=1, group=group)
+    dist.all_gather([torch.zeros(1) for _ in range(2)], torch.ones(1))
+    dist.all_gather_object([None, None], {"any": "thing"})
+    with unlogged():
+        dist.barrier()
+    dist.barrier()
+    assert this_rank.own_slots()[1] == ""
+    with unlogged():
+        dist.barrier()
+    assert judge_collectives([log(0), log(1)]) == []
+    calls = log()
+    assert [(call.operation, call.payload) for call in calls] == [
+        ("new_group", "ranks [0, 1]"),
+        ("all_reduce", "float32 of shape (3,)"),
+        ("broadcast", "int64 of shape (2, 2), root 1"),
+        ("all_gather", "float32 of shape (1,)"),
+        ("all_gather_object", ""),
+        ("barrier", ""),
+    ]
+    assert {call.place for call in calls} == {"step 7: forward"} and {call.members for call in calls} == {(0, 1)}
+    assert all(call.location.rpartition(":")[0].endswith(os.path.basename(__file__)) for call in calls), calls
+    assert len({call.group for call in calls}) == 2
+
+
+@pytest.mark.ddp
+def test_a_collective_inside_an_autograd_function_counts_as_differentiable(log: Callable[..., list[Call]]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    class Summed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            total = x.clone()
+            dist.all_reduce(total)
+            return total
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+            return gradient
+
+    x = torch.ones(2, requires_grad=True)
+    Summed.apply(x)
+    dist.all_reduce(x * 2)
+    assert [(call.differentiable, call.carries_gradient) for call in log()] == [(True, False), (False, True)]
+
+
+@pytest.mark.ddp
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # some spellings are deprecated, and are used all the same
+def test_functional_collectives_are_logged_once_each_by_either_spelling(log: Callable[..., list[Call]]) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import _functional_collectives as functional
+
+    x = torch.ones(4, requires_grad=True)
+    functional.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+    gathered = functional.all_gather_tensor(x.detach(), 0, [0, 1])
+    assert gathered.shape == (8,)
+    operator = torch.ops._c10d_functional.all_reduce
+    total = torch.ops._c10d_functional.wait_tensor(operator(x.detach(), "sum", dist.group.WORLD.group_name))
+    assert total.tolist() == [2.0] * 4 and isinstance(operator, torch._ops.OpOverloadPacket)
+    torch.ops._c10d_functional.wait_tensor.default(operator.default(x.detach(), "sum", dist.group.WORLD.group_name))
+    functional.broadcast(x, 0, dist.group.WORLD)
+    assert this_rank.own_slots()[1] == ""
+    assert [(c.operation, c.members, c.elements, c.carries_gradient, c.differentiable) for c in log()] == [
+        ("all_gather_tensor", (0, 1), 4, True, True),
+        ("all_gather_tensor", (0, 1), 4, False, False),
+        ("all_reduce", (0, 1), 4, False, False),
+        ("all_reduce", (0, 1), 4, False, False),
+        ("broadcast", (0, 1), 4, True, False),
+    ]
+
+
+@pytest.mark.ddp
+def test_collectives_can_be_stood_in_for_and_are_made_again_afterwards(
+    log: Callable[..., list[Call]], rank: int
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from ddpcheck.gather.collectives.collective_log import replaced_by
+
+    seen: list[str] = []
+    x = torch.ones(1)
+    with replaced_by(lambda operation, given, call: seen.append(f"{operation} {sorted(given)} {call.payload}")):
+        if rank == 0:  # no other rank comes, and it does not matter
+            dist.all_reduce(x, op=dist.ReduceOp.SUM)
+    assert seen == (["all_reduce ['op', 'tensor'] float32 of shape (1,)"] if rank == 0 else [])
+    dist.all_reduce(x)
+    assert x.item() == 2.0 and len(log()) == 1
+
+
+# --- Watching ------------------------------------------------------------------------------------------------------
+
+
+def record_and(what: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from ddpcheck.gather.collectives.collective_log import record_collectives
+    from ddpcheck.worlds import rank
+
+    record_collectives(rank.current().directory, rank.current().rank)
+    rank.set_status("step 0: forward")
+    if what == "skip on rank 1" and dist.get_rank() == 1:
+        return
+    if what == "come late" and dist.get_rank() == 1:
+        time.sleep(2.0)
+    if what == "call another on rank 1" and dist.get_rank() == 1:
+        dist.barrier()
+    dist.all_reduce(torch.zeros(3))
+
+
+def skip_asynchronous() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from ddpcheck.gather.collectives.collective_log import record_collectives
+    from ddpcheck.worlds import rank
+
+    record_collectives(rank.current().directory, rank.current().rank)
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.zeros(3), async_op=True).wait()
+
+
+@pytest.fixture
+def watched(ddp_world: DdpWorld) -> DdpWorld:
+    """Ranks that have started, and of which a hang is told long before the deadline."""
+    world = ddp_world(timeout=60, watch=CollectiveMismatchWatch(patience=0.5))
+    world.run(int)
+    return world
+
+
+def test_a_rank_that_waits_for_the_result_of_an_asynchronous_collective_is_told_too(watched: DdpWorld) -> None:
+    begun = time.monotonic()
+    with pytest.raises(HangError, match=r"[Rr]ank 0 called all_reduce.*rank 1 never did"):
+        watched.run(skip_asynchronous)
+    assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize("what", ["skip on rank 1"])
+def test_a_rank_that_waits_for_one_that_has_finished_is_told_long_before_the_deadline(
+    watched: DdpWorld, what: str
+) -> None:
+    begun = time.monotonic()
+    with pytest.raises(HangError, match=r"[Rr]ank 0 called all_reduce.*rank 1 never did") as caught:
+        watched.run(record_and, what)
+    assert time.monotonic() - begun < 10
+    (stuck,) = [failure for failure in caught.value.failures if failure.kind == "stuck"]
+    assert stuck.rank == 0 and stuck.place == "step 0: forward" and stuck.collective.startswith("all_reduce(")
+
+
+def test_a_rank_that_comes_late_is_waited_for(watched: DdpWorld) -> None:
+    assert watched.run(record_and, "come late") == [None, None]
+
+
+# --- What is packed ------------------------------------------------------------------------------------------------
+
+
+def packed(*values: float, operation: str = "all_reduce", location: str = "loss.py:7") -> ReductionInput:
+    return ReductionInput(operation, location, values)
+
+
+def test_the_same_numbers_in_another_order_are_told_with_the_line_and_the_rank() -> None:
+    same = packed(0.5, 2.5, 7.0)
+    finding = only(judge_packing([[same, packed(2.0, 3.0)], [same, packed(3.0, 2.0)], [same, packed(2.0, 3.0)]]))
+    assert (finding.code, finding.subjects, finding.ranks) == ("DDP407", ("all_reduce",), (1,))
+    assert finding.location == Location("loss.py", 7)
+    assert "element 0: 2; on rank 1: 3, which is element 1 elsewhere" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (packed(2.0, 3.0), packed(2.0, 3.0)),
+        (packed(2.0, 3.0), packed(2.0, 4.0)),
+        (packed(2.0, 3.0), packed(2.0, 3.0, 4.0)),
+        (packed(), packed()),
+        (packed(2.0, 3.0, 0.0, 0.0), packed(0.0, 0.0, 2.0, 3.0)),
+        (packed(2.0, 1.0), packed(1.0, 2.0)),
+        (packed(2.0, -1e9), packed(-1e9, 2.0)),
+        (packed(2.0, 3.0), packed(3.0, 2.0, operation="reduce")),
+    ],
+    ids=["equal", "values", "sizes", "not known", "slots", "slots of ones", "slots of a large number", "operations"],
+)
+def test_what_is_not_a_reordering_is_no_finding(one: ReductionInput, other: ReductionInput) -> None:
+    assert judge_packing([[one], [other]]) == []
+
+
+def test_a_line_that_reduces_twice_is_told_once() -> None:
+    assert len(judge_packing([[packed(2.0, 3.0)] * 2, [packed(3.0, 2.0)] * 2])) == 1
+
+
+# --- From a failure to a finding -----------------------------------------------------------------------------------
+
+
+def failure(rank: int, kind: Any, message: str = "it failed", **more: Any) -> RankFailure:
+    return RankFailure(rank, kind, message, float(rank), **more)
+
+
+def judge(*failures: RankFailure, logs: list[list[Call]] | None = None, world_size: int = 2) -> Finding:
+    return only(judge_failure(failures, logs or [[]] * world_size, world_size))
+
+
+def test_a_failure_without_ranks_is_no_finding() -> None:
+    assert judge_failure([], [[], []], 2) == []
+
+
+def test_a_rank_that_raised_is_the_cause_and_the_one_that_fell_is_evidence() -> None:
+    finding = judge(
+        failure(1, "raised", "rank 1 raised ValueError: no", type="ValueError", place="step 2: forward"),
+        failure(0, "fell", "connection closed by peer"),
+    )
+    assert (finding.code, finding.subjects, finding.ranks) == ("DDP401", ("step 2: forward",), (1,))
+    assert len(finding.evidence) == 2 and finding.message.count(".") == 1
+
+
+@pytest.mark.parametrize("kind", ["raised", "died", "stuck"])
+def test_the_line_of_a_failure_is_the_line_of_the_finding(kind: str) -> None:
+    assert judge(failure(0, kind, location="pkg/model.py:5")).location == Location("pkg/model.py", 5)
+    assert judge(failure(0, kind)).location is None
+
+
+def test_a_rank_that_had_finished_is_named() -> None:
+    stuck = [failure(1, "stuck", place="step 0: forward")]
+    assert "rank 0: had finished" in only(judge_failure(stuck, [[], []], 2, [0])).evidence
+
+
+def test_the_same_exception_everywhere_is_every_rank() -> None:
+    finding = judge(failure(0, "raised", type="KeyError"), failure(1, "raised", type="KeyError"))
+    assert (finding.code, finding.ranks) == ("DDP401", ()) and finding.message.startswith("Every rank")
+
+
+@pytest.mark.parametrize("kind", ["died", "exited"])
+def test_a_rank_that_died_or_left(kind: str) -> None:
+    finding = judge(failure(1, kind, "rank 1 died of SIGKILL"))
+    assert (finding.code, finding.ranks) == ("DDP404", (1,))
+
+
+def test_the_advice_on_a_death_fits_the_signal() -> None:
+    advice = {code: judge(failure(1, "died", exit_code=code)).fix for code in (-11, -6, -9, 3)}
+    assert "memory" in advice[-9] and "last output" in advice[-6] and "C or C++" in advice[-11]
+    assert advice[3] in ("", RULES["DDP404"].fix)
+
+
+def test_the_rank_that_hangs_is_the_one_in_no_collective() -> None:
+    waits = failure(0, "stuck", place="step 1: backward", collective="all_reduce(float32 of shape (3,))")
+    sleeps = failure(1, "stuck", place="step 1: forward")
+    finding = judge(waits, sleeps)
+    assert (finding.code, finding.subjects, finding.ranks) == ("DDP402", ("step 1: forward",), (1,))
+    assert "rank 0: waits in all_reduce(float32 of shape (3,)), in step 1: backward" in finding.evidence
+    assert judge(waits, replace(waits, rank=1)).ranks == ()
+
+
+def test_all_ranks_that_wait_in_a_collective_or_none_are_every_rank() -> None:
+    waits = failure(0, "stuck", collective="recv")
+    assert judge(waits, world_size=2).ranks == (0,)
+    assert judge(failure(0, "stuck"), failure(1, "stuck")).ranks == ()
+
+
+def stack(*lines: str) -> str:
+    return "\n".join(f'  File "{file}", line 3, in {name}' for file, name in (line.split() for line in lines))
+
+
+def test_the_advice_on_a_hang_is_for_what_the_ranks_do() -> None:
+    reducing = stack("torch/autograd/graph.py _engine_run_backward", "train.py loss")
+    looping = stack("train.py loss", "train.py main")
+    in_backward = failure(0, "stuck", place="step 0: backward", stack=reducing, location="train.py:3")
+    loops = failure(1, "stuck", place="step 0: forward", stack=looping, location="train.py:9")
+    one = judge(in_backward, loops)
+    assert one.ranks == (1,) and one.subjects == ("step 0: forward",) and str(one.location) == "train.py:9"
+    assert one.what_to_do.startswith("The others wait for rank 1: end the loop") and "--timeout" in one.what_to_do
+    every = judge(replace(loops, rank=0), loops)
+    assert every.what_to_do.startswith("No rank waits for another: end the loop") and "--timeout" in every.what_to_do
+    for place in ("loading the target", "building the model"):
+        slow = judge(replace(loops, rank=0, place=place), replace(loops, place=place)).what_to_do
+        assert "--timeout" in slow and "--preload" in slow and "collective" not in slow
+    waits = failure(0, "stuck", collective="recv")
+    assert judge(waits, replace(waits, rank=1)).what_to_do == RULES["DDP402"].fix
+    assert judge(in_backward, replace(in_backward, rank=1)).what_to_do == RULES["DDP402"].fix
+
+
+def test_a_rank_without_samples_is_the_cause_unless_all_are() -> None:
+    empty = failure(1, "raised", exception=EmptyShardError("its shard is empty", 2))
+    (finding,) = judge_empty_shards([empty], 2)
+    assert (finding.code, finding.subjects, finding.ranks, finding.steps) == ("DDP405", ("step 2",), (1,), (2,))
+    assert judge_empty_shards([empty, replace(empty, rank=0)], 2) == []
+    assert judge_empty_shards([failure(1, "raised")], 2) == []
+
+
+def test_a_mismatch_in_the_logs_is_the_cause_of_a_hang_or_of_a_broken_connection() -> None:
+    logs = [[REDUCE], []]
+    assert judge(failure(0, "stuck"), logs=logs).code == "DDP403"
+    assert judge(failure(0, "raised", "gloo: connection closed by peer"), logs=logs).code == "DDP403"
+    assert judge(failure(1, "raised", "rank 1 raised KeyError"), logs=logs).code == "DDP401"
+
+
+@pytest.mark.parametrize(
+    ("code", "one", "several"),
+    [
+        (-11, "rank 1 was killed by SIGSEGV", "ranks 1 and 2 were killed by SIGSEGV"),
+        (1, "rank 1 ended with exit code 1 before its", "ranks 1 and 2 ended with exit code 1 before their"),
+    ],
+)
+def test_what_happened_to_several_ranks_is_said_in_the_plural(code: int, one: str, several: str) -> None:
+    for ranks, words in (([1], one), ([1, 2], several)):
+        error = failures.error([failures.died(rank, code, 0.0) for rank in ranks])
+        assert str(error).startswith(words)
+        (finding,) = judge_failure(error.failures, [[]] * 4, 4)
+        assert finding.message.startswith(words[0].upper() + words[1:])

@@ -1,0 +1,210 @@
+"""A loop around a real Accelerator on two ranks, watched."""
+
+import runpy
+import warnings
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import ddpcheck
+from tests.integrations.test_transformers import added, describe
+from tests.tiers import needs
+
+pytestmark = [needs("accelerate"), pytest.mark.slow]  # a framework; `make test` has its smoke tests
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "accelerate"
+PAGE = ROOT / "docs" / "transformers.md"
+
+
+def train(*, steps=3, accumulation=1, loss="mean", equal=False, unused=False, every_batch=False, **options):
+    """What the watch has found in some steps of a loop, and the FindingWarnings that were shown."""
+    import torch
+    import torch.distributed as dist
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import GradientAccumulationPlugin
+    from torch import nn
+
+    from ddpcheck.integrations.accelerate import watch
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(16, 8)
+            self.head = nn.Linear(8, 16)
+            if unused:
+                self.spare = nn.Linear(8, 16)
+
+        def forward(self, tokens):
+            return self.head(self.embedding(tokens))
+
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    plugin = GradientAccumulationPlugin(num_steps=accumulation, sync_each_batch=every_batch)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, **options)
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    model = Model()
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def batch():
+        tokens = torch.randint(16, (3, 6), generator=generator)
+        lengths = torch.randint(1, 7, (3, 1), generator=generator)
+        return tokens, tokens if equal else tokens.where(torch.arange(6) < lengths, torch.tensor(-100))
+
+    with warnings.catch_warnings(record=True) as shown, watch(accelerator, model, on_finding="warn") as watched:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            batches = [batch() for _ in range(accumulation)]
+            total = sum((targets != -100).sum() for _, targets in batches)
+            total = accelerator.reduce(total, "sum")
+            for tokens, targets in batches:
+                with accelerator.accumulate(prepared):
+                    logits = prepared(tokens).flatten(0, 1)
+                    value = nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction=loss)
+                    if loss == "sum":
+                        value = value * accumulation * accelerator.num_processes / total
+                    accelerator.backward(value)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        watched.compare()
+        assert watched.step == steps * (accumulation if every_batch else 1)
+    assert not prepared._forward_hooks, "the watch has not let go"
+    return describe(watched.findings), sum(issubclass(w.category, ddpcheck.FindingWarning) for w in shown)
+
+
+@pytest.fixture(scope="module")
+def world():
+    with ddpcheck.World(world_size=2, timeout=100, preload=["accelerate"]) as world:
+        yield world
+
+
+@pytest.fixture
+def trained(world):
+    def run(**arguments):
+        (findings, shown), (of_rank_1, shown_by_1) = world.run(train, **arguments)
+        assert findings == of_rank_1 and not shown_by_1
+        return findings, shown
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"loss": "sum"},
+        {"loss": "sum", "accumulation": 4},
+        {"loss": "sum", "accumulation": 2, "every_batch": True, "steps": 5},
+        {"loss": "sum", "accumulation": 2, "mixed_precision": "bf16"},
+        {"accumulation": 2, "equal": True},
+    ],
+    ids=str,
+)
+def test_a_healthy_loop_is_left_in_peace(trained, case):
+    """Seed 3, a detector that costs nothing and says nothing on a healthy loop."""
+    assert trained(**case) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{"accumulation": 3}, {"accumulation": 2, "mixed_precision": "bf16"}],
+    ids=str,
+)
+def test_a_mean_of_means_over_micro_batches_is_found(trained, case):
+    """Seed 1, a loss that is a mean over unequal local counts is not the global-batch loss (rule 20)."""
+    [finding], shown = trained(**case)
+    assert finding.startswith("DDP514 error loss steps 0 targets") and shown == 1
+
+
+def train_unwrapped():
+    import gc
+
+    import torch
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from ddpcheck.integrations.accelerate import watch
+
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True)
+    model, told = accelerator.prepare(torch.nn.Linear(4, 2)), []
+    watch(accelerator, model, on_finding=told.append)
+    model = accelerator.unwrap_model(model)
+    gc.collect()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        accelerator.backward(model(torch.randn(3, 4)).square().mean())
+        optimizer.step()
+    return [finding.code for finding in told]
+
+
+def test_a_model_that_is_unwrapped_and_trained_alone_is_found_though_nobody_holds_the_watch(world):
+    assert world.run(train_unwrapped) == [["DDP501"]] * 2
+
+
+def test_a_mean_of_means_over_ranks_is_found(trained):
+    """Seed 1, a loss that is a mean over unequal local counts is not the global-batch loss (rule 20)."""
+    [finding], _ = trained()
+    assert finding.startswith("DDP305 warning loss steps 0 targets")
+
+
+@pytest.mark.smoke
+def test_an_unused_layer_is_named_in_the_first_step_under_accumulation(trained):
+    """Seed 1, without find_unused_parameters every parameter gets a gradient in every step on every rank (rule 13)."""
+    [finding], _ = trained(accumulation=2, equal=True, unused=True)
+    assert finding.startswith("DDP101 error spare.weight,spare.bias steps 0")
+
+
+def run_example(name):
+    """Run an example as a program, on a rank that is there already; the error that it ends with, if it does."""
+    try:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def test_the_example_ends_well_without_ddpcheck_and_is_told_its_fault_with_it(world):
+    assert world.run(run_example, "language_model.py") == [None, None]
+    for error, said in world.run(run_example, "language_model_checked.py"):
+        assert error == "FindingsError" and said.startswith("DDP514 accumulation-scale") and "in step 0" in said
+        assert said.partition("  what to do")[0] in PAGE.read_text(encoding="utf-8")
+    assert added("accelerate/language_model") == [
+        "from ddpcheck.integrations.accelerate import watch",
+        "watched = watch(accelerator, model)",
+        "watched.close()",
+    ]
+
+
+def in_one_process():
+    from accelerate import Accelerator
+    from torch import nn
+
+    from ddpcheck.integrations.accelerate import watch
+
+    accelerator = Accelerator(cpu=True)
+    with watch(accelerator, accelerator.prepare(nn.Linear(2, 2))) as watched:
+        assert watched.compare() == [] and watched.findings == () and watched.step == 0
+
+
+def test_in_one_process_there_is_nothing_to_watch():
+    with ddpcheck.World(world_size=1, timeout=100, preload=["accelerate"]) as world:
+        world.run(in_one_process)
+
+
+def unprepared():
+    from accelerate import Accelerator
+    from torch import nn
+
+    from ddpcheck.integrations.accelerate import watch
+
+    with pytest.raises(ddpcheck.UsageError, match=r"there is none for Linear; accelerator\.prepare makes it"):
+        watch(Accelerator(cpu=True), nn.Linear(2, 2))
+
+
+def test_a_model_that_was_not_prepared_is_refused_with_what_to_do(world):
+    world.run(unprepared)

@@ -1,0 +1,99 @@
+"""What `ddpcheck run` finds in the variables of a program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpcheck.record.replicas.program_state import StateRecorder, _is_near, tables_of, tables_of_program
+from ddpcheck.record.replicas.set_order import is_order_of_a_set
+
+
+class Labels:
+    def __init__(self) -> None:
+        self.index = {"cat": 0, "dog": 1}
+        self.counts = {"cat": 3}  # of one item: no table
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.data = Labels()
+        self.modules: list[ModuleType] = [torch]
+        self.vocabulary = {"a": 0, "b": 1}
+
+
+def test_an_object_of_the_user_is_followed_to_its_tables() -> None:
+    (table,) = tables_of(Labels(), None)
+    assert (table.name, table.values) == ("Labels.index", {"'cat'": "0", "'dog'": "1"})
+
+
+def test_a_module_of_the_user_is_followed_and_one_that_is_installed_is_not() -> None:
+    own, installed = ModuleType("own"), ModuleType("installed")
+    own.__file__, installed.__file__ = str(Path(__file__).parents[1] / "own.py"), torch.__file__
+    for module in (own, installed):
+        vars(module)["labels"] = {"cat": 0, "dog": 1}
+    trainer, late = Trainer(), {"x": 0, "y": 1}
+    paths = {table.name for table in tables_of_program()}
+    assert {"own.labels", "trainer.vocabulary", "late"} <= paths, (trainer, late)
+    assert "installed.labels" not in paths
+    assert not any(path.startswith("__builtins__.") for path in paths)
+
+
+class Kinds:
+    def __init__(self, *orders: list[str]) -> None:
+        self.kinds, self.shown, self.sorted_kinds = orders
+
+    def numbers(self) -> list[int]:
+        return [self.kinds.index(name) for name in self.sorted_kinds] + [self.sorted_kinds.index("cat")]
+
+
+@pytest.mark.parametrize("count", [6, 60])
+def test_a_list_made_of_a_set_of_which_places_are_asked(count: int) -> None:
+    names = [f"kind {number}" for number in range(count)]
+    made = (list(set(names[start:] + names[:start])) for start in range(count))  # where hashes collide, not all are
+    of_a_set = next(order for order in made if is_order_of_a_set(order))
+    other = next(one for one in (sorted(names), names[::-1], names[1::2] + names[::2]) if not is_order_of_a_set(one))
+    (table,) = tables_of(Kinds(of_a_set, of_a_set, other), None)
+    assert table.name == "Kinds.kinds.index()" and table.values[repr(of_a_set[2])] == "2"
+    assert table.location is not None and table.location.path.endswith("test_program_state.py")
+
+
+@pytest.mark.parametrize(
+    ("of", "near"),
+    [
+        (lambda ours, other: ours * 0.999 + other * 0.001, True),
+        (lambda ours, other: other, True),  # an average that was begun from weights of another start
+        (lambda ours, other: (ours + other) / 2, True),
+        (lambda ours, other: other.square() * 3, False),  # Fisher information
+        (lambda ours, other: other * 0.01, False),  # residuals of gradients
+        (lambda ours, other: torch.zeros_like(ours), True),  # an average that is begun from nothing
+    ],
+)
+def test_a_copy_is_known_by_its_direction_or_by_its_size(of: Any, near: bool) -> None:
+    ours, other = (nn.Linear(8, 64).weight.detach() for _ in range(2))
+    assert _is_near({"w": of(ours, other)}, {"w": ours}) == near
+
+
+@pytest.mark.parametrize(
+    ("criterion", "held"),
+    [
+        (nn.CrossEntropyLoss(weight=torch.ones(3)), ["weight"]),  # by a count of the labels, which may be a rank's own
+        (nn.CrossEntropyLoss(), []),
+        (nn.Softmax(dim=1), []),
+    ],
+)
+def test_the_buffers_of_a_loss_through_which_backward_comes(criterion: nn.Module, held: list[str]) -> None:
+    uses: Any = None
+    recorder = StateRecorder(lambda _: None, [], uses, lambda *_: None)
+    logits = torch.zeros(2, 3)
+    targets = () if isinstance(criterion, nn.Softmax) else (torch.zeros(2, dtype=torch.int64),)
+    assert not recorder._of_criterion(criterion)
+    criterion(logits, *targets)
+    assert not recorder._of_criterion(criterion)  # in evaluation only
+    criterion(logits.requires_grad_(), *targets)
+    assert list(recorder._of_criterion(criterion)) == held

@@ -1,0 +1,380 @@
+"""The HTML page of a report: what stands on it, that names are only text, and that the report comes out again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpcheck import cli
+from ddpcheck.findings.figures import (
+    CalledCollective,
+    CollectiveTimeline,
+    ModuleEntry,
+    ParameterPath,
+    PathStep,
+    RankCollectives,
+    SourceExcerpt,
+    excerpts_of,
+)
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import AcceptedFinding, Finding, Location, ParityEntry, Report, ReportError
+from ddpcheck.findings.severity import Severity
+from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
+from ddpcheck.render.page.data import data_in
+from ddpcheck.render.page.findings import together
+from ddpcheck.render.page.page import visible
+from ddpcheck.report.matrix.matrix import Advice, Matrix, MatrixRow, StepTime
+from tests.render.test_render import COUPLED, REPORT, UNUSED
+
+ODD = "<script>alert(1)</script>[red]\x1b[31m&amp;\"'\u202e\x00"
+_VOID = ("meta", "path", "line", "rect", "circle")
+
+
+@dataclass
+class Page(HTMLParser):
+    """A page, parsed: its elements, its text but for styles and data, and its ids."""
+
+    elements: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    data: str = ""
+    open: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, text: str) -> Page:
+        page = cls()
+        HTMLParser.__init__(page)
+        page.feed(text)
+        page.close()
+        assert page.open == []
+        return page
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in _VOID
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["script"]:
+            self.data += data
+        elif self.open[-1:] != ["style"]:
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def of_class(self, name: str) -> list[tuple[str, dict[str, str | None]]]:
+        return [one for one in self.elements if name in (one[1].get("class") or "").split()]
+
+
+def html(report: Report | Matrix, **medium: Any) -> str:
+    formats = {"formats": MATRIX_FORMATS} if isinstance(report, Matrix) else {}
+    return renderer_for("html", medium=Medium(**medium), **formats).render(report)
+
+
+def shown(report: Report | Matrix) -> Page:
+    return Page.of(html(report))
+
+
+CUT = Finding(
+    "DDP103",
+    ("body.weight",),
+    "The path from body.weight to the loss is cut by torch.no_grad() at net.py:9.",
+    Severity.ERROR,
+    location=Location("net.py", 4),
+    path=ParameterPath(
+        "body.weight",
+        "cut",
+        (PathStep("linear()", "body", Location("net.py", 8)), PathStep("relu()", "", Location("net.py", 9))),
+        reason="torch.no_grad()",
+        begins_at=Location("net.py", 7),
+    ),
+)
+CALLS = (CalledCollective("all_reduce", "float32 of shape (8,)", "train.py:9"), CalledCollective("barrier"))
+HANG = Report(
+    "train.py",
+    world={"world_size": 64},
+    findings=(Finding("DDP403", ("barrier",), "Rank 1 never came.", Severity.ERROR, ranks=(1,)),),
+    timelines=(
+        CollectiveTimeline(
+            "0",
+            CALLS,
+            tuple(
+                RankCollectives(
+                    rank,
+                    0,
+                    (0,) * 30 + ((1,) if rank != 1 else ()),
+                    waiting=rank != 1,
+                    waits_for=(1,) if rank != 1 else (),
+                    at_end="at work" if rank == 1 else "waits in barrier()",
+                )
+                for rank in range(64)
+            ),
+            parts_at=30,
+        ),
+    ),
+)
+MATRIX = Matrix(
+    "net.py",
+    rows=(
+        MatrixRow({}, "stops", own=True, code="DDP101", reason="head.weight is unused.", findings=(UNUSED, COUPLED)),
+        MatrixRow({"find_unused_parameters": True}, "right", baseline=True, step_time=StepTime(1, 1, 1, 0.01, 9)),
+        MatrixRow({"static_graph": True}, "lossy", error=1e-3, step_time=StepTime(1.5, 1.4, 1.6, 0.015, 9)),
+    ),
+    advice=(Advice("needs", "Use find_unused_parameters=True."),),
+    world={"world_size": 2},
+)
+
+
+# What stands on it
+
+
+def test_the_verdict_comes_first_and_the_worst_finding_before_the_others() -> None:
+    text = shown(REPORT).text
+    places = [text.index(words) for words in ("1 error, 1 warning", "DDP101 unused-parameter", "DDP304 batch-coupled")]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [
+        (replace(REPORT, findings=(), checks=REPORT.checks[:1]), "Clean"),
+        (replace(REPORT, findings=()), "No findings, and not all was checked"),
+        (Report("net.py", error=ReportError("The model raised.", 3, "Traceback")), "Stopped"),
+        (Report("net.py", findings=(UNUSED,), error=ReportError("Ranks hang.", 4)), "Hang: 1 error"),
+    ],
+)
+def test_the_verdict_is_that_of_the_report(report: Report, words: str) -> None:
+    page = shown(report)
+    (verdict,) = page.of_class("verdict")
+    assert words in page.text and verdict[1]["role"] == "status"
+
+
+def test_what_does_not_count_is_shown_with_its_reason() -> None:
+    known = AcceptedFinding(UNUSED, "baseline", "in the baseline")
+    report = Report("net.py", accepted=(AcceptedFinding(CUT, "suppression", "kept <for> old checkpoints"), known))
+    page = shown(report)
+    assert "No findings that count" in page.text
+    assert "suppressed: kept <for> old checkpoints" in page.text and "known from the baseline" in page.text
+    assert CUT.message in page.text and UNUSED.message in page.text
+
+
+def test_a_finding_shows_its_source_and_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text("".join(f"line = {number}\n" for number in range(1, 13)))
+    report = Report("net.py", findings=(CUT,)).with_excerpts()
+    assert [(one.first, one.first + len(one.lines) - 1) for one in report.excerpts] == [(4, 10), (6, 12), (1, 7)]
+    Path("net.py").unlink()
+    page = shown(report)
+    assert [lines for lines in page.texts if lines.startswith("line =")].count("line = 7") == 3
+    assert len(page.of_class("here")) == 3
+    for words in ("where torch.no_grad() begins", "where the path ends", "which makes body.weight", "relu()"):
+        assert words in page.text
+
+
+def test_a_finding_shows_its_source_in_a_file_outside_of_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    (elsewhere / "models").mkdir(parents=True)
+    here.mkdir()
+    monkeypatch.chdir(here)
+    files = {here / "net.py": "wrong", elsewhere / "net.py": "net", elsewhere / "models/blocks.py": "block"}
+    for file, line in files.items():
+        file.write_text("".join(f"{line} = {number}\n" for number in range(1, 13)))
+    found = (replace(UNUSED, location=Location("net.py", 3)), replace(UNUSED, location=Location("blocks.py", 7)))
+    for target in (f"{elsewhere}/net.py", f"{elsewhere}/net.py:recipe", f"{elsewhere}/net.py --epochs 3"):
+        report = Report(target, findings=found).with_excerpts()
+        assert {one.lines[0].partition(" ")[0] for one in report.excerpts} == {"net", "block"}
+    assert [one.lines[0] for one in Report("net.py", findings=found).with_excerpts().excerpts] == ["wrong = 1"]
+
+
+def test_a_finding_on_ranks_that_part_shows_the_line_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("".join(f"line = {number}\n" for number in range(1, 50)))
+    calls = (CalledCollective("barrier", "", "train.py:10"), CalledCollective("all_reduce", "", "train.py:30"))
+    ranks = (RankCollectives(0, calls=(0, 0)), RankCollectives(1, calls=(0, 1)), RankCollectives(2, calls=(0, 1)))
+    mismatch = Finding("DDP403", ("all_reduce",), "They part.", Severity.ERROR, location=Location("train.py", 30))
+    report = Report("train.py", findings=(mismatch,), timelines=(CollectiveTimeline("0", calls, ranks, 1),))
+    page = shown(report.with_excerpts())
+    assert "line = 30" in page.text and "line = 10" in page.text
+    assert "barrier of rank 0" in page.text
+
+
+def test_emoji_go_by_their_names() -> None:
+    assert visible("GLHF! \U0001f3d6\ufe0f é ∇") == "GLHF! [beach with umbrella] é ∇"
+
+
+def test_marks_are_drawn_since_fonts_lack_their_characters() -> None:
+    page = renderer_for("html", medium=Medium()).render(REPORT)
+    assert 'class="mark"' in page and not set("\u2713\u2717") & set(page)
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"x\n", b"# coding: none\n" * 9])
+def test_what_is_no_source_is_left_out(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "net.py").write_bytes(text)
+    places = [Location(str(tmp_path / "net.py"), 5), Location(str(tmp_path), 1), Location("\x00", 1), None]
+    assert excerpts_of(places) == ()
+
+
+def test_modules_are_marked_where_findings_name_them() -> None:
+    entries = (("", "Net"), ("head", "Linear"), ("body", "Sequential"), ("body.0", "Linear"))
+    modules = tuple(ModuleEntry(name, kind, ("weight", "bias")) for name, kind in entries)
+    page = shown(replace(REPORT, findings=(UNUSED, replace(COUPLED, subjects=("body.0",))), modules=modules))
+    assert "weight: DDP101" in page.text and "DDP304" in page.text
+    assert page.text.count("inside") == 2  # the model, worst of both, and body
+
+
+def test_gradients_beyond_their_tolerance_are_marked_and_come_first() -> None:
+    entries = tuple(ParityEntry(step, f"p{n}", "local", 10.0**-n, 1e-3) for n in range(30) for step in (0, 1))
+    odd = (ParityEntry(0, "large", "local", 1e300, 1e-3), ParityEntry(0, "small", "local", 1e-300, 0.0))
+    page = shown(replace(REPORT, parity=(*entries, *odd)))
+    assert len(page.of_class("beyond")) == 5 and "32 parameters in 2 steps: 5 beyond the tolerance" in page.text
+
+
+def test_64_ranks_are_two_groups_of_equal_behaviour() -> None:
+    page = shown(HANG)
+    assert "ranks 0 and 2 to 63 | rank 1" in page.text
+    assert sum(tag == "th" for tag, _ in page.elements) == 3  # the number, and two groups
+    assert "part here" in page.text and page.text.count("did not end") == 1 and "never came here" in page.text
+    assert any("ranks 0 and 2 to 63 waits for rank 1" in (a.get("aria-label") or "") for _, a in page.elements)
+
+
+def test_a_page_of_64_ranks_of_which_each_does_otherwise_stays_small() -> None:
+    (timeline,) = HANG.timelines
+    ranks = tuple(replace(one, first=one.rank, at_end=f"{one.rank} " * 99) for one in timeline.ranks)
+    parity = tuple(ParityEntry(s, f"layer.{n}.weight", "local", 1e-8, 1e-6) for n in range(1000) for s in range(3))
+    modules = tuple(ModuleEntry(f"layer.{number}", "Linear", ("weight", "bias"), 64) for number in range(1000))
+    findings = tuple(replace(UNUSED, subjects=(f"a{n}",), evidence=("x" * 2000,) * 9) for n in range(300))
+    text = html(replace(HANG, timelines=(replace(timeline, ranks=ranks),), parity=parity, modules=modules))
+    assert len(text.encode()) < 1_000_000
+    assert "200 more findings" in shown(replace(HANG, findings=findings)).text
+
+
+def test_what_several_ranks_did_alike_is_one_line_of_evidence() -> None:
+    lines = [f"rank {rank}, collective number 3: {'none' if rank == 1 else 'barrier()'}" for rank in range(4)]
+    assert together([*lines, "loss: 3"]) == [
+        "ranks 0, 2 and 3, collective number 3: barrier()",
+        "rank 1, collective number 3: none",
+        "loss: 3",
+    ]
+
+
+def test_a_matrix_shows_each_combination_and_what_to_do() -> None:
+    text = shown(MATRIX).text
+    for words in (
+        "stops",
+        "find_unused_parameters=True",
+        "1.50 (1.40 to 1.60)",
+        "What to change",
+        "rounded by 1.0e-03",
+    ):
+        assert words in text
+
+
+# It needs nothing, and can be used by everybody
+
+
+@pytest.mark.parametrize("report", [REPORT, HANG, MATRIX], ids=["report", "hang", "matrix"])
+def test_a_page_asks_for_nothing_and_has_landmarks_and_targets(report: Report | Matrix) -> None:
+    page = shown(report)
+    tags = [tag for tag, _ in page.elements]
+    assert {"header", "nav", "main", "footer", "h1"} <= set(tags) and tags.count("script") == 1
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for tag, attributes in page.elements:
+        assert not {"src", "onclick", "onload", "style"} & attributes.keys(), tag
+        if "href" in attributes:
+            assert str(attributes["href"])[:1] == "#" and str(attributes["href"])[1:] in ids
+        for name in ("aria-labelledby",):
+            assert attributes.get(name) in (None, *ids)
+    assert "url(" not in html(report) and "@import" not in html(report)
+
+
+# Names are text
+
+
+text = st.text(st.characters(), max_size=30) | st.sampled_from([ODD, "</script>", "<!--", "]]>", "[red]", "\x1b[31m"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(text, text)
+def test_whatever_names_and_messages_hold_is_shown_and_is_no_element(name: str, message: str) -> None:
+    plain = [tag for tag, _ in shown(_named("a", "b")).elements]
+    report = _named(name, message)
+    page = shown(report)
+    assert [tag for tag, _ in page.elements] == plain
+    seen = page.text
+    assert seen.count(visible(message)) >= 1 and seen.count(visible(name)) >= 1
+    assert not any(not c.isprintable() and c != "\n" for c in seen)
+    assert Report.from_json(str(data_in(html(report)))) == report
+    assert Report.from_json(str(data_in(html(report, encoding="ascii")))) == report
+
+
+def _named(name: str, message: str) -> Report:
+    path = ParameterPath(name, "cut", (PathStep(name, name, Location(f"a{name}", 3)),), reason=message)
+    finding = replace(UNUSED, subjects=(f"a.{name}",), message=message, evidence=(f"x {message}",), path=path)
+    calls = (CalledCollective(f"f{name}", message, f"a.py{name}:3"),)
+    return replace(
+        REPORT,
+        target=f"t{name}",
+        findings=(finding,),
+        parity=(ParityEntry(0, f"p{name}", "local", 0.1, 0.2),),
+        modules=(ModuleEntry("a", f"C{message}", ("w",), 3),),
+        timelines=(CollectiveTimeline(name, calls, (RankCollectives(0, 0, (0,), at_end=f"in {message}"),)),),
+        excerpts=(SourceExcerpt(f"a{name}", 1, ("x", f"y{message}".replace("\n", " "), "z")),),
+    )
+
+
+@pytest.mark.parametrize("name", ["<script>alert(1)</script>", "[red]", "\x1b[31mred"])
+def test_a_module_with_such_a_name_shows_as_that(name: str) -> None:
+    page = shown(replace(REPORT, findings=(replace(UNUSED, subjects=(name,)),)))
+    assert name.replace("\x1b", "\\x1b") in page.texts
+
+
+# The report comes out again
+
+
+@pytest.mark.parametrize("report", [REPORT, HANG, MATRIX, replace(REPORT, target="x" * 300_000)])
+def test_a_page_renders_as_anything(report: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(html(report), encoding="utf-8")
+    assert cli.main(["render", str(page), "--format", "json"]) == 0
+    assert type(report).from_json(capsys.readouterr().out) == report
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda page: page.replace("ddpcheck-data", "other"), "it is not JSON|Expecting value|not a report"),
+        (lambda page: page.replace('zlib" id="ddpcheck-data">', 'zlib" id="ddpcheck-data">eJ'), "damaged|not whole"),
+    ],
+)
+def test_a_page_that_is_damaged_is_refused(damage: Any, words: str, tmp_path: Path, capsys: Any) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(damage(html(replace(REPORT, target="x" * 300_000))), encoding="utf-8")
+    assert cli.main(["render", str(page)]) == 2
+    said = capsys.readouterr().err
+    assert any(word in said for word in words.split("|")), said
+
+
+def test_a_timeline_that_names_calls_that_are_not_there_is_refused() -> None:
+    (timeline,) = HANG.timelines
+    data = HANG.to_json().replace('"calls": [\n        {', '"calls": [], "others": [\n        {', 1)
+    with pytest.raises(ValueError, match="not in the list of its timeline"):
+        Report.from_json(data)
+    with pytest.raises(ValueError, match="not in the list"):
+        replace(timeline, calls=())

@@ -1,0 +1,150 @@
+"""The HTML page in a real Chromium: nothing on the console, no request, phone width, keyboard, contrast, print."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpcheck.findings.figures import ModuleEntry, SourceExcerpt
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import ParityEntry, Report
+from ddpcheck.report.matrix.matrix import Matrix
+from tests.chromium import PROGRAM, Chromium
+from tests.render.test_html import CUT, HANG, MATRIX, html
+from tests.render.test_render import REPORT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.path.exists(PROGRAM), reason=f"there is no {PROGRAM}: apt-get install chromium"),
+]
+
+LONG = "blocks." + "very_long_name_of_a_module_" * 6 + ".weight"
+FULL = replace(
+    HANG,
+    target=f"examples/{LONG}.py",
+    findings=(replace(CUT, subjects=(LONG, "<script>alert(1)</script>")), *HANG.findings),
+    checks=REPORT.checks,
+    parity=tuple(ParityEntry(0, f"{n}.{LONG}", "local", 10.0**-n, 1e-6) for n in range(1, 30)),
+    modules=tuple(ModuleEntry(f"a{'.b' * depth}", "Linear", ("weight",), 8) for depth in range(12)),
+    excerpts=(SourceExcerpt("net.py", 1, tuple(f"line = {'x' * 20 * number}" for number in range(12))),),
+)
+PAGES = {"report": REPORT, "full": FULL, "hang": HANG, "matrix": MATRIX}
+
+CONTRAST = """(() => {
+  const canvas = document.createElement('canvas').getContext('2d');
+  const rgba = text => {
+    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = '#000'; canvas.fillStyle = text; canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
+    .map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const behind = element => {
+    const rect = element instanceof SVGElement && element.parentElement.querySelector('rect');
+    const fill = rect ? getComputedStyle(rect).fill : 'none';
+    if (fill !== 'none') return rgba(fill);
+    for (let e = element; e; e = e.parentElement) {
+      const color = rgba(getComputedStyle(e).backgroundColor);
+      if (color[3]) return color;
+    }
+    return [255, 255, 255];
+  };
+  const low = [];
+  for (const element of document.querySelectorAll('body *')) {
+    if (!element.checkVisibility || !element.checkVisibility()) continue;
+    if (![...element.childNodes].some(n => n.nodeType === 3 && n.data.trim())) continue;
+    const style = getComputedStyle(element);
+    const [a, b] = [rgba(element.tagName === 'text' ? style.fill : style.color), behind(element)].map(light);
+    const ratio = (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
+    if (ratio < 4.5) low.push([element.tagName, element.className.baseVal ?? element.className, ratio]);
+  }
+  return low;
+})()"""
+FOLDED = "[...document.querySelectorAll('details')].forEach(one => one.open = true)"
+WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with Chromium(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture(params=PAGES)
+def page(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    report: Report | Matrix = PAGES[request.param]
+    path = tmp_path / "report.html"
+    path.write_text(html(report), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_opens_without_a_complaint_or_a_request(chromium: Chromium, page: Path, dark: bool) -> None:
+    chromium.open(page, dark=dark)
+    assert chromium.complaints == [] and chromium.requests == [page.as_uri()]
+    assert len(chromium.screenshot()) > 10_000
+    background = chromium.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(20, 22, 25)") == dark
+
+
+def test_it_is_the_same_without_javascript(chromium: Chromium, page: Path) -> None:
+    chromium.open(page)
+    seen = chromium.evaluate("document.body.innerText")
+    chromium.send("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        chromium.open(page)
+        assert len(chromium.screenshot()) > 10_000 and chromium.complaints == []
+    finally:
+        chromium.send("Emulation.setScriptExecutionDisabled", value=False)
+    assert len(seen) > 300
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_nothing_makes_the_page_wider_than_the_window(chromium: Chromium, page: Path, width: int) -> None:
+    chromium.open(page, width=width)
+    assert chromium.evaluate(WIDE) == 0
+    chromium.evaluate(FOLDED)
+    assert chromium.evaluate(WIDE) == 0
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_all_text_has_enough_contrast(chromium: Chromium, page: Path, dark: bool) -> None:
+    chromium.open(page, dark=dark)
+    chromium.evaluate(FOLDED)
+    assert chromium.evaluate(CONTRAST) == []
+
+
+def test_the_keyboard_reaches_what_can_be_used(chromium: Chromium, page: Path) -> None:
+    chromium.open(page)
+    focused = []
+    for _ in range(200):
+        chromium.press("Tab", 9)
+        focused.append(chromium.evaluate("document.activeElement.outerHTML.slice(0, 60)"))
+        style = "(s => s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) >= 2)"
+        if chromium.evaluate("document.activeElement === document.body"):
+            break
+        assert chromium.evaluate(f"{style}(getComputedStyle(document.activeElement))"), focused[-1]
+    assert 'class="skip"' in focused[0]
+    reachable = "[...document.querySelectorAll('a, summary, [tabindex]')].filter(e => e.checkVisibility()).length"
+    assert len(set(focused)) > 3 and len(focused) >= chromium.evaluate(reachable)
+
+
+def test_it_prints_what_is_folded_on_white(chromium: Chromium, page: Path) -> None:
+    chromium.open(page, width=720, dark=True, print_=True)
+    assert chromium.evaluate(WIDE) == 0
+    assert chromium.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert chromium.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
+    hidden = "[...document.querySelectorAll('details > :not(summary)')].filter(e => !e.getClientRects().length).length"
+    assert chromium.evaluate(hidden) == 0
+    assert chromium.send("Page.printToPDF")["data"].startswith("JVBER")
+
+
+def test_a_script_in_a_name_is_text(chromium: Chromium, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(html(FULL), encoding="utf-8")
+    chromium.open(path)
+    assert chromium.evaluate("document.querySelectorAll('script').length") == 1
+    assert "<script>alert(1)</script>" in chromium.evaluate("document.querySelector('main').innerText")

@@ -1,0 +1,181 @@
+"""The formats that other programs read: SARIF, JUnit XML, GitHub's workflow commands, Markdown."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.figures import ParameterPath, PathStep
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location, Report, ReportError
+from ddpcheck.findings.severity import Severity
+from ddpcheck.render import FORMATS, MATRIX_FORMATS, Medium, renderer_for
+from ddpcheck.render.github import MOST_OF_A_KIND
+from ddpcheck.render.parts import Fact, facts_of
+from ddpcheck.render.sarif import MOST_RESULTS
+from tests.render.test_render import COUPLED, REPORT, UNUSED
+
+HANG = Finding(
+    "DDP403",
+    ("barrier",),
+    "Collective number 3 of the ranks does not match.",
+    Severity.ERROR,
+    location=Location("/home/me/my script.py", 9),
+    evidence=("rank 0, collective number 3: barrier() at train.py:9", "rank 1, collective number 3: none"),
+)
+ODD = "<script>`x`[red]|::error::%\x1b[31m\n\x00"
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+findings = st.builds(
+    Finding,
+    st.sampled_from(["DDP101", "DDP403", "DDP999"]),
+    st.lists(text, max_size=3).map(tuple),
+    text,
+    st.sampled_from(Severity),
+    location=st.none() | st.builds(Location, text.filter(bool), st.integers(0, 99)),
+    evidence=st.lists(text, max_size=3).map(tuple),
+)
+
+
+def rendered(name: str, report: Report, **medium: Any) -> str:
+    return renderer_for(name, medium=Medium(**medium)).render(report)
+
+
+def sarif(report: Report) -> dict[str, Any]:
+    (run,) = json.loads(rendered("sarif", report))["runs"]
+    return dict(run)
+
+
+def junit(report: Report) -> ElementTree.Element:
+    suite = ElementTree.fromstring(rendered("junit", report)).find("testsuite")
+    assert suite is not None
+    return suite
+
+
+# SARIF
+
+
+def test_sarif_has_the_rules_and_a_result_for_each_finding_worst_first() -> None:
+    run = sarif(REPORT)
+    assert run["tool"]["driver"]["version"] == "0.1.0"
+    rules = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
+    assert [(rules[one["ruleIndex"]], one["ruleId"], one["level"]) for one in run["results"]] == [
+        ("DDP101", "DDP101", "error"),
+        ("DDP304", "DDP304", "warning"),
+    ]
+    place = run["results"][0]["locations"][0]["physicalLocation"]
+    assert place == {"artifactLocation": {"uri": "model.py"}, "region": {"startLine": 25}}
+    lost = run["results"][1]["locations"][0]["physicalLocation"]  # GitHub shows no result without a place
+    assert lost["artifactLocation"]["uri"] == "examples/net.py"
+    assert run["invocations"][0]["executionSuccessful"]
+
+
+def test_sarif_shows_a_thread_for_each_rank_of_which_it_is_known_where_it_stood() -> None:
+    (result,) = sarif(replace(REPORT, findings=(HANG,)))["results"]
+    (thread,) = result["codeFlows"][0]["threadFlows"]
+    assert thread["id"] == "rank 0"
+    assert thread["locations"][0]["location"]["physicalLocation"]["region"] == {"startLine": 9}
+    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "file:///home/me/my%20script.py"
+
+
+def test_sarif_shows_a_thread_from_a_parameter_to_where_its_path_ends() -> None:
+    steps = (PathStep("linear()", "head", Location("model.py", 31)), PathStep("view()"))
+    path = ParameterPath("head.weight", "cut", steps, reason="torch.no_grad()", begins_at=Location("train.py", 7))
+    (result,) = sarif(replace(REPORT, findings=(replace(UNUSED, path=path),)))["results"]
+    (thread,) = result["codeFlows"][0]["threadFlows"]
+    places = [one["location"]["physicalLocation"]["region"]["startLine"] for one in thread["locations"]]
+    assert thread["id"].startswith("from head.weight") and places == [25, 31, 7]
+
+
+def test_a_fingerprint_stays_where_lines_and_numbers_change() -> None:
+    moved = replace(UNUSED, location=Location("model.py", 99), message="3 parameters", evidence=())
+    other = replace(UNUSED, subjects=("tail.weight",))
+    prints = [
+        sarif(replace(REPORT, findings=(one,)))["results"][0]["partialFingerprints"] for one in (UNUSED, moved, other)
+    ]
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_what_is_left_off_is_said_and_is_the_least_severe() -> None:
+    many = tuple(replace(COUPLED, subjects=(f"bn{number}",)) for number in range(MOST_RESULTS))
+    run = sarif(replace(REPORT, findings=(*many, UNUSED), checks=()))
+    assert len(run["results"]) == MOST_RESULTS and run["results"][0]["ruleId"] == "DDP101"
+    (note,) = run["invocations"][0]["toolExecutionNotifications"]
+    assert note["message"]["text"].startswith("1 finding ")
+
+
+def test_a_check_that_stopped_is_told_in_each_format() -> None:
+    stopped = Report("net.py", error=ReportError("The model raised.", 3, "Traceback ..."))
+    assert not sarif(stopped)["invocations"][0]["executionSuccessful"]
+    assert junit(stopped).get("errors") == "1"
+    assert rendered("github", stopped).startswith("::error title=ddpcheck::The model raised.\n")
+    assert "**Stopped:** The model raised." in rendered("markdown", stopped)
+
+
+# JUnit
+
+
+def test_junit_counts_errors_as_failures_and_shows_the_rest() -> None:
+    suite = junit(REPORT)
+    assert [suite.get(key) for key in ("tests", "failures", "errors", "skipped")] == ["5", "1", "0", "1"]
+    (failure,) = suite.iter("failure")
+    assert failure.get("type") == "DDP101" and "at model.py:25, on rank 1, in steps 0 and 2" in (failure.text or "")
+
+
+# GitHub
+
+
+def test_annotations_are_ten_of_a_kind_and_the_rest_is_counted() -> None:
+    many = tuple(replace(UNUSED, subjects=(f"a{number}",)) for number in range(MOST_OF_A_KIND + 2))
+    lines = rendered("github", replace(REPORT, findings=(*many, COUPLED))).splitlines()
+    assert sum(line.startswith("::error file=model.py,line=25,title=DDP101") for line in lines) == MOST_OF_A_KIND
+    assert sum(line.startswith("::warning title=DDP304") for line in lines) == 1
+    assert lines[-1].endswith("2 more errors not annotated")
+
+
+# All of them
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(findings, max_size=4))
+def test_whatever_names_and_messages_hold_is_shown_and_is_no_markup(found: list[Finding]) -> None:
+    report = replace(REPORT, findings=tuple(found))
+    assert len(sarif(report)["results"]) == len(found)
+    assert int(junit(report).get("tests", "")) == len(found) + len(report.checks)
+    commands = [line for line in rendered("github", report).splitlines() if line.startswith("::")]
+    assert len(commands) == len(found)
+    assert rendered("markdown", report).count("\n### ") == len(found)
+
+
+@pytest.mark.parametrize("name", sorted({*FORMATS} - {"json"}))
+def test_a_new_kind_of_fact_on_a_finding_is_shown_in_every_format(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "seen before" not in rendered(name, REPORT).lower()
+    original = facts_of
+
+    def with_another(finding: Finding) -> list[Fact]:
+        return [*original(finding), Fact("history", ("in 3 <b>runs</b>",), "seen before")]
+
+    for module in [one for one in sys.modules.values() if getattr(one, "facts_of", None) is original]:
+        monkeypatch.setattr(module, "facts_of", with_another)
+    shown = rendered(name, REPORT)
+    assert shown.lower().count("seen before") == 2 and shown.count("in 3") == 2
+
+
+@pytest.mark.parametrize("name", ["markdown", "junit", "github", "sarif"])
+def test_controls_and_characters_that_a_medium_lacks_are_escaped(name: str) -> None:
+    odd = replace(REPORT, target=ODD, findings=(replace(UNUSED, subjects=(ODD, "é✓"), message=ODD),))
+    shown = rendered(name, odd, encoding="ascii")
+    assert shown.isascii() and "\x1b" not in shown and "\x00" not in shown
+
+
+def test_names_of_files_and_matrices() -> None:
+    for path, name in (("r.md", "markdown"), ("r.sarif", "sarif"), ("r.xml", "junit")):
+        assert type(renderer_for(path=path)) is type(renderer_for(name))
+    with pytest.raises(UsageError, match="there is no format 'sarif'"):
+        renderer_for("sarif", formats=MATRIX_FORMATS)

@@ -1,0 +1,249 @@
+"""The matrix on real ranks: verdicts are those of a check, and options reach DDP whoever calls it."""
+
+from pathlib import Path
+
+import pytest
+
+import ddpcheck
+from ddpcheck.report.checking.check_run import CheckRun
+from ddpcheck.report.matrix.matrix import Matrix
+from tests.faultsuite.cases import FAULTS
+from tests.tiers import share
+
+ZOO = Path(__file__).parents[1] / "zoo"
+HEAD = """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+def model():
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+def batch(step):
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+
+def loss(model, batch):
+    return (model(batch)[:, 0] - batch.sum(1)).square().mean()
+"""
+
+
+def broken(name: str) -> str:
+    return f"{FAULTS / name}.py:broken"
+
+
+def matrix_of(target: Path | str, **options) -> Matrix:
+    return ddpcheck.check_matrix(str(target), **{"timeout": 20, "steps": 2, "step_times": False, **options})
+
+
+def verdicts(matrix: Matrix) -> dict[str, str]:
+    return {row.title: f"{row.verdict} {row.code}".strip() for row in matrix.rows}
+
+
+def said(matrix: Matrix, kind: str) -> str:
+    return " ".join(advice.message for advice in matrix.advice if advice.kind == kind)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path):
+    def write(tail: str) -> Path:
+        path = tmp_path / "check_this.py"
+        path.write_text(HEAD + tail)
+        return path
+
+    return write
+
+
+@pytest.mark.slow
+def test_heads_that_take_turns_need_find_unused_parameters() -> None:
+    matrix = matrix_of(ZOO / "healthy" / "alternating_heads_find_unused.py")
+    found = verdicts(matrix)
+    assert matrix.own is not None and matrix.own.options.arguments == {"find_unused_parameters": True}
+    assert (found["defaults"], found["static_graph=True"]) == ("stops DDP105", "stops DDP513")
+    assert found["find_unused_parameters=True, gradient_as_bucket_view=True"] == "right"
+    assert found["find_unused_parameters=True, skip_all_reduce_unused_params=True"] == "right"
+    assert said(matrix, "needs").startswith("It needs find_unused_parameters=True: without, it stops: DDP105 heads.0")
+    assert matrix.ok
+
+
+def test_a_layer_in_two_reentrant_checkpoints_needs_static_graph() -> None:
+    matrix = matrix_of(broken("running/reentrant_checkpoint"))
+    found = verdicts(matrix)
+    assert (found["defaults"], found["find_unused_parameters=True"]) == ("stops DDP406", "stops DDP406")
+    assert found["static_graph=True"] == "right"
+    assert said(matrix, "needs") == "It needs static_graph=True."
+    assert matrix.exit_code() == 1
+
+
+@pytest.mark.slow
+def test_no_option_mends_a_loss_that_sums() -> None:
+    matrix = matrix_of(broken("gradients/summed_loss"))
+    assert {row.code for row in matrix.rows if row.verdict != "skipped"} == {"DDP305"}
+    assert "not mended by any option" in said(matrix, "fault")
+
+
+@pytest.mark.slow
+def test_a_buffer_that_broadcasts_overwrite_needs_them_off() -> None:
+    matrix = matrix_of(broken("gradients/buffer_broadcast_between_forwards"))
+    found = {row.title: row for row in matrix.rows}
+    assert (found["defaults"].verdict, found["defaults"].code) == ("wrong", "DDP311")
+    without = next(row for title, row in found.items() if row.fine)
+    assert set(without.arguments.values()) == {False}  # forward_sync_buffers, or broadcast_buffers where there is none
+    assert said(matrix, "needs") == f"It needs {without.title}."
+
+
+@pytest.mark.slow
+def test_buffers_that_drift_without_broadcasts_are_told_from_those_that_are_overwritten() -> None:
+    matrix = matrix_of(broken("ranks/moving_average_overwritten"))
+    codes = {row.title: {finding.code for finding in row.findings} for row in matrix.rows if row.verdict == "right"}
+    [off] = [title for title in codes if "sync_buffers" in title or "broadcast" in title]
+    assert codes["defaults"] == {"DDP215"} and codes[off] == {"DDP214"}
+    assert off in said(matrix, "warns")
+
+
+@pytest.mark.slow
+def test_a_compression_hook_is_right_up_to_its_rounding_and_wrong_where_gradients_vanish_in_it() -> None:
+    matrix = matrix_of(ZOO / "healthy" / "bias_without_gradient.py")  # where one is nothing but rounding
+    [hooked] = [row for row in matrix.rows if row.hook == "fp16_compress_hook"]
+    assert hooked.verdict == "lossy" and 1e-5 < hooked.error < 1e-2
+    [hooked] = [row for row in matrix_of(ZOO / "healthy" / "tiny_grads.py").rows if row.hook == "fp16_compress_hook"]
+    assert (hooked.verdict, hooked.code) == ("wrong", "DDP302")
+    assert hooked.reason.startswith("what fp16_compress_hook rounds away is up to")
+
+
+@pytest.mark.slow
+def test_a_row_that_fails_costs_its_own_world_only() -> None:
+    matrix = matrix_of(ZOO / "healthy" / "expanded_buffer_nobroadcast.py")  # whose buffer DDP cannot broadcast
+    found = verdicts(matrix)
+    assert found["broadcast_buffers=False"] == "right"
+    assert [found[title] for title in ("defaults", "find_unused_parameters=True", "static_graph=True")] == ["stops"] * 3
+    assert found["broadcast_buffers=False, gradient_as_bucket_view=True"] == "right"
+    assert "broadcast_buffers=False" in said(matrix, "needs")
+
+
+@pytest.mark.slow
+def test_options_that_differ_between_ranks_are_a_fault_of_the_recipes_own_row_only() -> None:
+    matrix = matrix_of(broken("ranks/find_unused_on_one_rank"))
+    [own, *others] = [row for row in matrix.rows if row.verdict != "skipped"]
+    assert (own.verdict, own.code) == ("stops", "DDP221")
+    assert {row.verdict for row in others} == {"right", "lossy"}
+
+
+@pytest.mark.slow
+def test_what_a_row_says_does_not_depend_on_optimizers_that_differ() -> None:
+    matrix = matrix_of(broken("ranks/learning_rate"))
+    assert matrix.own is not None and [finding.code for finding in matrix.own.findings] == ["DDP223"]
+
+
+@pytest.mark.slow
+def test_options_reach_the_wrapper_that_a_recipe_makes_itself(recipe) -> None:
+    path = recipe(
+        """
+def wrap(module, device):
+    wrapper = DistributedDataParallel(module, None, find_unused_parameters=True, bucket_cap_mb=7)
+    print("made", wrapper.find_unused_parameters, wrapper.static_graph)
+    assert not (wrapper.static_graph and wrapper.gradient_as_bucket_view), "both of them"
+    return wrapper
+"""
+    )
+    found = verdicts(matrix_of(path))
+    assert found["find_unused_parameters=True, bucket_cap_mb=7"] == "right"  # its own
+    assert found["static_graph=True, gradient_as_bucket_view=True"] == "stops"
+    assert found["defaults"] == found["gradient_as_bucket_view=True"] == "right"
+
+
+@pytest.mark.slow
+def test_what_wrap_sets_after_the_constructor_is_not_attributed_to_other_options(recipe) -> None:
+    path = recipe(
+        """
+def wrap(module, device):
+    wrapper = DistributedDataParallel(module)
+    wrapper._set_static_graph()
+    return wrapper
+"""
+    )
+    matrix = matrix_of(path)
+    assert matrix.own is not None and matrix.own.title == "static_graph=True" and matrix.own.verdict == "right"
+    found = {row.title: row for row in matrix.rows}
+    assert found["defaults"].verdict == "skipped"
+    assert "wrap sets static_graph=True after the constructor" in found["defaults"].reason
+    assert found["static_graph=True, gradient_as_bucket_view=True"].verdict == "right"
+
+
+def test_the_single_process_runs_for_the_first_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_world, made = CheckRun._make_world, list[bool]()
+
+    def counted(checking: CheckRun, world_size: int, *, group: bool):
+        made.append(group)
+        return make_world(checking, world_size, group=group)
+
+    monkeypatch.setattr(CheckRun, "_make_world", counted)
+    matrix = matrix_of(broken("gradients/summed_loss"), steps=1)
+    ran = [row for row in matrix.rows if row.verdict != "skipped"]
+    assert made.count(True) == len(ran) > 3 and made.count(False) == 1
+    assert {row.code for row in ran} == {"DDP305"}, "which takes the single process to find"
+
+
+def test_a_wrapper_that_is_no_ddp_has_one_row() -> None:
+    matrix = matrix_of(broken("gradients/wrapper_without_reduction"))
+    [own] = matrix.rows
+    assert (own.verdict, own.code, own.title) == ("wrong", "DDP301", "as the recipe wraps it")
+    assert any("no DistributedDataParallel" in note for note in matrix.world["notes"])
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        pytest.param("running/sleeps_on_one_rank", 4, marks=pytest.mark.slow),
+        ("running/raises_everywhere", 3),
+        ("ranks/parameter_shape", 1),
+    ],
+)
+def test_what_fails_whatever_the_options_are_is_said_once(name: str, code: int) -> None:
+    matrix = matrix_of(broken(name), timeout=2 if code == 4 else 20)
+    assert [row.own for row in matrix.rows] == [True] and matrix.rows[0].verdict == "stops"
+    assert matrix.exit_code() == code
+    assert (matrix.error is None) == (code == 1)
+
+
+@pytest.mark.slow
+def test_where_every_way_hangs_no_further_options_are_tried() -> None:
+    matrix = matrix_of(broken("training/inner_module_called_on_a_rank"), timeout=2)
+    assert {row.verdict for row in matrix.rows} == {"stops"} and len(matrix.rows) == 3
+    assert matrix.exit_code() == 4
+    assert any("no further options were tried" in note for note in matrix.world["notes"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    share(
+        ["healthy/conv_syncbn", "healthy/kl_annealer_object", "healthy/global_backbone", "broken/two_causes"],
+        ["healthy/kl_annealer_object"],
+    ),
+)
+def test_the_recipes_own_row_says_what_a_check_says(name: str) -> None:
+    path = ZOO / f"{name}.py"
+    report, matrix = ddpcheck.check(str(path), steps=2, timeout=20), matrix_of(path)
+    assert matrix.own is not None
+    assert matrix.own.findings == report.findings
+    assert matrix.exit_code() == report.exit_code()
+
+
+@pytest.mark.slow
+def test_rules_that_are_ignored_decide_nothing() -> None:
+    matrix = matrix_of(broken("gradients/summed_loss"), ignore=("DDP305",))
+    assert matrix.ok and {row.verdict for row in matrix.rows} == {"incomplete", "skipped"}
+
+
+@pytest.mark.slow
+def test_step_times_are_measured_against_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpcheck.report.matrix.check_matrix._SECONDS_A_ROW", 0.05)
+    seen: list[str] = []
+    matrix = ddpcheck.check_matrix(
+        str(ZOO / "healthy" / "global_backbone.py"), steps=1, timeout=20, progress=seen.append
+    )  # whose model() hands out the same parameters every time
+    fine = [row for row in matrix.rows if row.fine]
+    assert len(fine) > 5 and all(row.step_time is not None and row.step_time.pairs >= 5 for row in fine)
+    assert [row.title for row in fine if row.baseline] == ["defaults"]
+    assert matrix.noise is not None
+    assert Matrix.from_json(matrix.to_json()) == matrix
+    assert any(words.startswith("options 2 of about") for words in seen)

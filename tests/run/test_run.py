@@ -1,0 +1,340 @@
+"""`ddpcheck run`: the script runs as under torchrun, and what is wrong with it is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.wording import make_finding
+from ddpcheck.gather.steps.gradient_sketch import sketch
+from ddpcheck.run.ending import Ending, judge_ending
+from ddpcheck.run.hang_watch import Hang
+from ddpcheck.run.script_report import report_on_script
+from ddpcheck.stream.entries import ProgramEnded, RankRaised, RankStarted
+from ddpcheck.stream.places import DDP_BACKWARD
+from ddpcheck.stream.rank_log import RankLog
+from ddpcheck.stream.watched_rank import read_logs
+from ddpcheck.worlds.failures import described
+from tests.faultsuite.scripts_page import assert_expected, expected_of
+from tests.tiers import first_of_each, share
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "scripts"
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
+PROGRAM = str(ROOT / "tests" / "run_program.py")
+ENDINGS = {"plain": 0, "workers": 0, "spawn": 0, "exit": 3, "raises": 1, "hard": 5, "terminated": 7}
+
+
+DDPCHECK, TORCHRUN = ("ddpcheck", "run"), ("torch.distributed.run",)
+
+
+def run(launcher: Sequence[str], *command: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """Run it, once more where gloo has aborted a healthy process at its exit, as it now and then does."""
+    with_root = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    for _ in range(3):
+        ended = subprocess.run(
+            [sys.executable, "-m", *launcher, "--standalone", f"--nproc-per-node={ranks}", *command],
+            env={**os.environ, "PYTHONPATH": with_root, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            cwd=ROOT,
+            check=False,
+        )
+        if "terminate called without an active exception" not in ended.stderr:
+            break
+    return ended
+
+
+# A healthy script
+
+
+@pytest.mark.parametrize("ending", share(ENDINGS, ["exit"]))
+def test_a_healthy_script_gives_its_own_output_and_exit_code(ending: str) -> None:
+    ranks = 1 if ending == "spawn" else 2
+    watched = run(DDPCHECK, PROGRAM, ending, ranks=ranks)
+    plain = run(TORCHRUN, PROGRAM, ending, ranks=ranks)
+    assert sorted(watched.stdout.splitlines()) == sorted(plain.stdout.splitlines()), watched.stderr
+    assert watched.returncode == ENDINGS[ending]
+    if ending in ("plain", "workers", "spawn"):
+        assert watched.stderr.endswith("ddpcheck: clean: 2 ranks (gloo), Sequential (12 steps)\n")
+    else:
+        assert f"it ended with exit code {ENDINGS[ending]}" in watched.stderr
+        assert "clean" not in watched.stderr
+        assert ("DDP401" if ending == "raises" else "no findings") in watched.stderr
+    if ending == "raises":  # torchrun's page says <N/A>
+        assert "error_file: <N/A>" in plain.stderr and "error_file: <N/A>" not in watched.stderr
+        assert "traceback : " in watched.stderr and "ValueError: of the script" in watched.stderr
+
+
+@pytest.mark.slow
+def test_a_script_that_torchrun_starts_anew_is_watched_anew() -> None:
+    watched = run(DDPCHECK, "--max-restarts=1", PROGRAM, "restarted")
+    plain = run(TORCHRUN, "--max-restarts=1", PROGRAM, "restarted")
+    assert sorted(watched.stdout.splitlines()) == sorted(plain.stdout.splitlines()), watched.stderr
+    assert watched.returncode == plain.returncode == 0
+    assert watched.stderr.endswith("ddpcheck: clean: 2 ranks (gloo), Sequential (12 steps)\n")
+
+
+def test_healthy_loops_that_look_like_faults_are_clean() -> None:
+    watched = run(DDPCHECK, str(ROOT / "tests" / "healthy_loops.py"))
+    assert watched.returncode == 0 and "ddpcheck: clean: 2 ranks (gloo), " in watched.stderr, watched.stderr
+
+
+@pytest.mark.slow
+def test_healthy_evaluations_that_look_like_faults_are_clean() -> None:
+    watched = run(DDPCHECK, str(ROOT / "tests" / "healthy_evaluations.py"))
+    assert watched.returncode == 0 and "ddpcheck: clean: 2 ranks (gloo), " in watched.stderr, watched.stderr
+
+
+def test_a_script_is_watched_under_another_launcher() -> None:
+    watched = run(TORCHRUN, "-m", "ddpcheck.monitor", PROGRAM, "plain")
+    plain = run(TORCHRUN, PROGRAM, "plain")
+    assert sorted(watched.stdout.splitlines()) == sorted(plain.stdout.splitlines()), watched.stderr
+    assert (watched.returncode, watched.stderr.splitlines()[-1]) == (
+        0,
+        "ddpcheck: clean: 2 ranks (gloo), Sequential (12 steps)",
+    )
+
+
+@pytest.mark.slow
+def test_a_hang_under_another_launcher_is_ended_and_told() -> None:
+    script = str(ROOT / "examples" / "scripts" / "uneven_batches.py")
+    ended = run(TORCHRUN, "-m", "ddpcheck.monitor", "--check-timeout", "3", script)
+    assert ended.returncode != 0
+    assert "DDP405 uneven-iterations" in ended.stderr and "examples/scripts/uneven_batches.py:37" in ended.stderr
+
+
+@pytest.mark.slow
+def test_what_a_hang_leaves_for_the_flight_recorder_gives_the_same_verdict(tmp_path: Path) -> None:
+    run(DDPCHECK, "--check-timeout=3", f"--check-flight-recorder={tmp_path}", "examples/scripts/uneven_batches.py")
+    read = [sys.executable, "-m", "ddpcheck", "hang", str(tmp_path)]
+    shown = subprocess.run(read, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
+    assert (shown.returncode, shown.stderr) == (4, "")
+    assert "DDP405 uneven-iterations" in shown.stdout and "examples/scripts/uneven_batches.py:37" in shown.stdout
+    analysis = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(tmp_path)]
+    ended = subprocess.run(analysis, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr
+
+
+# Faults
+
+
+def report_on(tmp_path: Path, script: str, *arguments: str) -> tuple[int, dict[str, Any]]:
+    file = tmp_path / "report.json"
+    options = [one for one in arguments if one != "--fixed"]
+    script = f"examples/scripts/{script}.py"
+    ended = run(DDPCHECK, "--check-output", str(file), *options, script, *arguments[len(options) :])
+    return ended.returncode, json.loads(file.read_text())
+
+
+ONE_OF_EACH_CODE = first_of_each(SCRIPTS, lambda script: [expected_of(FOLDER / f"{script}.py")["code"]])
+"""`make scripts` runs all scripts, and all of their twins."""
+
+
+@pytest.mark.parametrize("script", share(ONE_OF_EACH_CODE, ["barrier_in_save"]))
+def test_the_fault_of_a_script_is_found(tmp_path: Path, script: str) -> None:
+    code, report = report_on(tmp_path, script, "--check-timeout", "3")
+    assert_expected(FOLDER / f"{script}.py", code, report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS[::12])
+def test_its_fixed_twin_is_clean(tmp_path: Path, script: str) -> None:
+    code, report = report_on(tmp_path, script, "--fixed")
+    assert (code, report["findings"]) == (0, [])
+    assert all(check["status"] == "passed" for check in report["checks"]), report["checks"]
+
+
+# Sketches and logs
+
+
+@settings(deadline=None)  # the first call starts torch
+@given(st.integers(0, 3000), st.integers(0, 99))
+def test_a_sketch_is_linear_and_has_the_size_of_the_gradient(elements: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    one, other = torch.randn(2, elements, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(sketch(one) * 0.25 + sketch(other) * 0.75, sketch(one * 0.25 + other * 0.75))
+    if elements >= 64:
+        assert 0.5 < sketch(one).norm() / one.norm() < 2.0
+
+
+def test_a_sketch_leaves_the_generator_of_the_script_alone() -> None:
+    before = torch.get_rng_state()
+    sketch(torch.ones(100))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_log_of_a_rank_that_was_killed_in_the_middle_of_a_write_is_read(tmp_path: Path) -> None:
+    log = RankLog(tmp_path, RankStarted(1, 2, "gloo"))
+    log.count(0, 3, 2)
+    (file,) = tmp_path.glob("*.log")
+    with file.open("ab") as more:
+        more.write(b"\x80\x05\x95")
+    (rank,) = read_logs(tmp_path)
+    assert (rank.started.rank, rank.entries, rank.counts[0]) == (1, [], (3, 2))
+
+
+def test_the_last_start_counts(tmp_path: Path) -> None:
+    for restart in (0, 1):
+        for rank in (0, 1):
+            RankLog(tmp_path, RankStarted(rank, 2, "gloo", restart))
+    assert [(one.started.rank, one.started.restart) for one in read_logs(tmp_path)] == [(0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--check-every", "-1", "is a number of steps, or 0 for never, not -1"),
+        ("--check-timeout", "0", "is a number of seconds above 0, not 0"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(option: str, value: str, words: str) -> None:
+    ended = run(DDPCHECK, option, value, PROGRAM)
+    assert (ended.returncode, ended.stderr) == (2, f"ddpcheck: error: {option} {words}\n")
+
+
+# Endings, from logs
+
+
+def rank_log(tmp_path: Path, rank: int, *calls: str) -> RankLog:
+    log = RankLog(tmp_path, RankStarted(rank, 2, "gloo"))
+    for operation in calls:
+        log.add_call(Call(operation, "0", (0, 1), location=f"train.py:{len(operation)}"))
+    return log
+
+
+def stuck(tmp_path: Path, *stacks: str) -> list[str]:
+    ending = Ending(4, hang=Hang(60.0, dict(enumerate(stacks))))
+    return [finding.code for finding in judge_ending(read_logs(tmp_path), ending, [])]
+
+
+IN_BARRIER = """Current thread 0x1 (most recent call first):
+  File "/x/torch/distributed/distributed_c10d.py", line 5356 in barrier
+  File "/home/me/train.py", line 41 in main
+"""
+
+
+AT_WORK = """Current thread 0x1 (most recent call first):
+  File "/home/me/data.py", line 7 in read
+"""
+
+
+def test_the_collectives_in_which_ranks_part_are_the_cause_of_a_hang(tmp_path: Path) -> None:
+    many = ["all_reduce"] * 3000  # more than a ring keeps
+    rank_log(tmp_path, 0, *many, "barrier")
+    rank_log(tmp_path, 1, *many, "broadcast")
+    assert stuck(tmp_path, IN_BARRIER, IN_BARRIER) == ["DDP403"]
+
+
+def test_a_hang_leaves_the_collectives_of_the_ranks_in_the_report(tmp_path: Path) -> None:
+    rank_log(tmp_path, 0, "all_reduce", "barrier")
+    rank_log(tmp_path, 1, "all_reduce")
+    ranks, ending = read_logs(tmp_path), Ending(4, hang=Hang(60.0, {0: IN_BARRIER, 1: AT_WORK}))
+    (timeline,) = report_on_script("train.py", ending, ranks, select=(), ignore=()).timelines
+    waits, works = timeline.ranks
+    assert (waits.waiting, waits.waits_for, waits.at_end) == (True, (1,), "waits in barrier at train.py:41")
+    assert (works.waiting, works.waits_for) == (False, ()) and "still" in works.at_end
+    assert report_on_script("train.py", Ending(), ranks, select=(), ignore=()).timelines == ()
+
+
+def test_ranks_that_wait_in_the_same_collective_hang_without_a_mismatch(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        rank_log(tmp_path, rank, "all_reduce", "barrier")
+    assert stuck(tmp_path, IN_BARRIER, IN_BARRIER) == ["DDP402"]
+
+
+@pytest.mark.parametrize(("code", "found"), [("DDP104", []), ("DDP512", ["DDP403"])])
+def test_a_hang_is_told_unless_a_finding_is_its_reason(tmp_path: Path, code: str, found: list[str]) -> None:
+    rank_log(tmp_path, 0, "all_reduce", "barrier")
+    rank_log(tmp_path, 1, "all_reduce", "broadcast")
+    ending = Ending(4, hang=Hang(60.0, {0: IN_BARRIER, 1: IN_BARRIER}))
+    known = [make_finding(code, ("a",), "It is so.")]
+    assert [one.code for one in judge_ending(read_logs(tmp_path), ending, known)] == found
+
+
+def test_a_rank_that_skips_a_backward_pass_is_the_cause_of_a_hang(tmp_path: Path) -> None:
+    forwards = {0: (1, 2, 3), 1: (1, 3)}
+    for rank, numbers in forwards.items():
+        log = RankLog(tmp_path, RankStarted(rank, 2, "gloo"))
+        for number in numbers:
+            log.add_call(Call(DDP_BACKWARD, "0", (0, 1), place=f"forward pass {number}", location="train.py:9"))
+        log.add_call(Call("barrier", "0", (0, 1)))
+    ending = Ending(4, hang=Hang(60.0, dict.fromkeys(forwards, IN_BARRIER)))
+    (finding,) = judge_ending(read_logs(tmp_path), ending, [])
+    assert (finding.code, finding.ranks) == ("DDP508", (1,)) and "forward pass 2" in finding.message
+
+
+def test_a_forward_pass_more_on_a_rank_is_no_skipped_backward_pass(tmp_path: Path) -> None:
+    for rank, numbers in enumerate([(1, 2), (1, 3)]):  # rank 1 has evaluated in between
+        log = RankLog(tmp_path, RankStarted(rank, 2, "gloo"))
+        for number in numbers:
+            log.add_call(Call(DDP_BACKWARD, "0", (0, 1), place=f"forward pass {number}"))
+        log.add_call(Call(("barrier", "broadcast")[rank], "0", (0, 1)))
+    assert stuck(tmp_path, IN_BARRIER, IN_BARRIER) == ["DDP403"]
+
+
+@pytest.mark.parametrize(("more", "found"), [(("broadcast",), ["DDP403"]), ((), [])])
+def test_a_broadcast_that_one_rank_makes_is_found_although_nothing_hangs(
+    tmp_path: Path, more: tuple[str, ...], found: list[str]
+) -> None:
+    for rank, calls in enumerate([(*more, "broadcast", "barrier"), ("broadcast", "barrier")]):
+        rank_log(tmp_path, rank, *calls).add(ProgramEnded())
+    assert [one.code for one in judge_ending(read_logs(tmp_path), Ending(), [])] == found
+
+
+@pytest.mark.parametrize("codes", [{1: -6}, {0: -15, 1: -6}, {0: 1, 1: -6}])
+def test_a_process_that_gloo_aborts_at_its_exit_is_told_as_that(tmp_path: Path, codes: dict[int, int]) -> None:
+    for rank in (0, 1):
+        rank_log(tmp_path, rank, "all_reduce").add(ProgramEnded())
+    report = report_on_script("train.py", Ending(134, codes), read_logs(tmp_path), select=(), ignore=())
+    assert ("rank 1 ended by SIGABRT" in report.checks[0].detail) == (1 not in codes.values())
+    assert report.checks[0].status == "error"
+
+
+def test_an_interrupted_script_is_no_hang(tmp_path: Path) -> None:
+    for rank, calls in enumerate([("all_reduce", "barrier"), ("all_reduce",)]):  # rank 1 is at work
+        rank_log(tmp_path, rank, *calls).path.with_suffix(".stack").write_text(IN_BARRIER if not rank else AT_WORK)
+    assert not judge_ending(read_logs(tmp_path), Ending(130, interrupted=True), [])
+
+
+def test_the_exception_that_came_first_is_the_cause_and_the_lost_connection_is_not(tmp_path: Path) -> None:
+    for rank, error in enumerate([RuntimeError("Connection closed by peer"), ValueError("of the script")]):
+        rank_log(tmp_path, rank, "all_reduce").add(RankRaised(described(error, "", "")))
+    (finding,) = judge_ending(read_logs(tmp_path), Ending(1, {0: 1, 1: 1}), [])
+    assert (finding.code, finding.ranks) == ("DDP401", (1,)) and "ValueError: of the script" in finding.message
+
+
+@pytest.mark.parametrize(("text", "found"), [("Connection closed by peer", "DDP404"), ("of the script", "DDP401")])
+def test_a_rank_that_is_killed_is_the_cause_of_the_connection_that_another_one_loses(
+    tmp_path: Path, text: str, found: str
+) -> None:
+    rank_log(tmp_path, 0, "all_reduce").add(RankRaised(described(RuntimeError(text), "", "")))
+    rank_log(tmp_path, 1, "all_reduce")
+    (finding,) = judge_ending(read_logs(tmp_path), Ending(1, {0: 1, 1: -9}), [])
+    assert finding.code == found and finding.ranks == ((1,) if found == "DDP404" else (0,))
+    assert not any("had finished" in line for line in finding.evidence)
+
+
+@pytest.mark.parametrize(
+    ("codes", "found"), [({0: 5, 1: 5}, []), ({1: -9}, ["DDP404"]), ({0: -15, 1: -11}, ["DDP404"])]
+)
+def test_a_rank_that_dies_is_a_finding_and_one_that_ends_itself_is_none(
+    tmp_path: Path, codes: dict[int, int], found: list[str]
+) -> None:
+    for rank in (0, 1):
+        rank_log(tmp_path, rank, "all_reduce")
+    findings = judge_ending(read_logs(tmp_path), Ending(1, codes), [])
+    assert [finding.code for finding in findings] == found
+    assert all(finding.ranks == (1,) for finding in findings)

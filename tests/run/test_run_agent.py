@@ -1,0 +1,233 @@
+"""torchrun's agent in `ddpcheck run`: the script's exit code is its own, and no end of it loses the report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import get_args_parser
+
+from ddpcheck.cli import main
+from ddpcheck.cli.agent import run_agent
+from ddpcheck.record.rank import rank_watch
+from ddpcheck.run.check_options import add_check_options, split_at_script
+from ddpcheck.run.ending import Ending
+from ddpcheck.run.script_report import report_on_script
+from tests.tiers import share
+
+NO_GROUP = "no rank joined a process group"
+GIVEN = argparse.Namespace(check_timeout=60.0, debug=False)
+
+# What the script's options are
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("train.py --check x", 0),
+        ("train.py --check-every=5 --no --log-dir", 0),
+        ("--standalone train.py --standalone", 1),
+        ("--nproc-per-node 2 train.py 3", 2),
+        ("--nproc-per-node=2 train.py 3", 1),
+        ("--nproc 2 train.py", 2),  # torchrun takes abbreviations of its own
+        ("-r3 -t 3 -m pkg.train --check", 4),
+        ("--check-select DDP1 --check-every=3 train.py --check-select", 3),
+        ("--debug --no-python bash -c train.py", 2),
+        ("--standalone -- --odd.py --check", 2),
+        ("--check 5", 1),  # no option, and so without a value
+        ("--standalone", 1),
+    ],
+)
+def test_what_comes_after_the_script_is_the_scripts(words: str, options: int) -> None:
+    parser = get_args_parser()
+    add_check_options(parser)
+    given = words.split()
+    assert split_at_script(parser, given) == (given[:options], given[options:])
+
+
+@pytest.mark.parametrize("words", ["--check-e 3 train.py", "--check train.py", "--deb train.py"])
+def test_a_prefix_of_one_of_our_options_is_none(words: str) -> None:
+    parser = get_args_parser()
+    add_check_options(parser)
+    options, script = split_at_script(parser, words.split())
+    assert parser.parse_known_args([*options, *script[:1]])[1] == words.split()[:1]
+
+
+# A script that joins no process group
+
+
+SCRIPT = """
+import os, signal, sys
+how = sys.argv[1]
+print("at work", flush=True)
+if how == "import":
+    import no_such_module
+if how == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how == "interrupted":
+    os.kill(os.getppid(), signal.SIGINT)
+    signal.pause()
+os._exit(int(sys.argv[2])) if how == "--check" else sys.exit(int(sys.argv[2]))
+"""
+CASES: dict[str, tuple[Sequence[str], int]] = {
+    "syntax": (["syntax.py"], 1),
+    "import": (["script.py", "import"], 1),
+    "exit": (["script.py", "exit", "7"], 7),
+    "hard": (["script.py", "--check", "9", "--checkpoint-dir", "x"], 9),
+    "plain": (["script.py", "plain", "0"], 0),
+    "killed": (["script.py", "killed"], 137),
+    "interrupted": (["script.py", "interrupted"], 130),
+    "module": (["-m", "script", "exit", "3", "--check"], 3),
+    "no module": (["-m", "no_such_module"], 1),
+    "program": (["--no-python", "sh", "-c", "exit 5"], 5),
+    "no program": (["--no-python", "no-such-program"], 1),
+}
+
+BEFORE = {
+    **dict.fromkeys(("plain", "interrupted", "no program"), NO_GROUP),
+    "killed": "the script was ended by signal 9 before a rank joined a process group",
+}
+
+
+@pytest.mark.parametrize("case", share(CASES, ["syntax"]))
+def test_a_script_that_joins_no_process_group_has_its_own_exit_code(case: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "syntax.py").write_text("def f(:\n")
+    words, code = CASES[case]
+    ended = subprocess.run(
+        [sys.executable, "-m", "ddpcheck", "run", "--nproc-per-node=1", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        check=False,
+    )
+    assert ended.returncode == code, ended.stderr
+    last = BEFORE.get(case, f"the script ended with exit code {code} before a rank joined a process group")
+    assert ended.stderr.splitlines()[-1].startswith(f"ddpcheck: {last}"), ended.stderr
+    assert "bug in ddpcheck" not in ended.stderr
+    assert ended.stdout == ("at work\n" if "script" in " ".join(words) else "")
+
+
+@pytest.mark.parametrize("words", ["nothere.py", "--run-path nothere.py", "--standalone nothere.py --epochs 3"])
+def test_a_file_that_is_not_there_is_told_before_a_rank_is_started(words: str, capsys: Any) -> None:
+    assert main(["run", *words.split()]) == 2
+    assert capsys.readouterr().err == "ddpcheck: error: no such file: nothere.py\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("--nproc-per-node 0", "--nproc-per-node is a number of ranks from 1 on, or auto, cpu or gpu, not '0'"),
+        ("--nproc-per-node -1", "--nproc-per-node is a number of ranks from 1 on, or auto, cpu or gpu, not '-1'"),
+        ("--nproc-per-node foo", "--nproc-per-node is a number of ranks from 1 on, or auto, cpu or gpu, not 'foo'"),
+        ("--nnodes 2:1", "--nnodes is a number of machines from 1 on, or MIN:MAX, not '2:1'"),
+        ("--nnodes 1:2:3", "--nnodes is a number of machines from 1 on, or MIN:MAX, not '1:2:3'"),
+        ("--max-restarts=-2", "--max-restarts is a number from 0 on, not -2"),
+        ("--redirects=9", "torchrun refuses an option: 9 does not match"),
+        ("--local-ranks-filter=x", "torchrun refuses an option: --local_ranks_filter must be"),
+    ],
+)
+def test_a_wrong_option_of_torchrun_is_wrong_usage(
+    option: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("PYTHONPATH", "_DDPCHECK_RUN", "OMP_NUM_THREADS"):  # which a run sets
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    assert main(["run", *option.split(), __file__]) == 2
+    assert capsys.readouterr().err.startswith(f"ddpcheck: error: {sentence}")
+
+
+@pytest.mark.parametrize("ending", [Ending(), Ending(2), Ending(130, interrupted=True), Ending(1, {0: 1, 1: -9})])
+def test_there_is_a_report_without_ranks(ending: Ending) -> None:
+    report = report_on_script("train.py", ending, [], select=[], ignore=[])
+    said = "the script ended with exit code 1 before" if ending.exit_codes else NO_GROUP
+    assert report.findings == () and report.checks[-1].detail.startswith(said)
+    assert len(report.checks) == 1 + bool(ending.exit_code)
+
+
+# An agent that fails
+
+
+def failure(error_file: Path, rank: int = 0) -> ProcessFailure:
+    return ProcessFailure(local_rank=rank, pid=1, exitcode=3 + rank, error_file=str(error_file))
+
+
+@pytest.mark.parametrize("content", ["", '{"message": {"mess', '{"message": {}}', "[]", "\xff"])
+def test_an_error_file_that_was_not_finished_is_none(content: str, tmp_path: Path) -> None:
+    broken = tmp_path / "error.json"
+    broken.write_text(content, "latin-1")
+
+    def run(_: Any) -> None:
+        raise ChildFailedError("train.py", {rank: failure(broken, rank) for rank in (0, 1)})
+
+    assert run_agent(run, GIVEN, tmp_path) == Ending(3, {0: 3, 1: 4})
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        failure(broken)
+
+
+def test_an_error_file_that_was_finished_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = tmp_path / "error.json"
+    details = {"py_callstack": "Traceback of the script", "timestamp": "7"}
+    whole.write_text(json.dumps({"message": {"message": "of the script", "extraInfo": details}}))
+
+    def run(_: Any) -> None:
+        raise ChildFailedError("train.py", {0: failure(whole)})
+
+    assert run_agent(run, GIVEN, tmp_path).exit_code == 3
+    assert "Traceback of the script" in capsys.readouterr().err
+
+
+def test_an_error_of_the_agent_leaves_the_report_and_the_signals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGHUP)
+
+    def run(_: Any) -> None:
+        signal.signal(signal.SIGHUP, lambda *_: None)  # as the agent does
+        raise json.JSONDecodeError("Expecting value", "", 0)
+
+    assert run_agent(run, GIVEN, tmp_path) == Ending(1)
+    assert "the agent of torchrun has stopped: json.decoder.JSONDecodeError: Expecting value" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGHUP) is before
+
+
+def test_an_error_file_is_never_there_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    replace = os.replace
+
+    def at_the_end(source: str, target: str) -> None:
+        assert not path.exists() and json.loads(Path(source).read_text())["message"]["message"] == "of the script"
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", at_the_end)
+    rank_watch._tell_torchrun("of the script", "Traceback")
+    assert [file.name for file in tmp_path.iterdir()] == ["error.json"]
+
+
+# An error of ours
+
+
+@pytest.mark.parametrize(("ending", "code"), [(Ending(7), 7), (Ending(), 2)])
+def test_an_error_of_ours_leaves_the_exit_code_of_the_script(
+    ending: Ending, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("of ours")
+
+    monkeypatch.setattr("ddpcheck.cli.run.run_agent", lambda *_: ending)
+    monkeypatch.setattr("ddpcheck.run.script_report.report_on_script", fails)
+    for name in ("PYTHONPATH", "_DDPCHECK_RUN"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    assert main(["run", __file__]) == code
+    assert "RuntimeError: of ours; this is a bug in ddpcheck" in capsys.readouterr().err

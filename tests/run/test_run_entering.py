@@ -1,0 +1,83 @@
+"""How `ddpcheck run` gets into the processes of a script: it changes nothing that the script could see."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpcheck.record.rank.environment import RunOptions, environment_for, options_of_run
+
+LOOK = """
+import json, sys
+print(json.dumps({
+    "path": sys.path, "argv": sys.argv, "main": __name__, "finders": [str(type(f)) for f in sys.meta_path],
+    "torch": "torch" in sys.modules, "custom": "sitecustomize" in sys.modules,
+}))
+"""
+
+
+def seen(folder: Path, environ: dict[str, str], *options: str) -> dict[str, object]:
+    script = folder / "look.py"
+    script.write_text(LOOK)
+    ended = subprocess.run(
+        [sys.executable, *options, str(script), "--rate", "3"], env=environ, capture_output=True, text=True, check=True
+    )
+    assert not ended.stderr
+    found: dict[str, object] = json.loads(ended.stdout)
+    return found
+
+
+def environ(**more: str) -> dict[str, str]:
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": root, **more}
+
+
+def test_the_options_come_through_the_environment() -> None:
+    options = RunOptions("/some/folder", every=3)
+    assert options_of_run(environment_for(options, {})) == options
+    assert options_of_run({}) is None
+
+
+def test_a_process_sees_what_it_would_have_seen(tmp_path: Path) -> None:
+    plain, watched = seen(tmp_path, environ()), seen(tmp_path, environment_for(RunOptions(str(tmp_path)), environ()))
+    finders, theirs = watched.pop("finders"), plain.pop("finders")
+    assert watched == plain
+    assert isinstance(finders, list) and isinstance(theirs, list) and len(finders) == len(theirs) + 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_sitecustomize_of_the_user_is_run(tmp_path: Path, fails: bool) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    mark = tmp_path / "mark"
+    end = "raise RuntimeError('of the user')" if fails else ""
+    (theirs / "sitecustomize.py").write_text(f"open({str(mark)!r}, 'w').close()\nname = __file__\n{end}")
+    path = environ()["PYTHONPATH"] + os.pathsep + str(theirs)
+    script = tmp_path / "script.py"
+    script.write_text("import sitecustomize; print(sitecustomize.name)" if not fails else "print('goes on')")
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment_for(RunOptions(str(tmp_path)), environ(PYTHONPATH=path)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert mark.exists()
+    assert ended.stdout.strip() == ("goes on" if fails else str(theirs / "sitecustomize.py"))
+    assert ("of the user" in ended.stderr) == fails  # as Python says it of a sitecustomize that fails
+
+
+def test_the_ddpcheck_that_watches_is_the_one_that_reports(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import ddpcheck; print(ddpcheck.__file__)")
+    other = tmp_path / "site" / "ddpcheck"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise SystemExit('another one')")
+    watched = environment_for(RunOptions(str(tmp_path)), environ(PYTHONPATH=str(other.parent)))
+    ended = subprocess.run([sys.executable, str(script)], env=watched, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == str(Path(__file__).parents[2] / "ddpcheck" / "__init__.py")

@@ -1,0 +1,169 @@
+"""Scripts that start their own ranks run under `ddpcheck run` as they are, and how these end is known."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpcheck.record.rank import started_processes
+from ddpcheck.record.rank.started_processes import leave_agent_store, mark_first_process
+from ddpcheck.stream.entries import RankStarted
+from ddpcheck.stream.rank_log import RankLog
+from ddpcheck.stream.watched_rank import rank_processes
+from tests.tiers import share
+
+ROOT = Path(__file__).parents[2]
+USES_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+@pytest.fixture(autouse=True)
+def below_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "a:b", "MASTER_PORT": "29400", USES_AGENT: "True"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("_DDPCHECK_STARTED", "::")
+    mark_first_process()
+
+
+def started_by_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: -2)
+
+
+def test_ranks_of_the_script_that_meet_elsewhere_do_not_look_for_the_agents_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started_by_script(monkeypatch)
+    mark_first_process()  # as their interpreter does
+    leave_agent_store((), {})
+    assert USES_AGENT in os.environ  # they meet at the agent's
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    leave_agent_store(("gloo",), {"rank": 1})
+    assert USES_AGENT not in os.environ
+
+
+@pytest.mark.parametrize("given", [(("gloo", "tcp://localhost:7"), {}), ((), {"init_method": "tcp://10.0.0.1:7"})])
+def test_an_address_may_be_given_too(given: tuple[Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_agent_store(*given)
+    assert USES_AGENT in os.environ  # a process of torchrun's, in which it fails without ddpcheck too
+    started_by_script(monkeypatch)
+    leave_agent_store((), {"init_method": "tcp://localhost:29400"})
+    leave_agent_store((), {"init_method": "file:///tmp/file"})
+    assert USES_AGENT in os.environ
+    leave_agent_store(*given)
+    assert USES_AGENT not in os.environ
+
+
+def test_ranks_of_an_agent_that_the_script_starts_keep_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    started_by_script(monkeypatch)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "inner")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    leave_agent_store((), {})
+    mark_first_process()
+    leave_agent_store((), {})
+    assert USES_AGENT in os.environ
+
+
+def exits(how: str) -> None:
+    if how == "returns":
+        return
+    try:
+        raise ValueError(how)
+    except ValueError:
+        if how == "exits":  # as torch.multiprocessing does
+            sys.exit(1)
+        if how == "is content":
+            sys.exit(0)
+        raise
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [("returns", None), ("raises", "raises"), ("exits", "exits"), ("is content", None)]
+)
+def test_the_end_of_a_process_is_told(how: str, told: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = multiprocessing.Process(target=exits, args=(how,))
+    ends: list[BaseException | None] = []
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "run", multiprocessing.process.BaseProcess.run)
+    monkeypatch.setattr(started_processes, "on_end", [ends.append])
+    started_processes.follow_ends()
+    try:
+        process.run()
+    except (ValueError, SystemExit):
+        assert how != "returns"
+    assert [end and str(end) for end in ends] == [told]
+
+
+def test_the_processes_of_the_last_start_are_known(tmp_path: Path) -> None:
+    for restart in (0, 1):
+        for rank in (0, 1):
+            RankLog(tmp_path, RankStarted(rank, 2, "gloo", restart))
+    assert rank_processes(tmp_path) == dict.fromkeys((0, 1), os.getpid())
+
+
+SCRIPT = """
+import os, socket, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch import nn
+
+def work(rank, how, port):
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    method = f"tcp://127.0.0.1:{port}" if how == "address" else None
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    net = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for step in range(12):
+        optimizer.zero_grad()
+        net(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+        if step == 5 and rank == 1 and how == "raises":
+            raise ValueError("of the script")
+        if step == 5 and rank == 1 and how == "hangs":
+            dist.barrier()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    how = sys.argv[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    if how in ("fork", "hangs"):
+        context = mp.get_context("fork" if how == "fork" else "spawn")
+        ranks = [context.Process(target=work, args=(rank, how, port)) for rank in (0, 1)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        sys.exit(max(abs(rank.exitcode) for rank in ranks))
+    mp.spawn(work, (how, port), nprocs=2)
+"""
+CASES = {
+    "plain": (0, "clean: 2 ranks (gloo), Linear (12 steps)"),
+    "address": (0, "clean: 2 ranks (gloo), Linear (12 steps)"),
+    "fork": (0, "clean: 2 ranks (gloo), Linear (12 steps)"),
+    "raises": (1, "Rank 1 raised ValueError: of the script."),
+    "hangs": (4, "DDP403"),
+}
+
+
+@pytest.mark.parametrize("how", share(CASES, []))
+def test_a_script_that_starts_its_own_ranks_runs_as_it_is(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT", USES_AGENT, "_DDPCHECK_STARTED"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ended = subprocess.run(
+        [sys.executable, "-m", "ddpcheck", "run", "--check-timeout=8", "train.py", how],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    code, words = CASES[how]
+    assert ended.returncode == code and words in ended.stderr, ended.stderr

@@ -1,0 +1,179 @@
+"""Ranks that do not end: those that have run all of the script, and those that do not heed the signal to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from ddpcheck.findings.stacks import has_no_python_left
+from ddpcheck.run import hang_watch
+from ddpcheck.run.ending import Ending
+from ddpcheck.run.hang_watch import HangWatch, Unended, lives
+from ddpcheck.run.script_report import report_on_script
+from ddpcheck.stream.entries import Entry, GroupDestroyed, ProgramEnded, RankRaised, RankStarted
+from ddpcheck.stream.rank_log import RankLog
+from ddpcheck.stream.watched_rank import read_logs
+from ddpcheck.worlds.deadlock import gloo_wants_gil
+from ddpcheck.worlds.failures import described
+from tests.run.test_run import DDPCHECK, ROOT, run
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+
+NOWHERE = "Current thread 0x1 (most recent call first):\n  <no Python frame>\n"
+AT_EXIT = 'Current thread 0x1 (most recent call first):\n  File "/x/wandb/finish.py", line 7 in upload\n'
+LAST_LINE = 'Thread 0x2:\n  <no Python frame>\n\nCurrent thread 0x1:\n  File "/home/me/train.py", line 41 in <module>\n'
+WAITS = """Current thread 0x1 (most recent call first):
+  File "/x/torch/distributed/distributed_c10d.py", line 5356 in barrier
+  File "/home/me/train.py", line 41 in main
+"""
+
+
+def watched(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *ranks: tuple[Entry | None, str, bool], world_size: int = 0
+) -> HangWatch:
+    """A watch that has looked at idle ranks: of each the last entry, its stack, and whether gloo wants the GIL."""
+    for number, (entry, _, _) in enumerate(ranks):
+        log = RankLog(folder, RankStarted(number, world_size or len(ranks), "gloo"))
+        if entry is not None:
+            log.add(entry)
+    watch = HangWatch(folder, 60.0, lambda: None)
+    watch.stop()
+    stacks: Mapping[int, str] = {number: stack for number, (_, stack, _) in enumerate(ranks)}
+    monkeypatch.setattr(watch, "_stacks", lambda _: stacks)
+    monkeypatch.setattr(hang_watch, "gloo_wants_gil", lambda pid: ranks[pid][2])
+    watch._cannot_get_on({number: number for number in range(len(ranks))}, 60.0, not world_size)
+    return watch
+
+
+@pytest.mark.parametrize(
+    ("entry", "stack", "wants_gil", "is_unended"),
+    [
+        (ProgramEnded(), NOWHERE, False, True),  # in the destructor of something, after Python
+        (ProgramEnded(), AT_EXIT, True, True),
+        (GroupDestroyed(), LAST_LINE, True, True),
+        (ProgramEnded(), AT_EXIT, False, False),  # a function of atexit that waits for a server
+        (GroupDestroyed(), LAST_LINE, False, False),  # goes on without the others
+        (None, LAST_LINE, True, False),
+        (None, NOWHERE, False, False),
+        (ProgramEnded(), "", False, False),
+    ],
+)
+def test_a_rank_that_has_run_all_of_the_script_and_cannot_end_is_seen(
+    entry: Entry | None,
+    stack: str,
+    wants_gil: bool,
+    is_unended: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = watched(tmp_path, monkeypatch, (entry, stack, wants_gil))
+    assert watch.unended == (Unended(60.0, (0,)) if is_unended else None)
+    assert watch.hang is None
+
+
+def test_ranks_that_wait_for_one_that_cannot_end_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = watched(tmp_path, monkeypatch, (GroupDestroyed(), LAST_LINE, True), (None, WAITS, False))
+    assert watch.unended is None and watch.hang is not None
+    assert watch.hang.stacks == {1: WAITS}
+
+
+def test_a_rank_that_cannot_end_is_seen_without_those_of_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "waits").mkdir()
+    watch = watched(tmp_path, monkeypatch, (ProgramEnded(), NOWHERE, False), world_size=2)
+    assert watch.unended == Unended(60.0, (0,))
+    watch = watched(tmp_path / "waits", monkeypatch, (None, WAITS, False), world_size=2)
+    assert (watch.unended, watch.hang) == (None, None)
+
+
+def test_an_interpreter_that_has_ended_has_no_python_left() -> None:
+    assert has_no_python_left(hang_watch._NO_INTERPRETER) and has_no_python_left(NOWHERE)
+    assert not has_no_python_left(LAST_LINE) and not has_no_python_left("")
+
+
+def test_the_report_on_ranks_that_did_not_end_is_that_on_the_run(tmp_path: Path) -> None:
+    for number in (0, 1):
+        RankLog(tmp_path, RankStarted(number, 2, "gloo")).add(GroupDestroyed())
+    ranks = read_logs(tmp_path)
+    report = report_on_script("train.py", Ending(unended=Unended(61.2, (0, 1))), ranks, select=[], ignore=[])
+    plain = report_on_script("train.py", Ending(), ranks, select=[], ignore=[])
+    assert (report.findings, report.checks, report.exit_code()) == (plain.findings, plain.checks, 0)
+    (note,) = report.world["notes"]
+    assert note.startswith(
+        "ranks 0 and 1 have run all of the script, did not end for 61 s, and then ddpcheck ended them"
+    )
+
+
+def test_a_process_without_gloo_does_not_want_the_gil() -> None:
+    assert not gloo_wants_gil(os.getpid())
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+def test_a_rank_that_does_not_heed_the_signal_is_killed_soon(
+    heeds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignore = "" if heeds else "import signal; signal.signal(signal.SIGTERM, lambda *_: None);"
+    code = f"{ignore}import time; print(flush=True)\nwhile True: time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        monkeypatch.setattr(hang_watch, "_GRACE", 0.3)
+        watch = HangWatch(tmp_path, 60.0, process.terminate)
+        watch._end_ranks({0: process.pid})
+        watch.stop()
+        assert not lives(process.pid)
+        assert process.wait() == (-signal.SIGTERM if heeds else -signal.SIGKILL)
+
+
+def test_a_rank_that_works_on_after_the_signal_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import signal; signal.signal(signal.SIGTERM, lambda *_: None); print(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            monkeypatch.setattr(hang_watch, "_GRACE", 0.5)
+            watch = HangWatch(tmp_path, 60.0, process.terminate)
+            ending = threading.Thread(target=watch._end_ranks, args=[{0: process.pid}], daemon=True)
+            ending.start()
+            time.sleep(2.0)
+            assert lives(process.pid)
+        finally:
+            watch.stop()
+            process.kill()
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_what_a_rank_raised_is_told_while_torchrun_waits_for_another_one(
+    raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang_watch, "_GRACE", 0.2)
+    RankLog(tmp_path, RankStarted(0, 2, "gloo"))
+    log = RankLog(tmp_path, RankStarted(1, 2, "gloo"))
+    if raises:
+        log.add(RankRaised(described(ValueError("no such label: 7"), "", "")))
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    for file in tmp_path.glob("0-1-*"):
+        file.rename(tmp_path / f"0-1-2-{ended.pid}{file.suffix}")
+    told: list[str] = []
+    watch = HangWatch(tmp_path, 60.0, lambda: None, told.append)
+    time.sleep(2.5)
+    watch.stop()
+    assert told == (["rank 1 raised ValueError: no such label: 7; torchrun waits for rank 0 to end"] if raises else [])
+
+
+@pytest.mark.slow
+def test_torchs_deadlock_at_the_end_is_told_and_the_run_is_clean() -> None:
+    ended = run(DDPCHECK, "--check-timeout=4", str(ROOT / "tests" / "run_unended.py"))
+    assert (ended.returncode, ended.stdout) == (0, "last line\n"), ended.stderr
+    assert "note: rank 0 has run all of the script, did not end for " in ended.stderr
+    assert "ddpcheck: clean: 2 ranks (gloo), Linear (0 steps), Linear (12 steps)" in ended.stderr

@@ -1,0 +1,667 @@
+"""The assertions for tests: each fails on something broken and holds on its twin, with one message on every rank."""
+
+import contextlib
+import datetime
+import inspect
+import time
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import ddpcheck
+from ddpcheck.findings.errors import FindingsError, HangError, UsageError
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Report
+from ddpcheck.harness import World
+from ddpcheck.recipe.recipe import Recipe
+from ddpcheck.testing.fixture import DdpWorld
+from tests.tiers import share
+
+torch = pytest.importorskip("torch")
+
+nn = torch.nn
+
+
+# --- The same on all ranks: real ranks ------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """What rank r holds, and what has to be said of it where there are several ranks; nothing where all is well."""
+
+    value: Callable[[int], Any]
+    said: tuple[str, ...] = ()
+    options: dict[str, Any] | None = None
+    kind: type[Exception] = AssertionError
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass
+class Output:
+    logits: Any
+    loss: Any = None
+
+
+def ramp(rank: int = 0, **changes: Any) -> Any:
+    """The numbers 1 to 64 in rows of eight; on rank 1 with two other ones."""
+    tensor = torch.arange(1.0, 65.0).reshape(8, 8)
+    if rank == 1:
+        tensor[0, 7] += 0.25
+        tensor[0, 0] += 0.125
+    return tensor.to(**changes) if changes else tensor
+
+
+def seeded(rank: int, build: Callable[[], Any]) -> Any:
+    torch.manual_seed(rank)
+    return build()
+
+
+def cyclic() -> list[Any]:
+    inner: list[Any] = [torch.ones(1)]
+    inner.append(inner)
+    return inner
+
+
+VALUES = ("Tensor-likes are not equal on all ranks!", "Rank 1 differs from rank")
+NAN = float("nan")
+EQUAL: dict[str, Callable[[int], Any]] = {
+    "a tensor": lambda rank: ramp(),
+    "0-dim": lambda rank: torch.tensor(3.0),
+    "empty": lambda rank: torch.empty(0, 3),
+    "bfloat16": lambda rank: ramp(dtype=torch.bfloat16),
+    "float8": lambda rank: ramp(dtype=torch.float8_e4m3fn),
+    "float8 scales": lambda rank: ramp(dtype=torch.float8_e8m0fnu),
+    "bool": lambda rank: ramp() > 5,
+    "complex": lambda rank: ramp() * 1j,
+    "conjugated": lambda rank: (ramp() * 1j).conj() if rank else (ramp() * 1j).conj().resolve_conj(),
+    "int8": lambda rank: ramp(dtype=torch.int8),
+    "uint64": lambda rank: ramp(dtype=torch.uint64),
+    "sparse": lambda rank: ramp().to_sparse(),
+    "csr": lambda rank: ramp().to_sparse_csr(),
+    "sparse, in another order": lambda rank: torch.sparse_coo_tensor(
+        [[2 * (rank == 0), 2 * (rank > 0)]], [3.0, 1.0] if rank == 0 else [1.0, 3.0], (4,)
+    ),
+    "quantized": lambda rank: torch.quantize_per_tensor(ramp(), 0.5, 0, torch.qint8),
+    "a view": lambda rank: ramp().t().contiguous().t() if rank else ramp(),
+    "one zero and the other": lambda rank: [torch.zeros(3) * (-1 if rank else 1), torch.tensor(-0.0 if rank else 0.0)],
+    "an odd place in memory": lambda rank: torch.cat(
+        [torch.zeros(rank, dtype=torch.bfloat16), torch.ones(9).bfloat16()]
+    )[rank:],
+    "requires grad": lambda rank: torch.ones(3, requires_grad=bool(rank)),
+    "a module": lambda rank: seeded(0, lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))),
+    "a generator": lambda rank: (p for p in seeded(0, lambda: nn.Linear(3, 3)).parameters()),
+    "a nest": lambda rank: {"b": [ramp(), None], "a": (1, 2.0, True, "text", torch.float32, torch.device("cpu"))},
+    "a nest in another order": lambda rank: {"a": 1, "b": ramp()} if rank else OrderedDict(b=ramp(), a=1),
+    "classes": lambda rank: [Pair(ramp(), 1), Output(ramp())],
+    "a number": lambda rank: 3.0,
+    "numpy": lambda rank: [ramp().numpy(), ramp().numpy()[0, 0]],
+    "None among others": lambda rank: [None, ramp()],
+    "gradients": lambda rank: [None, torch.ones(2, 2)],
+}
+CASES: dict[str, Case] = {
+    **{f"equal: {name}": Case(value) for name, value in EQUAL.items()},
+    "values": Case(
+        ramp,
+        (
+            *VALUES,
+            "Mismatched elements: 2 / 64 (3.1%) on rank 1 against rank 0",
+            "Greatest absolute difference: 0.25 at index (0, 7) on rank 1 against rank 0",
+            "Greatest relative difference: 0.125 at index (0, 0) on rank 1 against rank 0",
+            "First mismatch at index (0, 0): 1.125 instead of 1.0 on rank 1 against rank 0",
+        ),
+    ),
+    "beyond a tolerance": Case(
+        ramp,
+        ("Tensor-likes are not close", "Mismatched elements: 1 / 64 (1.6%)", "(up to 0.2 allowed)"),
+        {"rtol": 0.0, "atol": 0.2},
+    ),
+    "within a tolerance": Case(ramp, (), {"rtol": 0.0, "atol": 0.25}),
+    "within a relative tolerance": Case(ramp, (), {"rtol": 0.125, "atol": 0.0}),
+    "half of a tolerance": Case(ramp, ("rtol", "atol is missing"), {"rtol": 1e-3}, UsageError),
+    "a negative tolerance": Case(ramp, ("atol", "-1"), {"rtol": 0, "atol": -1}, UsageError),
+    "other tolerances on a rank": Case(lambda rank: ramp(), ("in different ways",), {"by rank": True}, UsageError),
+    "named": Case(
+        lambda rank: {"weight": [ramp(rank)]}, (*VALUES, "occurred for item state['weight'][0]"), {"name": "state"}
+    ),
+    "several": Case(
+        lambda rank: {"a": ramp(), "b": ramp(rank), "c": ramp(rank)},
+        (*VALUES, "occurred for item ['b']", "1 more item is not", "['c']: values, on rank 1"),
+    ),
+    "0-dim": Case(
+        lambda rank: torch.tensor(float(rank == 1)), (*VALUES, "Expected 0.0 but got 1.0 on rank 1 against rank 0")
+    ),
+    "bfloat16": Case(
+        lambda rank: torch.full((4,), 1.0 + (rank == 1), dtype=torch.bfloat16), (*VALUES, "2.0 instead of 1.0")
+    ),
+    "float8": Case(
+        lambda rank: torch.full((4,), 1.0 + (rank == 1)).to(torch.float8_e5m2), (*VALUES, "2.0 instead of 1.0")
+    ),
+    "bool": Case(lambda rank: torch.tensor([True, rank == 1]), (*VALUES, "True instead of False", "index (1,)")),
+    "complex": Case(
+        lambda rank: torch.tensor([1 + (3 + 4j) * (rank == 1)]), (*VALUES, "difference: 5.0 at index (0,)")
+    ),
+    "large integers": Case(
+        lambda rank: torch.tensor([2**60 + (rank == 1)]),
+        (*VALUES, "difference: 1 at index (0,)", str(2**60), "8.67361737988"),
+    ),
+    "large integers with a tolerance": Case(
+        lambda rank: torch.tensor([2**25 + (rank == 1)]), (*VALUES[1:], "1 / 1"), {"rtol": 0.0, "atol": 0.5}
+    ),
+    "unsigned": Case(lambda rank: torch.tensor([7 + (rank == 1)]).to(torch.uint16), (*VALUES, "8 instead of 7")),
+    "float8 within a tolerance": Case(
+        lambda rank: torch.full((4,), 1.0 + (rank == 1)).to(torch.float8_e5m2), (), {"rtol": 0.0, "atol": 1.0}
+    ),
+    "sparse values": Case(
+        lambda rank: torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0 + (rank == 1)], (4,)),
+        (*VALUES, "item values()", "3.0 instead of 2.0"),
+    ),
+    "sparse places": Case(
+        lambda rank: torch.sparse_coo_tensor([[0, 2 + (rank == 1)]], [1.0, 2.0], (4,)), (*VALUES, "item indices()")
+    ),
+    "more sparse values": Case(
+        lambda rank: torch.sparse_coo_tensor([[0, 1, 2][: 2 + (rank == 1)]], [1.0] * (2 + (rank == 1)), (4,)),
+        ("attribute 'shape'", "(1, 2) on rank", "(1, 3) on rank 1", "item indices()"),
+    ),
+    "dense and sparse": Case(
+        lambda rank: torch.eye(2).to_sparse() if rank == 1 else torch.eye(2), ("sparse_coo on rank 1",)
+    ),
+    "shape": Case(lambda rank: torch.ones(3 + (rank == 1)), ("'shape' do not match", "(4,) on rank 1")),
+    "dtype": Case(
+        lambda rank: torch.ones(3, dtype=torch.float64 if rank == 1 else torch.float32),
+        ("'dtype' do not match", "float64 on rank 1"),
+    ),
+    "stride": Case(
+        lambda rank: ramp().t() if rank == 1 else ramp().t().contiguous(),
+        ("'stride' do not match", "(1, 8) on rank 1"),
+        {"check_stride": True},
+    ),
+    "a missing key": Case(
+        lambda rank: {"a": ramp(), "b": 1} if rank == 1 else {"a": ramp()},
+        ("mapping of 2 items on rank 1", "['b']: only on rank 1"),
+    ),
+    "a missing item": Case(
+        lambda rank: [ramp()] * (2 + (rank == 1)), ("sequence of 3 items on rank 1", "[2]: only on rank 1")
+    ),
+    "None on one rank": Case(
+        lambda rank: [None if rank == 1 else ramp(), ramp()],
+        ("None on rank 1", "a tensor of shape (8, 8) and dtype float32 on rank", "item [0]"),
+    ),
+    "nothing on one rank": Case(lambda rank: None if rank == 1 else ramp(), ("None on rank 1",)),
+    "another nest": Case(lambda rank: {"a": ramp()} if rank == 1 else [ramp()], ("mapping of 1 item on rank 1",)),
+    "an empty nest on one rank": Case(lambda rank: [] if rank == 1 else ramp(), ("sequence of 0 items on rank 1",)),
+    "numbers": Case(lambda rank: 4 if rank == 1 else 3, ("Scalars are not equal", "4 on rank 1")),
+    "numbers beyond a tolerance": Case(
+        lambda rank: 4.0 if rank == 1 else 3.0, ("Scalars are not close", "4.0 on rank 1"), {"rtol": 0, "atol": 0.5}
+    ),
+    "numbers within a tolerance": Case(lambda rank: 3.0 + rank / 8, (), {"rtol": 0, "atol": 0.5}),
+    "words": Case(lambda rank: ["a", "ab"[rank == 1]], ("Values are not equal", "'b' on rank 1", "item [1]")),
+    "NaN everywhere": Case(
+        lambda rank: torch.tensor([1.0, NAN]), ("On every rank, 1 / 2 elements are NaN", "index (1,)", "equal_nan=True")
+    ),
+    "NaN on one rank": Case(
+        lambda rank: torch.tensor([1.0, NAN if rank == 1 else 2.0]),
+        (
+            *VALUES,
+            "Mismatched elements: 1 / 2 (50.0%) on rank 1",
+            "First mismatch at index (1,): nan instead of 2.0",
+            "NaN: no element is NaN on rank",
+            "1 / 2 elements are NaN, the first at index (1,) on rank 1",
+        ),
+    ),
+    "equal NaN": Case(lambda rank: [torch.tensor([1.0, NAN]), NAN], (), {"equal_nan": True}),
+    "one NaN and another": Case(
+        lambda rank: torch.tensor([0x7FC00000 + rank], dtype=torch.int32).view(torch.float32), (), {"equal_nan": True}
+    ),
+    "NaN on one rank, equal or not": Case(
+        lambda rank: torch.tensor([1.0, NAN if rank == 1 else 2.0]), VALUES, {"equal_nan": True}
+    ),
+    "infinite": Case(lambda rank: torch.tensor([torch.inf if rank == 1 else 1.0]), (*VALUES, "difference: inf")),
+    "modules": Case(
+        lambda rank: seeded(rank == 1, lambda: nn.Linear(3, 3)), (*VALUES, "item weight", "bias: values, on rank 1")
+    ),
+    "buffers": Case(
+        lambda rank: with_buffer(rank),
+        (*VALUES, "item running_mean"),
+    ),
+    "another module": Case(
+        lambda rank: seeded(0, lambda: nn.Linear(3, 3, bias=False) if rank == 1 else nn.Linear(3, 3)),
+        ("module of 1 item on rank 1", "module of 2 items on rank"),
+    ),
+    "nothing but None": Case(lambda rank: [None, None], ("compared nothing",)),
+    "an empty list": Case(lambda rank: [], ("compared nothing",)),
+    "an object": Case(lambda rank: object(), ("of type object", "pass tensors"), kind=UsageError),
+    "an object on one rank": Case(
+        lambda rank: [object() if rank == 1 else ramp()], ("item [0] is of type object", "(rank 1)"), kind=UsageError
+    ),
+    "meta": Case(lambda rank: torch.ones(2, device="meta"), ("meta device",), kind=UsageError),
+    "lazy": Case(lambda rank: nn.LazyLinear(3), ("item weight is lazy",), kind=UsageError),
+    "a key that is a tensor": Case(lambda rank: {torch.ones(1): 1}, ("a key of type Tensor",), kind=UsageError),
+    "a cycle": Case(lambda rank: cyclic(), ("contains itself",), kind=UsageError),
+    "message": Case(ramp, ("mine: Tensor-likes",), {"msg": lambda text: f"mine: {text}"}),
+    "another message": Case(ramp, ("only this",), {"msg": "only this"}),
+}
+ALONE = {"half of a tolerance", "a negative tolerance", "nothing but None", "an empty list", "an object", "meta"}
+ALONE |= {"lazy", "a key that is a tensor", "a cycle"}
+
+
+def with_buffer(rank: int) -> Any:
+    module = nn.BatchNorm1d(2)
+    module.running_mean += float(rank == 1)
+    return module
+
+
+def outcomes(cases: dict[str, Case], rank: int) -> dict[str, tuple[str, str]]:
+    """What each assertion raises: its class and message."""
+    found = {}
+    for name, case in cases.items():
+        options = dict(case.options or {})
+        if options.pop("by rank", False):
+            options = {"rtol": float(rank), "atol": 0.0}
+        try:
+            ddpcheck.assert_same_on_all_ranks(case.value(rank), timeout=30, **options)
+            found[name] = ("", "")
+        except Exception as error:
+            found[name] = (type(error).__name__, str(error))
+    return found
+
+
+def on_ranks() -> dict[str, tuple[str, str]]:
+    import torch.distributed as dist
+
+    return outcomes(CASES, dist.get_rank())
+
+
+@pytest.fixture(scope="module")
+def by_world() -> dict[int, list[dict[str, tuple[str, str]]]]:
+    found = {}
+    for world_size in (1, 2, 3):
+        with World(world_size, timeout=120) as world:
+            found[world_size] = world.run(on_ranks)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_are_told_the_same(by_world: Any, name: str, world_size: int) -> None:
+    case, said = CASES[name], [of_rank[name] for of_rank in by_world[world_size]]
+    assert len(set(said)) == 1, "a rank that is told something else runs ahead, and the others wait for it"
+    kind, message = said[0]
+    assert kind == (case.kind.__name__ if case.said else "")
+    for words in case.said:
+        assert words in message
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank_has_nothing_to_differ_from(by_world: Any, name: str) -> None:
+    [said] = [of_rank[name] for of_rank in by_world[1]]
+    kind = CASES[name].kind.__name__ if name in ALONE else ""
+    assert said[0] == kind, "but what cannot be compared is told with any number of ranks"
+
+
+def test_without_a_process_group_there_is_nothing_to_differ_from() -> None:
+    ddpcheck.assert_same_on_all_ranks(ramp())
+    with pytest.raises(UsageError, match="give both rtol and atol"):
+        ddpcheck.assert_same_on_all_ranks(ramp(), atol=1.0)
+    with pytest.raises(AssertionError, match="compared nothing"):
+        ddpcheck.assert_same_on_all_ranks([p.grad for p in nn.Linear(2, 2).parameters()])
+
+
+@pytest.fixture
+def sent(rank: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What this rank puts into the store: under which key, and how many bytes."""
+    from ddpcheck.gather.collectives.store_exchange import StoreExchange
+
+    seen: list[tuple[str, int]] = []
+    gather = StoreExchange.all_gather
+
+    def watched(self: Any, key: str, data: bytes) -> list[bytes]:
+        seen.append((key, len(data)))
+        return gather(self, key, data)
+
+    monkeypatch.setattr(StoreExchange, "all_gather", watched)
+    return seen
+
+
+@pytest.mark.ddp(reuse="module")
+def test_equal_values_cost_one_digest_and_other_ones_their_details(rank: int, sent: list[tuple[str, int]]) -> None:
+    ddpcheck.assert_same_on_all_ranks([ramp()] * 100)
+    assert sent == [("digest", 32)]
+    sent.clear()
+    with pytest.raises(AssertionError, match="shape"):
+        ddpcheck.assert_same_on_all_ranks(torch.ones(3 + rank))
+    assert [key for key, _ in sent] == ["digest", "detail"]
+    sent.clear()
+    with pytest.raises(AssertionError, match="Mismatched"):
+        ddpcheck.assert_same_on_all_ranks(ramp(rank))
+    assert [key for key, _ in sent] == ["digest", "detail", "measured"]
+
+
+@pytest.mark.ddp(reuse="module")
+def test_values_that_travel_in_pieces_are_measured_as_a_whole(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddpcheck.testing.assertions import replica_values_on_rank as leaves
+
+    tensor = ramp(rank)
+    tensor[5, 3] += 0.5 * (rank == 1)
+    tensor[7, 7] -= 0.25 * (rank == 1)
+    said = []
+    for piece in (leaves._PIECE, 100):  # bytes: 25 elements, of 64
+        monkeypatch.setattr(leaves, "_PIECE", piece)
+        with pytest.raises(AssertionError) as caught:
+            ddpcheck.assert_same_on_all_ranks(tensor)
+        said.append(str(caught.value))
+    whole, in_pieces = said
+    assert in_pieces == whole
+    assert "4 / 64" in whole and "0.5 at index (5, 3)" in whole and "0.125 at index (0, 0)" in whole
+    ddpcheck.assert_same_on_all_ranks(said)
+
+
+def test_the_ranks_of_groups_are_compared_apart_and_in_any_order(ddp_world: DdpWorld) -> None:
+    def compare() -> list[str]:
+        import torch.distributed as dist
+
+        rank = dist.get_rank()
+        groups = {members: dist.new_group(list(members)) for members in ((0, 1), (1, 2), (0, 1, 2))}
+        said = []
+        for group in groups.values():
+            try:
+                ddpcheck.assert_same_on_all_ranks(torch.ones(2) * (rank == 2), group=group, timeout=20)
+                said.append("")
+            except (AssertionError, UsageError) as error:
+                said.append(str(error))
+        return said
+
+    first, second, third = ddp_world(world_size=3).run(compare)
+    assert first[0] == second[0] == "" and "this rank is not in the group" in third[0]
+    assert "Rank 2 differs from rank 1." in second[1] and second[1] == third[1]
+    assert "Rank 2 differs from ranks 0 and 1." in first[2] and first[2] == second[2] == third[2]
+
+
+@pytest.mark.ddp(world_size=3, timeout=30, reuse="module")
+def test_a_rank_that_never_asks_is_named_within_the_timeout_of_the_group(rank: int) -> None:
+    group = torch.distributed.new_group([0, 1, 2], timeout=datetime.timedelta(seconds=1.5))
+    ddpcheck.assert_same_on_all_ranks(ramp())  # so that the others are there in time
+    if rank == 1:
+        return
+    with pytest.raises(HangError) as caught:
+        ddpcheck.assert_same_on_all_ranks(ramp(), name="loss", group=group)
+    assert str(caught.value) == (
+        "rank 1 did not call assert_same_on_all_ranks('loss') within 1.5 s; every rank of the group must call it, the "
+        "same number of times"
+    )
+    with pytest.raises(HangError, match=r"within 0\.5 s"):  # by then rank 2 may be late as well
+        ddpcheck.assert_same_on_all_ranks(ramp(), name="loss", group=group, timeout=0.5)
+
+
+@pytest.mark.ddp(world_size=3, reuse="module")
+def test_a_rank_that_has_given_up_waiting_is_not_taken_for_one_that_never_asked(rank: int) -> None:
+    ddpcheck.assert_same_on_all_ranks(ramp())
+    if rank != 1:
+        with pytest.raises(HangError, match=r"^rank 1 did not call"):
+            ddpcheck.assert_same_on_all_ranks(ramp(), timeout=3.0 if rank == 0 else 1.0)
+
+
+def test_a_world_whose_clock_runs_out_first_says_what_its_ranks_wait_in(ddp_world: DdpWorld) -> None:
+    def compare() -> None:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 0:
+            ddpcheck.assert_same_on_all_ranks(ramp())
+
+    with pytest.raises(HangError, match="waits in assert_same_on_all_ranks"):
+        ddp_world.run(compare, timeout=2)
+
+
+@pytest.mark.ddp(reuse="module")
+def test_ranks_that_ask_at_different_lines_are_told_so(rank: int) -> None:
+    with pytest.raises(AssertionError, match="The ranks did not ask at the same line:") as caught:
+        if rank:
+            ddpcheck.assert_same_on_all_ranks(ramp())
+        else:
+            ddpcheck.assert_same_on_all_ranks([ramp()])
+    assert str(caught.value).count("test_assertions.py:") == 2
+    ddpcheck.assert_same_on_all_ranks(str(caught.value))
+
+
+@pytest.mark.ddp(reuse="module")
+def test_nothing_of_many_assertions_is_left_in_the_store() -> None:
+    from torch.distributed import distributed_c10d
+
+    store = distributed_c10d._get_default_store()
+    for _ in range(3):
+        ddpcheck.assert_same_on_all_ranks(1)
+    before = store.num_keys()
+    for _ in range(20):
+        ddpcheck.assert_same_on_all_ranks(1)
+    assert store.num_keys() - before <= 2
+
+
+def test_a_store_that_takes_no_large_values_gets_them_in_pieces() -> None:
+    from ddpcheck.worlds.store_values import get_value, put_value, remove_value
+
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
+    data = bytes(range(256)) * (9 << 12)  # 9 MiB
+    put_value(store.set, "large", data)
+    put_value(store.set, "empty", b"")
+    assert get_value(store.get, "large") == data and get_value(store.get, "empty") == b""
+    left = store.num_keys()
+    remove_value(store.delete_key, "large")
+    assert store.num_keys() == left - 3 and not store.check(["large"])
+
+
+def test_a_failing_test_shows_the_line_of_the_test_and_none_of_ours() -> None:
+    def failing() -> None:
+        ddpcheck.assert_same_on_all_ranks([])
+
+    with pytest.raises(AssertionError) as caught:
+        failing()
+    shown = caught.traceback.filter(caught)
+    assert [entry.path.name for entry in shown] == ["test_assertions.py"] * 2
+
+
+# --- Parity: real checks --------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self, middle: Any = None, unused: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.middle = middle or nn.Tanh()
+        self.last = nn.Linear(6, 1)
+        self.spare = nn.Linear(6, 1) if unused else None
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.middle(self.first(x)))
+
+
+def batch(step: int) -> Any:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 4, generator=generator)
+
+
+def mean(model: Any, samples: Any) -> Any:
+    return model(samples).square().mean()
+
+
+HEALTHY = Recipe(model=Net, batch=batch, loss=mean)
+
+
+def compressed(module: Any, device: Any) -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    wrapped = nn.parallel.DistributedDataParallel(module)
+    wrapped.register_comm_hook(None, fp16_compress_hook)
+    return wrapped
+
+
+def test_a_healthy_recipe_holds_and_gives_its_report() -> None:
+    found = ddpcheck.assert_parity(HEALTHY, steps=1)
+    assert isinstance(found, Report) and found.ok
+    assert all(one.elements and one.reference_norm > 0 for one in found.parity)
+    assert Report.from_json(found.to_json()).parity == found.parity
+
+
+BROKEN: dict[str, tuple[Recipe, tuple[str, ...]]] = {
+    "sum": (replace(HEALTHY, loss=lambda model, x: model(x).square().sum()), ("not close", "DDP305")),
+    "coupled": (replace(HEALTHY, model=lambda: Net(nn.BatchNorm1d(6))), ("not close", "DDP304")),
+    "unused": (replace(HEALTHY, model=lambda: Net(unused=True)), ("DDP101", "were not compared with the average")),
+    "zero": (replace(HEALTHY, loss=lambda model, x: 0.0 * model(x).sum()), ("could not be compared", "DDP307")),
+    "bypassed": (replace(HEALTHY, loss=lambda m, x: mean(getattr(m, "module", m), x)), ("not close", "DDP501")),
+    "raises": (replace(HEALTHY, loss=lambda model, x: model(x).nothing), ("could not be compared", "nothing")),
+}
+
+
+@pytest.mark.parametrize("name", share(BROKEN, ["sum", "unused"]))
+def test_a_broken_recipe_fails_with_its_findings(name: str) -> None:
+    recipe, words = BROKEN[name]
+    with pytest.raises(AssertionError) as caught:
+        ddpcheck.assert_parity(recipe, steps=2)
+    assert isinstance(caught.value, FindingsError) and "ddpcheck" in caught.value.detail
+    for word in words:
+        assert word in str(caught.value)
+    assert [entry.path.name for entry in caught.traceback.filter(caught)] == ["test_assertions.py"]
+
+
+@pytest.mark.slow
+def test_what_is_ignored_does_not_hide_that_nothing_was_compared() -> None:
+    unused, coupled = BROKEN["unused"][0], BROKEN["coupled"][0]
+    with pytest.raises(FindingsError, match="could not be compared"):
+        ddpcheck.assert_parity(unused, steps=1, ignore=["DDP101"])
+    ddpcheck.assert_parity(coupled, steps=1, ignore="batch-coupled")
+
+
+@pytest.mark.slow
+def test_a_tolerance_of_the_users_is_used_both_ways() -> None:
+    halved = replace(HEALTHY, wrap=compressed)
+    ddpcheck.assert_parity(halved, steps=1, rtol=1e-2, atol=0.0)
+    with pytest.raises(FindingsError, match="against local: norm of the difference"):
+        ddpcheck.assert_parity(halved, steps=1, rtol=1e-6, atol=0.0)
+
+
+def test_wrong_use_of_assert_parity_is_told_before_anything_runs(tmp_path: Any) -> None:
+    begun = time.monotonic()
+    for options, words in (
+        ({"rtol": 1e-3}, "atol is missing"),
+        ({"rtol": 1e-3, "atol": "a"}, "'a'"),
+        ({"select": ["DDP999"]}, "DDP999"),
+        ({"ignore": "no-such-rule"}, "no-such-rule"),
+        ({"world_size": 0}, "world_size"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            ddpcheck.assert_parity(HEALTHY, **options)
+    with pytest.raises(UsageError, match=r"missing\.py"):
+        ddpcheck.assert_parity(str(tmp_path / "missing.py"))
+    assert time.monotonic() - begun < 60
+
+
+@pytest.mark.ddp(reuse="module")
+def test_a_rank_is_told_where_to_call_assert_parity() -> None:
+    with pytest.raises(UsageError, match="call it in a plain test"):
+        ddpcheck.assert_parity("x.py")
+
+
+# --- Anomalous parameters -------------------------------------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.hidden = [nn.Parameter(torch.ones(3))]
+
+    def forward(self, x: Any, how: str = "all") -> Any:
+        from torch.utils.checkpoint import checkpoint
+
+        x = self.body(x)
+        if how == "checkpoint":
+            return checkpoint(self.head, x, use_reentrant=True) * self.scale
+        if how == "checkpoint of a method":
+            return checkpoint(lambda y: self.head(y), x, use_reentrant=True) * self.scale
+        x = x if how == "unused" else self.head(x.detach() if how == "cut" else x)
+        return x * self.scale * (self.hidden[0] if how == "hidden" else 1)
+
+
+def line_of(text: str) -> int:
+    lines, first = inspect.getsourcelines(Gated)
+    return first + next(number for number, line in enumerate(lines) if text in line)
+
+
+ANOMALIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "all": ("all", ()),
+    "checkpoint": ("checkpoint", ()),
+    "checkpoint of a method": ("checkpoint of a method", ()),
+    "unused": ("unused", ("2 parameters get no gradient", "head.weight of shape (3, 3)", "head.bias")),
+    "cut": ("cut", ("2 parameters get no gradient", "body.weight", "body.bias")),
+    "hidden": ("hidden", ("1 tensor gets a gradient", "hidden[0]", "DDP106")),
+}
+
+
+@pytest.mark.parametrize("name", ANOMALIES)
+def test_parameters_without_gradient_are_listed_in_any_process(name: str) -> None:
+    how, words = ANOMALIES[name]
+    model = Gated()
+    loss = model(torch.ones(2, 3), how).sum()
+    with contextlib.nullcontext() if not words else pytest.raises(AssertionError) as caught:
+        ddpcheck.assert_no_anomalous_params(loss, model)
+    for word in words:
+        assert word in str(caught.value)
+    loss.backward()  # the graph is as it was
+
+
+def test_lines_are_told_and_the_cause_where_the_loss_can_be_computed_again() -> None:
+    model, x = Gated(), torch.ones(2, 3)
+    with pytest.raises(AssertionError) as caught:
+        ddpcheck.assert_no_anomalous_params(model(x, "unused").sum(), model)
+    assert f"test_assertions.py:{line_of('self.head =')}" in str(caught.value) and "DDP101: " not in str(caught.value)
+    with pytest.raises(AssertionError) as caught:
+        ddpcheck.assert_no_anomalous_params(model(x, "cut").sum(), model, replay=lambda: model(x, "cut").sum())
+    assert f"is cut by detach() at tests/testing/test_assertions.py:{line_of('x.detach()')}" in str(caught.value)
+    assert [entry.path.name for entry in caught.traceback.filter(caught)] == ["test_assertions.py"]
+
+
+def test_ignored_parameters_may_be_missing_and_must_exist() -> None:
+    model = Gated()
+    loss = model(torch.ones(2, 3), "unused").sum()
+    ddpcheck.assert_no_anomalous_params(loss, model, ignore="head.*")
+    ddpcheck.assert_no_anomalous_params(loss, model, ignore=["head.weight", "head.bias"])
+    with pytest.raises(AssertionError, match=r"1 parameter gets[^:]*:[^:]*:\s+head.bias"):
+        ddpcheck.assert_no_anomalous_params(loss, model, ignore=["head.weight"], msg=lambda text: f"mine\n{text}")
+    with pytest.raises(UsageError, match=r"'tail\.\*'"):
+        ddpcheck.assert_no_anomalous_params(loss, model, ignore=["tail.*"])
+
+
+def test_what_has_no_gradient_at_all_is_wrong_use() -> None:
+    with pytest.raises(UsageError, match="no tensor that requires grad"):
+        ddpcheck.assert_no_anomalous_params(torch.ones(()), Gated())
+    with pytest.raises(UsageError, match=r"model is an nn\.Module, not Tensor"):
+        ddpcheck.assert_no_anomalous_params(nn.Linear(2, 1), torch.ones(2))
+    with pytest.raises(UsageError, match="no parameter of the model requires grad"):
+        ddpcheck.assert_no_anomalous_params(torch.ones((), requires_grad=True), Gated().requires_grad_(False))
+
+
+@pytest.mark.ddp(world_size=3, reuse="module")
+@pytest.mark.parametrize("wrap", [False, True], ids=["bare", "wrapped"])
+def test_all_ranks_are_told_of_parameters_that_some_miss(wrap: bool, rank: int) -> None:
+    said = []
+    for how in ("all", "unused", "all/unused/all", "hidden/all", "all/none/all"):  # on each rank, if not on all
+        model = Gated()
+        wrapped = nn.parallel.DistributedDataParallel(model) if wrap else model
+        here = how.split("/")[min(rank, how.count("/"))]
+        loss = torch.ones(()) if here == "none" else wrapped(torch.ones(2, 3), here).sum()
+        try:
+            ddpcheck.assert_no_anomalous_params(loss, wrapped, timeout=30)
+            said.append("")
+        except (AssertionError, UsageError) as error:
+            said.append(str(error))
+    ddpcheck.assert_same_on_all_ranks(said)
+    healthy, unused, on_one, hidden, none = said
+    assert healthy == "" and "2 parameters get no gradient" in unused and "module.head" not in unused
+    assert "2 parameters contribute on some ranks only" in on_one and "not on rank 1" in on_one and "DDP104" in on_one
+    assert "hidden[0] of shape (3,), on rank 0" in hidden
+    assert "requires grad" in none and "(rank 1)" in none

@@ -1,0 +1,295 @@
+"""The plugin in a real inner pytest, alone and under xdist."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+import ddpcheck.report.checking.check  # noqa: E402, F401
+import tests.innerhere  # noqa: E402, F401 - imports what an inner pytest in this process has to share with us
+from ddpcheck.findings.errors import UsageError  # noqa: E402
+from ddpcheck.findings.report import Report  # noqa: E402
+from ddpcheck.render.page.data import data_in  # noqa: E402
+from ddpcheck.testing.kept_reports import ReportFolder, file_name  # noqa: E402
+from ddpcheck.worlds.preloading import ONLY_WHAT_IS_ASKED_FOR  # noqa: E402
+from tests.tiers import share  # noqa: E402
+
+psutil = pytest.importorskip("psutil", reason="psutil is not installed")
+ROOT = Path(__file__).parents[2]
+XDIST = ("-n", "2")
+
+
+@pytest.fixture
+def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
+    """Run an inner pytest, which forks its ranks from our servers; in a process of its own it has to start others."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def run(source: str, *arguments: str, apart: bool = False) -> pytest.RunResult:
+        pytester.makepyfile(source)
+        if "-n" in arguments:  # for the servers of its workers
+            monkeypatch.setenv(ONLY_WHAT_IS_ASKED_FOR, "1")
+        # Hypothesis is not used in there, and its plugin imports all of it, a second of work, to say so.
+        command = ("-p", "ddpcheck.pytest_plugin", "-p", "no:hypothesispytest", "--color=no", *arguments)
+        if apart:
+            return pytester.runpytest_subprocess(*command, timeout=120)
+        return pytester.runpytest_inprocess(*command)
+
+    return run
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("workers", [(), XDIST], ids=["alone", "xdist"])
+def test_a_test_runs_on_real_ranks_and_leaves_no_process(inner, pytester, workers) -> None:
+    done = inner(
+        """
+        import os, pathlib
+
+        def rank_and_sum(start):
+            import torch, torch.distributed as dist
+            total = torch.tensor([start + dist.get_rank()])
+            dist.all_reduce(total)
+            return dist.get_rank(), dist.get_world_size(), int(total), os.getpid()
+
+        def test_two_ranks(ddp_world):
+            results = ddp_world.run(rank_and_sum, 10)
+            assert [result[:3] for result in results] == [(0, 2, 21), (1, 2, 21)]
+            assert os.getpid() not in {result[3] for result in results}
+            pathlib.Path("pids").write_text(" ".join(str(result[3]) for result in results))
+
+        def test_another_size_beside_the_first(ddp_world):
+            assert ddp_world(world_size=3).run(lambda: 1) == [1, 1, 1]
+            assert ddp_world.run(lambda: 1) == [1, 1]
+            assert ddp_world.world_size == 2
+        """,
+        *workers,
+    )
+    done.assert_outcomes(passed=2)
+    pids = [int(pid) for pid in (pytester.path / "pids").read_text().split()]
+    assert len(pids) == 2 and not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("workers", share([(), XDIST], [()]), ids=["alone", "xdist"])
+def test_a_rank_that_fails_fails_the_test_with_its_own_traceback_and_output(inner, workers) -> None:
+    done = inner(
+        """
+        def broken():
+            import torch.distributed as dist
+            print("printed by rank", dist.get_rank())
+            assert dist.get_rank() != 1, "only here"
+
+        def test_broken(ddp_world):
+            ddp_world.run(broken)
+        """,
+        *workers,
+    )
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(["*only here*", "*Captured stdout of rank 1 of 2*", "*printed by rank 1*"])
+
+
+def test_a_world_is_fresh_after_one_that_failed(inner) -> None:
+    done = inner(
+        """
+        import pytest
+        from ddpcheck import RankError
+
+        def test_again(ddp_world):
+            with pytest.raises(RankError):
+                ddp_world.run(lambda: 1 / 0)
+            assert ddp_world.run(lambda: 1) == [1, 1]
+        """
+    )
+    done.assert_outcomes(passed=1)
+
+
+def test_what_the_test_watches_its_ranks_with_may_end_them(inner) -> None:
+    done = inner(
+        """
+        import time
+        import pytest
+        from ddpcheck import HangError
+
+        def test_watched(ddp_world):
+            seen = []
+            world = ddp_world(watch=lambda world, finished, running: seen.append(running) or "seen enough")
+            with pytest.raises(HangError, match="seen enough"):
+                world(world_size=1).run(time.sleep, 20)
+            assert seen == [{0}]
+        """
+    )
+    done.assert_outcomes(passed=1)
+
+
+STUB = """
+import sys, types
+from ddpcheck.findings.report import Finding, Report
+from ddpcheck.findings.severity import Severity
+
+def check(target, **options):
+    assert sorted(options) == [
+        "backend", "device", "ignore", "preload", "seed", "select", "steps", "suppress", "timeout", "world_size"
+    ]
+    severity = Severity(target)
+    return Report(f"{target} {options['world_size']}", findings=(Finding("DDP101", ("[red]x",), "No.", severity),))
+
+sys.modules["ddpcheck.report.checking.check"] = types.SimpleNamespace(check=check)
+"""
+
+
+def test_a_check_fails_the_test_with_the_report(
+    inner, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", "1")  # where pytest cuts off no line
+    pytester.makeconftest(STUB)
+    done = inner(
+        """
+        def test_error(ddp_world):
+            ddp_world(world_size=4).check("error")
+
+        def test_warning(ddp_world):
+            assert ddp_world.check("warning").target == "warning 2"
+
+        def test_other_options(ddp_world):
+            assert ddp_world.check("note", world_size=3).target == "note 3"
+        """,
+        "--ddp-report=pages",
+    )
+    (page,) = pytester.path.joinpath("pages").iterdir()
+    assert page.name.endswith(".py.test_error.html") and "[red]x" in page.read_text(encoding="utf-8")
+    done.assert_outcomes(passed=2, failed=1)
+    done.stdout.fnmatch_lines(
+        [
+            "DDP101 unused-parameter *red]x: No.",
+            "",
+            "ddpcheck report on error 4",
+            "DDP101 unused-parameter  error",
+            "*red]x*",
+            "1 finding *",
+            "as a page: pages/*",
+        ]
+    )
+    done.stdout.fnmatch_lines(["FAILED *::test_error - *DDP101 unused-parameter *red]x: No."])
+
+
+@pytest.mark.slow
+def test_a_real_check_passes_a_healthy_model_and_fails_its_broken_twin(inner, pytester: pytest.Pytester) -> None:
+    done = inner(
+        """
+        import ddpcheck
+
+        def recipe(unused):
+            import torch
+            from torch import nn
+
+            def model():
+                net = nn.Linear(4, 2)
+                if unused:
+                    net.extra = nn.Linear(2, 2)
+                return net
+
+            return ddpcheck.Recipe(
+                model=model,
+                batch=lambda step: torch.randn(8, 4, generator=torch.Generator().manual_seed(step)),
+                loss=lambda model, batch: model(batch).square().mean(),
+            )
+
+        def test_healthy(ddp_world):
+            assert ddp_world.check(recipe(unused=False), steps=1).ok
+
+        def test_broken(ddp_world):
+            ddp_world.check(recipe(unused=True), steps=1)
+        """,
+        "--ddp-report=reports",
+    )
+    done.assert_outcomes(passed=1, failed=1)
+    (page,) = pytester.path.joinpath("reports").iterdir()
+    done.stdout.fnmatch_lines(["DDP101 unused-parameter  error", "*extra.weight*", f"as a page: reports/{page.name}"])
+    assert page.name.endswith(".py.test_broken.html")
+    report = Report.from_json(str(data_in(page.read_text(encoding="utf-8"))))
+    assert [finding.code for finding in report.findings] == ["DDP101"]
+
+
+def test_files_of_reports_have_the_names_of_tests(tmp_path) -> None:
+    assert file_name("tests/test_a.py::TestB::test_c[2-x]") == "tests.test_a.py.TestB.test_c[2-x]"
+    odd = {file_name(f"a.py::test[{name}]") for name in ("x y", "x-y", "x?y", "x/y", "x.y", "x\0y", "x" * 999)}
+    assert len(odd) == 7 and all(len(name) < 200 and "?" not in name for name in odd)
+    folder = ReportFolder(str(tmp_path / "new"), "a.py::test")
+    assert [folder.keep(Report("net.py")).name for _ in range(2)] == ["a.py.test.html", "a.py.test-2.html"]
+    assert ReportFolder(None, "a.py::test").keep(Report("net.py")) is None
+    with pytest.raises(UsageError, match="cannot write"):
+        ReportFolder(str(tmp_path / "new" / "a.py.test.html"), "b").keep(Report("net.py"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ini", "size"),
+    [
+        (("--ddp-world-size=3",), "2", 3),
+        ((), "2", 2),
+        ((), "", 1),
+    ],
+)
+def test_flag_over_ini_over_environment(inner, pytester, monkeypatch, arguments, ini, size) -> None:
+    pytester.makeini(f"[pytest]\nddp_world_size = {ini}")
+    pytester.path.joinpath("pyproject.toml").write_text("[tool.ddpcheck]\nworld-size = 4\n")
+    monkeypatch.setenv("DDPCHECK_WORLD_SIZE", "1")
+    done = inner(f"def test_size(ddp_world): assert ddp_world.world_size == {size}", *arguments)
+    done.assert_outcomes(passed=1)
+
+
+def test_a_stray_variable_stops_no_test_and_is_warned_of_once(inner, monkeypatch) -> None:
+    monkeypatch.setenv("DDPCHECK_WORLDSIZE", "1")
+    monkeypatch.setenv("DDPCHECK_LICENCE", "none")
+    done = inner("def test_a(ddp_world): pass\ndef test_b(ddp_world): pass", "-q", "-W", "error")
+    done.assert_outcomes(passed=2)
+    told = [line for line in done.outlines if line.startswith("ddpcheck: warning:")]
+    assert len(told) == 1 and "DDPCHECK_WORLDSIZE is ignored" in told[0] and "'DDPCHECK_WORLD_SIZE'" in told[0]
+
+
+def test_a_wrong_option_is_told_by_its_name_and_only_to_tests_that_use_the_fixture(inner) -> None:
+    done = inner("def test_a(ddp_world): pass\ndef test_b(): pass", "--ddp-timeout=never")
+    done.assert_outcomes(passed=1, errors=1)
+    done.stdout.fnmatch_lines(["*--ddp-timeout: expected a number of seconds greater than 0, got 'never'*"])
+
+
+def test_trace_is_refused_in_a_sentence(inner) -> None:
+    done = inner("import pytest\n@pytest.mark.ddp\ndef test_it(): pass", "--trace")
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(["--trace stops in pytest's own process, and test_it runs on ranks; put breakpoint() *"])
+
+
+def test_a_session_without_the_fixture_never_imports_torch(inner) -> None:
+    done = inner(
+        """
+        import sys
+
+        def test_light():
+            assert "ddpcheck.pytest_plugin" in sys.modules
+            assert "torch" not in sys.modules and "rich" not in sys.modules
+        """,
+        apart=True,
+    )
+    done.assert_outcomes(passed=1)
+
+
+def test_the_plugin_lists_its_options_and_fixture(inner) -> None:
+    assert "--ddp-world-size" in str(inner("", "--help").stdout)
+    inner("", "--fixtures").stdout.fnmatch_lines(["ddp_world*", "*Real ranks for a test*"])
+
+
+def test_the_plugin_can_be_named_where_it_is_also_installed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "ddpcheck.pytest_plugin", "--version"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr

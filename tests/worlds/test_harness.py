@@ -1,0 +1,913 @@
+"""Worlds of real processes: what a caller gets back, what they are told when a rank fails, and what is left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from ddpcheck.findings.errors import DdpcheckError, HangError, RankError, UsageError
+from ddpcheck.harness import World
+from ddpcheck.worlds import preloading
+from tests.tiers import share
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rank_number() -> int:
+    from ddpcheck.worlds import rank
+
+    return rank.current().rank
+
+
+def all_reduced(value: float) -> float:
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor([value + dist.get_rank()])
+    dist.all_reduce(tensor)
+    return float(tensor.item())
+
+
+def wait_forever_on_rank_0() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from ddpcheck.worlds import rank
+
+    rank.set_status(f"step {rank.current().rank}: backward")
+    if rank.current().rank == 0:
+        dist.all_reduce(torch.zeros(3))
+    else:
+        time.sleep(60)
+
+
+def compare_lists() -> None:
+    assert sorted([2, 1]) == [1, 3]
+
+
+def fails(world: World, fn: Any, *args: Any, **kwargs: Any) -> RankError:
+    with pytest.raises(RankError) as caught:
+        world.run(fn, *args, **kwargs)
+    return caught.value
+
+
+def fresh_failure(fn: Any, *args: Any, world_size: int = 2, **kwargs: Any) -> RankError:
+    with World(world_size) as world:
+        return fails(world, fn, *args, **kwargs)
+
+
+# --- What comes back -----------------------------------------------------------------------------------------------
+
+
+def test_results_come_back_in_order_of_rank() -> None:
+    with World(2) as world:
+        assert world.run(rank_number) == [0, 1]
+        assert world.run(all_reduced, 1.0) == [3.0, 3.0]
+
+
+def test_a_world_runs_many_times_and_keeps_its_state() -> None:
+    def count(step: int) -> int:
+        from ddpcheck.worlds import rank
+
+        rank.state["count"] = rank.state.get("count", 0) + step
+        total: int = rank.state["count"]
+        return total
+
+    with World(2) as world:
+        results = [world.run(count, 2) for _ in range(30)]
+    assert results == [[2 * (i + 1)] * 2 for i in range(30)]
+
+
+def test_state_does_not_reach_the_next_world() -> None:
+    def remember() -> bool:
+        import builtins
+
+        seen = hasattr(builtins, "ddpcheck_was_here")
+        builtins.ddpcheck_was_here = True  # type: ignore[attr-defined]
+        return seen
+
+    for _ in range(2):
+        with World(2) as world:
+            assert world.run(remember) == [False, False]
+
+
+def test_lambdas_closures_and_local_classes_travel() -> None:
+    class Local:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    offset = 40
+    with World(2) as world:
+        assert world.run(lambda x: x + offset, 2) == [42, 42]
+        back = world.run(lambda one: Local(one.value + offset), Local(1))
+    assert [type(one) for one in back] == [Local, Local]
+    assert [one.value for one in back] == [41, 41]
+
+
+def test_a_module_that_no_rank_can_import_travels_by_value(tmp_path: Path) -> None:
+    import importlib.util
+
+    path = tmp_path / "not_on_the_path.py"
+    path.write_text("FACTOR = 3\ndef helper(x):\n    return x * FACTOR\ndef entry(x):\n    return helper(x) + 1\n")
+    spec = importlib.util.spec_from_file_location("not_on_the_path", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["not_on_the_path"] = module
+    try:
+        spec.loader.exec_module(module)
+        with World(1) as world:
+            assert world.run(module.entry, 2) == [7]
+    finally:
+        del sys.modules["not_on_the_path"]
+
+
+def test_each_rank_can_get_its_own_arguments() -> None:
+    with World(2) as world:
+        assert world.run_each(lambda a, b: a - b, [(5, 1), (7, 2)]) == [4, 5]
+        with pytest.raises(UsageError, match="2 ranks, 1 tuples"):
+            world.run_each(lambda a: a, [(1,)])
+
+
+def test_tensors_travel_both_ways() -> None:
+    torch = pytest.importorskip("torch")
+    with World(2) as world:
+        back = world.run(lambda t: t * 2, torch.arange(100_000.0))
+    assert all(torch.equal(one, torch.arange(100_000.0) * 2) for one in back)
+
+
+def test_a_world_of_eight_ranks() -> None:
+    with World(8) as world:
+        assert world.run(all_reduced, 0.0) == [28.0] * 8
+
+
+def test_two_worlds_work_at_the_same_time() -> None:
+    def slow(value: float) -> tuple[float, float, float]:
+        start = time.monotonic()
+        time.sleep(0.5)
+        return all_reduced(value), start, time.monotonic()
+
+    with World(2) as one, World(2) as two:
+        one.run(rank_number)
+        two.run(rank_number)
+        pending = [one.start(slow, 0.0), two.start(slow, 10.0)]
+        assert not pending[0].done()
+        late, early = [each.result() for each in reversed(pending)]
+        assert all(each.done() for each in pending)
+    assert [value for value, _, _ in early + late] == [1.0, 1.0, 21.0, 21.0]
+    assert max(start for _, start, _ in early + late) < min(end for _, _, end in early + late)
+
+
+@pytest.mark.slow
+def test_ranks_that_a_timer_will_free_are_left_in_peace() -> None:
+    def exchange() -> int:
+        import torch
+        import torch.distributed as dist
+
+        other = 1 - dist.get_rank()
+        threading.Timer(5, dist.send, (torch.ones(1), other)).start()
+        dist.recv(torch.zeros(1), other)
+        return other
+
+    with World(2) as world:
+        assert world.run(exchange) == [1, 0]
+
+
+def test_worlds_work_in_threads() -> None:
+    results: list[Any] = []
+
+    def work(value: float) -> None:
+        with World(2) as world:
+            results.append(world.run(all_reduced, value))
+
+    threads = [threading.Thread(target=work, args=(10.0 * i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(results) == [[1.0, 1.0], [21.0, 21.0], [41.0, 41.0]]
+
+
+def test_a_rank_finds_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def look() -> tuple[Any, ...]:
+        import torch
+
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "HERE", "THERE", "TORCH_DISTRIBUTED_DEBUG")
+        return (*(os.environ.get(name) for name in names), os.getcwd(), torch.get_num_threads())
+
+    monkeypatch.setenv("HERE", "from the parent")
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    monkeypatch.chdir(tmp_path)
+    with World(2, env={"THERE": "for the ranks"}, threads=1) as world:
+        found = world.run(look)
+    for rank, values in enumerate(found):
+        assert values == (str(rank), "2", str(rank), "from the parent", "for the ranks", None, str(tmp_path), 1)
+
+
+def test_the_context_of_a_rank() -> None:
+    from ddpcheck.worlds import rank
+
+    with World(2) as world:
+        contexts = world.run(rank.current)
+        assert [(c.rank, c.world_size, c.backend, c.device, c.shared_gpu) for c in contexts] == [
+            (0, 2, "gloo", "cpu", False),
+            (1, 2, "gloo", "cpu", False),
+        ]
+        assert contexts[0].directory == world.directory
+    with pytest.raises(DdpcheckError, match="outside a rank"):
+        rank.current()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="looks at descriptors in /proc")
+def test_a_rank_inherits_no_socket_but_its_own() -> None:
+    def sockets() -> int:
+        links = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                links.append(os.readlink(f"/proc/self/fd/{name}"))
+            except FileNotFoundError:  # the one that listdir had open
+                continue
+        return sum(link.startswith("socket:") for link in links)
+
+    with World(2) as other, World(1, process_group=False) as world:
+        other.run(rank_number)
+        assert world.run(sockets) == [1]
+
+
+def test_a_rank_without_a_process_group() -> None:
+    def initialised() -> bool:
+        import torch.distributed as dist
+
+        return dist.is_initialized()
+
+    with World(1, process_group=False) as world:
+        assert world.run(initialised) == [False]
+
+
+def test_output_of_a_megabyte_does_not_block() -> None:
+    def shout() -> None:
+        for _ in range(1024):
+            print("x" * 1023)
+        print("the end", file=sys.stderr)
+
+    with World(2, timeout=20) as world:
+        world.run(shout)
+        text = world.output(1)
+        assert len(text) >= 1 << 20 and text.endswith("the end\n")
+    assert world.output(1) == text
+
+
+def test_what_a_rank_leaves_is_kept() -> None:
+    def leave(*parts: bytes) -> None:
+        from ddpcheck.worlds import rank
+
+        for part in parts:
+            rank.save_attachment(part)
+        if rank.current().rank == 1 and not parts[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    large = bytes(range(256)) * 4096
+    with World(3) as world:
+        assert [world.attachment(rank) for rank in range(3)] == [b"", b"", b""]
+        world.run_each(leave, [(large,), (b"first", b"last"), (b"\0",)])
+        assert [world.attachment(rank) for rank in range(3)] == [large, b"last", b"\0"]
+        fails(world, leave, b"", b"of one that dies")
+    assert world.attachment(1) == b"of one that dies"
+    with pytest.raises(UsageError, match="no rank 3"):
+        world.attachment(3)
+    with pytest.raises(DdpcheckError, match="outside a rank"):
+        leave(b"here")
+
+
+def test_workers_of_xdist_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddpcheck.worlds import validation as allowed
+
+    monkeypatch.setattr(allowed, "cores", lambda: 16)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
+    assert [allowed.threads(size) for size in (1, 2, 3, 32)] == [16, 8, 5, 1]
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "4")
+    assert [allowed.threads(size) for size in (1, 2, 3, 32)] == [4, 2, 1, 1]
+
+
+def test_random_numbers_differ_from_rank_to_rank_and_world_to_world() -> None:
+    def draw() -> tuple[float, float, float]:
+        import random
+
+        import numpy
+        import torch
+
+        return random.random(), float(numpy.random.random()), float(torch.rand(()))
+
+    drawn = []
+    for _ in range(2):
+        with World(2) as world:
+            drawn += world.run(draw)
+    assert all(len(set(each)) == 4 for each in zip(*drawn, strict=True))
+
+
+@pytest.mark.slow
+def test_spawned_ranks_do_the_same() -> None:
+    """Seed 1 (DistributedDataParallel): fork after CUDA initialisation is unsafe; workers start by spawn there."""
+    with World(2, start_method="spawn") as world:
+        assert world.start_method == "spawn"
+        assert world.run(all_reduced, 1.0) == [3.0, 3.0]
+        pids = world.run(os.getpid)
+        error = fails(world, wait_forever_on_rank_0, timeout=1)
+        assert isinstance(error, HangError) and "all_reduce" in str(error)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+# --- What is said when a rank fails --------------------------------------------------------------------------------
+
+
+def test_an_exception_is_the_headline() -> None:
+    def boom() -> None:
+        import torch
+        import torch.distributed as dist
+
+        from ddpcheck.worlds import rank
+
+        rank.set_status("step 0: backward")
+        if rank.current().rank == 1:
+            print("about to fail")
+            raise ValueError("boom")
+        dist.all_reduce(torch.zeros(1))
+
+    error = fresh_failure(boom)
+    assert str(error).startswith("rank 1 raised ValueError: boom (rank 0 was still waiting in all_reduce at ")
+    assert [(one.rank, one.kind) for one in error.failures] == [(1, "raised"), (0, "stuck")]
+    first, second = error.failures
+    assert isinstance(first.exception, ValueError) and first.exception.args == ("boom",)
+    assert first.place == second.place == "step 0: backward"
+    assert first.output == "about to fail"
+    assert 'raise ValueError("boom")' in first.traceback and "ddpcheck/worlds/rank.py" not in first.traceback
+    assert "in boom" in second.stack and "rank.py" not in second.stack
+    assert "boom" in error.detail and error.exit_code == 3
+
+
+def test_the_first_failure_by_time_comes_first() -> None:
+    def fail_in_turn() -> None:
+        from ddpcheck.worlds import rank
+
+        turn = (rank.current().rank + 1) % 3
+        all_reduced(0.0)  # so that they start together
+        time.sleep(0.12 * turn)
+        raise RuntimeError(f"turn {turn}")
+
+    error = fresh_failure(fail_in_turn, world_size=3)
+    assert [one.rank for one in error.failures] == [2, 0, 1]
+    assert str(error).startswith("rank 2 raised RuntimeError: turn 0 (")
+
+
+def test_the_text_of_an_assertion_is_kept() -> None:
+    def check() -> None:
+        left = [1, 2]
+        assert left == [1, 3], "not what was expected"
+
+    error = fresh_failure(check)
+    assert error.first is not None and error.first.type == "AssertionError"
+    assert "not what was expected" in error.first.message
+    assert "assert [1, 2] == [1, 3]" in error.first.traceback
+
+
+@pytest.mark.parametrize("method", share(["fork", "spawn"], ["fork"]))
+def test_an_assertion_in_a_test_module_says_what_differs(method: Literal["fork", "spawn"]) -> None:
+    with World(1, start_method=method, process_group=False) as world:
+        error = fails(world, compare_lists)
+    assert str(error) == "rank 0 raised AssertionError: assert [1, 2] == [1, 3]"
+    assert error.first is not None and "At index 1 diff: 2 != 3" in error.first.traceback
+
+
+def test_a_skip_is_carried() -> None:
+    def skip() -> None:
+        pytest.skip("not on this machine")
+
+    error = fresh_failure(skip)
+    assert error.first is not None
+    assert isinstance(error.first.exception, pytest.skip.Exception)
+
+
+@pytest.mark.parametrize("code", [3, 0, None])
+def test_calling_exit_is_a_failure(code: int | None) -> None:
+    def leave() -> None:
+        if rank_number() == 1:
+            sys.exit(code)
+
+    error = fresh_failure(leave)
+    assert error.first is not None
+    assert (error.first.rank, error.first.kind) == (1, "exited")
+    assert f"rank 1 called exit({code})" in str(error)
+
+
+@pytest.mark.parametrize("code", [3, 0])
+def test_an_exit_behind_our_back_is_a_failure(code: int) -> None:
+    def vanish() -> float:
+        if rank_number() == 1:
+            os._exit(code)
+        return all_reduced(0.0)
+
+    error = fresh_failure(vanish)
+    assert error.first is not None and not isinstance(error, HangError)
+    assert (error.first.rank, error.first.kind, error.first.exit_code) == (1, "died", code)
+    assert f"rank 1 ended with exit code {code}" in str(error)
+    assert {one.kind for one in error.failures[1:]} <= {"fell", "stuck"}
+
+
+def test_an_exit_is_noticed_where_no_other_rank_waits_for_it() -> None:
+    def vanish() -> None:
+        if rank_number() == 1:
+            time.sleep(0.7)  # the other one has finished, also where it waits for a core
+            os._exit(0)
+
+    start = time.monotonic()
+    error = fresh_failure(vanish)
+    assert time.monotonic() - start < 5 and not isinstance(error, HangError)
+    assert [(one.rank, one.kind) for one in error.failures] == [(1, "died")]
+
+
+def test_a_kill_is_named() -> None:
+    def kill() -> float:
+        if rank_number() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return all_reduced(0.0)
+
+    error = fresh_failure(kill)
+    assert error.first is not None
+    assert (error.first.kind, error.first.exit_code) == ("died", -signal.SIGKILL)
+    assert "rank 1 was killed by SIGKILL" in str(error) and "memory" in str(error)
+
+
+def test_what_cpp_said_about_an_abort_is_shown() -> None:
+    def mismatch() -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(torch.ones(4 if dist.get_rank() == 0 else 400))
+
+    error = fresh_failure(mismatch, timeout=5)
+    assert error.first is not None
+    if error.first.kind == "died":  # gloo aborts the process that gets more bytes than it expects
+        assert "was killed by SIGABRT: " in error.first.message and "enforce fail" in error.first.message
+        assert error.first.location.startswith("tests/worlds/test_harness.py:") and "in mismatch" in error.first.stack
+    assert len(str(error)) < 500
+
+
+def test_a_hang_in_a_collective_shows_stacks_and_places() -> None:
+    with World(2) as world:
+        world.run(rank_number)  # imports this module there, which takes its time on a busy machine
+        start = time.monotonic()
+        error = fails(world, wait_forever_on_rank_0, timeout=1)
+    assert 1 < time.monotonic() - start < 10
+    assert isinstance(error, HangError) and error.exit_code == 4
+    assert "ranks 0 and 1 did not finish within 1 s: rank 0 waits in all_reduce at " in str(error)
+    waiting, sleeping = sorted(error.failures, key=lambda one: one.rank)
+    assert waiting.kind == sleeping.kind == "stuck"
+    assert waiting.collective.startswith("all_reduce at ") and "test_harness.py:" in waiting.collective
+    assert waiting.place == "step 0: backward" and sleeping.place == "step 1: backward"
+    assert waiting.stack.splitlines()[-1].endswith("in wait_forever_on_rank_0")
+    assert "wait_forever_on_rank_0" in sleeping.stack and not sleeping.collective
+
+
+def test_a_named_collective_beats_a_guessed_one() -> None:
+    def wait() -> None:
+        from ddpcheck.worlds import rank
+
+        rank.set_collective("all_reduce(float32[3]) at model.py:12")
+        time.sleep(60)
+
+    error = fresh_failure(wait, world_size=1, timeout=0.3)
+    assert "rank 0 waits in all_reduce(float32[3]) at model.py:12" in str(error)
+
+
+def test_a_watch_ends_a_run() -> None:
+    seen: list[tuple[frozenset[int], frozenset[int]]] = []
+
+    def watch(world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
+        seen.append((finished, running))
+        return "rank 1 will never come" if finished else None
+
+    def one_sleeps() -> None:
+        if rank_number() == 1:
+            time.sleep(60)
+
+    start = time.monotonic()
+    with World(2, watch=watch) as world, pytest.raises(HangError, match=r"^rank 1 will never come"):
+        world.run(one_sleeps)
+    assert time.monotonic() - start < 10
+    assert seen[-1] == (frozenset({0}), frozenset({1}))
+
+
+def test_time_in_a_watch_is_not_counted() -> None:
+    held: list[float] = []
+
+    def watch(world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
+        if not held:
+            held.append(time.monotonic())
+            time.sleep(1.5)
+        return None
+
+    with World(1, watch=watch, timeout=1) as world:
+        with pytest.raises(HangError, match="within 1 s"):
+            world.run(time.sleep, 30)
+        assert time.monotonic() - held[0] > 2
+
+
+# --- A rank that never comes ---------------------------------------------------------------------------------------
+
+
+def skip_on_rank_1(how: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.ones(3)
+    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)) if how == "backward" else None
+    if dist.get_rank() == 1:
+        return
+    if how == "all_reduce":
+        dist.all_reduce(tensor)
+    elif how == "barrier":
+        dist.barrier()
+    elif how == "recv":
+        dist.recv(tensor, src=1)
+    elif how == "objects":
+        dist.broadcast_object_list([None], src=1)
+    elif how == "new_group":
+        dist.new_group()
+    elif module is not None:
+        module(torch.ones(1, 2)).sum().backward()
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+def side_by_side(fn: Any, ways: list[str]) -> dict[str, BaseException | None]:
+    """What comes of `fn(way)`, each in a world of two ranks, all at the same time."""
+    worlds = {how: World(2, timeout=100) for how in ways}
+    try:
+        pending = {how: world.start(fn, how) for how, world in worlds.items()}
+        while pending.keys() - {how for how, each in pending.items() if each.done()}:
+            time.sleep(0.05)
+        return {how: each._error for how, each in pending.items()}
+    finally:
+        for world in worlds.values():
+            world.close()
+
+
+@pytest.mark.slow
+@on_linux
+def test_a_collective_that_a_finished_rank_has_skipped_ends_the_run_at_once() -> None:
+    ways = ["all_reduce", "barrier", "recv", "objects", "new_group", "backward"]
+    for how, error in side_by_side(skip_on_rank_1, ways).items():
+        assert isinstance(error, HangError), how
+        assert str(error).startswith(
+            "rank 0 waits in a collective, and rank 1 has finished without it, or joined it with another shape: rank 0 "
+        )
+        assert {one.kind for one in error.failures} == {"stuck"} and list(error.results) == [1]
+
+
+def take_time_on_rank_0(how: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    def later() -> None:
+        time.sleep(5)
+        dist.all_reduce(torch.ones(1))
+
+    rank = dist.get_rank()
+    if how == "thread of a finished rank" and rank == 1:
+        threading.Thread(target=later).start()
+    if rank == 1:
+        return
+    if how == "sleep":
+        time.sleep(5)
+    elif how == "child":
+        subprocess.run(["sleep", "5"], check=True)
+    elif how == "pipe":
+        read, write = os.pipe()
+        threading.Timer(5, os.write, (write, b"x")).start()
+        os.read(read, 1)
+    elif how == "compute":
+        end = time.monotonic() + 5
+        while time.monotonic() < end:
+            torch.ones(64, 64) @ torch.ones(64, 64)
+    elif how == "pickling in a collective":
+        dist.all_gather_object([None] * 1, SlowToSend(), group=dist.new_group([0], use_local_synchronization=True))
+    elif how == "hook in a backward pass":
+        tensor = torch.ones(2, requires_grad=True)
+        tensor.register_hook(lambda gradient: time.sleep(5))
+        tensor.sum().backward()
+    elif how == "thread of a finished rank":
+        dist.all_reduce(torch.ones(1))
+
+
+class SlowToSend:
+    def __reduce__(self) -> Any:
+        time.sleep(5)
+        return str, ()
+
+
+@pytest.mark.slow
+@on_linux
+def test_a_rank_that_takes_its_time_is_left_in_peace() -> None:
+    ways = ["sleep", "child", "pipe", "compute", "pickling in a collective", "hook in a backward pass"]
+    ways += ["thread of a finished rank"]
+    assert side_by_side(take_time_on_rank_0, ways) == dict.fromkeys(ways)
+
+
+@pytest.mark.slow
+@on_linux
+def test_a_rank_that_others_wait_for_is_left_in_peace() -> None:
+    def wait_for_rank_2() -> None:
+        import torch.distributed as dist
+
+        group = dist.new_group([0, 2])
+        if dist.get_rank() == 2:
+            time.sleep(5)
+        if dist.get_rank() != 1:
+            dist.barrier(group)
+
+    with World(3, timeout=60) as world:
+        world.run(wait_for_rank_2)
+
+
+def test_what_cannot_be_sent_is_named_and_harms_nothing() -> None:
+    with World(2) as world:
+        with pytest.raises(UsageError, match=r"Argument 1 of World.run, a lock, cannot be sent to the ranks"):
+            world.run(lambda a, b: None, 1, threading.Lock())
+        with pytest.raises(UsageError, match=r"Argument 'lock' of World.run"):
+            world.run(lambda lock: None, lock=threading.Lock())
+        assert world.run(rank_number) == [0, 1]
+
+
+def test_a_result_that_cannot_be_sent_is_a_failure() -> None:
+    error = fresh_failure(lambda: threading.Lock())
+    assert "returned a lock that cannot be pickled" in str(error)
+
+
+def test_a_failed_world_refuses() -> None:
+    with World(2) as world:
+        fails(world, lambda: 1 / 0)
+        assert world.failed
+        with pytest.raises(DdpcheckError, match="has failed in an earlier run"):
+            world.run(rank_number)
+    with pytest.raises(DdpcheckError):
+        world.run(rank_number)
+
+
+def test_a_closed_world_refuses() -> None:
+    with World(1) as world:
+        world.run(rank_number)
+    world.close()
+    with pytest.raises(DdpcheckError, match="closed"):
+        world.run(rank_number)
+
+
+def test_a_rank_that_dies_between_runs_is_noticed() -> None:
+    def die_later() -> None:
+        threading.Timer(0.05, os._exit, (7,)).start()
+
+    with World(1) as world:
+        world.run(die_later)
+        time.sleep(0.3)
+        assert "exit code 7" in str(fails(world, rank_number))
+
+
+def test_a_start_that_takes_too_long_is_a_hang() -> None:
+    with World(1, startup_timeout=0.001) as world, pytest.raises(HangError, match=r"did not start within 0\.001 s"):
+        world.run(rank_number)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"world_size": 0}, "world_size"),
+        ({"world_size": -1}, "world_size"),
+        ({"world_size": True}, "world_size"),
+        ({"world_size": 2.0}, "world_size"),
+        ({"world_size": 100_000}, "world_size"),
+        ({"backend": "carrier pigeon"}, "backend must be 'gloo' or 'nccl', got 'carrier pigeon'"),
+        ({"backend": ["gloo"]}, "backend"),
+        ({"device": "tpu"}, "device"),
+        ({"backend": "nccl"}, "GPUs only"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": float("nan")}, "timeout"),
+        ({"timeout": "30"}, "timeout"),
+        ({"startup_timeout": -1}, "startup_timeout"),
+        ({"process_group": False}, "world_size=1"),
+        ({"start_method": "teleport"}, "start_method"),
+        ({"threads": 0}, "threads"),
+        ({"env": {"A": 1}}, "env"),
+    ],
+)
+def test_bad_arguments_are_refused_in_a_sentence(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        World(**arguments)
+
+
+def test_cuda_without_a_gpu_is_refused_in_a_sentence() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with World(2, device="cuda") as world, pytest.raises(UsageError, match="no GPU"):
+        world.run(rank_number)
+
+
+# --- What is left over ---------------------------------------------------------------------------------------------
+
+
+def alive(pids: list[int]) -> list[int]:
+    found = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            pass
+    return found
+
+
+def gone_within(seconds: float, pids: list[int], directory: str) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not alive(pids) and not os.path.exists(directory):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+PARENT = """
+    import multiprocessing, os, signal, sys, time
+    from ddpcheck.harness import World
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
+    from ddpcheck.worlds.starting import server_pids
+
+    def linger():
+        import subprocess
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        return os.getpid(), child.pid
+
+    def work():
+        time.sleep(60)
+
+    if __name__ == "__main__":
+        world = World(2, start_method=sys.argv[1], hash_seeds=True)
+        pids = [pid for pair in world.run(linger) for pid in pair]
+        print(*pids, *server_pids(), world.directory, flush=True)
+        world.run(work, timeout=60)
+"""
+
+
+ENDS = [("fork", signal.SIGKILL), ("fork", signal.SIGINT), ("fork", signal.SIGTERM), ("spawn", signal.SIGKILL)]
+
+
+@pytest.mark.parametrize("end", share(ENDS, ENDS[:1]), ids=lambda end: f"{end[0]}-{end[1].name}")
+def test_nothing_outlives_the_parent(tmp_path: Path, end: tuple[str, signal.Signals]) -> None:
+    method, number = end
+    script = tmp_path / "parent.py"
+    script.write_text(textwrap.dedent(PARENT))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), preloading.ONLY_WHAT_IS_ASKED_FOR: "1"}
+    command = [sys.executable, str(script), method]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        *words, directory = parent.stdout.readline().split()
+        pids = [int(word) for word in words]
+        assert len(alive(pids)) == len(pids) and os.path.exists(directory)
+        time.sleep(0.2)
+        parent.send_signal(number)
+        assert gone_within(2.0, pids, directory), (alive(pids), os.path.exists(directory))
+        parent.communicate(timeout=10)
+    assert parent.returncode == (-number if number != signal.SIGINT else -signal.SIGINT)
+
+
+def test_loader_workers_do_not_survive_their_rank() -> None:
+    def leave_workers() -> list[int]:
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        from ddpcheck.worlds import rank
+
+        data = TensorDataset(torch.arange(8.0))
+        loader = DataLoader(data, batch_size=2, num_workers=2, persistent_workers=True)
+        rank.state["iterator"] = iterator = iter(loader)
+        next(iterator)
+        return [child.pid for child in psutil.Process().children()]
+
+    with World(2) as world:
+        workers = [pid for pids in world.run(leave_workers) for pid in pids]
+        assert len(alive(workers)) == 4
+    deadline = time.monotonic() + 2
+    while alive(workers) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(workers)
+
+
+@pytest.mark.slow
+def test_a_fork_of_the_parent_has_worlds_of_its_own() -> None:
+    with World(1) as world:
+        mine = world.run(os.getpid)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                try:
+                    world.run(rank_number)
+                except DdpcheckError:
+                    code = 2
+                world.close()
+                with World(1) as other:
+                    code = 0 if code == 2 and other.run(rank_number) == [0] else 3
+            finally:
+                from ddpcheck.worlds import starting as processes
+
+                processes.shut_down()
+                os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert world.run(os.getpid) == mine
+        assert world.directory.exists()
+
+
+def ordered_set(words: list[str]) -> list[str]:
+    return list(set(words))
+
+
+NAMES = [f"layer{number}" for number in range(20)]
+
+
+@pytest.mark.parametrize("method", share(["fork", "spawn"], ["fork"]))
+def test_ranks_may_have_hash_seeds_of_their_own_as_under_a_launcher(
+    method: Literal["fork", "spawn"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with World(4 if method == "fork" else 2, start_method=method, hash_seeds=True) as world:
+        even, odd, *more = world.run(ordered_set, NAMES)
+        assert even != odd and more in ([even, odd], [])
+        assert world.run(rank_number) == list(range(world.world_size))
+    with World(2, start_method=method) as world:
+        assert world.run(ordered_set, NAMES) == [even, even]
+
+
+@pytest.mark.slow
+def test_a_hash_seed_of_the_user_is_that_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "5")
+    monkeypatch.setenv(preloading.ONLY_WHAT_IS_ASKED_FOR, "1")  # for a server that nobody else uses
+    with World(2, hash_seeds=True) as world:
+        one, other = world.run(ordered_set, NAMES)
+    assert one == other
+
+
+def test_a_rank_of_the_second_server_that_dies_is_named() -> None:
+    def die() -> None:
+        if rank_number() == 1:
+            os._exit(3)
+        time.sleep(30)
+
+    with World(3, hash_seeds=True) as world:
+        error = fails(world, die)
+    assert [(one.rank, one.kind) for one in error.failures if one.kind == "died"] == [(1, "died")]
+
+
+@pytest.mark.parametrize("victim", share([0, 1], [1]))
+def test_a_fork_server_that_was_killed_is_replaced(victim: int) -> None:
+    from ddpcheck.worlds import starting as processes
+
+    with World(2, hash_seeds=True) as world:
+        world.run(rank_number)
+        servers = processes.server_pids()
+        os.kill(servers[victim], signal.SIGKILL)
+        assert "fork server has died" in str(fails(world, time.sleep, 30))
+    with World(2, hash_seeds=True) as world:
+        assert world.run(rank_number) == [0, 1]
+    assert servers[victim] not in processes.server_pids() and servers[1 - victim] in processes.server_pids()
+
+
+@pytest.mark.slow
+def test_a_fork_server_that_dies_unnoticed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddpcheck.worlds import starting as processes
+
+    processes.shut_down()
+    with World(1) as world:
+        world.run(rank_number)
+    (server,) = processes.server_pids()
+    os.kill(server, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(server)], timeout=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(processes._ForkServer, "alive", True)
+        with World(1) as world:
+            assert world.run(rank_number) == [0]
+
+
+def test_importing_the_harness_does_not_import_torch() -> None:
+    probe = "import sys, ddpcheck.harness, ddpcheck.worlds.forkserver; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
