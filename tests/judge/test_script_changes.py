@@ -47,6 +47,7 @@ def finding(code: str, subject: str = "head.weight") -> Finding:
         ("DDP306", [[replace(LOADED, forwards=3)], []], LOADS, (0,)),
         ("DDP306", [[replace(LOADED, forwards=3)]] * 2, Location("model.py", 3), ()),
         ("DDP503", [[LOADED, THAWED], [THAWED]], THAWS, ()),
+        ("DDP503", [[LOADED], [LOADED]], LOADS, ()),  # with assign=True
         ("DDP503", [[replace(THAWED, names=())], []], THAWS, ()),
         ("DDP503", [[ModuleChanged(0, "parameters", "head", (), RESETS)], []], RESETS, ()),
         ("DDP503", [[ModuleChanged(0, "parameters", "body", ("body.bias",), RESETS)], []], Location("model.py", 3), ()),
@@ -63,6 +64,17 @@ def test_the_line_of_a_change(
 ) -> None:
     found = at_the_change(finding(code), changes, WRAPS)
     assert (found.location, found.ranks) == (where, ranks)
+
+
+def test_parameters_that_are_written_at_several_lines() -> None:
+    def written(name: str, line: int) -> ModuleChanged:
+        return ModuleChanged(0, "written", "copy_", (name,), Location("train.py", line), forwards=1)
+
+    apart = replace(finding("DDP306"), subjects=("body.weight", "head.weight"))
+    both = [[written("body.weight", 8), written("head.weight", 9)]] * 2
+    found = at_the_change(apart, both, WRAPS)
+    assert found.location == Location("train.py", 8) and "others are written at train.py:9" in found.evidence
+    assert at_the_change(apart, [one[:1] for one in both], WRAPS) == apart  # what parts the other is not known
 
 
 @pytest.mark.parametrize("code", ["DDP208", "DDP515"])

@@ -85,7 +85,8 @@ def test_what_is_raised_does_not_show_how_it_was_found():
     model = CheckedDistributedDataParallel(Net())
     with pytest.raises(FindingsError) as raised:
         train(model, 1, way=lambda step: "short")
-    assert sum("ddpcheck/monitor" in str(entry.path) for entry in raised.traceback) == 1
+    assert sum("ddpcheck/record" in str(entry.path) for entry in raised.traceback) == 1
+    assert not any("ddpcheck/monitor" in str(entry.path) for entry in raised.traceback)
 
 
 def test_a_detached_path_is_told_with_its_line():

@@ -1,7 +1,7 @@
 """Every fault of the suite is found by code, subjects, ranks and cause, alone at its severity; every twin is clean.
 
 Here on ranks: `make test` runs the fastest fault of each code and the fastest twin of each family, `make test-all` the
-others. `test_judges_on_evidence.py` holds the judges to all of them on recorded evidence.
+others. `judge/test_judges_on_evidence.py` holds the judges to all of them on recorded evidence.
 """
 
 import re
@@ -23,14 +23,14 @@ from tests.tiers import share
 CASES = all_cases()
 QUICK, QUICK_TWINS = fastest_of_each_code(CASES), fastest_of_each_family(CASES)
 WITHOUT_FAULT = {
-    "DDP207": "two types of device: test_consistency.py",
-    "DDP312": "no fault that is known is left unexplained: test_parity.py",
+    "DDP207": "two types of device: gather/test_consistency.py",
+    "DDP312": "no fault that is known is left unexplained: judge/test_parity.py",
     **dict.fromkeys(("DDP506", "DDP507", "DDP511", "DDP512", "DDP518", "DDP601", "DDP602"), "explained, never found"),
     **dict.fromkeys(
         ("DDP217", "DDP520", "DDP801", "DDP802", "DDP803", "DDP804", "DDP805"),
         "found by run alone, in examples/scripts",
     ),
-    "DDP603": "an error, not a finding: test_launchers.py",
+    "DDP603": "an error, not a finding: worlds/test_launchers.py",
 }
 
 

@@ -32,6 +32,7 @@ if dist.get_rank() == 0:
         code="DDP202",
         name="parameter-order",
         severity=ERROR,
+        explains=(Explains(("DDP301", "DDP302", "DDP306"), when="an error"),),
         summary="The same parameters are registered in another order on one rank than on another.",
         why=(
             "DDP broadcasts and reduces by position. Where shapes are equal nothing is raised, and the gradients of "

@@ -17,6 +17,12 @@ _SHARED = 0.2  # of a rank's samples that are on another rank, too, before that 
 _FEWEST = 8  # rows that tell samples apart
 
 
+_SPLIT_STREAM = (
+    "Split the stream in the dataset's __iter__ by rank and world size, and by get_worker_info() where the loader has "
+    "workers; where it shuffles before, with the same seed on every rank."
+)
+
+
 def judge_rows(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> list[Finding]:
     """DDP505, DDP516: samples that several ranks train on in an epoch, each from data or by a stream of its own."""
     first = [of_rank[0] for of_rank in passes]
@@ -30,6 +36,7 @@ def judge_rows(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> li
             first[0],
             "Every rank takes the same samples in the same order from the loader, so together they do the work of one.",
             evidence=[f"{counted(len(rows[0]), 'sample')} of the first epoch are equal, by their contents"],
+            fix=_SPLIT_STREAM if first[0].size < 0 else "",
         )
     if not all(one.exhausted for one in first):
         return []
@@ -45,7 +52,7 @@ def judge_rows(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> li
             first[0],
             f"{message}, by their contents.",
             severity=Severity.WARNING,
-            fix="Split the stream by rank and world size; where it shuffles before, with the same seed on every rank.",
+            fix=_SPLIT_STREAM,
         )
     return _one(
         "DDP516",

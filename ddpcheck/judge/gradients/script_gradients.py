@@ -68,9 +68,9 @@ def _rounded(value: float | None) -> str:
     return "none" if value is None else f"{value:.3g}"
 
 
-def spelled(value: float | None) -> str:
+def spelled(value: float | None, nothing: str = "no gradient") -> str:
     """A norm in words."""
-    return "no gradient" if value is None else f"{value:.6g}"
+    return nothing if value is None else f"{value:.6g}"
 
 
 def short(name: str) -> str:

@@ -212,7 +212,9 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
                 ),
                 *(
                     f"norm of {values}"
-                    for values in told_by_rank({short(n): [spelled(one.get(n)) for one in states] for n in names[:3]})
+                    for values in told_by_rank(
+                        {short(n): [spelled(one.get(n), "no state") for one in states] for n in names[:3]}
+                    )
                 ),
             ],
             fix="Give the optimizer its parameters in the same order on every rank: its state is saved and loaded by "

@@ -23,9 +23,9 @@ Changes = Sequence[Sequence[ModuleChanged]]
 def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> Finding:
     """A finding at the line that has made the change, if it is one on a change; `made`: the line that wraps."""
     if finding.code == "DDP503":
-        return _at_first(
-            finding, [one for of_rank in changes for one in of_rank if one.what not in (*_OF_VALUES, "buffer")]
-        )
+        every = [one for of_rank in changes for one in of_rank]
+        loads = [one for one in every if one.how == "load_state_dict"]  # with assign=True, say
+        return _at_first(finding, [*(one for one in every if one.what not in (*_OF_VALUES, "buffer")), *loads])
     if finding.code in ("DDP208", "DDP515"):
         found = _at_values(finding, changes, after_forward=False)
         return replace(found, location=made) if found is finding and finding.code == "DDP515" else found
@@ -97,22 +97,26 @@ def _at_values(finding: Finding, changes: Changes, *, after_forward: bool) -> Fi
                 names.setdefault((one.how, one.location), set()).update(one.names)
     some = {key: on for key, on in ranks.items() if len(on) < len(changes)}
     if after_forward and not some:  # what all ranks call later is no reason to differ, if they do not write by hand
-        written = [key for key in ranks if key[0] not in _ORDER and names[key] >= set(finding.subjects)]
+        by_hand = [key for key in ranks if key[0] not in _ORDER]
+        written = [key for key in by_hand if names[key] >= set(finding.subjects)]
+        if not written and set(finding.subjects) <= {name for key in by_hand for name in names[key]}:
+            written, lines = by_hand[:1], sorted({str(where) for _, where in by_hand[1:] if where is not None})
+            finding = replace(finding, evidence=(*finding.evidence, *(f"others are written at {one}" for one in lines)))
         if len(written) != 1:
             return finding
         ranks = {written[0]: ranks[written[0]]}
     for (how, where), on in sorted((some or ranks).items(), key=lambda item: _order(item[0][0])):
         only = f"only on {format_ranks(on)}" if len(on) < len(changes) else "on every rank"
-        by_hand = how not in _ORDER
+        is_write = how not in _ORDER
         done = (
-            f"they are written there ({how}), outside of the optimizer's step" if by_hand else f"{how} is called there"
+            f"they are written there ({how}), outside of the optimizer's step" if is_write else f"{how} is called there"
         )
         return replace(
             finding,
             location=where,
             ranks=tuple(on) if len(on) < len(changes) else finding.ranks,
-            evidence=(*finding.evidence, f"{done}{'' if by_hand else ' after wrapping'}, {only}"),
-            fix=_BY_HAND if by_hand else finding.fix,
+            evidence=(*finding.evidence, f"{done}{'' if is_write else ' after wrapping'}, {only}"),
+            fix=_BY_HAND if is_write else finding.fix,
         )
     return finding
 

@@ -18,6 +18,7 @@ from ddpcheck.record.loop.loop_record import STEP, LoopRecord
 from ddpcheck.record.loop.step_tracker import StepTracker
 from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
 from ddpcheck.stream.ledger import AROUND, Contribution
+from ddpcheck.stream.rank_report import is_probed
 
 _FEWEST = 3  # optimizer steps on gradients that have not been averaged, before that is told without the other ranks
 _SPARING = LoopEvent("step", spares_unreduced=True)
@@ -56,19 +57,24 @@ class OptimizerSteps:
         loop: LoopRecord,
         has_others: Callable[[], bool],
         tell: Callable[[Contribution | None], object],
+        look: Callable[[], object],
     ) -> None:
         """Note the steps of optimizers in `loop`, beside those of `tracker`.
 
         `has_others` says whether there are ranks to average with. `tell` is called where several steps used gradients
-        that were not averaged, with those of the last step that belong to a forward pass of the wrapper.
+        that were not averaged, with those of the last step that belong to a forward pass of the wrapper. `look` is
+        called where nothing was reduced for several steps, although DDP has prepared for it.
         """
         self._tracker = tracker
         self._loop = loop
         self._has_others = has_others
         self._tell = tell
+        self._look = look
         self._known: WeakKeyDictionary[Any, _Followed] = WeakKeyDictionary()
         self._alone = 0  # steps, one after the other, since whose optimizer's last one nothing was reduced
         self._around = 0  # steps on gradients of backward passes around the wrapper
+        self._last = 0  # the number of reductions at the last step of any optimizer
+        self._unanswered = 0  # steps, one after the other, at which a prepared reduction had not come
         self._number = next(_numbers)
 
     def attach(self) -> None:
@@ -98,6 +104,7 @@ class OptimizerSteps:
             self._steps(optimizer)
 
     def _steps(self, optimizer: Any) -> None:
+        self._note_unanswered()
         known = self._known.get(optimizer)
         if known is None or known.groups != len(optimizer.param_groups):
             known = self._known.setdefault(optimizer, _Followed())
@@ -112,6 +119,17 @@ class OptimizerSteps:
             self._loop.add(STEP)
             return
         self._step_unreduced(_parameters_of(optimizer), alone=not reductions)
+
+    def _note_unanswered(self) -> None:
+        """Have parameters looked at after 3, 6, 12 ... steps: DDP may wait for tensors that nobody uses."""
+        last, self._last = self._last, self._tracker.number
+        if last != self._last or self._loop.ledger.prepared is None:
+            self._unanswered = 0
+            return
+        self._unanswered += 1
+        times, rest = divmod(self._unanswered, _FEWEST)
+        if not rest and is_probed(times) and self._has_others():
+            self._look()
 
     def _step_unreduced(self, held: set[int], *, alone: bool) -> None:
         """A step for which nothing was reduced (`alone`), or before which other gradients have come."""

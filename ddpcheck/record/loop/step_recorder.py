@@ -142,7 +142,9 @@ class StepRecorder(StepListener):
         )
         self._probe: StepProbe | None = None
         self._micro_batches = MicroBatches(synced.tensors) if options.normalisation else None
-        self._optimizer_steps = OptimizerSteps(self.tracker, self.loop, lambda: self.has_others, self.unaveraged)
+        self._optimizer_steps = OptimizerSteps(
+            self.tracker, self.loop, lambda: self.has_others, self.unaveraged, self.tell_replaced
+        )
 
     def attach(self) -> None:
         """Begin to record."""
@@ -193,6 +195,12 @@ class StepRecorder(StepListener):
             return
         around = self._options.bypassed(), LoopEvent("step", location=str(user_location() or ""))
         self.tell(*(around if used is None else used.events))
+
+    def tell_replaced(self) -> None:
+        """Tell of parameters in the place of those that DDP knows, and waits for."""
+        changed = {name: how for name, how in self.history.changed().items() if how == "replaced"}
+        if changed and self._options.parameters and not self.joins:
+            self._door.tell(replace(self._plain_report(self.step), changes=changed))
 
     def tell(self, *events: LoopEvent) -> None:
         """Tell of events that show a fault on this rank, whatever the others do."""

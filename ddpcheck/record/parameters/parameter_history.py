@@ -119,7 +119,7 @@ class ParameterHistory:
             never_used=self._ordered(self._never_used),
             sometimes_missing=self._ordered(self._sometimes_missing),
             ends={name: self._ends[name] for name in missing if name in self._ends},
-            changes=self._changed() if looks else {},
+            changes=self.changed() if looks else {},
         )
 
     def notices_unfrozen(self) -> bool:
@@ -131,7 +131,8 @@ class ParameterHistory:
     def _has_unfrozen(self) -> bool:
         return any(parameter.requires_grad for parameter in self._frozen)
 
-    def _changed(self) -> dict[str, str]:
+    def changed(self) -> dict[str, str]:
+        """What has happened to parameters since they were wrapped, in a word, by name."""
         changed = changes(self._at_start, self._module)
         return {name: how for name, how in changed.items() if name not in self._created_in_forward}
 

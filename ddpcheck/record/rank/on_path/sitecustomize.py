@@ -12,7 +12,7 @@ from importlib.machinery import PathFinder
 _folder = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != _folder]
 
-_root = os.path.abspath(os.path.join(_folder, *[os.pardir] * 5))  # of the ddpcheck that the ranks report to
+_root = os.path.abspath(os.path.join(_folder, *[os.pardir] * 4))  # of the ddpcheck that the ranks report to
 sys.path.insert(0, _root)
 try:
     from ddpcheck.record.rank import arming

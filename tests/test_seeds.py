@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 FAULTS = ROOT / "examples" / "faults"
 
 # What DistributedDataParallel only states in its documentation, the fault that breaks it, and the rule that tells.
@@ -141,7 +141,7 @@ def test_what_ddp_only_documents_is_a_fault_that_is_found(row: str) -> None:
 @functools.cache
 def docstrings() -> list[str]:
     """Of all tests."""
-    paths = sorted((ROOT / "tests").glob("test_*.py"))
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
     nodes = [node for path in paths for node in ast.parse(path.read_text()).body]
     tests = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     return [" ".join((ast.get_docstring(test) or "").split()) for test in tests]
