@@ -70,6 +70,22 @@ def test_what_is_kept_of_two_gradients_adds_up_and_does_not_change_with_them() -
         assert torch.allclose(torch.tensor(sketches({"w": kept})["w"]), want, rtol=1e-3, atol=1e-2)
 
 
+def test_the_layout_of_a_tensor_does_not_count() -> None:
+    plain = {str(n): filled(2, 3, 4, 5, seed=n) for n in range(3)}
+    last = {name: one.to(memory_format=torch.channels_last) for name, one in plain.items()}
+    assert fingerprints(last.items()) == fingerprints(plain.items())
+    assert sketches(last) == sketches(plain) and norms(last) == norms(plain)
+
+
+@pytest.mark.parametrize("size", [1 << 17, (1 << 17) + 1, 399_617])
+def test_a_large_tensor_has_a_fingerprint_whatever_its_size(size: int) -> None:
+    one = filled(size)
+    other = one.clone()
+    assert fingerprint(one) == fingerprint(other) == fingerprints([("w", one)])["w"]
+    other[-1] += 1
+    assert fingerprint(one) != fingerprint(other)
+
+
 @settings(deadline=None)
 @given(
     octets=st.lists(

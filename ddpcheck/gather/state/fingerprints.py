@@ -48,12 +48,12 @@ def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
 
 
 def _of_bits(value: torch.Tensor) -> int:
-    octets = value.contiguous().view(1, -1).view(torch.uint8)
+    octets = value.contiguous().view(-1).view(torch.uint8)
     if octets.storage_offset() % 8:  # a view into a bucket, say: words of eight bytes must be aligned
         octets = octets.clone()
     total = octets.numel()
     for start in range(0, octets.numel(), _CHUNK):
-        total = _with_sum(total, int(_sums(octets[:, start : start + _CHUNK])))
+        total = _with_sum(total, int(_sums(octets[start : start + _CHUNK].view(1, -1))))
     return total
 
 

@@ -36,7 +36,7 @@ def in_rows(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[Rows], di
             count, left = max(1, _TOGETHER // group[0][1].nbytes), iter(group)
             while some := list(islice(left, count)):
                 names, values = zip(*some, strict=True)
-                found.append(Rows(names, torch.stack(values).view(len(some), -1)))
+                found.append(Rows(names, torch.stack(values).reshape(len(some), -1)))
     return found, others
 
 
