@@ -126,6 +126,27 @@ def test_a_node_that_dies_while_it_sends_leaves_nothing(job: Job, monkeypatch: p
     assert not (job.folder / "0" / "node1").exists()
 
 
+def test_a_start_anew_forgets_what_came_of_the_one_before(job: Job) -> None:
+    """Agents that start their ranks again meet on another store. (By gloo ranks then often do not meet, under torchrun
+    alone too.)
+    """
+    links = job.start(2)
+    until(lambda: links[1].host)
+    put_value(job.own(1).set, "part/1/0", msgspec.msgpack.encode(FilePart(LOG, b"of the first start")))
+    assert until(lambda: (job.folder / "0" / "node1" / LOG).exists())
+    for number, link in enumerate(links):
+        link.meet(PrefixStore("again", job.store()), number, 2)
+    assert not (job.folder / "0" / "node1").exists()
+    (job.folder / "1" / LOG).write_bytes(b"of the second")
+    codes: dict[int, int | None] = {}
+    thread = told(b"end", links[1], codes)
+    assert links[0].collect(interrupted=False) == {1: b"end"}
+    assert (job.folder / "0" / "node1" / LOG).read_bytes() == b"of the second"
+    links[0].finish(0)
+    thread.join(20)
+    assert codes == {1: 0}
+
+
 @pytest.mark.parametrize("without", [0, None])
 def test_without_the_first_node_another_one_keeps_its_logs(
     without: int | None, job: Job, monkeypatch: pytest.MonkeyPatch
