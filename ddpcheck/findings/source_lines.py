@@ -295,25 +295,6 @@ def _computed_for(tree: ast.AST, name: str) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-_IN_PLACE = ("div_", "mul_", "true_divide_", "divide_", "multiply_")
-
-
-def change_of_gradients(step: Location) -> Location | None:
-    """The line that changes the values of `.grad` last before an optimizer's step, in the file of that step."""
-    found = []
-    for node in ast.walk(parsed_source(_files.get(step.path, step.path)) or ast.Module([], [])):
-        changed: list[ast.expr] = []
-        if isinstance(node, ast.AugAssign):
-            changed = [node.target]
-        elif isinstance(node, ast.Assign):
-            changed = node.targets
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _IN_PLACE:
-            changed = [node.func.value]
-        found += [one.lineno for one in changed if ast.unparse(one).removesuffix(".data").endswith(".grad")]
-    before = [line for line in found if line <= step.line] or found
-    return Location(step.path, max(before)) if before else None
-
-
 def call_of(names: Sequence[str], files: Mapping[str, str]) -> Location | None:
     """The first line that calls a function of one of these names, in `files` (by the path that is shown)."""
     for shown, file in files.items():

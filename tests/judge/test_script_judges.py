@@ -545,7 +545,7 @@ def test_gradients_that_are_summed_by_hand_after_the_average() -> None:
         ((0.25, 0.25, 0.25), {}, []),  # nothing that the number of ranks explains
         ((0.5, 0.5), {}, []),  # too few
         ((0.5, 0.5, 0.5), {"scaled": LINE}, []),  # the loss is multiplied by it
-        ((0.5, 0.5, 0.5), {"number": 1}, []),  # as many micro-batches
+        ((0.5, 0.5, 0.5), {"line": None}, []),  # half of a gradient may be meant otherwise
         ((0.5, 0.5, 0.5), {"name": "AdamW"}, []),  # whose steps do not depend on the scale
         ((0.5, 0.5, 0.5), {"elements": 65}, []),  # of whose norm the sketch is an estimate
     ],
@@ -554,11 +554,13 @@ def test_averaged_gradients_that_are_divided_once_more(
     factors: Sequence[float], more: dict[str, Any], found: list[str]
 ) -> None:
     numbers, options = [1.0] * more.get("elements", 9), {"class": more.get("name", "SGD")}
-    of_loss = {name: value for name, value in more.items() if name in ("scaled", "number")}
+    of_loss = {name: value for name, value in more.items() if name == "scaled"}
     state = ReplicaState(ModuleDescription(), DdpStepEvidence(0, 0))
     used = [
         (
-            step(count, options=options, norms={"0/w": factor * math.hypot(*numbers)}),
+            step(
+                count, options=options, rescaled_at=more.get("line", LINE), norms={"0/w": factor * math.hypot(*numbers)}
+            ),
             ReplicaCaptured(0, count, state, averaged={"w": numbers}),
         )
         for count, factor in enumerate(factors)

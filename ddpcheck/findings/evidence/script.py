@@ -192,6 +192,7 @@ class OptimizerStep(Struct, frozen=True):
         late_sum_at: The line that has gradients all_reduced after an earlier step had used them, before any other
             backward pass; `None` where there was none.
         restored_at: The line that has last given it a state, by `load_state_dict`.
+        rescaled_at: The line that scales gradients by the number of ranks, in the functions that lead to the step.
     """
 
     optimizer: int
@@ -218,6 +219,7 @@ class OptimizerStep(Struct, frozen=True):
     left_out_at: tuple[Location, ...] = ()
     late_sum_at: Location | None = None
     restored_at: Location | None = None
+    rescaled_at: Location | None = None
 
 
 class OptimizerEnd(Struct, frozen=True):

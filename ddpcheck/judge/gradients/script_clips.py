@@ -14,7 +14,6 @@ from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiat
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.source_lines import change_of_gradients
 from ddpcheck.findings.wording import group_by_value, join_names, one_finding, plural_verb, told_by_rank
 from ddpcheck.judge.gradients.script_gradients import (
     Steps,
@@ -152,8 +151,9 @@ def judge_changed(changes: Sequence[Sequence[GradientsChanged]]) -> list[Finding
 def judge_rescaled(used: Sequence[Used], losses: Sequence[Sequence[LossDifferentiated]], size: int) -> list[Finding]:
     """DDP303: averaged gradients that a script divides by the number of ranks once more, or multiplies by it.
 
-    Nothing of the loss may be scaled by it, and no step may have as many backward passes as there are ranks: that would
-    be what the factor is for. Optimizers whose steps do not depend on the scale of gradients are left out.
+    The measured factor decides, and a line of the script says that it is that number: half of a gradient may be meant
+    otherwise. Where the loss is scaled by it as well, that is what it is for. Optimizers whose steps do not depend on
+    the scale of gradients are left out.
 
     Args:
         used: By rank, of one optimizer.
@@ -161,9 +161,10 @@ def judge_rescaled(used: Sequence[Used], losses: Sequence[Sequence[LossDifferent
         size: The number of ranks.
     """
     every = [one for of_rank in losses for one in of_rank]
-    if size < 2 or not all(used) or not every or any(one.scaled or one.number + 1 == size for one in every):
+    if size < 2 or not all(used) or not every or any(one.scaled for one in every):
         return []
-    if used[0][0][0].options.get("class", "").startswith(SCALE_FREE):
+    step = used[0][0][0]
+    if step.rescaled_at is None or step.options.get("class", "").startswith(SCALE_FREE):
         return []
     factors = [_factor_of(step, left) for of_rank in used for step, left in of_rank]
     known = [factor for factor in factors if factor is not None]
@@ -171,19 +172,17 @@ def judge_rescaled(used: Sequence[Used], losses: Sequence[Sequence[LossDifferent
         return []
     if not all(math.isclose(factor, known[0], rel_tol=_TOLERANCE) for factor in known):
         return []
-    step = used[0][0][0]
     divided = known[0] < 1
-    made = None if step.location is None else change_of_gradients(step.location)
     return one_finding(
         "DDP303",
         ("gradients",),
         f"The gradients that DDP has averaged are {'divided' if divided else 'multiplied'} by the number of ranks "
         f"before the optimizer uses them, which are {f'1/{size} of' if divided else f'{size} times'} the average then.",
-        location=made or step.location,
+        location=step.rescaled_at,
         evidence=[
             f"in all {len(known) // len(used)} steps that were compared, on every rank: a norm of {known[0]:.6g} times "
             "that of the average",
-            *([f"the optimizer steps at {step.location}"] if made else []),
+            f"the optimizer steps at {step.location}",
         ],
         severity=Severity.WARNING,
         fix="Use the gradients as backward leaves them: DDP has divided their sum by the number of ranks.",

@@ -260,6 +260,36 @@ def scales_by_world_size(frame: FrameType | None) -> bool:
     return False
 
 
+def gradients_scaled_at(frame: FrameType | None) -> Location | None:
+    """The line that scales `.grad` by the number of ranks, in functions that lead to `frame`, or that those call."""
+    for _ in range(_MOST_CALLERS):
+        scope = None if frame is None else scope_of_frame(frame)
+        if frame is None or scope is None:
+            break
+        for inner, given in ((scope, {}), *_called_in(scope)):
+            for node in ast.walk(inner.body):
+                if isinstance(node, ast.Assign | ast.AugAssign | ast.Expr) and ".grad" in ast.unparse(node):
+                    factors = [factor for one in ast.walk(node) for factor in _factors(one)]
+                    passed = [given[name] for one in factors if (name := ast.unparse(one)) in given]
+                    asked = [*((inner, one) for one in factors), *((scope, one) for one in passed)]
+                    if any(is_world_size(where, one, set()) for where, one in asked):
+                        return location_in(inner, node.lineno)
+        frame = user_caller(frame)
+    return None
+
+
+def _called_in(scope: Scope) -> Iterator[tuple[Scope, dict[str, ast.expr]]]:
+    """The functions of the script that a function calls, each with what it is given, by name."""
+    for node in ast.walk(scope.body):
+        if isinstance(node, ast.Call):
+            code, outer = function_of(resolved(scope, node.func))
+            body = None if code is None else body_of(code)
+            if code is not None and body is not None:
+                names = code.co_varnames[: code.co_argcount]
+                by_word = {word.arg: word.value for word in node.keywords if word.arg is not None}
+                yield Scope(code.co_filename, body, {}, outer), {**dict(zip(names, node.args, strict=False)), **by_word}
+
+
 def _factors(node: ast.AST) -> list[ast.expr]:
     """What may be a factor in an operation."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):
@@ -267,7 +297,8 @@ def _factors(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):
         return [node.value]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return node.args if node.func.attr.strip("_") in ("mul", "div", "multiply", "divide") else []
+        name = node.func.attr.strip("_").removeprefix("foreach_")
+        return node.args if name in ("mul", "div", "multiply", "divide") else []
     return []
 
 

@@ -20,7 +20,7 @@ from ddpcheck.findings.evidence.script import (
     OptimizerStep,
 )
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import below_common, lines_of_program, user_location
+from ddpcheck.findings.source_lines import below_common, lines_of_program, user_frame, user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward, walk_graph
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
@@ -30,6 +30,7 @@ from ddpcheck.gather.state.tensor_values import version_of
 from ddpcheck.gather.steps.gradient_distance import dense, norms
 from ddpcheck.gather.steps.gradient_sketch import sketches
 from ddpcheck.record.loop.leftover_recorder import LeftoverRecorder
+from ddpcheck.record.loss.loss_source import gradients_scaled_at
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.optimizers.clip_recorder import ClipRecorder
 from ddpcheck.record.optimizers.schedule_recorder import ScheduleRecorder
@@ -73,6 +74,7 @@ class _Optimizer:
     left: tuple[Callable[[], Any], int] = (lambda: None, 0)  # its gradient and version, as backward left it last
     used: tuple[int, tuple[str, ...]] = (-1, ())  # backward passes until its last step, and the lines that led to it
     late: Location | None = None  # of an all_reduce of gradients that this step had used
+    rescaled_at: Location | None = None  # the line that scales gradients by the number of ranks
     for_inputs: bool = False  # a backward pass since the last step was for inputs (an attack, a penalty)
     watches: tuple[tuple[int, ...], list[ref[ScriptWatch]]] = field(default=((), []))  # of wrappers, by what was there
 
@@ -217,6 +219,8 @@ class OptimizerRecorder:
         summed: dict[str, Location | None] = {name: line for name, p in every.items() if (line := self._sum_in(p.grad))}
         summed = summed or self._sums_in_one([(name, p.grad) for name, p in alone.items() if p.grad is not None])
         lines = lines_of_program(sys._getframe(1))
+        if not known.steps:
+            known.rescaled_at = gradients_scaled_at(user_frame(sys._getframe(1)))
         known.used = self._backwards, lines
         others = [one for one in self._lines.optimizers() if one not in self._known]
         idle = {wrapped[id(p)] for one in others for p in _parameters_of(one) if id(p) in wrapped}
@@ -254,6 +258,7 @@ class OptimizerRecorder:
             left_out_at=lines_left_out_by(lines, self._differentiated),
             late_sum_at=known.late,
             restored_at=self._lines.of_restored(optimizer),
+            rescaled_at=known.rescaled_at,
         )
 
     def _sums_in_one(self, gradients: list[tuple[str, torch.Tensor]]) -> dict[str, Location | None]:
