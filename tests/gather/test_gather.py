@@ -19,7 +19,7 @@ from ddpcheck.findings.errors import TargetError  # noqa: E402
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu  # noqa: E402
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint  # noqa: E402
 from ddpcheck.gather.state.module_description import describe  # noqa: E402
-from ddpcheck.gather.state.module_state import capture_state  # noqa: E402
+from ddpcheck.gather.state.module_state import capture_state, copied_module  # noqa: E402
 from ddpcheck.gather.state.randomness import (  # noqa: E402
     QuietRandomness,
     generator_states,
@@ -493,6 +493,16 @@ def test_state_comes_back_with_buffers_counters_and_what_nobody_registered() -> 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert model.calls == 0 and model.cache.tolist() == [0.0, 0.0]
     assert [id(tensor) for tensor in (*model.parameters(), *model.buffers())] == identities
+
+
+def test_a_copy_of_a_module_that_holds_tensors_with_a_graph() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+    model.kept = model(torch.randn(5, 2))
+    copied = copied_module(model)
+    assert torch.equal(copied.kept, model.kept) and not copied.kept.requires_grad and model.kept.requires_grad
+    ours = {t.data_ptr() for t in (*model.parameters(), model.kept)}
+    assert not ours & {t.data_ptr() for t in (*copied.parameters(), copied.kept)}
+    assert all(p.requires_grad for p in copied.parameters())
 
 
 def test_the_tensors_that_ddp_would_find_in_an_output() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import prune
 
 import ddpcheck
 from ddpcheck import CheckedDistributedDataParallel, FindingsError
@@ -83,6 +84,41 @@ def test_other_seeds_are_healthy_since_ddp_broadcasts_what_rank_0_has(rank):
     with warnings.catch_warnings():
         warnings.simplefilter("error", ddpcheck.FindingWarning)
         train(CheckedDistributedDataParallel(net(seed=rank)))
+
+
+REPARAMETRISED = {
+    "weight norm": nn.utils.weight_norm,
+    "spectral norm": nn.utils.spectral_norm,
+    "pruned": lambda layer: prune.random_unstructured(layer, "weight", amount=0.5),
+}
+
+
+@pytest.mark.parametrize("way", REPARAMETRISED)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_other_seeds_are_healthy_where_a_hook_makes_the_weight_of_each_forward_pass(rank, way):
+    module = net(seed=rank)
+    module[0] = REPARAMETRISED[way](module[0])
+    assert "weight" in vars(module[0])  # a plain attribute, made of parameters that DDP brings together
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ddpcheck.FindingWarning)
+        model = CheckedDistributedDataParallel(module)
+        train(model)
+    assert ddpcheck.check_consistency(model) == []
+
+
+def test_what_such_a_layer_holds_beside_it_is_compared(rank):
+    module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)))
+    module[0].note = torch.full((2,), float(rank))
+    (finding,) = ddpcheck.check_consistency(module)
+    assert (finding.code, finding.subjects, finding.ranks) == ("DDP216", ("0.note",), (1,))
+
+
+def test_activations_that_a_model_keeps_with_their_graph_are_no_state(rank):
+    model = CheckedDistributedDataParallel(net())
+    model.module.kept = model(torch.randn(3, 4) + rank)
+    assert ddpcheck.check_consistency(model) == []
+    model.module.kept = torch.full((2,), float(rank))
+    assert [finding.code for finding in ddpcheck.check_consistency(model)] == ["DDP216"]
 
 
 def test_findings_of_the_construction_are_told_once_and_kept(rank):

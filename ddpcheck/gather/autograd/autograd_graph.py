@@ -324,4 +324,29 @@ def contents(value: Any) -> list[tuple[str, Any]]:
 
 def unregistered_state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     """The tensors without gradient that `module` holds without having registered them."""
-    return [(name, tensor) for name, tensor in unregistered_tensors(module) if not tensor.requires_grad]
+    return [(name, tensor) for name, tensor in held_state(module) if not tensor.requires_grad]
+
+
+def held_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of `unregistered_tensors`, those that are state: neither made by a forward pass nor made again before each.
+
+    What an operation on parameters has made is no state. Neither is the weight that `torch.nn.utils.weight_norm`,
+    `spectral_norm` and `prune` keep as an attribute: a hook of theirs computes it before each forward pass.
+    """
+    made_again = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, submodule in module.named_modules()
+        for name in _recomputed_attributes(submodule)
+    }
+    for name, tensor in unregistered_tensors(module):
+        if tensor.is_leaf and name not in made_again:
+            yield name, tensor
+
+
+def _recomputed_attributes(module: nn.Module) -> Iterator[str]:
+    """The attributes that torch's own reparametrisations compute before each forward pass of `module`."""
+    for hook in module._forward_pre_hooks.values():  # there is no public list of hooks
+        if type(hook).__module__.startswith("torch.nn.utils."):
+            name = getattr(hook, "name", None) or getattr(hook, "_tensor_name", None)
+            if isinstance(name, str):
+                yield name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -32,7 +31,7 @@ from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, StepDa
 from ddpcheck.gather.phases.repeated_step import random_choices
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints
 from ddpcheck.gather.state.module_description import layout_of
-from ddpcheck.gather.state.module_state import capture_attributes, capture_state
+from ddpcheck.gather.state.module_state import capture_attributes, capture_state, copied_module
 from ddpcheck.gather.state.origins import Origins, record_origins
 from ddpcheck.gather.steps.gradient_distance import norm
 from ddpcheck.gather.steps.training_step import (
@@ -354,7 +353,7 @@ def average_exactly(step: int, file: Path) -> str:
     state = rank_state()
     quiet = state.step.without_random
     try:
-        module = copy.deepcopy(state.reference.module).double()
+        module = copied_module(state.reference.module).double()
         seed = step_seed(state.seed, step) if quiet else state.seed_of(step)
         with unlogged():
             gradients, _ = compute_gradients(

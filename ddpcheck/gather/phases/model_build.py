@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import datetime
 import functools
 import inspect
@@ -33,13 +32,14 @@ from ddpcheck.gather.ddp.ddp_wrapper import (
 )
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
+from ddpcheck.gather.forward_hooks import after_forward, before_forward
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, TrainingModel, rank_state
 from ddpcheck.gather.phases.single_process import HANDOVER
 from ddpcheck.gather.state.external_state import ExternalState
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints
 from ddpcheck.gather.state.module_description import describe, module_entries
-from ddpcheck.gather.state.module_state import differs_in_structure, moved
+from ddpcheck.gather.state.module_state import copied_module, differs_in_structure, moved
 from ddpcheck.gather.state.origins import record_origins
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.training_mode import ARRIVED_EVALUATING, into_training
@@ -75,7 +75,7 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
     seed_everything(model_seed(seed))
     reference = recipe.build_model()
     if reference is module or {id(p) for p in reference.parameters()} & {id(p) for p in module.parameters()}:
-        reference = copy.deepcopy(module)  # model() hands out the same parameters every time
+        reference = copied_module(module)  # model() hands out the same parameters every time
     with unlogged():
         group = dist.new_group(timeout=datetime.timedelta(days=1)) if context.world_size > 1 else None
     described = describe(moved(module, device))
@@ -161,7 +161,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     if isinstance(inner, nn.Module) and (inner is not original or differs_in_structure(inner, reference)):
         if differs_in_structure(inner, reference):
             reshaped = _shapes(inner) != _shapes(reference)
-            state.reference.module = reference = copy.deepcopy(inner)
+            state.reference.module = reference = copied_module(inner)
             trouble = _hand_over(reference) if reshaped and state.rank == 0 else ""
         state.module = inner
     trainable = {name: p for name, p in state.module.named_parameters() if p.requires_grad}
@@ -257,9 +257,9 @@ def count_calls(model: TrainingModel) -> None:
 
         return hook
 
-    model.counters = [model.wrapper.register_forward_pre_hook(counter("wrapper"))]
+    model.counters = [before_forward(model.wrapper, counter("wrapper"))]
     if model.module is not model.wrapper:
-        model.counters.append(model.module.register_forward_pre_hook(counter("inner")))
+        model.counters.append(before_forward(model.module, counter("inner")))
 
 
 def _follow(reference: ReferenceModule) -> None:
@@ -276,4 +276,4 @@ def _follow(reference: ReferenceModule) -> None:
     reference.constants = {id(tensor): tensor for tensor in tensors if not tensor.requires_grad}
     for name, parameter in reference.trainable.items():
         parameter.register_post_accumulate_grad_hook(lambda _p, name=name: reference.arrivals.update([name]))
-    module.register_forward_hook(lambda _module, _inputs, output: reference.outputs.append(output))
+    after_forward(module, lambda _module, _inputs, output: reference.outputs.append(output))

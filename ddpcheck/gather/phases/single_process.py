@@ -6,7 +6,6 @@ Everything here runs in a process without a process group, which is what the use
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from ddpcheck.findings.evidence.single_process import SingleStep
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back
-from ddpcheck.gather.state.module_state import ModuleState, capture_attributes, capture_state, moved
+from ddpcheck.gather.state.module_state import ModuleState, capture_attributes, capture_state, copied_module, moved
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.training_mode import into_training
 from ddpcheck.gather.steps.gradient_distance import difference, fit, norm, scales, tolerances
@@ -115,7 +114,7 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
         try:
             double = build()
             shared = {id(p) for p in module.parameters()} & {id(p) for p in double.parameters()}
-            double = (copy.deepcopy(double) if shared else double).double()
+            double = (copied_module(double) if shared else double).double()
         except Exception as failure:
             error = summary(failure)
     external = _external_state(recipe, module, double)
@@ -137,7 +136,7 @@ def adopt(module_file: Path) -> None:
     """Go on with the module that `wrap` has made on rank 0, and a copy of it in float64."""
     own: SingleProcess = this_rank.state["single"]
     own.module = wire.loads(module_file.read_bytes()).to(own.device)
-    own.double = copy.deepcopy(own.module).double() if own.double is not None else None
+    own.double = copied_module(own.module).double() if own.double is not None else None
     own.after, own.external_state = None, _external_state(own.recipe, own.module, own.double)
 
 

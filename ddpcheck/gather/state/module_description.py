@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.figures import MOST_MODULES, ModuleEntry
 from ddpcheck.findings.replace import replace
-from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_tensors
+from ddpcheck.gather.autograd.autograd_graph import all_names, held_state
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.tensor_values import shape_of
 
@@ -25,7 +25,7 @@ def describe(module: nn.Module) -> ModuleDescription:
         structure_of(module),
         state=tuple(
             (name, shape_of(tensor), fingerprint(tensor))
-            for name, tensor in unregistered_tensors(module)
+            for name, tensor in held_state(module)
             if not isinstance(tensor, _LAZY)
         ),
     )

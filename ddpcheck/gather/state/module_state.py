@@ -150,6 +150,16 @@ def _restore_plain(holder: Any, plain: Mapping[str, Any]) -> None:
             refill(value, saved)
 
 
+def copied_module(module: nn.Module) -> nn.Module:
+    """A copy of `module` that shares no tensor with it.
+
+    A tensor that an operation has made (the `weight` of `torch.nn.utils.weight_norm`, a feature map that is kept) has
+    its values in the copy and not its graph: `copy.deepcopy` refuses it.
+    """
+    made = {id(tensor): tensor for _, tensor in unregistered_tensors(module) if not tensor.is_leaf}
+    return copy.deepcopy(module, {key: tensor.detach().clone() for key, tensor in made.items()})
+
+
 def differs_in_structure(one: nn.Module, other: nn.Module) -> bool:
     """Whether a wrapper has changed a module: other classes, or other names or shapes of parameters."""
     return [(n, type(m)) for n, m in one.named_modules()] != [(n, type(m)) for n, m in other.named_modules()] or [

@@ -17,6 +17,7 @@ from ddpcheck.findings.evidence.single_process import Coupling
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, relative_path
+from ddpcheck.gather.forward_hooks import after_forward, before_forward
 from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_ELEMENTS = 1 << 26  # of what is kept of one forward pass
@@ -155,8 +156,8 @@ def watched_modules(
 
         return hook
 
-    handles = [part.register_forward_pre_hook(before(name), with_kwargs=True) for name, part in module.named_modules()]
-    handles += [part.register_forward_hook(after(name)) for name, part in module.named_modules()]
+    handles = [before_forward(part, before(name), with_kwargs=True) for name, part in module.named_modules()]
+    handles += [after_forward(part, after(name)) for name, part in module.named_modules()]
     try:
         yield
     finally:

@@ -1,0 +1,22 @@
+"""Hooks around the forward pass of any module, also of one that TorchScript has compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+def before_forward(module: nn.Module, hook: Callable[..., None], *, with_kwargs: bool = False) -> RemovableHandle:
+    """Have `hook` called before each forward pass of `module`, as `nn.Module.register_forward_pre_hook` does.
+
+    `torch.jit.ScriptModule` has put a method that raises in the place of that one (torch/jit/_script.py), and yet calls
+    what is registered, where Python calls it; compiled code calls no hook of the modules in it.
+    """
+    return nn.Module.register_forward_pre_hook(module, hook, with_kwargs=with_kwargs)
+
+
+def after_forward(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
+    """Have `hook` called after each forward pass of `module`; for the rest, as `before_forward`."""
+    return nn.Module.register_forward_hook(module, hook)
