@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -516,6 +517,22 @@ def test_the_tensors_that_ddp_would_find_in_an_output() -> None:
     found, opaque = visible_tensors([Opaque(tensor)])
     assert found == [] and opaque.endswith("Opaque")
     assert visible_tensors([None]) == ([], "")
+
+
+def test_the_tensors_that_ddp_would_find_under_static_graph() -> None:
+    @dataclass
+    class Output:
+        tensor: Any
+
+    class Named(dict[str, Any]):
+        pass
+
+    tensor = torch.ones(1, requires_grad=True) * 2
+    assert visible_tensors([{"a": [tensor]}], static_graph=True) == ([tensor], "")
+    for output in (Output(tensor), Named(a=tensor)):
+        assert visible_tensors([output]) == ([tensor], "")
+        found, opaque = visible_tensors([output], static_graph=True)
+        assert found == [] and opaque.endswith(type(output).__name__)
 
 
 # --- SyncBatchNorm on CPU ------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -119,6 +120,23 @@ def test_activations_that_a_model_keeps_with_their_graph_are_no_state(rank):
     assert ddpcheck.check_consistency(model) == []
     model.module.kept = torch.full((2,), float(rank))
     assert [finding.code for finding in ddpcheck.check_consistency(model)] == ["DDP216"]
+
+
+@dataclass
+class Output:
+    prediction: torch.Tensor
+
+
+@pytest.mark.parametrize(("static_graph", "codes"), [(True, ["DDP112"]), (False, [])])
+def test_a_dataclass_from_forward_is_opaque_under_static_graph_only(rank, static_graph, codes):
+    class Net(nn.Linear):
+        def forward(self, x):
+            return Output(super().forward(x))
+
+    told = []
+    model = CheckedDistributedDataParallel(Net(4, 2), on_finding=told.append, static_graph=static_graph)
+    model(torch.randn(3, 4) + rank).prediction.square().mean().backward()
+    assert [finding.code for finding in told] == codes
 
 
 def test_findings_of_the_construction_are_told_once_and_kept(rank):

@@ -351,10 +351,11 @@ DistributedDataParallel(model)           # right: leave out names of parameters 
         why=(
             "DDP looks for tensors in the output (tensor, list, tuple, dict, dataclass). In any other object it sees "
             "none, so with find_unused_parameters=True it takes every parameter for unused, and static_graph and the "
-            "handling of outputs that take no part in the loss do not work either. (PyTorch docs, "
-            "DistributedDataParallel, forward outputs.)"
+            "handling of outputs that take no part in the loss do not work either. static_graph sees less: dataclasses "
+            "and subclasses of dict are opaque to it, unless they are registered as pytree nodes. (PyTorch docs, "
+            "DistributedDataParallel, forward outputs; torch/nn/parallel/distributed.py, _tree_flatten_with_rref.)"
         ),
-        fix="Return a tensor, tuple, list, dict or dataclass of tensors from forward.",
+        fix="Return a tensor, tuple, list, dict or dataclass (without static_graph) of tensors from forward.",
         detected=(
             "ddpcheck looks for tensors in the output of forward in the way DDP does, and finds none, although "
             "parameters contribute to the loss."

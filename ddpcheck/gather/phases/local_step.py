@@ -174,8 +174,9 @@ class _GraphFacts:
         self._parameters = reference.trainable
         walk = walk_graph([loss.total])
         self.probe = EngineProbe(loss.total, list(self._parameters.values()))
-        tensors, opaque = visible_tensors(reference.outputs)
-        seen = walk_graph(tensors) if state.training_model.facts.tolerates_unused and reference.outputs else None
+        facts = state.training_model.facts
+        tensors, opaque = visible_tensors(reference.outputs, static_graph=facts.static_graph)
+        seen = walk_graph(tensors) if facts.tolerates_unused and reference.outputs else None
         reference.outputs.clear()
         visible = {id(leaf) for leaf in seen.leaves} if seen is not None and seen.complete else None
         self._visible = None if opaque else visible

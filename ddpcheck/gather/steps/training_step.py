@@ -173,19 +173,30 @@ def gradients_of(parameters: Mapping[str, nn.Parameter]) -> Gradients:
     return {name: dense(p.grad) for name, p in parameters.items() if p.grad is not None}
 
 
-def visible_tensors(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], str]:
+def visible_tensors(outputs: Sequence[Any], *, static_graph: bool = False) -> tuple[list[torch.Tensor], str]:
     """The tensors that DDP finds in what `forward` returned, and the class of the first output in which it finds none.
 
     DDP looks into lists, tuples, dicts and dataclasses (torch/nn/parallel/distributed.py, `_find_tensors`).
+    With `static_graph` it looks into what `torch.utils._pytree` has as nodes: lists, tuples, dicts, and classes
+    that are registered there (`_tree_flatten_with_rref`, same file); dataclasses and subclasses of dict are none.
     """
     found: list[torch.Tensor] = []
     opaque = ""
     for output in outputs:
-        tensors = list(tree_tensors(output))
+        tensors = _leaves_of_pytree(output) if static_graph else list(tree_tensors(output))
         if not tensors and output is not None:
             opaque = opaque or type(output).__qualname__
         found += [tensor for tensor in tensors if tensor.requires_grad]
     return found, opaque
+
+
+def _leaves_of_pytree(output: Any) -> list[torch.Tensor]:
+    """The tensors in `output`, as `torch.utils._pytree` flattens it; where torch has none, as ddpcheck does."""
+    try:
+        from torch.utils._pytree import tree_leaves
+    except ImportError:
+        return list(tree_tensors(output))
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def model_seed(seed: int) -> int:

@@ -36,7 +36,8 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
     changed = {name for report in reports for name in report.changes}
     evidence = _evidence(reports, context, changed, settled=settled)
     wrapper = context.wrapper
-    if reports[0].step == 0:  # what DDP waits for after its first step under static_graph, it does not tolerate
+    opaque = any(report.probed.output_type for report in reports)  # told before backward, of nothing else
+    if reports[0].step == 0 and not opaque:  # what DDP waits for after step 0 under static_graph, it does not tolerate
         wrapper = replace(wrapper, static_graph=False)
     seen = tuple(sorted({step for report in reports for step in report.missing}))
     findings = []

@@ -302,12 +302,19 @@ def judge_opaque_output(facts: ParameterFacts) -> list[Finding]:
     output_type = next((item.output_type for item in facts.evidence if item.output_type), "")
     if not output_type or not facts.wrapper.tolerates_unused or not facts.wrapper.is_ddp:
         return []
+    static = facts.wrapper.static_graph  # with which DDP makes no search for unused parameters
     return one_finding(
         "DDP112",
         (output_type,),
         f"forward returns an object of class {output_type}, in which DDP finds no tensor: "
-        f"{facts.tolerating_option}=True works from what it finds there.",
-        evidence=("DDP looks into tensors, lists, tuples, dicts and dataclasses only",),
+        f"{'static_graph' if static else 'find_unused_parameters'}=True works from what it finds there.",
+        evidence=(
+            "with static_graph=True DDP looks into tensors, lists, tuples, dicts and registered pytree nodes only, not "
+            "into dataclasses or subclasses of dict: no gradient is averaged"
+            if static
+            else "DDP looks into tensors, lists, tuples, dicts and dataclasses only",
+        ),
+        fix="Return a tensor, tuple, list or dict of tensors from forward." if static else "",
     )
 
 

@@ -232,7 +232,7 @@ class StepRecorder(StepListener):
         if synced and self._probe is not None:
             self._probe.forward_returned(tensors)
         if synced and step == 0 and self._options.parameters and self.context.wrapper.tolerates_unused:
-            visible, opaque = visible_tensors([output])
+            visible, opaque = visible_tensors([output], static_graph=self.context.wrapper.static_graph)
             if opaque and not visible:  # DDP may well raise in this backward pass, so this cannot wait
                 self._door.tell(RankReport(StepEvidence(self.rank, step, {}, output_type=opaque)))
 
