@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import ddpcheck
 from ddpcheck.findings.evidence.single_process import Fit
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import resolve_options
@@ -46,3 +47,23 @@ def test_their_losses_are_compared_with_those_of_the_ranks_without_dropout() -> 
     state = state_of(Recipe(model=lambda: build(nn.Dropout(0.5)), batch=batch, loss=loss))
     assert state.single.analysis is not None
     assert state.single.analysis.shard_losses == tuple(item.loss for item in state.steps.local)
+
+
+@pytest.mark.parametrize(("weights_in_batch", "named"), [(True, "the sum of batch['weight']: "), (False, "")])
+def test_a_sum_whose_ratio_is_near_to_that_of_the_weights_is_not_taken_for_them(weights_in_batch, named):
+    root = torch.tensor([0.7, 0.7276, 0.3, 0.2724]).sqrt()  # rank 0 has 0.7138 of the weights
+
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        given = {"x": torch.cat([x, root[:, None]], 1), "label": torch.tensor([2, 3, 1, 1])}  # 5 of 7 on rank 0: 0.7143
+        return {**given, "weight": root.square()} if weights_in_batch else given
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        weight = batch["x"][:, -1].square()
+        errors = (model(batch["x"])[:, 0] - batch["label"]).square()
+        return (errors * weight).sum() / weight.sum()
+
+    report = ddpcheck.check(ddpcheck.Recipe(model=lambda: nn.Linear(9, 1), batch=batch, loss=loss), steps=1)
+    (finding,) = report.findings
+    assert finding.code == "DDP305"
+    assert finding.evidence[0].startswith(f"{named}" if named else "the global batch weighs the ranks by 0.7138")

@@ -40,6 +40,7 @@ MOST_ELEMENTS = 1 << 28
 
 _MOST_TERMS = 16
 _SAME = 1e-3
+_MOST_PRECISE = 1e-5  # to which weights are told apart, where float32 gradients fit them
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +176,9 @@ def look_at_terms(
     parts = [[of_shard[number] for of_shard in by_shard] for number in range(len(whole))]
     seen = Terms([], whole, parts, {name: own.step.scale.get(name, 0.0) for name in like})
     for number, of_whole in enumerate(whole):
-        weights, _ = fit(_scaled(of_whole, seen.scale), [_scaled(part, seen.scale) for part in parts[number]])
+        weights, left = fit(_scaled(of_whole, seen.scale), [_scaled(part, seen.scale) for part in parts[number]])
         ends = paired.sort(edges[0])[number] if len(paired) else []
-        count, counts = _what_counts(shards, weights)
+        count, counts = _what_counts(shards, weights, precision=min(max(_MOST_PRECISE, 100 * left), _SAME))
         seen.terms.append(
             LossTerm(
                 name=names[ends[0].part] if len(names) > 1 and len({end.part for end in ends}) == 1 else "",
@@ -256,19 +257,25 @@ def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *
 # What the loss is divided by
 
 
-def _what_counts(shards: Sequence[Any], weights: Sequence[float]) -> tuple[str, tuple[float, ...]]:
-    """The count in the shards of the batch that goes as `weights` do, and its value on each rank."""
+def _what_counts(shards: Sequence[Any], weights: Sequence[float], *, precision: float) -> tuple[str, tuple[float, ...]]:
+    """The count in the shards of the batch that goes as `weights` do, and its value on each rank.
+
+    Small counts have ratios near to that of another weight, so `weights` are held to the `precision` to which they are
+    known, and the nearest count is taken.
+    """
     counts: dict[str, list[float]] = {}
     for shard in shards:
         for name, value in _counts(shard):
             counts.setdefault(name, []).append(value)
     total = sum(weights)
+    nearest: tuple[str, tuple[float, ...]] = "", ()
     for name, values in counts.items():
         if len(values) != len(shards) or len(set(values)) == 1 or min(values) < 0 or not total:
             continue
-        if all(abs(v / sum(values) - w / total) < _SAME for v, w in zip(values, weights, strict=True)):
-            return name, tuple(values)
-    return "", ()
+        distance = max(abs(v / sum(values) - w / total) for v, w in zip(values, weights, strict=True))
+        if distance < precision:
+            nearest, precision = (name, tuple(values)), distance
+    return nearest
 
 
 def _counts(shard: Any) -> Iterator[tuple[str, float]]:
