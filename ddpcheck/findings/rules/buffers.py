@@ -70,6 +70,7 @@ self.register_buffer("queue", torch.zeros(len(local_data), 8))   # right: a size
         code="DDP214",
         name="buffer-value",
         severity=WARNING,
+        takes_severity=True,
         explains=(
             Explains(("DDP304", "DDP312")),
             Explains(("DDP516",), when="only the loss"),
@@ -138,6 +139,7 @@ def forward(self, x):
         code="DDP216",
         name="unregistered-state",
         severity=WARNING,
+        takes_severity=True,
         explains=(
             Explains(("DDP303", "DDP304", "DDP312")),
             Explains(("DDP516",), when="only the loss"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddpcheck import Recipe
 
-EXPECT = {"code": "DDP214", "subjects": ["codebook"], "ranks": [], "severity": "warning"}
+EXPECT = {"code": "DDP214", "subjects": ["codebook"], "ranks": [], "severity": "error"}
 
 
 class Net(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ddpcheck import Recipe
 
-EXPECT = {"code": "DDP216", "subjects": ["scale"], "ranks": [1], "severity": "warning"}
+EXPECT = {"code": "DDP216", "subjects": ["scale"], "ranks": [1], "severity": "error"}
 
 
 def rank() -> int:

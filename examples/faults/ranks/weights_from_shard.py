@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddpcheck import Recipe
 
-EXPECT = {"code": "DDP216", "subjects": ["whitening[0]"], "ranks": [1], "severity": "warning"}
+EXPECT = {"code": "DDP216", "subjects": ["whitening[0]"], "ranks": [1], "severity": "error"}
 
 
 def rank() -> int:
