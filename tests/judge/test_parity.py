@@ -118,6 +118,8 @@ def test_a_wrapper_that_is_never_called_is_bypassed_where_gradients_differ() -> 
     parts = {"wrapper_calls": 0, "inner_calls": 0, "gradients": {"a": 7, "b": 8, "c": 9}}
     finding = only(judge_reducer([ddp_step(0, **{**parts, "gradients": {"a": 1}}), ddp_step(1, **parts)], KNOWN))
     assert finding.code == "DDP501" and "never calls the wrapper" in finding.message
+    known = replace(KNOWN, loss_location=Location("loss.py", 3))
+    assert only(judge_reducer(two_ranks(**parts), known)).location == Location("loss.py", 3)
     own = replace(KNOWN, wrapper=WrapperFacts(is_ddp=False), wrapper_class="Averaging")
     finding = only(judge_reducer(two_ranks(gradients={"a": 7, "b": 8, "c": 9}), own))
     assert finding.code == "DDP301" and "Averaging, which is no DistributedDataParallel" in finding.evidence[0]

@@ -141,6 +141,7 @@ def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
         if any(item.inner_calls for item in bypassed)
         else "The loss never calls the wrapper, only parts or methods of the module in it, so DDP does not "
         "take part in the step.",
+        location=facts.known.loss_location,
         ranks=unless_all(sorted({item.rank for item in bypassed}), facts.known.world_size),
         steps=unless_all(sorted({item.step for item in bypassed}), facts.step_count),
         evidence=[

@@ -12,7 +12,7 @@ from ddpcheck.findings.evidence.parameters import GradientState, PathEnd, StepEv
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_steps, join_names, plural_verb
+from ddpcheck.findings.wording import counted, format_steps, join_names, plural_verb
 from ddpcheck.judge.gradients.reducer import judge_reducer
 from ddpcheck.judge.gradients.target_weights import judge_normalisation
 from ddpcheck.judge.judge_context import JudgeContext
@@ -159,7 +159,7 @@ def _apart(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Fi
     ranks = {rank for ranks in parted.values() for rank in ranks}
     minority = len(values) > 2 and 2 * len(ranks) < len(values)
     differ = plural_verb("differs", "differ", finding.subjects)
-    message = f"{join_names(finding.subjects)} {differ} between ranks after {step} steps."
+    message = f"{join_names(finding.subjects)} {differ} between ranks after {counted(step, 'step')}."
     return replace(finding, message=message, steps=(), ranks=tuple(sorted(ranks)) if minority else ())
 
 
