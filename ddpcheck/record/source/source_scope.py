@@ -40,9 +40,11 @@ class Scope:
 def function_of(called: Any) -> tuple[CodeType | None, Mapping[str, Any]]:
     """The code of the script that a call runs, and its global variables."""
     while isinstance(called, nn.Module):
-        inner = called._modules.get("module") or called._modules.get("_orig_mod")
-        wraps = not is_users(getattr(type(called).forward, "__code__", None))
-        called = inner if wraps and inner is not None else type(called).forward
+        held = dict(called._modules.items())  # of a scripted module, it is no dict
+        inner = held.get("_orig_mod") if held.get("module") is None else held["module"]  # some have a length, or none
+        forward = inspect.getattr_static(type(called), "forward")  # that of a scripted class raises where it is read
+        wraps = not is_users(getattr(forward, "__code__", None))
+        called = inner if wraps and inner is not None else forward
     called = getattr(called, "func", called) if isinstance(called, functools.partial) else called
     called = inspect.unwrap(called) if isinstance(called, types.FunctionType) else called
     called = getattr(called, "__func__", called)
