@@ -74,7 +74,7 @@ def make_parser() -> Parser:
     )
     script.add_argument("rest", nargs=argparse.REMAINDER)
     script.set_defaults(command=run_script)
-    _add_hang(command("hang", run_hang, "say where the ranks of a job that hung part, by Flight Recorder's dumps"))
+    _add_hang(command("hang", run_hang, "say where the ranks of a job that hangs part, by Flight Recorder"))
     _add_graph(command("graph", on_launched_ranks(run_graph), "check a recipe and draw its loss's graph, with faults"))
     _add_on_rules(command)
     _add_on_saved(command)
@@ -121,7 +121,10 @@ def _add_report(report: argparse.ArgumentParser) -> None:
 
 def _add_hang(hang: argparse.ArgumentParser) -> None:
     hang.add_argument(
-        "folder", metavar="DIR", help="the folder with the dumps, one a rank, named with the rank at its end"
+        "folder",
+        metavar="DIR",
+        help="the folder with the dumps, one a rank, named with the rank at its end; or http://HOST:PORT of "
+        "torch's debug server (torch.distributed.debug.start_debug_server) in a job that runs",
     )
     _add_rules(hang)
     _add_fail_on(hang)

@@ -28,7 +28,10 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("ddpcheck run --check-output report.json --nproc-per-node 2 train.py", "save the report"),
         ("ddpcheck run --check-baseline report.json --nproc-per-node 2 train.py", "only findings that are new count"),
     ),
-    "hang": (("ddpcheck hang dumps/", "dumps of Flight Recorder, one a rank"),),
+    "hang": (
+        ("ddpcheck hang dumps/", "dumps of Flight Recorder, one a rank"),
+        ("ddpcheck hang http://node0:25999", "a job that runs, by its debug server"),
+    ),
     "graph": (("ddpcheck graph recipe.py -o graph.svg", "a picture; needs Graphviz"),),
     "explain": (("ddpcheck explain DDP101 hang", "by code, prefix of a code or name"),),
     "rules": (("ddpcheck rules --format json", "for programs"),),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 from collections.abc import Sequence
@@ -38,6 +39,15 @@ def own_stack(dump: str) -> tuple[Frame, ...]:
         if block.lstrip().startswith("Current thread"):
             best = frames
     return tuple(frame for frame in best if not frame.file.startswith(_PACKAGE))
+
+
+def of_main_thread(dump: str) -> str:
+    """What another thread has had `faulthandler` write, as the main thread would have written it.
+
+    Threads are written from the newest to the oldest, which is the main one.
+    """
+    blocks = [block for block in _threads(dump) if block.lstrip().startswith(("Thread 0x", "Current thread"))]
+    return re.sub(r"^\s*(Current thread|Thread)", "Current thread", blocks[-1]) if blocks else ""
 
 
 def has_no_python_left(dump: str) -> bool:
@@ -129,6 +139,17 @@ def waits_for_others(frames: Sequence[Frame]) -> bool:
         f"/{frames[0].file}".replace("\\", "/").endswith(f"/{file}") and name in (None, frames[0].name)
         for file, name in _WAITING
     )
+
+
+_BLOCKING = re.compile(r"\.(wait|item|cpu|tolist|numpy|synchronize)\(")
+
+
+def waits_for_result(frames: Sequence[Frame]) -> bool:
+    """Whether a stack ends in a line that blocks until what was begun before has ended: `work.wait()`, `loss.item()`.
+
+    C++ leaves no frame for these calls, so that the text of the line has to tell; False where it is not here.
+    """
+    return bool(frames) and bool(_BLOCKING.search(linecache.getline(frames[0].file, frames[0].line)))
 
 
 def is_waiting(failure: RankFailure) -> bool:

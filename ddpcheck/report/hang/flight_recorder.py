@@ -72,6 +72,7 @@ class RankDump:
         world_size: As far as the sizes of what was gathered tell; else 0.
         has_stacks: Whether any entry has the line of its call.
         gloo: Whether all of it is gloo's.
+        active_only: Whether entries that have ended are left out.
     """
 
     entries: Sequence[Entry]
@@ -80,6 +81,7 @@ class RankDump:
     world_size: int = 0
     has_stacks: bool = False
     gloo: bool = False
+    active_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class GroupLogs:
         first: The number of the first call in the logs, from 0.
         logs: By rank, empty for those without a dump.
         ended: Whether each of these calls has ended.
+        behind: Ranks that are in a call from before the first, which others have ended.
     """
 
     name: str
@@ -101,6 +104,7 @@ class GroupLogs:
     first: int
     logs: Sequence[Sequence[Call]]
     ended: Sequence[Sequence[bool]]
+    behind: frozenset[int] = frozenset()
 
 
 def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:
@@ -189,8 +193,9 @@ def line_up(dumps: Mapping[int, RankDump]) -> Iterator[GroupLogs]:
     for name, members, are_known in _groups(dumps, world_size):
         here = {rank: dumps[rank] for rank in members if rank in dumps}
         own = {rank: [e for e in dump.entries if e.group == name and not e.between_two] for rank, dump in here.items()}
-        own = {rank: entries for rank, entries in own.items() if entries or not here[rank].wrapped}
-        starts = [of_rank[0].number + (not here[rank].gloo) for rank, of_rank in own.items() if here[rank].wrapped]
+        own = {rank: entries for rank, entries in own.items() if entries or not _is_cut(here[rank])}
+        starts = [of_rank[0].number + (not here[rank].gloo) for rank, of_rank in own.items() if _is_cut(here[rank])]
+        starts += [of_rank[0].number for rank, of_rank in own.items() if here[rank].active_only and of_rank]
         start = max(starts, default=0)  # what has one number with lost ones, being coalesced, is left out
         logs: list[list[Call]] = [[] for _ in range(world_size)]
         ended: list[list[bool]] = [[] for _ in range(world_size)]
@@ -203,7 +208,12 @@ def line_up(dumps: Mapping[int, RankDump]) -> Iterator[GroupLogs]:
                 logs[rank].append(call)
                 ended[rank].append(entry.ended)
         _extend_by_gaps([(logs[rank], ended[rank]) for rank in ranks])
-        yield GroupLogs(name, members, are_known, max(start - 1, 0), logs, ended)
+        behind = frozenset(rank for rank in ranks if here[rank].active_only and own[rank] and not logs[rank])
+        yield GroupLogs(name, members, are_known, max(start - 1, 0), logs, ended, behind)
+
+
+def _is_cut(dump: RankDump) -> bool:
+    return dump.wrapped and not dump.active_only
 
 
 def _groups(dumps: Mapping[int, RankDump], world_size: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
