@@ -14,6 +14,7 @@ from ddpcheck.findings.report import CheckStatus, Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import join_names
 from ddpcheck.judge.causes import find_causes
+from ddpcheck.judge.compiled_names import without_prefix
 
 Facts = TypeVar("Facts")
 _OF_BUFFERS = ("DDP214", "DDP215")  # which leave the gradients of a step as they are
@@ -114,8 +115,8 @@ def judge_all(facts: Facts, rows: Sequence[Row[Facts]]) -> Judged:
     told: dict[str, list[Told]] = {}
     for (heading, finding), by in zip(found, causes.told_by, strict=True):
         if by is not None:
-            told.setdefault(heading, []).append((finding, by))
-    return Judged(causes.findings, told, verdicts, errors)
+            told.setdefault(heading, []).append((without_prefix(finding), without_prefix(by)))
+    return Judged([*map(without_prefix, causes.findings)], told, verdicts, errors)
 
 
 # Check lines

@@ -13,6 +13,7 @@ from ddpcheck.findings.report import Finding, select_findings
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import format_ranks, format_steps, join_names
 from ddpcheck.judge.causes import ReportedCauses
+from ddpcheck.judge.compiled_names import without_prefix
 from ddpcheck.monitor.options import WatchOptions
 
 _MOST_SUBJECTS = 12
@@ -84,7 +85,7 @@ class FindingReporter:
     @property
     def findings(self) -> list[Finding]:
         """All that were reported, in their order."""
-        return self._reported.findings
+        return [*map(without_prefix, self._reported.findings)]
 
     def report(self, findings: Iterable[Finding]) -> None:
         """Report those of `findings` whose cause is new, worst first.
@@ -93,6 +94,7 @@ class FindingReporter:
             FindingsError: There is an error among them, and errors are to be raised; after all have been noted.
         """
         new = self._reported.add(select_findings(findings, ignore=self._ignore), self._locate)
+        new = [*map(without_prefix, new)]
         errors = [finding for finding in new if finding.severity is Severity.ERROR]
         for finding in new:
             raised = finding in errors and self._on_finding == "raise"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +17,6 @@ from ddpcheck.gather.patching import OwnErrors
 class UnpickledHook:
     """A hook that is dropped when its module is pickled or copied, and that `torch.compile` does not compile."""
 
-    _is_skipped: ClassVar[bool] = False
-
     def __init__(self, method: Any) -> None:
         self.method = method
         self._not_compiled = _not_compiled()
@@ -27,9 +24,6 @@ class UnpickledHook:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if OwnErrors.all_off:
             return
-        if not UnpickledHook._is_skipped and "torch._dynamo.trace_rules" in sys.modules:
-            UnpickledHook._is_skipped = True
-            _leave_us_alone()
         try:
             if torch.compiler.is_compiling() or _callback_of_compiler() is not None:
                 self._not_compiled(self.method, args, kwargs)
@@ -71,7 +65,9 @@ def _not_compiled() -> Any:
     def call(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         method(*args, **kwargs)
 
-    return torch.compiler.disable(call)
+    call = torch.compiler.disable(call)
+    _leave_us_alone()
+    return call
 
 
 def _leave_us_alone() -> None:

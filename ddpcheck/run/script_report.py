@@ -15,6 +15,7 @@ from ddpcheck.findings.exception_origin import BUG, as_bug
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
 from ddpcheck.findings.selection import Suppression, is_any_selected, sort_out
 from ddpcheck.findings.wording import counted, format_ranks
+from ddpcheck.judge.compiled_names import without_prefix
 from ddpcheck.judge.script_facts import ScriptFacts, entries_of
 from ddpcheck.judge.script_table import HEADINGS, ROWS, not_here
 from ddpcheck.judge.verdict import Told, Verdict, judge_all, status_of
@@ -49,7 +50,7 @@ def report_on_script(
     ended = not ending.exit_code and all(rank.has_ended or rank.started.rank in unended for rank in ranks)
     facts = ScriptFacts(ranks, ended=ended)
     judged = judge_all(facts, ROWS)
-    at_end = judge_ending(ranks, ending, judged.findings)
+    at_end = [*map(without_prefix, judge_ending(ranks, ending, judged.findings))]
     findings = [*judged.findings, *at_end]
     chosen = sort_out(findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     checks = [_entered(facts) if ranks else _none_entered(ending)]

@@ -104,6 +104,20 @@ def run_as_compiled() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def running_as_written() -> Iterator[None]:
+    """A block in which what was compiled runs as it was written, on this thread and all others.
+
+    Where torch has none (before 2.6), or while compiled code runs, it runs as it does outside of the block.
+    """
+    torch: Any = sys.modules["torch"]
+    with contextlib.ExitStack() as block:
+        if hasattr(torch.compiler, "set_stance") and "torch._dynamo" in sys.modules:
+            with contextlib.suppress(RuntimeError):  # in a compiled region
+                block.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
 def _settle() -> None:
     """Have compilation timed, and put off where it is not wanted; may be called again (`torch._dynamo.reset`)."""
     import torch

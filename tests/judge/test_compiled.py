@@ -5,7 +5,8 @@ from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import CompiledStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import Names
-from ddpcheck.judge.gradients.reducer import judge_compiled, plain_name, tell_compiled
+from ddpcheck.judge.compiled_names import plain_name
+from ddpcheck.judge.gradients.reducer import judge_compiled, tell_compiled
 from ddpcheck.judge.gradients.single_process import JudgeContext
 
 EQUAL = CompiledStep(0, 0, {"a": 1, "b": 2}, (Difference("a", 1e-6, 0.1), Difference("b", 1e-7, 0.1)))

@@ -312,9 +312,15 @@ def cut_reason(name: str, output: torch.Tensor) -> str:
     return f"{name.strip('_')}(), which has no derivative"
 
 
+COMPILED_CODE = "what torch.compile has made of the code"
+_COMPILED = "torch._functorch._aot_autograd"  # private to torch: the Function of a compiled graph is of a module in it
+
+
 def function_returning_none(roots: Iterable[Any], parameter: torch.Tensor) -> PathEnd:
     """The custom Function that gave None for the gradient of `parameter`, or those that may have been it."""
     functions = functions_before(roots, parameter)
+    if functions and all(function.__module__.startswith(_COMPILED) for function in functions):
+        return PathEnd("lost", COMPILED_CODE)
     code = getattr(functions[0].backward, "__code__", None) if len(functions) == 1 else None
     where = Location(relative_path(code.co_filename), code.co_firstlineno) if code is not None else None
     return PathEnd("lost", " or ".join(f"{function.__qualname__}.backward()" for function in functions), where)

@@ -5,7 +5,6 @@ Pure functions from `findings.evidence.steps` (gathered by `gather.phases.ddp_st
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.single_process import LOOSEST_FIT
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence
-from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import capitalized, counted, format_steps, join_names, one_finding, unless_all
@@ -333,17 +331,3 @@ def tell_compiled(evidence: Sequence[CompiledStep]) -> str:
 
 def _drew(evidence: Sequence[CompiledStep]) -> bool:
     return any(item.drew for item in evidence)
-
-
-_PREFIX = re.compile(r"\b_orig_mod\.|\._orig_mod\b| \(in module _orig_mod\)")
-
-
-def plain_name(text: str) -> str:
-    """A name of a parameter or module, or a text with some in it, without what `torch.compile` puts before them."""
-    return _PREFIX.sub("", text)
-
-
-def without_prefix(finding: Finding) -> Finding:
-    """A finding whose names are those of the code as it is written: `torch.compile(module)` holds it as `_orig_mod`."""
-    subjects, evidence = tuple(map(plain_name, finding.subjects)), tuple(map(plain_name, finding.evidence))
-    return replace(finding, subjects=subjects, message=plain_name(finding.message), evidence=evidence)

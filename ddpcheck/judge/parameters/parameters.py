@@ -160,8 +160,14 @@ def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperF
     return findings
 
 
+_NO_ERROR = "under torch.compile DDP gets zeros for {them} and raises no error"
+
+
 def judge_lost_gradients(facts: ParameterFacts) -> list[Finding]:
-    """DDP108: parameters that backward reaches, and for which a function returns None."""
+    """DDP108: parameters that backward reaches, and for which a function returns None.
+
+    Compiled code does that for parameters that do not contribute as it is written: that is DDP101, 102 or 103.
+    """
     lost: dict[tuple[tuple[int, ...], PathEnd], list[str]] = {}
     for name in facts.trainable:
         if seen := [item for item in facts.evidence if item.states.get(name) == "lost"]:
@@ -169,6 +175,18 @@ def judge_lost_gradients(facts: ParameterFacts) -> list[Finding]:
             lost.setdefault((tuple(sorted({item.rank for item in seen})), end), []).append(name)
     findings = []
     for (ranks, end), group in lost.items():
+        if end.cause in ("unused", "cut", "unreachable"):
+            them = plural_verb("it", "them", group)
+            code, message, more = _describe_cause(end, facts.names.subjects(group), them)
+            findings += facts.names.one_finding(
+                code,
+                group,
+                message,
+                ranks=unless_all(ranks, facts.world_size),
+                evidence=[*more, _NO_ERROR.format(them=them)],
+                path=end.path_of(group[0]),
+            )
+            continue
         by = end.reason or "a custom autograd Function between it and the loss"
         findings += facts.names.one_finding(
             "DDP108",

@@ -106,7 +106,7 @@ class DrawRecorder:
         if event == "c_call":
             self._calls += 1
             name = getattr(function, "__name__", "")
-            if (name in _NOISE or name in _CHOICES) and self._pending is None:
+            if (name in _NOISE or name in _CHOICES) and self._pending is None and not torch.compiler.is_compiling():
                 self._pending = function, _states()
             elif name == _BACKWARD:
                 self._used = len(self._draws)

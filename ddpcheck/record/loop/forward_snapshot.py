@@ -6,6 +6,7 @@ import contextlib
 import copy
 import random
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ddpcheck.gather.collectives.fake_collectives import alone
 from ddpcheck.gather.state.module_state import capture_attributes
 from ddpcheck.gather.state.reachable import refill
 from ddpcheck.recipe.pytree import tree_leaves
+from ddpcheck.worlds.compilation import running_as_written
 
 _DEPTH = 3  # of objects in objects
 
@@ -64,7 +66,7 @@ class Snapshot:
         """Run the forward pass again, on this rank alone, and say where the path of each of `missing` ends.
 
         Afterwards the module's buffers and attributes, the generators and `.grad` are what they were. What the forward
-        pass changes outside of the module is changed once more.
+        pass changes outside of the module is changed once more. What is compiled runs as it is written.
 
         `around` makes a context to run it in, in which a framework does not count or log it a second time.
         """
@@ -89,7 +91,8 @@ class Snapshot:
         state = capture_attributes(module, buffers=True)
         containers = [(value, copy.copy(value)) for value in _containers(module)]
         try:
-            with around(), alone(), torch.enable_grad():
+            with around(), alone(), torch.enable_grad(), running_as_written(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the forward pass has shown them
                 ends = Explainer(module, forward, lambda: state.restore(module)).explain(missing)
         except Exception:  # the finding is made without its cause
             return dict.fromkeys(missing, PathEnd("unknown"))

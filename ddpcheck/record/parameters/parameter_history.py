@@ -11,6 +11,7 @@ from torch import nn
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.parameters import GradientState, PathEnd, StepEvidence
 from ddpcheck.gather.autograd.autograd_graph import named_parameters
+from ddpcheck.gather.autograd.gradient_paths import COMPILED_CODE
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, changes
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.record.loop.forward_snapshot import Snapshot
@@ -111,7 +112,7 @@ class ParameterHistory:
         if self._wrapper.tolerates_unused and (settled or step == _EXPLAINED_EARLY):
             missing |= self._never_used - self._reported
         self._ends |= self._explained(missing - self._ends.keys(), snapshot)
-        probed = StepEvidence(self._rank, step, {}) if probe is None else self._probed(step, probe)
+        probed = StepEvidence(self._rank, step, {}) if probe is None else self._probed(step, probe, snapshot)
         looks = probe is not None or thorough or missing or self._has_unfrozen()
         return RankReport(
             probed,
@@ -136,7 +137,7 @@ class ParameterHistory:
         changed = changes(self._at_start, self._module)
         return {name: how for name, how in changed.items() if name not in self._created_in_forward}
 
-    def _probed(self, step: int, probe: StepProbe) -> StepEvidence:
+    def _probed(self, step: int, probe: StepProbe, snapshot: Snapshot | None) -> StepEvidence:
         self._created_in_forward |= probe.created_in_forward.keys()
         states: dict[str, GradientState] = dict.fromkeys(probe.lost, "lost")
         excused = probe.lost.keys() | self._sometimes_missing  # a missing gradient has been replaced by zeros
@@ -147,11 +148,18 @@ class ParameterHistory:
             self._rank,
             step,
             states,
-            path_ends=probe.lost,
+            path_ends=self._lost(probe, snapshot),
             unregistered=(*probe.unregistered, *probe.created_in_forward.values()),
             arrivals={name: count for name, count in probe.arrivals.items() if count > 1 and probe.reentrant},
             reentrant=probe.reentrant,
         )
+
+    def _lost(self, probe: StepProbe, snapshot: Snapshot | None) -> dict[str, PathEnd]:
+        """Why backward gave no gradient; for compiled code, why it gives none as the code is written."""
+        compiled = {name for name, end in probe.lost.items() if end.reason == COMPILED_CODE}
+        self._ends |= self._explained(compiled - self._ends.keys(), snapshot)
+        known = {name: self._ends[name] for name in compiled & self._ends.keys()}
+        return probe.lost | {name: end for name, end in known.items() if end.cause != "unknown"}
 
     def _ordered(self, names: Iterable[str]) -> tuple[str, ...]:
         wanted = set(names)

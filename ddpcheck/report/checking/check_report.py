@@ -17,7 +17,7 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.selection import is_any_selected, sort_out
 from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import counted, format_steps, join_names
-from ddpcheck.judge.gradients.reducer import plain_name
+from ddpcheck.judge.compiled_names import plain_name
 from ddpcheck.judge.verdict import Verdict, status_of
 from ddpcheck.report.checking.check_state import CheckState
 

@@ -15,8 +15,9 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.causes import find_causes
+from ddpcheck.judge.compiled_names import without_prefix
 from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
-from ddpcheck.judge.gradients.reducer import judge_compiled, judge_reducer, tell_compiled, without_prefix
+from ddpcheck.judge.gradients.reducer import judge_compiled, judge_reducer, tell_compiled
 from ddpcheck.judge.gradients.single_process import judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
 from ddpcheck.judge.loop.training_loop import judge_draws, judge_loop, judge_optimizer, judge_samples
