@@ -90,12 +90,16 @@ def patched(owner: Any, name: str, around: Callable[..., Any]) -> Patch:
 
 def accompanied(original: Any, around: Callable[..., Any]) -> Any:
     """`original` as `patched` replaces it."""
-    both = inspect.isgeneratorfunction(around)
+    import torch  # which has been imported where something of it is replaced
+
+    both, compiler = inspect.isgeneratorfunction(around), torch.compiler
     begin, end = guarded(functools.partial(_begun, around) if both else around), guarded(_ended)
 
     @functools.wraps(original)
     @passes_on
     def call(*args: Any, **kwargs: Any) -> Any:
+        if compiler.is_compiling():  # it is traced: what is compiled is the original
+            return original(*args, **kwargs)
         running = begin(*args, **kwargs)
         if not both or running is None:
             return original(*args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,7 +21,7 @@ from ddpcheck.judge.loop.watched_steps import judge_reports
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
-from ddpcheck.monitor.reporting import FindingReporter
+from ddpcheck.monitor.reporting import FindingReporter, FindingWarning
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
 from ddpcheck.record.module_hooks import hold, release
 from ddpcheck.stream.rank_report import RankReport, is_settled
@@ -234,6 +235,11 @@ class Watch:
         """Report a fault of this rank without the others."""
         self._report(judge_reports([report], self._recorder.context, settled=False))
 
+    def cannot_follow(self) -> None:
+        """Say that steps cannot be followed."""
+        if self._alarms.rank == self._alarms.ranks[0]:
+            warnings.warn(FindingWarning(_HIDDEN), stacklevel=2)
+
     def reduced(self, ended: EndedStep) -> None:
         """Exchange reports and compare replicas, if it is their turn or a rank has posted an alarm."""
         step = ended.number
@@ -260,6 +266,11 @@ class Watch:
         if finding.location or not finding.subjects:
             return finding
         return replace(finding, location=making_of(self._recorder.module, finding.subjects[0]))
+
+
+_HIDDEN = (
+    "ddpcheck does not watch these steps: backward passes run under compiled autograd, in which they cannot be followed"
+)
 
 
 def _is_due(every: int, step: int) -> bool:

@@ -70,15 +70,24 @@ def _not_compiled() -> Any:
     return call
 
 
+_NOT_TRACED = (
+    *("findings", "judge", "monitor", "recipe", "record", "stream", "worlds"),
+    *("gather.autograd", "gather.ddp", "gather.state", "gather.steps"),
+)
+
+
 def _leave_us_alone() -> None:
     """Have `torch.compile` compile no function of ddpcheck's, also where a hook is called by what it has compiled.
 
-    Private to torch: without it, our functions are compiled until they come to its limit of recompilations.
+    Functions in the place of torch's are traced: while torch compiles they are what they replace, and code with one in
+    it stays one graph. Private to torch: without it, our functions are compiled until they come to its limit of
+    recompilations.
     """
     with contextlib.suppress(ImportError, AttributeError):
         from torch._dynamo import trace_rules
 
-        trace_rules.add("ddpcheck")
+        for package in _NOT_TRACED:
+            trace_rules.add(f"ddpcheck.{package}")
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:

@@ -21,7 +21,7 @@ from ddpcheck.judge.script_table import HEADINGS, ROWS, not_here
 from ddpcheck.judge.verdict import Told, Verdict, judge_all, status_of
 from ddpcheck.run.ending import Ending, failures_of, judge_ending, timelines_of
 from ddpcheck.run.hang_watch import Unended
-from ddpcheck.stream.entries import SCHEMA, WatchingFailed
+from ddpcheck.stream.entries import SCHEMA, NotCompared, WatchingFailed
 from ddpcheck.stream.watched_rank import WatchedRank
 
 
@@ -146,6 +146,9 @@ def _entered(facts: ScriptFacts) -> CheckResult:
         return CheckResult("ranks", "skipped", detail=why)
     if facts.wrappers and not facts.steps:
         names = ", ".join(dict.fromkeys(wrapper.made.module for wrapper in facts.wrappers))
+        if reasons := {one.why for rank in ranks for one in entries_of(rank, NotCompared)}:
+            detail = f"no step of {names} was compared: {'; '.join(sorted(reasons))}"
+            return CheckResult("ranks", "skipped", detail=detail)
         but = f", in {counted(steps, 'optimizer step')}" if steps else ""
         return CheckResult("ranks", "skipped", detail=f"no backward pass of {names} was averaged{but}")
     if not facts.wrappers and not steps:

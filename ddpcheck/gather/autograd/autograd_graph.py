@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,14 @@ def in_backward() -> bool:
     """Whether this thread runs a backward pass; no where this torch does not say (it is private)."""
     current = getattr(torch._C, "_current_graph_task_id", None)
     return current is not None and current() != -1
+
+
+def in_compiled_backward() -> bool:
+    """Whether this hook is called by compiled autograd: then the engine cannot be asked what it will reach.
+
+    Private to torch: no, where this torch does not say.
+    """
+    return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False))
 
 
 class EngineProbe:

@@ -86,6 +86,9 @@ class Door(Protocol):
     def tell(self, report: RankReport) -> None:
         """A fault of this rank, whatever the others do; may raise `FindingsError`."""
 
+    def cannot_follow(self) -> None:
+        """Backward passes run under compiled autograd: no step of it will end here."""
+
     def reduced(self, ended: EndedStep) -> None:
         """A step has ended; may wait for the other ranks, and raise `FindingsError`."""
 
@@ -247,6 +250,12 @@ class StepRecorder(StepListener):
             self._probe.detach()
         if self._options.parameters and not self.history.is_reported(names):
             self._door.alarm(step)
+
+    def backward_hidden(self) -> None:
+        """Leave no probe behind, and say that nothing is watched."""
+        if self._probe is not None:
+            self._probe.close()
+        self._door.cannot_follow()
 
     def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
         """Tell of it at once: DDP is about to raise on this rank."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.gather.autograd.autograd_graph import at_end_of_backward, will_be_reached
+from ddpcheck.gather.autograd.autograd_graph import at_end_of_backward, in_compiled_backward, will_be_reached
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.loop.forward_snapshot import Snapshot, differentiable_tensors, trainable_leaves
 from ddpcheck.record.loop.loop_record import BACKWARD, FORWARDS, LoopRecord
@@ -46,6 +46,9 @@ class StepListener:
 
     def parameters_missing(self, step: int, names: Sequence[str]) -> None:
         """These parameters have no part in the step: DDP gets zeros in their place, or will wait for them."""
+
+    def backward_hidden(self) -> None:
+        """A backward pass runs under compiled autograd, once: its steps cannot be followed."""
 
     def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
         """Under `static_graph`, these take part although they had no part in the first step: DDP is about to raise."""
@@ -121,6 +124,7 @@ class StepTracker:
         self._step = _Step()
         self._backward = Backward.NONE
         self._took_part: Set[int] = NONE  # in the backward pass that runs; `parameters.all` itself where it is all
+        self._is_hidden = False  # backward passes run under compiled autograd, and no more hooks are hung for them
         self._expected_inside = False  # the forward pass that runs has backward passes in it, which are expected
         self._has_end_callbacks = True  # torch has, for backward passes
         self._hook = UnpickledHook(self._on_gradient)
@@ -206,6 +210,8 @@ class StepTracker:
             self._step.roots.append([tensor.grad_fn for tensor in tensors])
         for listener in self._listeners:
             listener.forward_returned(self.number, output, tensors, synced=synced)
+        if self._is_hidden:
+            return
         for tensor in tensors:
             tensor.register_hook(self._hook if synced else self._no_sync_hook)
         if synced and (self.hooks_parameters or not tensors):  # backward does not come through these tensors
@@ -232,7 +238,7 @@ class StepTracker:
     # Backward
 
     def _on_no_sync_gradient(self, _gradient: torch.Tensor) -> None:
-        if self._backward is not Backward.NONE:
+        if self._backward is not Backward.NONE or self._hides():
             return
         added = self.parameters.reached()
         if added:  # and not torch.autograd.grad
@@ -250,7 +256,7 @@ class StepTracker:
             self._on_gradient(_leaf, is_grad=False)
 
     def _on_gradient(self, _gradient: torch.Tensor, *, is_grad: bool = True) -> None:
-        if self._backward in _TO_DDP:
+        if self._backward in _TO_DDP or self._hides():
             return
         self._backward = Backward.SYNCED
         self._has_end_callbacks = at_end_of_backward(UnpickledHook(self._at_end))
@@ -272,6 +278,13 @@ class StepTracker:
             return
         self._note_arrivals(reached)
         self._step.still_expected = NONE if self._backward is Backward.GRAD else self._may_still_come(reached)
+
+    def _hides(self) -> bool:
+        if not self._is_hidden and in_compiled_backward():
+            self._is_hidden = True
+            for listener in self._listeners:
+                listener.backward_hidden()
+        return self._is_hidden
 
     def _note_arrivals(self, reached: Set[int]) -> None:
         """Hang a hook on each parameter that the engine does not speak of: a re-entrant checkpoint may reach it."""

@@ -46,6 +46,7 @@ from ddpcheck.stream.rank_report import RankReport, is_probed, is_sampled
 _ALWAYS_FOR, _THEN_EVERY = 32, 16  # steps after which parameters are asked whether they are frozen yet
 _JOINED = "under Join, ranks without further batches may have left the loop"
 _APART = "the communication hook lets ranks train apart for some steps"
+_HIDDEN = "backward passes run under compiled autograd, in which steps cannot be followed"
 _MOST_PARTS = 16  # tensors that forward is given
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
 
@@ -266,6 +267,10 @@ class ScriptWatch(StepListener):
         self._unsynced += not synced
         if (wrapper := self._recorder.wrapper) is not None and wrapper.training:
             self._pace.forward()
+
+    def cannot_follow(self) -> None:
+        """Write that its steps are not compared."""
+        self._log.add(NotCompared(self.number, _HIDDEN))
 
     def _is_due(self, step: int) -> bool:
         return bool(self._every) and is_sampled(step, self._every)
