@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from ddpcheck.findings.compiled_names import without_prefix
 from ddpcheck.findings.report import CheckStatus, Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import join_names
 from ddpcheck.judge.causes import find_causes
-from ddpcheck.judge.compiled_names import without_prefix
 
 Facts = TypeVar("Facts")
 _OF_BUFFERS = ("DDP214", "DDP215")  # which leave the gradients of a step as they are

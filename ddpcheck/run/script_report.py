@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpcheck import __version__
+from ddpcheck.findings.compiled_names import without_prefix
 from ddpcheck.findings.exception_origin import BUG, as_bug
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
 from ddpcheck.findings.selection import Suppression, is_any_selected, sort_out
 from ddpcheck.findings.wording import counted, format_ranks
-from ddpcheck.judge.compiled_names import without_prefix
 from ddpcheck.judge.script_facts import ScriptFacts, entries_of
 from ddpcheck.judge.script_table import HEADINGS, ROWS, not_here
 from ddpcheck.judge.verdict import Told, Verdict, judge_all, status_of

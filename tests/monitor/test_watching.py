@@ -906,6 +906,27 @@ def test_a_compiled_module_and_a_compiled_wrapper_are_silent_and_watched():
         train(broken, 3, way=lambda step: "short")
 
 
+class Detached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).detach())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_detached_parameter_of_a_compiled_module_is_named_and_told_as_in_the_code(backend):
+    model = CheckedDistributedDataParallel(torch.compile(Detached(), backend=backend), on_finding="warn")
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.randn(3, 4)).sum().backward()
+    assert found(model) == [("DDP103", ("first.weight", "first.bias"), (), ())]
+    assert "cut by detach()" in model.watch.findings[0].message
+    assert not [one for one in shown if "global hooks" in str(one.message)]
+
+
 def test_ddp_in_a_subgroup_of_the_ranks_is_silent():
     mine = [dist.new_group([r]) for r in range(2)][dist.get_rank()]
     model = CheckedDistributedDataParallel(Net(), process_group=mine, check_parity_every=2, check_consistency=2)

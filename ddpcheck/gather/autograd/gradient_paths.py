@@ -65,7 +65,7 @@ class TensorRecorder(TorchFunctionMode):
             hooks.register_module_forward_pre_hook(self._enter_module),
             hooks.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True),
         ):
-            self._stack.callback(handle.remove)
+            self._stack.callback(_remove, handle)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -80,6 +80,17 @@ class TensorRecorder(TorchFunctionMode):
 
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         raise NotImplementedError
+
+
+def _remove(handle: Any) -> None:
+    """Remove a global hook, with what torch 2.13 leaves of one that takes keywords: a module of `torch.compile` warns.
+
+    Private to torch: where there is no such table, nothing is left in it.
+    """
+    from torch.nn.modules import module as hooks
+
+    handle.remove()
+    getattr(hooks, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
 
 
 class PathRecorder(TensorRecorder):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from ddpcheck.findings.compiled_names import plain_module
 from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.figures import MOST_MODULES, ModuleEntry
 from ddpcheck.findings.replace import replace
@@ -73,12 +74,20 @@ def _record(name: str, tensor: torch.Tensor) -> TensorRecord:
 
 def module_entries(module: nn.Module) -> tuple[ModuleEntry, ...]:
     """The modules of `module`, the first MOST_MODULES of them, each with its own parameters."""
-    entries = []
+    entries = {}
     for name, submodule in itertools.islice(module.named_modules(), MOST_MODULES):
         own = dict(submodule.named_parameters(recurse=False))
         elements = sum(parameter.numel() for parameter in own.values() if not isinstance(parameter, _LAZY))
-        entries.append(ModuleEntry(name, type(submodule).__qualname__, tuple(own), elements))
-    return tuple(entries)
+        path = plain_module(name)  # a compiled module gives way to the one in it
+        entries[path] = ModuleEntry(path, type(submodule).__qualname__, tuple(own), elements)
+    return tuple(entries.values())
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of its class; of a compiled module, of the class as it is written."""
+    while isinstance(inner := vars(module)["_modules"].get("_orig_mod"), nn.Module):
+        module = inner
+    return type(module).__qualname__
 
 
 def _options(module: nn.Module) -> str:

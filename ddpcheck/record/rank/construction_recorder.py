@@ -19,7 +19,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location, variables_of
 from ddpcheck.gather.ddp.ddp_wrapper import constructor_options
 from ddpcheck.gather.patching import guarded
-from ddpcheck.gather.state.module_description import structure_of
+from ddpcheck.gather.state.module_description import class_name, structure_of
 from ddpcheck.record.replicas.program_state import program_variables
 from ddpcheck.record.replicas.set_order import is_order_of_a_set
 
@@ -58,7 +58,7 @@ class ConstructionRecorder:
         now = (one for path, item, where in program_variables(depth=1) for one in _sized([(path, item)], where))
         sizes = dict.fromkeys((*self._sizes, *now))
         return WrapperBegun(
-            type(module).__qualname__,
+            class_name(module),
             tuple(dist.get_process_group_ranks(group)),
             description,
             options,

@@ -23,7 +23,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file, user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
 from ddpcheck.gather.state.fingerprints import fingerprint
-from ddpcheck.gather.state.module_description import module_entries
+from ddpcheck.gather.state.module_description import class_name, module_entries
 from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
 from ddpcheck.gather.steps.gradient_sketch import Kept
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
@@ -114,7 +114,7 @@ class ScriptWatch(StepListener):
         self._handle = wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(_note_broadcast, self._which)))
         log.add(
             WrapperMade(
-                type(self.module).__qualname__,
+                class_name(self.module),
                 self._recorder.ranks,
                 self._recorder.context,
                 user_location(),

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from ddpcheck import __version__
+from ddpcheck.findings.compiled_names import plain_name
 from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.selection import is_any_selected, sort_out
 from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import counted, format_steps, join_names
-from ddpcheck.judge.compiled_names import plain_name
 from ddpcheck.judge.verdict import Verdict, status_of
 from ddpcheck.report.checking.check_state import CheckState
 

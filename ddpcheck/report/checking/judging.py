@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ddpcheck.findings.compiled_names import without_prefix
 from ddpcheck.findings.errors import RankError
 from ddpcheck.findings.evidence.gradients import RepeatedStep
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
@@ -15,7 +16,6 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.causes import find_causes
-from ddpcheck.judge.compiled_names import without_prefix
 from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
 from ddpcheck.judge.gradients.reducer import judge_compiled, judge_reducer, tell_compiled
 from ddpcheck.judge.gradients.single_process import judge_nothing_compared, judge_repeat, judge_single_process

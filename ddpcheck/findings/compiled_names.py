@@ -34,9 +34,10 @@ def without_prefix(finding: Finding) -> Finding:
 def _plain_path(path: ParameterPath | None) -> ParameterPath | None:
     if path is None:
         return None
-    steps = tuple(replace(step, module=_plain_module(step.module)) for step in path.steps)
+    steps = tuple(replace(step, module=plain_module(step.module)) for step in path.steps)
     return replace(path, parameter=plain_name(path.parameter), steps=steps)
 
 
-def _plain_module(name: str) -> str:
+def plain_module(name: str) -> str:
+    """As `plain_name`, of a module, whose name may be nothing else."""
     return "" if name == "_orig_mod" else plain_name(name)

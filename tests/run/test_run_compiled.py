@@ -1,0 +1,113 @@
+"""`ddpcheck run` on scripts with `torch.compile`: watched to their end, with the names of the code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.run.test_run import DDPCHECK, run
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+HOW, BACKEND = sys.argv[1:]
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.drop, self.head = nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 4)
+
+    def forward(self, x):
+        hidden = self.body(x).relu()
+        return self.head(self.drop(hidden.detach() if HOW == "detached" else hidden))
+
+
+@torch.compile(backend=BACKEND, fullgraph=True)
+def loss_of(scores, classes):
+    total = cross_entropy(scores, classes, reduction="sum")
+    count = torch.tensor(float(len(classes)))
+    dist.all_reduce(count)
+    return total / count * dist.get_world_size()
+
+
+net = nn.parallel.DistributedDataParallel(torch.compile(Net(), backend=BACKEND))
+if HOW == "around":
+    net = torch.compile(nn.parallel.DistributedDataParallel(Net()), backend=BACKEND)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+torch.manual_seed(dist.get_rank())
+if HOW == "autograd":
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    torch._dynamo.config.compiled_autograd = True
+    net = nn.parallel.DistributedDataParallel(Net())
+
+
+@torch.compile(backend=BACKEND)
+def backward_inside(x, classes):
+    cross_entropy(net(x), classes).backward()
+
+
+for _ in range(8):
+    x = torch.randn(6, 4)
+    optimizer.zero_grad()
+    if HOW == "autograd":
+        backward_inside(x, x.argmax(1))
+    else:
+        loss_of(net(x), x.argmax(1)).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def reported(tmp_path: Path, how: str, backend: str) -> tuple[int, dict[str, tuple[str, str]], list[dict[str, object]]]:
+    """The exit code, by check line its status and sentence, and the findings."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    saved = tmp_path / "report.json"
+    options = ("--check-format=json", f"--check-output={saved}")
+    done = run(DDPCHECK, *options, str(tmp_path / "train.py"), how, backend)
+    report = json.loads(saved.read_text())
+    return done.returncode, {c["name"]: (c["status"], c["detail"]) for c in report["checks"]}, report["findings"]
+
+
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [
+        ("inside", "eager"),
+        pytest.param("inside", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("around", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("inside", "inductor", marks=pytest.mark.slow),
+        pytest.param("around", "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_script_is_clean_watched_to_its_end_and_compiled_as_it_is_without(
+    tmp_path: Path, how: str, backend: str
+) -> None:
+    code, checks, findings = reported(tmp_path, how, backend)
+    assert (code, findings) == (0, [])
+    assert {status for status, _ in checks.values()} == {"passed"}
+    assert checks["ranks"][1] == "2 ranks (gloo), Net (8 steps)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_detached_parameter_of_compiled_code_is_told_as_in_the_code(tmp_path: Path, backend: str) -> None:
+    code, _, (finding,) = reported(tmp_path, "detached", backend)
+    assert (code, finding["code"], finding["subjects"]) == (1, "DDP103", ["body.weight", "body.bias"])
+    assert "cut by detach()" in str(finding["message"])
+    assert "_orig_mod" not in json.dumps(finding)
+
+
+@pytest.mark.slow
+def test_steps_under_compiled_autograd_are_not_said_to_be_compared(tmp_path: Path) -> None:
+    code, checks, findings = reported(tmp_path, "autograd", "aot_eager")
+    assert (code, findings) == (0, [])
+    assert checks["ranks"][0] == "skipped"
+    assert "compiled autograd" in checks["ranks"][1]
