@@ -85,7 +85,7 @@ def module_entries(module: nn.Module) -> tuple[ModuleEntry, ...]:
 
 def class_name(module: nn.Module) -> str:
     """The name of its class; of a compiled module, of the class as it is written."""
-    while isinstance(inner := vars(module)["_modules"].get("_orig_mod"), nn.Module):
+    while (inner := dict(module.named_children()).get("_orig_mod")) is not None:
         module = inner
     return type(module).__qualname__
 
