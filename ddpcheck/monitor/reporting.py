@@ -85,7 +85,7 @@ class FindingReporter:
     @property
     def findings(self) -> list[Finding]:
         """All that were reported, in their order."""
-        return [*map(without_prefix, self._reported.findings)]
+        return self._reported.findings
 
     def report(self, findings: Iterable[Finding]) -> None:
         """Report those of `findings` whose cause is new, worst first.
@@ -93,8 +93,8 @@ class FindingReporter:
         Raises:
             FindingsError: There is an error among them, and errors are to be raised; after all have been noted.
         """
-        new = self._reported.add(select_findings(findings, ignore=self._ignore), self._locate)
-        new = [*map(without_prefix, new)]
+        chosen = select_findings(findings, ignore=self._ignore)
+        new = self._reported.add(chosen, lambda finding: without_prefix(self._locate(finding)))
         errors = [finding for finding in new if finding.severity is Severity.ERROR]
         for finding in new:
             raised = finding in errors and self._on_finding == "raise"

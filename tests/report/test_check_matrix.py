@@ -82,13 +82,40 @@ def test_no_option_mends_a_loss_that_sums() -> None:
 
 
 @pytest.mark.slow
-def test_a_buffer_that_broadcasts_overwrite_needs_them_off() -> None:
-    matrix = matrix_of(broken("gradients/buffer_broadcast_between_forwards"))
+def test_a_buffer_that_broadcasts_overwrite_needs_them_off(recipe) -> None:
+    """It has a value for each sample, so that gradients do not depend on which rank has which."""
+    path = recipe(
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.register_buffer("mask", torch.ones(6, 1))
+
+    def forward(self, x, masks):
+        if masks:
+            self.mask = (x[:, :1] > 0).float()
+        return self.head(self.body(x).tanh() * self.mask)
+
+
+model = Net
+batch = lambda step: torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+loss = lambda model, x: (model(x, True) + model(x.flip(1), False) - x.sum(1, keepdim=True)).square().mean()
+"""
+    )
+    matrix = matrix_of(path)
     found = {row.title: row for row in matrix.rows}
     assert (found["defaults"].verdict, found["defaults"].code) == ("wrong", "DDP311")
     without = next(row for title, row in found.items() if row.fine)
     assert set(without.arguments.values()) == {False}  # forward_sync_buffers, or broadcast_buffers where there is none
     assert said(matrix, "needs") == f"It needs {without.title}."
+
+
+@pytest.mark.slow
+def test_no_option_mends_a_buffer_of_which_each_rank_needs_another_value() -> None:
+    matrix = matrix_of(broken("gradients/buffer_broadcast_between_forwards"))
+    assert {row.code for row in matrix.rows if row.verdict != "skipped"} == {"DDP311", "DDP214"}
+    assert said(matrix, "fault").startswith("The fault is not mended by any option (DDP311 and DDP214 under all")
 
 
 @pytest.mark.slow

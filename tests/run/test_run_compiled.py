@@ -39,15 +39,16 @@ def loss_of(scores, classes):
     return total / count * dist.get_world_size()
 
 
-net = nn.parallel.DistributedDataParallel(torch.compile(Net(), backend=BACKEND))
 if HOW == "around":
     net = torch.compile(nn.parallel.DistributedDataParallel(Net()), backend=BACKEND)
-optimizer = torch.optim.SGD(net.parameters(), 0.1)
-torch.manual_seed(dist.get_rank())
-if HOW == "autograd":
+elif HOW == "autograd":
     torch._dynamo.config.optimize_ddp = "python_reducer"
     torch._dynamo.config.compiled_autograd = True
     net = nn.parallel.DistributedDataParallel(Net())
+else:
+    net = nn.parallel.DistributedDataParallel(torch.compile(Net(), backend=BACKEND))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+torch.manual_seed(dist.get_rank())
 
 
 @torch.compile(backend=BACKEND)

@@ -160,15 +160,15 @@ class DebugServer:
                     if len(data) > _MOST_BYTES:
                         raise self._something_else(f"{path} gives more than {_MOST_BYTES >> 20} MB")
             except (OSError, http.client.HTTPException) as error:
-                self._raise_if_late(path, is_late)
+                self._raise_if_late(path, late=is_late.is_set() or isinstance(error, TimeoutError))
                 if isinstance(error, OSError):
                     raise TargetError(f"the debug server at {self.address} has closed the connection") from error
                 raise self._something_else("it does not speak HTTP") from error
-            self._raise_if_late(path, is_late)
+            self._raise_if_late(path, late=is_late.is_set())
             return answer.status, bytes(data)
 
-    def _raise_if_late(self, path: str, is_late: threading.Event) -> None:
-        if is_late.is_set():
+    def _raise_if_late(self, path: str, *, late: bool) -> None:
+        if late:
             raise TargetError(
                 f"what listens at {self.address} has not given {path} within {counted(int(_SECONDS), 'second')}; a "
                 "debug server does not answer before each rank has called start_debug_server"
