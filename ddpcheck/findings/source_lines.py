@@ -221,7 +221,7 @@ def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Loc
     holder = module
     first, *rest = re.split(r"[.\[]", name)
     variable = first
-    while rest and (inner := holder._modules.get(first)) is not None:
+    while rest and (inner := dict(holder._modules.items()).get(first)) is not None:
         holder, first, rest = inner, rest[0], rest[1:]
     if hasattr(holder, first):
         for kind in type(holder).__mro__:

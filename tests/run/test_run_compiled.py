@@ -1,4 +1,4 @@
-"""`ddpcheck run` on scripts with `torch.compile`: watched to their end, with the names of the code."""
+"""`ddpcheck run` on scripts with `torch.compile` and TorchScript: watched to their end, with the names of the code."""
 
 from __future__ import annotations
 
@@ -67,10 +67,48 @@ for _ in range(8):
 dist.destroy_process_group()
 """
 
+SCRIPTED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
 
-def reported(tmp_path: Path, how: str, backend: str) -> tuple[int, dict[str, tuple[str, str]], list[dict[str, object]]]:
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.spare = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x):
+        hidden = self.body(x).relu()
+        return self.head(hidden) + self.spare(hidden)
+
+
+class Unused(Net):
+    def forward(self, x):
+        return self.head(self.body(x).relu())
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+written = (Unused if sys.argv[2] == "unused" else Net)()
+scripted = torch.jit.script(written) if sys.argv[1] == "script" else torch.jit.trace(written, torch.randn(2, 4))
+net = nn.parallel.DistributedDataParallel(scripted)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+torch.manual_seed(dist.get_rank())
+for _ in range(4):
+    x = torch.randn(6, 4)
+    optimizer.zero_grad()
+    cross_entropy(net(x), x.argmax(1)).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def reported(tmp_path: Path, how: str, backend: str, script: str = SCRIPT) -> tuple[int, dict[str, tuple[str, str]], list[dict[str, object]]]:
     """The exit code, by check line its status and sentence, and the findings."""
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(script)
     saved = tmp_path / "report.json"
     options = ("--check-format=json", f"--check-output={saved}")
     done = run(DDPCHECK, *options, str(tmp_path / "train.py"), how, backend)
@@ -112,3 +150,18 @@ def test_steps_under_compiled_autograd_are_not_said_to_be_compared(tmp_path: Pat
     assert (code, findings) == (0, [])
     assert checks["ranks"][0] == "skipped"
     assert "compiled autograd" in checks["ranks"][1]
+
+
+@pytest.mark.parametrize("how", ["script", pytest.param("trace", marks=pytest.mark.slow)])
+def test_a_scripted_model_is_clean_and_watched_to_its_end(tmp_path: Path, how: str) -> None:
+    code, checks, findings = reported(tmp_path, how, "used", SCRIPTED)
+    assert (code, findings) == (0, [])
+    assert {status for status, _ in checks.values()} == {"passed"}
+    assert checks["ranks"][1] == "2 ranks (gloo), Net (4 steps)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_a_parameter_that_a_scripted_model_does_not_use_is_named(tmp_path: Path, how: str) -> None:
+    code, _, findings = reported(tmp_path, how, "unused", SCRIPTED)
+    assert (code, findings[0]["code"], findings[0]["subjects"]) == (1, "DDP101", ["spare.weight", "spare.bias"])

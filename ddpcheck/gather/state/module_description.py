@@ -79,15 +79,15 @@ def module_entries(module: nn.Module) -> tuple[ModuleEntry, ...]:
         own = dict(submodule.named_parameters(recurse=False))
         elements = sum(parameter.numel() for parameter in own.values() if not isinstance(parameter, _LAZY))
         path = plain_module(name)  # a compiled module gives way to the one in it
-        entries[path] = ModuleEntry(path, type(submodule).__qualname__, tuple(own), elements)
+        entries[path] = ModuleEntry(path, class_name(submodule), tuple(own), elements)
     return tuple(entries.values())
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of its class; of a compiled module, of the class as it is written."""
+    """The name of its class; of a module that is compiled or scripted, of the class as it is written."""
     while (inner := dict(module.named_children()).get("_orig_mod")) is not None:
         module = inner
-    return type(module).__qualname__
+    return module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__qualname__
 
 
 def _options(module: nn.Module) -> str:

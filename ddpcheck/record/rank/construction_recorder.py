@@ -136,6 +136,6 @@ def _user_functions(frame: FrameType | None) -> Iterator[FrameType]:
 def _in_order_of_sets(module: nn.Module) -> Iterator[str]:
     """The modules of which at least three children stand as a set of their names is gone through in this process."""
     for path, part in module.named_modules():
-        names = list(part._modules)
+        names = [name for name, _ in part.named_children()]
         if len(names) > 2 and not all(name.isdigit() for name in names) and is_order_of_a_set(names):
             yield path
