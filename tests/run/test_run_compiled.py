@@ -106,7 +106,9 @@ dist.destroy_process_group()
 """
 
 
-def reported(tmp_path: Path, how: str, backend: str, script: str = SCRIPT) -> tuple[int, dict[str, tuple[str, str]], list[dict[str, object]]]:
+def reported(
+    tmp_path: Path, how: str, backend: str, script: str = SCRIPT
+) -> tuple[int, dict[str, tuple[str, str]], list[dict[str, object]]]:
     """The exit code, by check line its status and sentence, and the findings."""
     (tmp_path / "train.py").write_text(script)
     saved = tmp_path / "report.json"
