@@ -13,7 +13,7 @@ PICTURE := examples/language_model/frozen_by_no_grad.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help report test tests-of-a-change test-all test-frameworks test-launchers test-gpu lint types format faults steady schemas scripts models bench docs pictures clean
+.PHONY: help report test tests-of-a-change test-all test-frameworks test-launchers test-gpu lint types format faults steady schemas scripts models bench docs pictures dist test-torch clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -109,6 +109,19 @@ test-launchers: $(READY) ## the tests of real launchers: torchrun, Open MPI and 
 	$(BIN)/python -m tests.launchers.install
 	$(PYTEST) -m launchers $$(grep -rl 'mark.launchers' --include 'test_*.py' tests)
 
+dist: $(READY) ## the wheel and the sdist of a release, into dist/, each tried in an empty environment
+	$(INSTALL) --group release
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m tests.distribution dist
+
+# PyPI's torch brings the libraries of CUDA, 5 GB, and works without a device; pip's own settings may name another index.
+test-torch: ## the tests of `make test` with another torch: make test-torch VERSION=2.4.1, in an environment of its own
+	test -x .venv-$(VERSION)/bin/python || $(PYTHON) -m venv .venv-$(VERSION)
+	.venv-$(VERSION)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	sed '/^torch==/d' constraints.txt > .venv-$(VERSION)/constraints.txt
+	.venv-$(VERSION)/bin/python -m pip install --quiet --constraint .venv-$(VERSION)/constraints.txt torch==$(VERSION) --editable . --group test
+	$(MAKE) --no-print-directory VENV=.venv-$(VERSION) READY= tests-of-a-change
+
 clean: ## remove everything that make made
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VENV)-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

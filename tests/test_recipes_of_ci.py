@@ -42,14 +42,20 @@ def run(*command: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[st
 
 @INSTALLED
 @pytest.mark.slow
-def test_the_recipe_of_github_actions_says_what_is_new(tmp_path: Path) -> None:
-    steps = blocks("suppression.md")[0]["jobs"]["ddpcheck"]["steps"]
-    checked, shown = [one["run"] for one in steps if "run" in one and "pip" not in one["run"]]
+def test_the_action_says_what_is_new(tmp_path: Path) -> None:
+    (used,) = [step for step in blocks("suppression.md")[0]["jobs"]["ddpcheck"]["steps"] if "with" in step][-1:]
+    assert used["uses"].startswith("OWNER/ddpcheck@")
+    action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+    assert set(used["with"]) == set(action["inputs"])
+    installs, checks, shows = action["runs"]["steps"]
+    assert installs["run"] == 'python -m pip install "$GITHUB_ACTION_PATH"'
+    given = {name: used["with"][re.findall(r"inputs\.(\w+)", value)[0]] for name, value in checks["env"].items()}
     (tmp_path / "train_recipe.py").write_text(RECIPE)
     (tmp_path / "baseline.json").write_text(Report("train_recipe.py").to_json())
-    done = run("bash", "-e", "-c", checked, cwd=tmp_path)
+    done = run("bash", "-e", "-c", checks["run"], cwd=tmp_path, RUNNER_TEMP=str(tmp_path), **given)
     assert done.returncode == 1, done.stderr
-    done = run("bash", "-e", "-c", shown, cwd=tmp_path, GITHUB_STEP_SUMMARY="summary.md")
+    of_job = {"RUNNER_TEMP": str(tmp_path), "GITHUB_STEP_SUMMARY": "summary.md"}
+    done = run("bash", "-e", "-c", shows["run"], cwd=tmp_path, **of_job)
     assert done.returncode == 0 and done.stdout.startswith("::error file=train_recipe.py,line=6,title=DDP101")
     assert (tmp_path / "summary.md").read_text().startswith("## ddpcheck: 1 finding")
 

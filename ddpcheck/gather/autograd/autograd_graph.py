@@ -77,6 +77,11 @@ def will_be_reached(nodes: Sequence[Any]) -> list[bool] | None:
         return [False] * len(nodes)
 
 
+def made_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of what the operation of a graph's node has made; none where torch does not tell (before 2.6)."""
+    return tuple(tuple(one.shape) for one in getattr(node, "_input_metadata", None) or ())
+
+
 def at_end_of_backward(function: Callable[[], None]) -> bool:
     """Have `function` called when the backward pass that is running ends, after what has been asked for before.
 

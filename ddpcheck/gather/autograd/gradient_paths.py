@@ -63,9 +63,9 @@ class TensorRecorder(TorchFunctionMode):
 
         for handle in (
             hooks.register_module_forward_pre_hook(self._enter_module),
-            hooks.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True),
+            hooks.register_module_forward_hook(self._leave_module, always_call=True),
         ):
-            self._stack.callback(_remove, handle)
+            self._stack.enter_context(handle)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -78,19 +78,8 @@ class TensorRecorder(TorchFunctionMode):
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
         raise NotImplementedError
 
-    def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         raise NotImplementedError
-
-
-def _remove(handle: Any) -> None:
-    """Remove a global hook, with what torch 2.13 leaves of one that takes keywords: a module of `torch.compile` warns.
-
-    Private to torch: where there is no such table, nothing is left in it.
-    """
-    from torch.nn.modules import module as hooks
-
-    handle.remove()
-    getattr(hooks, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
 
 
 class PathRecorder(TensorRecorder):
@@ -123,7 +112,7 @@ class PathRecorder(TensorRecorder):
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
         self._modules.append(self._module_names.get(id(module), self._modules[-1]))
 
-    def _leave_module(self, _module: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
+    def _leave_module(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         self._modules.pop()
 
     def _note_region(self) -> None:

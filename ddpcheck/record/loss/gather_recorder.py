@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
+from ddpcheck.gather.autograd.autograd_graph import made_shapes
 from ddpcheck.gather.patching import patched
 from ddpcheck.stream.rank_report import is_probed
 
@@ -102,7 +103,7 @@ def _constants(root: Any, shape: tuple[int, int], ends: set[Any]) -> Iterator[to
     for node in _nodes(root, ends):
         # The size is asked for first: what is kept may have been packed by hooks, as a checkpoint's is, which allow
         # that it is unpacked once. Other nodes than products do not tell it, but that of what they make.
-        made = {size for one in node._input_metadata for size in one.shape}
+        made = {size for shape in made_shapes(node) for size in shape}
         for name in dir(node) if rows in made else ():
             kept = getattr(node, _RAW + name.removeprefix(_SAVED), None) if name.startswith(_SAVED) else None
             if kept is None or getattr(kept, "unpack_hook", None) is not None:
@@ -158,7 +159,7 @@ def _puts_back(node: Any, parts: list[_Parts], ends: set[Any]) -> bool:
         there = [number for number, one in enumerate(following) if one is not None]
         return any(len(following) == part.count and there == [part.own] for part in parts)
     into_constant = node.name().endswith("CopySlices") and following[0] is None
-    return into_constant and any(tuple(node._input_metadata[0].shape) == part.shape for part in parts)
+    return into_constant and any(made_shapes(node)[:1] == (part.shape,) for part in parts)
 
 
 def _nodes(root: Any, ends: set[Any]) -> Iterator[Any]:

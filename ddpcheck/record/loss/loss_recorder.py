@@ -16,7 +16,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_frame, user_location
-from ddpcheck.gather.autograd.autograd_graph import in_backward
+from ddpcheck.gather.autograd.autograd_graph import in_backward, made_shapes
 from ddpcheck.gather.patching import guarded, patched
 from ddpcheck.record.loss.loss_source import LossSource, loss_source, scales_by_world_size
 from ddpcheck.record.module_hooks import UnpickledHook
@@ -166,8 +166,8 @@ def _terms(root: Any) -> Iterator[tuple[Any, str]]:
 def _count(node: Any) -> int:
     """How many elements a node sums."""
     following, index = node.next_functions[0]
-    metadata = getattr(following, "_input_metadata", None)
-    return math.prod(metadata[index].shape) if metadata else 0
+    shapes = made_shapes(following)
+    return math.prod(shapes[index]) if shapes else 0
 
 
 def _chooses(node: Any) -> bool:

@@ -113,12 +113,12 @@ class FlowRecorder(TensorRecorder):
         self._calls[path] += 1
         self._frames.append(_Frame(path, path if id(module) in self._registered else around.registered))
 
-    def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         frame = self._frames.pop()
         unseen = [t for t in tree_tensors(output) if t not in self._known and id(t) not in self.leaves]
         if unseen:  # made by what no Python function shows, as in a scripted module
             node = self._node_of(frame)
-            self._read(node.key, tree_tensors((args, kwargs)))
+            self._read(node.key, tree_tensors(inputs))
             self._known.update({tensor: _Made(node.key) for tensor in unseen})
         self._frames[-1].part += id(module) in self._modules
 
