@@ -59,6 +59,27 @@ def run(launcher: Sequence[str], *command: str, ranks: int = 2) -> subprocess.Co
 
 # A healthy script
 
+WITHOUT_NUMPY = """
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+data = TensorDataset(torch.randn(32, 4))
+sampler = DistributedSampler(data)
+torch.manual_seed(dist.get_rank())
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for (batch,) in DataLoader(data, batch_size=4, sampler=sampler, num_workers=1):
+        optimizer.zero_grad()
+        net(torch.nn.functional.dropout(batch)).square().mean().backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
 
 @pytest.mark.parametrize("ending", share(ENDINGS, ["exit"]))
 def test_a_healthy_script_gives_its_own_output_and_exit_code(ending: str) -> None:
@@ -76,6 +97,17 @@ def test_a_healthy_script_gives_its_own_output_and_exit_code(ending: str) -> Non
     if ending == "raises":  # torchrun's page says <N/A>
         assert "error_file: <N/A>" in plain.stderr and "error_file: <N/A>" not in watched.stderr
         assert "traceback : " in watched.stderr and "ValueError: of the script" in watched.stderr
+
+
+def test_a_script_is_watched_where_numpy_is_missing_which_torch_does_not_require(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('there is none')")
+    (tmp_path / "train.py").write_text(WITHOUT_NUMPY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    watched = run(DDPCHECK, str(tmp_path / "train.py"))
+    assert watched.returncode == 0, watched.stderr
+    assert watched.stderr.endswith("ddpcheck: clean: 2 ranks (gloo), Linear (8 steps)\n")
 
 
 @pytest.mark.slow

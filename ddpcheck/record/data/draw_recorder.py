@@ -17,7 +17,7 @@ from ddpcheck.findings.source_lines import is_user_file, user_location, variable
 from ddpcheck.gather.patching import guarded
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.record.data.constructions import generators, seeded_at
-from ddpcheck.record.data.generator_history import state_of_own
+from ddpcheck.record.data.generator_history import generator_bytes, state_of_own
 from ddpcheck.record.module_hooks import UnpickledHook
 
 _MOST_INTERVALS = (
@@ -148,10 +148,10 @@ class DrawRecorder:
 
 def _states(*, others: bool = False) -> dict[str, _State]:
     """Of torch's global generators; and of Python's and numpy's, which are not followed call by call."""
-    state = bytes(torch.default_generator.get_state().numpy().data)
+    state = generator_bytes(torch.default_generator)
     found = {"torch": (_digest(state), int(_NEXT.unpack_from(state, _NEXT_AT)[0]))}
     if torch.cuda.is_initialized():
-        found["cuda"] = (_digest(torch.cuda.default_generators[torch.cuda.current_device()].get_state().numpy()), 0)
+        found["cuda"] = (_digest(generator_bytes(torch.cuda.default_generators[torch.cuda.current_device()])), 0)
     if others:
         of_python: Any = random.getstate()
         found["python"] = (_digest(of_python), of_python[1][-1])

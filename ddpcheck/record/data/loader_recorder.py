@@ -37,6 +37,7 @@ from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.data.added_noise import kept_samples
 from ddpcheck.record.data.constructions import drawn_before, made_at, seeded_at
 from ddpcheck.record.data.drawing_code import drawing_code
+from ddpcheck.record.data.generator_history import generator_bytes
 from ddpcheck.record.data.sample_rows import SampleRows, digests_of, rows_of_whole, samples_of, state_of
 from ddpcheck.record.data.sampler_code import epoch_of, shuffles_by_epoch
 from ddpcheck.record.optimizers.resume_recorder import ResumeRecorder
@@ -334,7 +335,7 @@ def _note_rows(one: _Pass, batch: Any) -> None:
 
 def _random_states() -> list[int]:
     """Digests of the global generators of torch, Python and numpy, as augmentations draw from them."""
-    states: list[Any] = [bytes(torch.default_generator.get_state().numpy().data), random.getstate()]
+    states: list[Any] = [generator_bytes(torch.default_generator), random.getstate()]
     if (numpy := sys.modules.get("numpy")) is not None:
         _, keys, place, *_ = numpy.random.get_state()
         states.append((keys.tobytes(), place))
