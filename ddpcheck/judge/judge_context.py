@@ -86,6 +86,7 @@ class JudgeContext:
         loss_location: The line that defines the loss.
         gradients_differ: Whether the ranks' average is another gradient than the global batch's.
         own_hook: Whether the communication hook is none of torch's; known where a script has registered it.
+        plain_optimizer: Whether the optimizer is one of `torch.optim`, which averages nothing.
     """
 
     names: Names
@@ -104,6 +105,7 @@ class JudgeContext:
     loss_location: Location | None = None
     gradients_differ: bool = False
     own_hook: bool = False
+    plain_optimizer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from ddpcheck.findings.evidence.modules import ModuleDescription, WrapperFacts
-from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import Names, make_finding
 from ddpcheck.gather.ddp.ddp_wrapper import has_own_hook, hook_loss, trains_apart
 from ddpcheck.judge import script_table
+from ddpcheck.judge.gradients.reducer import judge_reducer
+from ddpcheck.judge.judge_context import JudgeContext
+from ddpcheck.judge.replicas.replica_state import judge_state
 from ddpcheck.judge.script_facts import ScriptFacts
 from ddpcheck.judge.script_table import ROWS
 from ddpcheck.judge.verdict import judge_all
@@ -92,11 +97,22 @@ def test_a_hook_rounds_away_what_is_nothing_beside_its_layer():
 
 
 def test_what_a_hook_makes_up_for_later_is_not_known():
-    feeds_back = PowerSGDState(None, 1)
+    feeds_back = PowerSGDState(None, 1, start_powerSGD_iter=2)
+    feeds_back.iter = 3
     assert hook_loss(with_hook(powerSGD_hook, feeds_back)) > 1e3
     feeds_back.use_error_feedback = False
     assert hook_loss(with_hook(powerSGD_hook, feeds_back)) == 0.1
+    assert hook_loss(with_hook(fp16_compress_wrapper(powerSGD_hook), feeds_back)) == 0.1
     assert hook_loss(with_hook(fp16_compress_hook)) == BFLOAT16
+
+
+@pytest.mark.parametrize(("counted", "lost"), [(1, 0.0), (2, 0.0), (3, 1e6)])
+def test_power_sgd_averages_exactly_until_it_begins(counted: int, lost: float):
+    """Its state has counted the backward pass that has ended; that of number `start_powerSGD_iter` compresses."""
+    state = PowerSGDState(None, 1, start_powerSGD_iter=2)
+    state.iter = counted
+    assert hook_loss(with_hook(powerSGD_hook, state)) == lost
+    assert hook_loss(with_hook(fp16_compress_wrapper(powerSGD_hook), state)) == max(lost, BFLOAT16)
 
 
 @pytest.mark.parametrize(
@@ -118,3 +134,27 @@ def test_ranks_train_apart_from_the_step_on_in_which_post_local_sgd_begins(now: 
     state = SimpleNamespace(iter=now, start_localSGD_iter=6)
     assert trains_apart(with_hook(fp16_compress_hook, state)) is apart
     assert not trains_apart(with_hook(powerSGD_hook, SimpleNamespace(iter=now)))
+
+
+APART = LoopEvent("apart")
+PLAIN = JudgeContext(Names({}), WrapperFacts(comm_hook="post_localSGD_hook"), world_size=2, plain_optimizer=True)
+
+
+def steps_apart(*values: tuple[int, int]) -> list[DdpStepEvidence]:
+    """Steps that end with these values of a parameter on the two ranks, all after step 0 under post-local SGD."""
+    return [
+        DdpStepEvidence(
+            rank, step, {"a": own[rank]}, {"a": own[rank]}, {"a": before[rank]}, events=(APART,) * bool(step)
+        )
+        for step, (before, own) in enumerate(itertools.pairwise(((1, 1), *values)))
+        for rank in range(2)
+    ]
+
+
+def test_parameters_that_nothing_averages_under_post_local_sgd_are_told() -> None:
+    drifted = steps_apart((1, 1), (2, 3), (4, 5))
+    assert judge_reducer(drifted, PLAIN) == []
+    [finding] = judge_state(drifted, PLAIN, gradients_differ=False)
+    assert (finding.code, finding.subjects, finding.steps) == ("DDP306", ("a",), (1, 2))
+    assert judge_state(steps_apart((1, 1), (2, 3), (4, 4)), PLAIN, gradients_differ=False) == []
+    assert judge_state(drifted, replace(PLAIN, plain_optimizer=False), gradients_differ=False) == []

@@ -85,6 +85,9 @@ NO_FAULT_NEEDS = {
     **{name: "test_torch_errors" for name in judges() if name.startswith("torch_errors.")},
     "rank_failure.judge_undefined_losses": "test_tensor_kinds::test_a_loss_that_only_some_ranks_cannot_compute",
     "training_loop._judge_bypassed": "test_run_backward_inside::test_how_a_wrapper_is_bypassed_is_said",
+    "replica_state.judge_never_averaged": (
+        "test_comm_hooks::test_parameters_that_nothing_averages_under_post_local_sgd_are_told"
+    ),
     "call_sites.judge_call_sites": _BY_LINES,
     "call_sites._finding": _BY_LINES,
     "reducer.judge_compiled": "test_compiled::test_gradients_that_differ_between_ranks_under_compilation_alone",

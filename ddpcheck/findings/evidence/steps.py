@@ -137,7 +137,8 @@ class LoopEvent(Struct, frozen=True):
 
     Attributes:
         kind: "forward" (of the wrapper), "backward", "reduction" (has ended), "no_sync" (called), "enter no_sync",
-            "leave no_sync", "zero_grad" or "step" (of an optimizer, on what the backward passes before it have left); a
+            "leave no_sync", "zero_grad", "step" (of an optimizer, on what the backward passes before it have left) or
+            "apart" (gradients are averaged over a part of the ranks only, by the communication hook); a
             backward pass around the wrapper is "forward inside" (of the module in it, which is called) or "backward
             inside" (of the wrapper's forward).
         location: The line of the user's code, as "path:line"; empty where ddpcheck itself did it.
@@ -201,6 +202,11 @@ class DdpStepEvidence(Struct, frozen=True):
     inner_calls: int = 1
     events: tuple[LoopEvent, ...] = ()
     parameters_after_backward: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the communication hook averages over a part of the ranks only (post-local SGD)."""
+        return any(event.kind == "apart" for event in self.events)
 
 
 class CompiledStep(Struct, frozen=True):

@@ -120,7 +120,19 @@ def compare_options(mine: dict[str, str]) -> None:
 def wrapper_attributes(wrapper: nn.Module) -> dict[str, str]:
     """Attributes that may be changed after construction and must be the same on every rank, as text."""
     found = {name: str(getattr(wrapper, name)) for name in _ATTRIBUTES if hasattr(wrapper, name)}
-    return {**found, "communication hook": comm_hook_of(wrapper) or "None"}
+    found["communication hook"] = comm_hook_of(wrapper) or "None"
+    for _hook, state in getattr(wrapper, "_comm_hooks", ()):
+        found |= {f"communication hook {name}": value for name, value in plain_attributes(state).items()}
+    return found
+
+
+def plain_attributes(thing: object) -> dict[str, str]:
+    """The numbers, flags and texts that an object of one of torch's classes holds, as text; of others nothing."""
+    if not type(thing).__module__.startswith("torch."):
+        return {}
+    names = [*getattr(thing, "__slots__", ()), *getattr(thing, "__dict__", ())]
+    values = {name: getattr(thing, name, None) for name in names}
+    return {name: repr(value) for name, value in values.items() if isinstance(value, int | float | str)}
 
 
 def comm_hook_of(wrapper: nn.Module) -> str:
@@ -130,23 +142,28 @@ def comm_hook_of(wrapper: nn.Module) -> str:
     return " and ".join(name for name in names if name != "_reducer_allreduce_and_upcast_hook")
 
 
-_EXACT_HOOKS = ("allreduce_hook", "noop_hook")  # of torch.distributed.algorithms.ddp_comm_hooks
-_LOSSY_HOOKS = ("powerSGD", "quantization", "post_localSGD")
+_EXACT_HOOKS = (  # of torch.distributed.algorithms.ddp_comm_hooks, while they do not compress
+    *("allreduce_hook", "noop_hook", "post_localSGD_hook", "powerSGD_hook", "batched_powerSGD_hook"),
+)
+_QUANTIZES = "quantization"
 _LOST_ON_PURPOSE = 0.1
 _LOST_FOR_A_TIME = 1e6  # what one step loses is added to the next one's gradients, which may be smaller by any factor
 
 
 def hook_loss(wrapper: nn.Module | None) -> float:
-    """Machine eps of what communication hooks may compress to; 0.1 for those that lose more on purpose.
+    """Machine eps of what communication hooks compress to in the backward pass that has just ended.
 
-    Of those that make up for it in later steps (PowerSGD with its error feedback), no single step tells anything.
+    It is 0.1 for those that lose more on purpose. Of those that make up for it in later steps (PowerSGD with its error
+    feedback), no single step tells anything. PowerSGD averages exactly until it has counted `start_powerSGD_iter`.
     """
     found = [0.0]
     for hook, state in getattr(wrapper, "_comm_hooks", ()):
         module, name = getattr(hook, "__module__", ""), getattr(hook, "__name__", "")
-        if getattr(state, "use_error_feedback", False):
+        begins = getattr(state, "start_powerSGD_iter", None)
+        warms_up = begins is not None and getattr(state, "iter", 0) <= begins
+        if getattr(state, "use_error_feedback", False) and not warms_up:
             found.append(_LOST_FOR_A_TIME)
-        elif any(word in f"{module}.{name}" for word in _LOSSY_HOOKS):
+        elif _QUANTIZES in f"{module}.{name}" or (begins is not None and not warms_up):
             found.append(_LOST_ON_PURPOSE)
         elif name not in _EXACT_HOOKS:
             found.append(eps_of(torch.bfloat16))
@@ -165,7 +182,7 @@ def _is_own(hook: object) -> bool:
 
 
 def trains_apart(wrapper: nn.Module) -> bool:
-    """Whether a communication hook has come to average over a part of the ranks, by its state: post-local SGD."""
+    """Whether a communication hook is to average the next gradients over a part of the ranks: post-local SGD."""
     states = [state for _hook, state in getattr(wrapper, "_comm_hooks", ())]
     begins = [(getattr(state, "iter", 0), getattr(state, "start_localSGD_iter", None)) for state in states]
     return any(begin is not None and now >= begin for now, begin in begins)

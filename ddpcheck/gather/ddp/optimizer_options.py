@@ -6,15 +6,17 @@ from collections.abc import Mapping
 
 import torch
 
-from ddpcheck.gather.ddp.ddp_wrapper import spelled_option
+from ddpcheck.gather.ddp.ddp_wrapper import plain_attributes, spelled_option
 
 
 def optimizer_options(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, str]:
-    """Class, groups and options of an optimizer; `names` of its parameters by identity."""
-    found = {"class": type(optimizer).__name__, "groups": str(len(optimizer.param_groups))}
+    """Class, groups and options of an optimizer, and of its model averager; `names` of its parameters by identity."""
+    kind = type(optimizer)
+    found = {"class": kind.__name__, "module": kind.__module__, "groups": str(len(optimizer.param_groups))}
     for index, group in enumerate(optimizer.param_groups):
         held = [names.get(id(p), "?") for p in group["params"]]
         found[f"group {index} parameters"] = ", ".join(sorted(held))
         found[f"group {index} order"] = ", ".join(held)
         found.update({f"group {index} {key}": spelled_option(v) for key, v in group.items() if key != "params"})
-    return found
+    averager = plain_attributes(getattr(optimizer, "averager", None))  # of PostLocalSGDOptimizer
+    return {**found, **{f"averager {name}": value for name, value in averager.items()}}

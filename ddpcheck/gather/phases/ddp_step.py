@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence
+from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, LoopEvent
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_state
 from ddpcheck.gather.collectives.collective_log import unlogged
-from ddpcheck.gather.ddp.ddp_wrapper import hook_loss
+from ddpcheck.gather.ddp.ddp_wrapper import hook_loss, trains_apart
 from ddpcheck.gather.ddp.loop_events import recorded
 from ddpcheck.gather.phases.model_build import count_calls
 from ddpcheck.gather.phases.rank_state import TrainingModel, rank_state, replays_step
@@ -41,6 +41,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
     run_optimizer(model.optimizer, "zero_grad")
     clear_gradients(module, *model.trainable.values())
     since = versions(module)
+    apart = trains_apart(model.wrapper)
     with recorded(module, model.wrapper, model.optimizer) as recorder:
         seed = state.seed_of(step)
         loss = compute_loss(state.recipe, model.wrapped, data.batch, step=step, seed=seed, place="DDP ")
@@ -50,17 +51,21 @@ def ddp_step(step: int) -> DdpStepEvidence:
         this_rank.set_status(f"step {step}: DDP comparison")
         lossy = hook_loss(model.wrapper)
         floor = scales({name: t for name, t in data.averaged.items() if t is not None}) if lossy else {}
-        differences = tuple(
-            against_average(
-                name,
-                None if p.grad is None else dense(p.grad),
-                data.averaged.get(name),
-                world_size=state.world_size,
-                scale=data.scale.get(name, 0.0),
-                lossy=lossy,
-                floor=floor.get(name, 0.0),
+        differences = (
+            ()
+            if apart
+            else tuple(
+                against_average(
+                    name,
+                    None if p.grad is None else dense(p.grad),
+                    data.averaged.get(name),
+                    world_size=state.world_size,
+                    scale=data.scale.get(name, 0.0),
+                    lossy=lossy,
+                    floor=floor.get(name, 0.0),
+                )
+                for name, p in model.trainable.items()
             )
-            for name, p in model.trainable.items()
         )
         gradients = {n: 0 if p.grad is None else fingerprint(dense(p.grad)) for n, p in model.trainable.items()}
         computed_with = fingerprints(module.named_parameters())
@@ -80,7 +85,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
         against_local=differences,
         wrapper_calls=model.calls.get("wrapper", 0),
         inner_calls=model.calls.get("inner", 0),
-        events=tuple(recorder.events),
+        events=(*recorder.events, *([LoopEvent("apart")] if apart else [])),
         parameters_after_backward=recorder.values,
     )
 

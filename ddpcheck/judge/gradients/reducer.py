@@ -37,10 +37,13 @@ class ReducerFacts:
 
     @classmethod
     def of(cls, evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> ReducerFacts:
-        """Compare the ranks with each other, and each with the average of the ranks' own gradients."""
+        """Compare the ranks with each other, and each with the average of the ranks' own gradients.
+
+        Not in steps in which ranks train apart on purpose.
+        """
         unequal: dict[str, list[int]] = {}
         wrong: dict[str, dict[int, Difference]] = {}
-        for step, items in group_by_step(evidence).items():
+        for step, items in group_by_step([item for item in evidence if not item.apart]).items():
             for name in differing_names([item.gradients for item in items]):
                 unequal.setdefault(name, []).append(step)
             for difference in (difference for item in items for difference in item.against_local if difference.bad):

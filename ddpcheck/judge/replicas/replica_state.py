@@ -34,9 +34,14 @@ class ReplicaFacts:
     known: JudgeContext
 
     def first_steps(self, pick: Callable[[DdpStepEvidence], Mapping[str, int]]) -> dict[str, int]:
-        """The names whose fingerprint differs between ranks, with the first step after which it does."""
+        """The names whose fingerprint differs between ranks, with the first step after which it does.
+
+        Steps in which ranks train apart on purpose are left out.
+        """
         found: dict[str, int] = {}
         for step, items in self.by_step.items():
+            if items[0].apart:
+                continue
             for name in differing_names([pick(item) for item in items]):
                 found.setdefault(name, step)
         return found
@@ -56,7 +61,7 @@ def judge_state(
     facts = ReplicaFacts(group_by_step(evidence), start, known)
     return [
         *judge_parameters_before_optimizer(facts),
-        *([] if gradients_differ else judge_diverged_parameters(facts)),
+        *([] if gradients_differ else judge_diverged_parameters(facts) or judge_never_averaged(facts)),
         *judge_buffers(facts),
         *(judge_new_state(facts) if known.gradients_differ else []),
         *judge_unregistered_state(facts),
@@ -112,6 +117,40 @@ def judge_diverged_parameters(facts: ReplicaFacts) -> list[Finding]:
         steps=unless_all(range(first, count), count),
         evidence=[*([how] if how else []), *[f"optimizer state: {name}" for name in optimizer][:3]],
     )
+
+
+def judge_never_averaged(facts: ReplicaFacts) -> list[Finding]:
+    """DDP306: a communication hook lets ranks train apart (post-local SGD), and nothing averages the parameters.
+
+    Where the optimizer may, in a step that was not looked at, nothing is said.
+    """
+    apart = {step: items for step, items in facts.by_step.items() if items[0].apart}
+    if not apart or not facts.known.plain_optimizer or steps_that_end_alike(apart):
+        return []
+    last = apart[max(apart)]
+    names = list(differing_names([item.parameters for item in last]))
+    hook, first = facts.known.wrapper.comm_hook, min(apart)
+    return facts.known.names.one_finding(
+        "DDP306",
+        names,
+        f"{counted(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} between ranks after each of "
+        f"{counted(len(apart), 'step')} from step {first} on, in which {hook} averages gradients over fewer ranks: "
+        "nothing averages the parameters.",
+        steps=unless_all(sorted(apart), len(facts.by_step)),
+        fix="Call average_parameters of a PeriodicModelAverager after each step of the optimizer, or wrap the "
+        "optimizer in PostLocalSGDOptimizer.",
+    )
+
+
+def steps_that_end_alike(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> list[int]:
+    """The steps after which all ranks have the same parameters, at the latest in the backward pass of the next one."""
+    after = {step for step, items in by_step.items() if not differing_names([item.parameters for item in items])}
+    before = {
+        step - 1
+        for step, items in by_step.items()
+        if not differing_names([item.parameters_before_optimizer for item in items])
+    }
+    return sorted(after | (before & by_step.keys()))
 
 
 def judge_departure(

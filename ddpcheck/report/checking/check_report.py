@@ -18,6 +18,7 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.selection import is_any_selected, sort_out
 from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import counted, format_steps, join_names
+from ddpcheck.judge.replicas.replica_state import steps_that_end_alike
 from ddpcheck.judge.verdict import Verdict, status_of
 from ddpcheck.report.checking.check_state import CheckState
 
@@ -168,8 +169,10 @@ class Tally:
     def compressed(self, hook: str, of_steps: int) -> str:
         """A sentence on gradients that a communication hook compresses so much that they cannot be compared."""
         count = counted(self.held + self.untold, "gradient")
-        away = f"what {hook} leaves of the average of the ranks' own is up to {self.farthest:.2g} away from it"
-        return f"{count} in {self._when(of_steps)} equal each other on all ranks; {away}"
+        near = f"{self.held} of them equal the average of the ranks' own; " if self.held else ""
+        rest = "it in the others" if near else "the average of the ranks' own"
+        away = f"what {hook} leaves of {rest} is up to {self.farthest:.2g} away from it"
+        return f"{count} in {self._when(of_steps)} equal each other on all ranks; {near}{away}"
 
     def differing(self, of_steps: int) -> str:
         """How many did not hold; empty where all did."""
@@ -208,6 +211,9 @@ def _verdict(state: CheckState, name: str) -> Verdict:
     reference = "local" if name == "reducer" else "single-process"
     tally = Tally.of(entry for entry in _entries(state) if entry.reference == reference)
     hook = state.wrapper.comm_hook if name == "reducer" else ""
+    if hook and state.steps.optimizer_averages:
+        own = f"not compared: {hook} leaves each rank its own gradients, and the optimizer averages"
+        return Verdict(lacking=f"{own}; the parameters are the same on every rank after each step")
     if hook and tally.untold and not _why_not_compared(state, name, tally.steps):
         return Verdict(held=tally.compressed(hook, state.asked.steps), differing=tally.differing(state.asked.steps))
     what = "the average of the ranks' own, and each other" if several else "those without the wrapper"
@@ -216,6 +222,17 @@ def _verdict(state: CheckState, name: str) -> Verdict:
         held=tally.equal(what, state.asked.steps) if tally.held else "",
         lacking=tally.vacuous() or _why_not_compared(state, name, tally.steps),
         differing=tally.differing(state.asked.steps),
+    )
+
+
+def _trained_apart(state: CheckState) -> str:
+    """Why gradients are not compared in steps in which ranks train apart on purpose, and what holds there."""
+    apart = state.steps.apart
+    alike = steps_that_end_alike(apart)
+    holds = f"the parameters are the same on every rank after {format_steps(alike)}"
+    return (
+        f"not compared from step {min(apart)} on: {state.wrapper.comm_hook} averages over fewer ranks, and "
+        f"{holds if alike else 'no step that was run averages the parameters'}"
     )
 
 
@@ -245,6 +262,8 @@ def _why_not_compared(state: CheckState, name: str, steps: Sequence[int]) -> str
     if len(steps) == state.asked.steps:
         return ""
     if name == "reducer":
+        if len(steps) + len(state.steps.apart) == state.asked.steps:
+            return _trained_apart(state)
         return state.steps.ddp_skipped or _why_not_reached(state)
     apart = "the ranks' parameters differ, so no single process can stand for all of them"
     why = state.single.incomparable or state.single.skipped or (apart if state.steps.ranks_differ else "")
@@ -270,7 +289,8 @@ def _entries(state: CheckState) -> list[ParityEntry]:
     """The comparisons of gradients that mean something."""
     if state.repeats.differ:
         return []
-    found = [(item.step, "local", item.against_local) for item in state.steps.ddp if item.rank == 0]
+    left = () if state.steps.optimizer_averages else state.steps.ddp
+    found = [(item.step, "local", item.against_local) for item in left if item.rank == 0]
     for step, differences in state.single.differences.items():
         if not (state.single.incomparable and state.differs(step)):
             found.append((step, "single-process", differences))

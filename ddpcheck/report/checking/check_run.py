@@ -204,10 +204,22 @@ class CheckRun(CheckWorlds):
         if self.state.steps.ddp_skipped:
             return False
         doubtful = self._run_ddp(step, words)
-        if any(item.compiles for item in self.state.steps.local) and not self.state.steps.ranks_differ:
+        if any(item.compiles for item in self.state.steps.local) and self._reduces_again_alike(step):
             with self._phase("reducer", f"{words}: through the compiled wrapper"):
                 self.state.steps.compiled += self._all(calls.ddp_step.compiled_step, step)
         return doubtful
+
+    def _reduces_again_alike(self, step: int) -> bool:
+        """Whether the wrapper can reduce a step once more, compiled, as it has done.
+
+        A communication hook counts its calls, and may keep what it has rounded away. Under `static_graph` DDP expects
+        what has taken part so far; compiled code computes a gradient of zeros where a path is cut.
+        """
+        state = self.state
+        if state.steps.ranks_differ or state.wrapper.comm_hook:
+            return False
+        missing = any(state.steps.missing().get((step, item.evidence.rank)) for item in state.steps.local)
+        return not (state.wrapper.static_graph and missing)
 
     def _explain(self, local: Sequence[LocalStep], step: int) -> list[dict[str, PathEnd]]:
         """Why gradients are missing, by rank; nobody replays where the ranks are out of step already."""

@@ -25,6 +25,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Report, ReportError
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.wording import Names
+from ddpcheck.judge.judge_context import group_by_step
 
 _NOISE_MULTIPLE = 5.0
 
@@ -130,6 +131,7 @@ class RankSteps:
         ddp_skipped: Why no step goes through the wrapper any more.
         ranks_differ: Whether the parameters have come to differ between ranks; from then on no single process can
             stand for all of them.
+        optimizer_averages: Whether the hook leaves each rank its own gradients, and the optimizer equal parameters.
         nonzero_when_perturbed: Parameters with zero gradients that are not zero once every parameter is moved a little.
         zero_ends: Where gradients become zero, by parameter.
     """
@@ -142,6 +144,7 @@ class RankSteps:
     compiled: list[CompiledStep] = field(default_factory=list)
     ddp_skipped: str = ""
     ranks_differ: bool = False
+    optimizer_averages: bool = False
     nonzero_when_perturbed: frozenset[str] = frozenset()
     zero_ends: Mapping[str, PathEnd] = field(default_factory=dict)
 
@@ -164,6 +167,11 @@ class RankSteps:
     def against_local(self) -> float | None:
         """The largest relative error of a gradient under the wrapper against the average of the ranks' own."""
         return max((d.error for item in self.ddp for d in item.against_local), default=None)
+
+    @property
+    def apart(self) -> dict[int, list[DdpStepEvidence]]:
+        """The steps through the wrapper in which ranks trained apart on purpose, of every rank."""
+        return group_by_step(item for item in self.ddp if item.apart)
 
     def missing(self) -> dict[tuple[int, int], frozenset[str]]:
         """By step and rank, the parameters that did not contribute there."""
@@ -313,6 +321,12 @@ class CheckState:
     def differs(self, step: int) -> bool:
         """Whether the ranks' average of a step differs from the global batch by more than the step from itself."""
         return any(difference.bad for difference in self.repeats.widened(self.single.differences[step]))
+
+    @property
+    def replicas_stay_equal(self) -> bool:
+        """Whether the parameters have moved, and were the same on all ranks after each step through the wrapper."""
+        moved = any(item.parameters != self.wrapped[item.rank].parameters for item in self.steps.ddp)
+        return moved and not self.steps.ranks_differ
 
     def take_single_process(self, reference: CheckState) -> None:
         """Compare with the single process of a finished check of the same target."""

@@ -94,6 +94,7 @@ def judge_context(state: CheckState, module_locations: Mapping[str, Location] | 
         loss_location=wrapped[0].loss_location if wrapped else None,
         wrap_hooks=wrapped[0].hooks if wrapped else (),
         gradients_differ=any(state.differs(step) for step in single.differences),
+        plain_optimizer=all(item.optimizer.get("module", "").startswith("torch.optim.") for item in wrapped),
     )
 
 
@@ -109,6 +110,8 @@ def judge(state: CheckState, module_locations: Mapping[str, Location]) -> None:
         state.add(parameters, "parameters")
     if not state.repeats.differ:
         _judge_gradients(state, known)
+    if state.replicas_stay_equal:  # ranks may hold a part of the parameters each, and share what they have stepped
+        state.found = [(part, one) for part, one in state.found if not _is_of_parts(one)]
     if any(item.compiles for item in state.steps.local):
         state.log.notes.append(tell_compiled(state.steps.compiled))
         state.found = [(part, without_prefix(finding)) for part, finding in state.found]
@@ -127,7 +130,10 @@ def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
     judged = [step for step in single.differences if step >= first or not state.differs(step)]
     differences = {step: repeats.widened(single.differences[step]) for step in judged}
     reducer = call_judge("reducer", judge_reducer, ddp, known) if ddp else []
-    state.add(reducer or call_judge("reducer", judge_compiled, steps.compiled, known), "reducer")
+    if known.wrapper.comm_hook and [one.code for one in reducer] == ["DDP301"] and state.replicas_stay_equal:
+        steps.optimizer_averages = True
+    else:
+        state.add(reducer or call_judge("reducer", judge_compiled, steps.compiled, known), "reducer")
     parity = []
     if steps.first_local:
         parity += call_judge("parity", judge_samples, steps.first_local, gradients_differ=known.gradients_differ)
@@ -143,6 +149,10 @@ def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
         state.add(found, "reducer")
     if state.log.error is None:
         state.add(call_judge("parity", judge_nothing_compared, steps.norms), "parity")
+
+
+def _is_of_parts(finding: Finding) -> bool:
+    return finding.code == "DDP223" and all(subject.endswith(" parameters") for subject in finding.subjects)
 
 
 def _comparable(state: CheckState, found: list[Finding], local: LocalFacts) -> list[Finding]:
