@@ -5,6 +5,7 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.gradients.script_alone import are_apart
 from ddpcheck.judge.gradients.script_gradients import all_gradients_agree
+from ddpcheck.judge.replicas.replicas import differing_names
 from ddpcheck.stream.entries import ReplicaCaptured, WrapperMade
 from ddpcheck.stream.watched_rank import WatchedRank
 
@@ -158,6 +160,23 @@ class ScriptFacts:
                     times[key] += 1
         return {name: len(seen) > 1 for name, seen in values.items() if times[name] > 1}
 
+    @cached_property
+    def parameters_part(self) -> bool:
+        """Whether the parameters of a wrapper differ between its ranks in a step that was compared."""
+        return any(
+            differing_names([one.state.values.parameters for one in same])
+            for wrapper in self.wrappers
+            for same in self.captured(wrapper.number).values()
+        )
+
+    def captured(self, wrapper: int) -> dict[int, list[ReplicaCaptured]]:
+        """The replicas of a wrapper that were written down, by step."""
+        by_step: dict[int, list[ReplicaCaptured]] = {}
+        for one in itertools.chain.from_iterable(self.of(ReplicaCaptured)):
+            if one.wrapper == wrapper:
+                by_step.setdefault(one.step, []).append(one)
+        return by_step
+
     # Optimizers
 
     @cached_property
@@ -202,7 +221,10 @@ class ScriptFacts:
         return not self.wrappers and are_apart([one.steps for one in self.optimizers])
 
     def averages_by_hand(self, wrapper: int) -> bool:
-        """Whether gradients of a wrapper that has averaged none are the same on all ranks, step after step."""
+        """Whether gradients that a wrapper has not averaged are the same on all ranks in the optimizers' steps.
+
+        It has averaged none, or a communication hook has left each rank its own.
+        """
         steps = [
             of_ranks
             for one in self.optimizers
@@ -210,7 +232,14 @@ class ScriptFacts:
             if any(name.startswith(f"{wrapper}/") for name in of_ranks[0].norms)
         ]
         never = all(one.reductions == 0 for of_ranks in steps for one in of_ranks)
-        return len(steps) > 1 and never and all(map(all_gradients_agree, steps))
+        unaveraged = never or bool(self.hook_that_leaves_own(wrapper))
+        return len(steps) > 1 and unaveraged and all(map(all_gradients_agree, steps))
+
+    def hook_that_leaves_own(self, wrapper: int) -> str:
+        """The communication hook after which gradients differ between the ranks of a wrapper; empty if none does."""
+        of_hook = [same for same in self.captured(wrapper).values() if same[0].hook]
+        parted = (same for same in of_hook if differing_names([one.state.values.gradients for one in same]))
+        return next((same[0].hook for same in parted), "")
 
 
 def used_by(rank: WatchedRank, steps: Sequence[OptimizerStep]) -> Iterator[tuple[OptimizerStep, ReplicaCaptured]]:

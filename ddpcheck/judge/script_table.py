@@ -61,6 +61,7 @@ from ddpcheck.judge.loop.script_optimizers import (
     judge_optimizer_options,
     judge_optimizer_state,
     judge_pace,
+    judge_parts,
     judge_reduced_in_place,
     judge_schedule,
     judge_stale,
@@ -75,6 +76,7 @@ from ddpcheck.judge.verdict import Row, Verdict, Verdicts
 from ddpcheck.stream.entries import NotCompared, ReplicaCaptured
 from ddpcheck.stream.watched_rank import WatchedRank
 
+_COMPRESSED = 0.1  # what a communication hook may lose, from which on a comparison tells nothing
 _NEAR = 0.3  # of a norm by a sketch, as a power of the world size
 _MOST_RUNS = 1024  # as many are written down: without a regular pace
 _REPLICAS_PART = (
@@ -114,16 +116,43 @@ def _of_wrappers(facts: ScriptFacts) -> Verdicts:
         (len({id(one) for one in itertools.chain(*of_ranks)}) // len(of_ranks) for of_ranks in captured), default=0
     )
     why = sorted({one.why for wrapper in facts.wrappers for one in itertools.chain(*wrapper.of(NotCompared))})
+    of_hooks, told = _of_hooks(facts, captured, found)
     missing = sorted({rank for wrapper in facts.wrappers for rank in wrapper.missing})
     verdicts = {}
     for heading, (families, what) in _PARTS.items():
-        said = what.format(steps=counted(facts.steps, "step"), times=f"compared {counted(times, 'time')}")
+        made = told if heading == "reducer" else times
+        said = what.format(steps=counted(facts.steps, "step"), times=f"compared {counted(made, 'time')}")
         lacking = not_here(missing)
-        if "{times}" in what and not times:
-            lacking = lacking or ": ".join(["no step was compared", *why[:1]])
+        if "{times}" in what:
+            parts = [*why, *(of_hooks if heading == "reducer" else ())]
+            partly = "" if made else "no step was compared"
+            lacking = lacking or ": ".join(filter(None, (partly, "; ".join(parts) if parts else "")))
+            said = said if made else ""
         own = [finding for finding in found if finding.code.startswith(families)]
-        verdicts[heading] = Verdict(own, "" if lacking else said, lacking) if facts.steps else Verdict(own)
+        verdicts[heading] = Verdict(own, "" if missing else said, lacking) if facts.steps else Verdict(own)
     return verdicts
+
+
+def _of_hooks(
+    facts: ScriptFacts, captured: Sequence[Sequence[Sequence[ReplicaCaptured]]], found: Sequence[Finding]
+) -> tuple[list[str], int]:
+    """Why gradients were not, or not in each step, compared with the average; and in how many steps they were."""
+    told = [[[one for one in of_rank if _tells(one)] for of_rank in of_ranks] for of_ranks in captured]
+    every = [one for of_ranks in captured for of_rank in of_ranks for one in of_rank]
+    why = [f"what {one.hook} leaves where it compresses is not compared" for one in every if not _tells(one)]
+    for wrapper in facts.wrappers:
+        hook = facts.hook_that_leaves_own(wrapper.number)
+        if hook and facts.averages_by_hand(wrapper.number):
+            return [f"{hook} leaves each rank its own gradients, and the script averages them"], 0
+    if any(finding.code == "DDP301" for finding in found):
+        return ["the gradients differ between ranks"], 0
+    times = max((max(map(len, of_ranks)) for of_ranks in told), default=0)
+    return list(dict.fromkeys(why)), times
+
+
+def _tells(one: ReplicaCaptured) -> bool:
+    """Whether a comparison of what a wrapper has left with the average tells something."""
+    return max(one.eps.values(), default=0.0) < _COMPRESSED
 
 
 def _begun(facts: ScriptFacts) -> Verdicts:
@@ -201,7 +230,7 @@ def _optimizers(facts: ScriptFacts) -> Verdicts:
     firsts = [first_steps(rank) for rank in facts.ranks]
     if not found and len({len(of_rank) for of_rank in firsts}) == 1:  # ranks may have given them other parameters
         for first in zip(*firsts, strict=True):
-            found += judge_optimizer_options([first])
+            found += judge_optimizer_options([first]) or (judge_parts(first) if facts.parameters_part else [])
     steps = sum(len(one.steps) for one in known)
     what = f"options, state and gradients of {counted(len(known), 'optimizer')}, in {counted(steps, 'step')}"
     return {"optimizers": _compared(found, what, steps)}

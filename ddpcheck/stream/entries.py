@@ -145,6 +145,24 @@ class NotCompared(Struct, frozen=True):
     why: str
 
 
+class TrainedApart(Struct, frozen=True):
+    """The ranks of a wrapper have trained apart, by a communication hook (post-local SGD), until it was left.
+
+    Attributes:
+        wrapper: Its number.
+        step: How many had ended before.
+        marks: Fingerprints of one parameter, before each forward pass since then in which it had changed, and at last.
+        parameters: Those of all parameters at last.
+        hook: The name of the communication hook.
+    """
+
+    wrapper: int
+    step: int
+    marks: tuple[int, ...]
+    parameters: Mapping[str, int]
+    hook: str = ""
+
+
 class GroupUsed(Struct, frozen=True):
     """A process group has been used for the first time; its name, and the ranks in it."""
 
@@ -199,6 +217,7 @@ Entry = (
     | StepsReported
     | ReplicaCaptured
     | NotCompared
+    | TrainedApart
     | Inputs
     | LoaderPass
     | DerivedTable

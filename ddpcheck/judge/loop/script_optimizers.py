@@ -74,6 +74,17 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
     return []
 
 
+def judge_parts(first: Steps) -> list[Finding]:
+    """DDP223: ranks step on other parameters of the wrappers, which have come to differ between them.
+
+    An optimizer that is sharded by hand steps so too; then what a rank has stepped on is sent to the others.
+    """
+    held = [{"its parameters": ", ".join(sorted(map(short, one.held)))} for one in first]
+    if not all(one.held for one in first):
+        return []
+    return [replace(one, location=first[0].made) for one in judge_options("DDP223", held, "The optimizer")]
+
+
 def _rate_line(of_ranks: Steps) -> Location | None:
     """The line that decides the learning rate: of the schedule's step where not every rank has come to it as often."""
     schedules = [one.schedule for one in of_ranks if one.schedule is not None]

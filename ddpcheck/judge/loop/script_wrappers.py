@@ -20,16 +20,20 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, select_findings
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.source_lines import assignment_in_classes, last_assignment
+from ddpcheck.findings.wording import one_finding
 from ddpcheck.judge.causes import ReportedCauses
 from ddpcheck.judge.gradients.script_losses import are_sums
 from ddpcheck.judge.gradients.target_weights import severity_of_targets
 from ddpcheck.judge.loop.watched_steps import judge_replica_states, judge_reports
+from ddpcheck.judge.replicas.replica_state import AVERAGE_THEM, never_averaged
+from ddpcheck.judge.replicas.replicas import differing_names
 from ddpcheck.judge.replicas.script_changes import at_the_change
 from ddpcheck.judge.replicas.wrapper_construction import COUNTED, judge_constructions
 from ddpcheck.judge.script_facts import ScriptFacts, WatchedWrapper
-from ddpcheck.stream.entries import ReplicaCaptured, StepsReported, WrapperMade
+from ddpcheck.stream.entries import ReplicaCaptured, StepsReported, TrainedApart, WrapperMade
 from ddpcheck.stream.rank_report import RankReport
 
+_FEWEST_MARKS = 3  # of ranks that train apart: where that began, and after two steps
 _TOLERANCE = 1e-3  # of a sketch in float32, whose sums of many elements are rounded
 
 
@@ -50,7 +54,7 @@ def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
     for wrapper in facts.wrappers:
         findings = _judge_wrapper(facts, wrapper)
         if facts.averages_by_hand(wrapper.number):
-            findings = [finding for finding in findings if finding.code != "DDP501"]
+            findings = [finding for finding in findings if finding.code not in ("DDP301", "DDP501")]
         if are_sums(wrapper.losses, wrapper.number):  # of which a hook sums the gradients, and rightly
             findings = [finding for finding in findings if finding.code != "DDP303"]
         if wrapper.made.by_library:  # advice on its options is for somebody else than who wrote the script
@@ -95,6 +99,8 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
         reported.add(select_findings(found), locate)
     if not wrapper.missing and len(closing) == len(wrapper.ranks):
         reported.add(select_findings(judge_reports(closing, made.context, settled=True)), locate)
+    if not wrapper.missing:
+        reported.add(select_findings(judge_apart(wrapper.of(TrainedApart))), locate)
     for report in alone:
         reported.add(select_findings(judge_reports([report], made.context, settled=False)), locate)
     moved = {
@@ -107,6 +113,18 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
     severity = _severity_of_means(wrapper, reports)
     kept = [replace(one, severity=severity) if one.code == "DDP305" else one for one in kept]
     return [at_the_change(one, wrapper.of(ModuleChanged), made.location) for one in kept]
+
+
+def judge_apart(apart: Sequence[Sequence[TrainedApart]]) -> list[Finding]:
+    """DDP306: ranks that train apart (post-local SGD), whose parameters were never the same again, nor are at last."""
+    last = [of_rank[-1] for of_rank in apart if of_rank]
+    if len(last) < len(apart) or any(len(one.marks) < _FEWEST_MARKS for one in last):
+        return []
+    names = list(differing_names([one.parameters for one in last]))
+    if not names or set.intersection(*(set(one.marks[1:]) for one in last)):
+        return []
+    count = min(len(one.marks) for one in last) - 1
+    return one_finding("DDP306", names, never_averaged(names, count, last[0].step, last[0].hook), fix=AVERAGE_THEM)
 
 
 def _severity_of_means(wrapper: WatchedWrapper, reports: Mapping[int, Mapping[int, Sequence[RankReport]]]) -> Severity:

@@ -129,16 +129,27 @@ def judge_never_averaged(facts: ReplicaFacts) -> list[Finding]:
         return []
     last = apart[max(apart)]
     names = list(differing_names([item.parameters for item in last]))
-    hook, first = facts.known.wrapper.comm_hook, min(apart)
     return facts.known.names.one_finding(
         "DDP306",
         names,
-        f"{counted(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} between ranks after each of "
-        f"{counted(len(apart), 'step')} from step {first} on, in which {hook} averages gradients over fewer ranks: "
-        "nothing averages the parameters.",
+        never_averaged(names, len(apart), min(apart), facts.known.wrapper.comm_hook),
         steps=unless_all(sorted(apart), len(facts.by_step)),
-        fix="Call average_parameters of a PeriodicModelAverager after each step of the optimizer, or wrap the "
-        "optimizer in PostLocalSGDOptimizer.",
+        fix=AVERAGE_THEM,
+    )
+
+
+AVERAGE_THEM = (
+    "Call average_parameters of a PeriodicModelAverager after each step of the optimizer, or wrap the optimizer in "
+    "PostLocalSGDOptimizer."
+)
+
+
+def never_averaged(names: Sequence[str], steps: int, first: int, hook: str) -> str:
+    """A sentence on parameters that differ after each of so many steps from the first on, in which a hook begins."""
+    return (
+        f"{counted(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} between ranks after each of "
+        f"{counted(steps, 'step')} from step {first} on, in which {hook} averages gradients over fewer ranks: nothing "
+        "averages the parameters."
     )
 
 

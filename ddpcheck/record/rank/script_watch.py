@@ -22,7 +22,8 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file, user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
-from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
 from ddpcheck.gather.state.module_description import class_name, module_entries
 from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
 from ddpcheck.gather.steps.gradient_sketch import Kept
@@ -37,7 +38,7 @@ from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepR
 from ddpcheck.record.loop.step_tracker import StepListener
 from ddpcheck.record.module_hooks import UnpickledHook, hold, release
 from ddpcheck.record.replicas.replica_recorder import ReplicaRecorder
-from ddpcheck.stream.entries import NotCompared, StepsReported, WrapperMade
+from ddpcheck.stream.entries import NotCompared, StepsReported, TrainedApart, WrapperMade
 from ddpcheck.stream.ledger import AROUND
 from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, place_of_backward
 from ddpcheck.stream.rank_log import RankLog
@@ -48,6 +49,7 @@ _JOINED = "under Join, ranks without further batches may have left the loop"
 _APART = "the communication hook lets ranks train apart for some steps"
 _HIDDEN = "backward passes run under compiled autograd, in which steps cannot be followed"
 _MOST_PARTS = 16  # tensors that forward is given
+_MOST_MARKS = 4096
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
 
 
@@ -84,6 +86,8 @@ class ScriptWatch(StepListener):
         self._incomplete = False  # the last reduction, which waits for gradients that have not come
         self._attached = True
         self._told_apart = False  # that steps are not compared
+        self._marks: list[int] = []  # fingerprints of a small parameter, while ranks train apart
+        self._apart_since, self._hook = 0, ""  # the step in which that began; the communication hook that does it
         self._alarmed = False  # a report is due when the step has ended
         self._forward_line: Location | None = None
         self._fresh: dict[str, torch.Tensor] = {}  # parameters whose averaged gradient was not zero
@@ -215,12 +219,21 @@ class ScriptWatch(StepListener):
         """Leave the wrapper as it was; may be called again. `failing`: the script ends in an exception."""
         was_attached, self._attached = self._attached, False
         self._replica.write()
+        if was_attached and self._marks:
+            self._mark()
+            values = fingerprints(self.module.named_parameters())
+            self._log.add(TrainedApart(self.number, self._apart_since, tuple(self._marks), values, self._hook))
         self._handle.remove()
         self._bypass.close()
         self._recorder.detach()
         release(self.module, self)
         if was_attached and not failing and (last := self._recorder.last_report()) is not None:
             self._log.add(StepsReported(self.number, last, closing=self._recorder.settles))
+
+    def _mark(self) -> None:
+        mark = fingerprint(min(self.parameters.values(), key=torch.Tensor.numel))
+        if self._marks[-1:] != [mark]:
+            self._marks.append(mark)
 
     # As the door of the recorder
 
@@ -257,6 +270,10 @@ class ScriptWatch(StepListener):
     def forward_begins(self) -> None:
         """Write what was captured in the last step, where no optimizer has stepped."""
         self._replica.write()
+        if self.are_apart and not self.joins and len(self._marks) < _MOST_MARKS:
+            if not self._marks and (wrapper := self._recorder.wrapper) is not None:
+                self._apart_since, self._hook = self.step, comm_hook_of(wrapper)
+            self._mark()
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
         """Count it, by its line."""
