@@ -167,10 +167,16 @@ def report_on(run: Run) -> Report:
     return report_on_script(run.script, ending, ranks, select=(), ignore=())
 
 
+NOT_COMPARED = {"tests/healthy_loops.py": {"replicas", "reducer"}}
+"""Check lines that are not of all steps: under Join, post-local SGD and PowerSGD."""
+
+
 def assert_as_expected(run: Run, report: Report) -> None:
     """Assert that the fault of a script is the one finding of its report, and that another is clean."""
     if not run.has_fault:
-        assert report.status == "clean", [(one.code, one.message) for one in report.findings] or report.checks
+        assert not report.findings, [(one.code, one.message) for one in report.findings]
+        lacking = {check.name for check in report.checks if check.status != "passed"}
+        assert lacking == NOT_COMPARED.get(run.script, set()) and report.error is None, report.checks
         return
     ending, _ = left_by(run)
     exit_code = ending.exit_code or report.exit_code()

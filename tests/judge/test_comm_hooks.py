@@ -18,11 +18,12 @@ from ddpcheck.gather.ddp.ddp_wrapper import has_own_hook, hook_loss, trains_apar
 from ddpcheck.judge import script_table
 from ddpcheck.judge.gradients.reducer import judge_reducer
 from ddpcheck.judge.judge_context import JudgeContext
+from ddpcheck.judge.loop.script_wrappers import judge_apart
 from ddpcheck.judge.replicas.replica_state import judge_state
 from ddpcheck.judge.script_facts import ScriptFacts
 from ddpcheck.judge.script_table import ROWS
 from ddpcheck.judge.verdict import judge_all
-from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, WrapperMade
+from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, TrainedApart, WrapperMade
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 from ddpcheck.stream.watched_rank import WatchedRank
 
@@ -158,3 +159,18 @@ def test_parameters_that_nothing_averages_under_post_local_sgd_are_told() -> Non
     assert (finding.code, finding.subjects, finding.steps) == ("DDP306", ("a",), (1, 2))
     assert judge_state(steps_apart((1, 1), (2, 3), (4, 4)), PLAIN, gradients_differ=False) == []
     assert judge_state(drifted, replace(PLAIN, plain_optimizer=False), gradients_differ=False) == []
+
+
+def trained_apart(marks: tuple[int, ...], at_last: int) -> list[TrainedApart]:
+    return [TrainedApart(0, 4, marks, {"a": at_last, "b": 1}, "post_localSGD_hook")]
+
+
+def test_ranks_that_train_apart_to_the_end_of_a_script() -> None:
+    [finding] = judge_apart([trained_apart((1, 2, 4), 4), trained_apart((1, 3, 5), 5)])
+    assert (finding.code, finding.subjects) == ("DDP306", ("a",))
+    assert "after each of 2 steps from step 4 on, in which post_localSGD_hook averages" in finding.message
+    averaged = judge_apart([trained_apart((1, 2, 6, 4), 4), trained_apart((1, 3, 6, 5), 5)])
+    same_at_last = judge_apart([trained_apart((1, 2, 4), 4), trained_apart((1, 3, 4), 4)])
+    on_one_rank = judge_apart([trained_apart((1, 2, 4), 4), []])
+    short = judge_apart([trained_apart((1, 2), 2), trained_apart((1, 3), 3)])
+    assert averaged == same_at_last == on_one_rank == short == []

@@ -42,6 +42,7 @@ from ddpcheck.judge.loop.script_optimizers import (
     judge_optimizer_options,
     judge_optimizer_state,
     judge_pace,
+    judge_parts,
     judge_reduced_in_place,
     judge_stale,
     judge_zeroed,
@@ -288,6 +289,14 @@ def test_the_learning_rate_that_parts_later_is_a_schedule() -> None:
     assert codes(judge_optimizer_options([[step(), step()], [step(4), step(4, options=lower)]])) == ["DDP507"]
     assert codes(judge_optimizer_options([[step(), step(options=lower)]])) == ["DDP223"]
     assert not judge_optimizer_options([[step(), step()], [step(4, options=lower), step(4, options=lower)]])
+
+
+def test_ranks_that_step_on_other_parameters_of_a_wrapper() -> None:
+    [finding] = judge_parts([step(held=("0/a", "0/b"), made=LINE), step(held=("0/b", "0/c"))])
+    assert (finding.code, finding.subjects, finding.location) == ("DDP223", ("its parameters",), LINE)
+    assert finding.evidence == ("its parameters: rank 0: a; rank 1: c",)
+    assert judge_parts([step(held=("0/a", "0/b")), step(held=("0/b", "0/a"))]) == []
+    assert judge_parts([step(held=("0/a",)), step(held=())]) == []
 
 
 def test_ranks_in_other_steps_of_a_loop_that_reduces_by_hand() -> None:

@@ -55,11 +55,13 @@ BY_HAND = frozenset(
         "script_losses.judge_summed_again",
         "script_optimizers._out_of_step",
         "script_optimizers._skipped",
+        "script_optimizers.judge_parts",
         "script_optimizers.judge_stale",
         "script_rows.judge_labels",
         "script_rows.judge_restarted",
         "script_states._finding_of_use",
         "script_states.judge_uses",
+        "script_wrappers.judge_apart",  # test_comm_hooks.py
         "watched_steps.judge_events",
     }
 )
