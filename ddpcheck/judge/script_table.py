@@ -128,6 +128,8 @@ def _of_wrappers(facts: ScriptFacts) -> Verdicts:
             partly = "" if made else "no step was compared"
             lacking = lacking or ": ".join(filter(None, (partly, "; ".join(parts) if parts else "")))
             said = said if made else ""
+            if heading == "replicas" and any(facts.hook_that_leaves_own(one.number) for one in facts.wrappers):
+                said = said.replace(", buffers and gradients", " and buffers")
         own = [finding for finding in found if finding.code.startswith(families)]
         verdicts[heading] = Verdict(own, "" if missing else said, lacking) if facts.steps else Verdict(own)
     return verdicts

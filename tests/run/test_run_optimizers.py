@@ -90,6 +90,7 @@ def test_a_healthy_optimizer_over_ranks(tmp_path: Path, how: str, reducer: tuple
     assert findings == [] and checks["reducer"] == reducer
     assert {status for name, (status, _) in checks.items() if name not in ("reducer", "replicas")} == {"passed"}
     assert checks["replicas"][0] == ("skipped" if how == "local" else "passed")
+    assert ("and gradients" in checks["replicas"][1]) is (how != "noop")
 
 
 @pytest.mark.slow
