@@ -106,11 +106,12 @@ def program_lines(text: str) -> tuple[str, ...]:
 
 CONSTRUCTOR = "the constructor of DistributedDataParallel"
 FORWARD = "the forward of DistributedDataParallel"
+BACKWARD = "backward"
 WORKERS = "the wait for a worker of its data loader"
 _REGIONS = (  # of torch, in which a rank may wait for others without calling a collective itself
     ("nn/parallel/distributed.py", "__init__", CONSTRUCTOR),
     ("nn/parallel/distributed.py", "forward", FORWARD),
-    ("autograd/graph.py", "_engine_run_backward", "backward"),
+    ("autograd/graph.py", "_engine_run_backward", BACKWARD),
     ("utils/data/dataloader.py", "_get_data", WORKERS),
 )
 
@@ -139,6 +140,29 @@ def waits_for_others(frames: Sequence[Frame]) -> bool:
         f"/{frames[0].file}".replace("\\", "/").endswith(f"/{file}") and name in (None, frames[0].name)
         for file, name in _WAITING
     )
+
+
+_PICKLING = ("_object_to_tensor", "_tensor_to_object")
+
+
+def pickles(frames: Sequence[Frame]) -> bool:
+    """Whether a stack is in a collective of objects, which it pickles: that is work, and may be code of the user's."""
+    return any(frame.name in _PICKLING and frame.file.endswith("distributed_c10d.py") for frame in frames)
+
+
+def work_waited_for(dump: str) -> str:
+    """Which `wait()` for an asynchronous collective, as ddpcheck records it, the thread that wrote a dump is in; or "".
+
+    C++ leaves no frame for it: the innermost one is ddpcheck's own.
+    """
+    for block in _threads(dump):
+        if block.lstrip().startswith("Current thread") and (frames := _frames(block)):
+            if frames[0].name == "wait" and frames[0].file == _RECORDED:
+                return f"wait(){f' at {where}' if (where := location_of(own_stack(dump))) else ''}"
+    return ""
+
+
+_RECORDED = os.path.join(_PACKAGE, "gather", "collectives", "collective_log.py")
 
 
 _BLOCKING = re.compile(r"\.(wait|item|cpu|tolist|numpy|synchronize)\(")

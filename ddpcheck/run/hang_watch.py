@@ -6,6 +6,10 @@ group. ~ProcessGroupGloo joins the group's threads, while Python has the GIL (`R
 a thread that has yet to free its last work waits for the GIL, since the thread-local state in a work refers to Python.
 Seen in 1 of 50 short scripts without ddpcheck. To wait a moment before the group is destroyed avoids it (`rank_watch`).
 
+A rank that waits uses no processor time under gloo. Under other backends its main thread may be busy all the time (it
+spins), as if it worked. Such a rank waits if its own record says that it has not come out of a collective; or if it is
+at a line that may block, and its collectives are known not to match those of the others.
+
 This module is light: it never imports torch.
 """
 
@@ -17,15 +21,27 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from ddpcheck.findings.stacks import WORKERS, has_no_python_left, own_stack, region_of, waits_for_others
+from ddpcheck.findings.stacks import (
+    BACKWARD,
+    WORKERS,
+    Frame,
+    has_no_python_left,
+    own_stack,
+    pickles,
+    region_of,
+    waits_for_others,
+    waits_for_result,
+)
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.judge.endings.collective_order import judge_collectives
 from ddpcheck.record.rank.environment import STACK_SIGNAL
 from ddpcheck.run.node_link import NodeLink, Standing
+from ddpcheck.stream.collective_ring import HEAD_SIZE, is_inside
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.held_file import is_held
 from ddpcheck.stream.watched_rank import comparable_logs, rank_processes, read_logs
@@ -64,6 +80,41 @@ class _Stuck:
 
     hang: Hang
     sizes: dict[str, int]  # of their files, by name
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What is known of a rank that has left no trace of progress for some time.
+
+    Attributes:
+        is_idle: Whether its process has used next to no processor time.
+        spins: Whether ranks may use it while they wait: not under gloo.
+        others_idle: Whether the threads beside the main one have used next to none.
+        is_inside: Whether its main thread is in a collective, or waits for one, by its record.
+        parted: Whether what the ranks have called is known not to match.
+    """
+
+    is_idle: bool
+    spins: bool = False
+    others_idle: bool = True
+    is_inside: bool = False
+    parted: bool = False
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether it may wait for others, as far as is known without its stack."""
+        return self.is_idle or (self.spins and (self.parted or (self.is_inside and self.others_idle)))
+
+    def waits(self, stack: Sequence[Frame]) -> bool:
+        """Whether it waits for others."""
+        if not self.may_wait or not stack:
+            return False
+        if self.is_inside and not pickles(stack):
+            return True
+        if self.is_idle:
+            return waits_for_others(stack)
+        at_wait = waits_for_others(stack) or waits_for_result(stack) or region_of(stack) == BACKWARD
+        return self.parted and at_wait and not pickles(stack)
 
 
 class HangWatch:
@@ -115,21 +166,24 @@ class HangWatch:
 
     def _look(self) -> None:
         seen: tuple[bytes, ...] = ()
-        since, used, is_stuck = 0.0, dict[int, float](), False
+        progress, since, used, is_stuck = 0.0, 0.0, dict[int, _Used](), False
         while not self._over.wait(_INTERVAL):
             try:
                 ranks, are_all_here = self._living()
                 self._tell_what_raised(ranks)
                 now, before = time.monotonic(), seen
                 seen = self._progress()
-                if not ranks or seen != before or (is_stuck and not _are_idle(ranks, used, now - since)):
+                if not ranks or seen != before:
+                    progress, since, used, is_stuck = now, now, _used(ranks), False
+                elif is_stuck and not all(one.may_wait for one in self._facts(ranks, used, now - since).values()):
                     since, used, is_stuck = now, _used(ranks), False
                 elif now - since >= self._timeout or (
                     now - since >= _MISMATCH and are_all_here and self._do_not_match(ranks)
                 ):
-                    is_stuck = _are_idle(ranks, used, now - since) and self._cannot_get_on(
-                        ranks, now - since, are_all_here
-                    )
+                    is_late = now - progress >= self._timeout
+                    parted = is_late and are_all_here and self._do_not_match(ranks)
+                    facts = self._facts(ranks, used, now - since, parted=parted)
+                    is_stuck = self._cannot_get_on(ranks, facts, now - progress, are_all_here)
                     since, used = now, _used(ranks)
                 if self.hang or self.unended or self._nodes_must_end(ranks, is_stuck=is_stuck):
                     self._end_ranks(ranks)
@@ -167,21 +221,44 @@ class HangWatch:
                         tell(f"{raised.message}{where}; torchrun waits for {format_ranks(living)} to end")
                         return
 
-    def _cannot_get_on(self, ranks: dict[int, int], seconds: float, are_all_here: bool) -> bool:
-        """Whether each of the ranks, which are idle, waits for others in vain, or cannot end; says so in `self`.
+    def _facts(
+        self, ranks: dict[int, int], used: dict[int, _Used], seconds: float, *, parted: bool = False
+    ) -> dict[int, RankFacts]:
+        """What is known of the ranks, of which `used` was that before some seconds."""
+        spinning = {log.started.rank for log in read_logs(self._folder) if log.started.backend != "gloo"}
+        facts = {}
+        for rank, pid in ranks.items():
+            before = used.get(pid, _Used(0.0, 0.0))
+            spins = rank in spinning
+            facts[rank] = RankFacts(
+                _is_idle(before.whole, processor_seconds(pid), seconds),
+                spins,
+                spins and _is_idle(before.beside_main, processor_seconds(pid, beside_main=True), seconds),
+                is_inside(next(self._folder.glob(f"*-{rank}-*-{pid}.calls"))),
+                parted,
+            )
+        return facts
+
+    def _cannot_get_on(
+        self, ranks: dict[int, int], facts: dict[int, RankFacts], seconds: float, are_all_here: bool
+    ) -> bool:
+        """Whether each of the ranks waits for others in vain, or cannot end; says so in `self`.
 
         Where some are on other nodes, these may get on.
         """
+        if not all(one.may_wait for one in facts.values()):
+            return False
         stacks = self._stacks(ranks)
         logs = {log.started.rank: log for log in read_logs(self._folder)}
         unended = {
             rank
             for rank, pid in ranks.items()
-            if logs[rank].has_left
+            if facts[rank].is_idle
+            and logs[rank].has_left
             and ((logs[rank].has_ended and has_no_python_left(stacks.get(rank, ""))) or gloo_wants_gil(pid))
         }
         waiting = {rank: stacks.get(rank, "") for rank in ranks if rank not in unended}
-        elsewhere = [rank for rank, stack in waiting.items() if not waits_for_others(own_stack(stack))]
+        elsewhere = [rank for rank, stack in waiting.items() if not facts[rank].waits(own_stack(stack))]
         if not all(self._waits_for_locked_worker(ranks[rank], waiting[rank]) for rank in elsewhere):
             return False  # a slow read of a file is no hang
         if not waiting:
@@ -237,11 +314,11 @@ class HangWatch:
                 return
             self._end()
         while living := {rank: pid for rank, pid in ranks.items() if lives(pid)}:
-            used = _used(living)
+            used = {pid: processor_seconds(pid) for pid in living.values()}
             if is_over := self._over.wait(_GRACE):  # who has started these has ended before them
                 time.sleep(_INTERVAL)
-            for rank, pid in living.items():
-                if lives(pid) and _are_idle({rank: pid}, used, _GRACE):
+            for pid in living.values():
+                if lives(pid) and _is_idle(used[pid] or 0.0, processor_seconds(pid), _GRACE):
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
             if is_over:
@@ -252,14 +329,14 @@ class HangWatch:
         return bool(judge_collectives(comparable_logs(read_logs(self._folder)), living))
 
     def _progress(self) -> tuple[bytes, ...]:
-        """What grows as long as a rank gets on: steps, batches, collectives, entries of the log."""
+        """What changes as long as a rank gets on: steps, batches, collectives and their ends, entries of the log."""
         found = []
         for path in sorted(self._folder.glob("*.*")):
             if path.suffix == ".log":
                 found.append(str(path.stat().st_size).encode())
             elif path.suffix in (".steps", ".batches", ".calls"):
                 with path.open("rb") as file:
-                    found.append(file.read(8 if path.suffix == ".calls" else 256))
+                    found.append(file.read(HEAD_SIZE if path.suffix == ".calls" else 256))
         return tuple(found)
 
     def _stacks(self, ranks: dict[int, int]) -> dict[int, str]:
@@ -285,14 +362,23 @@ def lives(pid: int) -> bool:
         return False
 
 
-def _used(ranks: dict[int, int]) -> dict[int, float]:
-    return {pid: processor_seconds(pid) or 0.0 for pid in ranks.values()}
+class _Used(NamedTuple):
+    """The processor seconds that a rank has used: of its process, and of the threads beside its main one."""
+
+    whole: float
+    beside_main: float
 
 
-def _are_idle(ranks: dict[int, int], used: dict[int, float], seconds: float) -> bool:
-    allowed = 0.1 + _SHARE * seconds
-    now = {pid: processor_seconds(pid) for pid in ranks.values()}
-    return all(after is not None and after - used.get(pid, 0.0) <= allowed for pid, after in now.items())
+def _used(ranks: dict[int, int]) -> dict[int, _Used]:
+    return {
+        pid: _Used(processor_seconds(pid) or 0.0, processor_seconds(pid, beside_main=True) or 0.0)
+        for pid in ranks.values()
+    }
+
+
+def _is_idle(before: float, now: float | None, seconds: float) -> bool:
+    """Whether a process or thread has used next to no processor time in some seconds; `None` for one that runs."""
+    return now is not None and now - before <= 0.1 + _SHARE * seconds
 
 
 def _catches_signal(pid: int) -> bool:

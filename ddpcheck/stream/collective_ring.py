@@ -14,7 +14,9 @@ from ddpcheck.stream.held_file import mapped_file
 
 _KEPT = 2048
 _WIDTH = 384  # bytes of a call
-_HEAD = struct.Struct("<q")  # how many there have been
+_HEAD = struct.Struct("<qq")  # how many there have been; how often the main thread has come into one, or out of it
+HEAD_SIZE = _HEAD.size
+"""Bytes at the beginning of the file, which change as long as the rank comes to collectives, or these end."""
 _SEPARATOR = "\x1f"
 
 
@@ -23,7 +25,7 @@ class CallRing:
 
     def __init__(self, path: Path) -> None:
         self._memory = mapped_file(path, _HEAD.size + _KEPT * _WIDTH)
-        self._count = 0
+        self._count = self._turns = self._depth = 0
 
     def add(self, call: Call, callers: int) -> None:
         """Write a call that is about to be made; `callers`: the number of the lines that have led to it."""
@@ -31,14 +33,20 @@ class CallRing:
         start = _HEAD.size + self._count % _KEPT * _WIDTH
         self._memory[start : start + _WIDTH] = words.encode("utf-8", "replace")[:_WIDTH].ljust(_WIDTH, b"\0")
         self._count += 1
-        _HEAD.pack_into(self._memory, 0, self._count)
+        _HEAD.pack_into(self._memory, 0, self._count, self._turns)
+
+    def turn(self, *, begins: bool) -> None:
+        """Write that the main thread comes into a collective, or a wait for one; or out of it."""
+        self._depth += 1 if begins else -1
+        self._turns += self._depth == begins  # not for one inside of another
+        _HEAD.pack_into(self._memory, 0, self._count, self._turns)
 
 
-def calls_so_far(path: Path) -> int:
-    """How many collectives a rank has come to."""
+def is_inside(path: Path) -> bool:
+    """Whether the main thread of a rank is in a collective, or waits for one."""
     with path.open("rb") as file:
         head = file.read(_HEAD.size)
-    return int(_HEAD.unpack(head)[0]) if len(head) == _HEAD.size else 0
+    return len(head) == _HEAD.size and bool(_HEAD.unpack(head)[1] % 2)
 
 
 def read_calls(
@@ -52,7 +60,7 @@ def read_calls(
         callers: The lines that have led to calls, by their number.
     """
     data = path.read_bytes()
-    (count,) = _HEAD.unpack_from(data)
+    count, _ = _HEAD.unpack_from(data)
     first = max(0, count - _KEPT)
     calls = []
     for number in range(first, count):

@@ -8,6 +8,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,6 +81,11 @@ class RankLog:
             self._callers[call.callers] = number
             self.add(CallersSeen(number, call.callers, tuple(map(file_of, call.callers))))
         self._calls.add(call, number)
+
+    def turn(self, *, begins: bool) -> None:
+        """Write that this rank comes into a collective, or a wait for one; or out of it. Of its main thread."""
+        if os.getpid() == self._process and threading.current_thread() is threading.main_thread():
+            self._calls.turn(begins=begins)
 
     def count_batch(self, loader: int, number: int, batches: int) -> None:
         """Write that a batch was taken: how many there were, in which pass over which loader."""

@@ -100,20 +100,29 @@ class DeadlockDetector:
         return {} if any(map(has_other_threads, dumps.values())) else stacks
 
 
-def processor_seconds(pid: int) -> float | None:
-    """The processor seconds that a process has used, `None` when one of its threads runs, or is about to, for long."""
+def processor_seconds(pid: int, *, beside_main: bool = False) -> float | None:
+    """The processor seconds that a process has used, `None` when one of its threads runs, or is about to, for long.
+
+    `beside_main`: without its main thread.
+    """
     try:
-        awake = os.listdir(f"/proc/{pid}/task")
+        awake = [thread for thread in os.listdir(f"/proc/{pid}/task") if not beside_main or thread != str(pid)]
         for glance in range(_GLANCES):
             if glance:
                 time.sleep(_BETWEEN)
             awake = [thread for thread in awake if _stat(f"{pid}/task/{thread}")[0] != "S"]
             if not awake:
-                fields = _stat(str(pid))
-                return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                ticks = _ticks(str(pid)) - (_ticks(f"{pid}/task/{pid}") if beside_main else 0)
+                return ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError):  # it has ended
         pass
     return None
+
+
+def _ticks(task: str) -> int:
+    """What a process or thread has used."""
+    fields = _stat(task)
+    return int(fields[11]) + int(fields[12])
 
 
 def gloo_wants_gil(pid: int) -> bool:

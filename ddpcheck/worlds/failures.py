@@ -19,7 +19,15 @@ from ddpcheck.findings.exception_origin import as_bug, is_ours
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.shortening import LONGEST_TRACEBACK, shortened
 from ddpcheck.findings.source_lines import exception_location, user_traceback
-from ddpcheck.findings.stacks import collective_of, format_stack, location_of, own_stack, place_of, region_of
+from ddpcheck.findings.stacks import (
+    collective_of,
+    format_stack,
+    location_of,
+    own_stack,
+    place_of,
+    region_of,
+    work_waited_for,
+)
 from ddpcheck.findings.wording import agreeing, format_ranks, phrase
 from ddpcheck.findings.wrapped_exceptions import original_of
 from ddpcheck.worlds import wire
@@ -130,7 +138,7 @@ def died(rank: int, code: int | None, when: float, output: str = "", dump: str =
 def stuck(rank: int, when: float, dump: str, place: str, collective: str) -> RankFailure:
     """Describe a rank that was still at work."""
     frames = own_stack(dump)
-    collective = collective or collective_of(frames)
+    collective = collective or collective_of(frames) or work_waited_for(dump)
     if collective:
         what = f"waits in {collective}" + (f" ({place})" if place else "")
     elif place:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import structs
@@ -114,13 +114,20 @@ def record_collectives(directory: Path, rank: int) -> None:
     record_calls(lambda call: os.write(file, (json.dumps(structs.asdict(call)) + "\n").encode()))
 
 
-def record_calls(sink: Callable[[Call], object]) -> None:
+class Turn(Protocol):
+    """Is told that this thread comes into a collective, or a wait for one, or out of it."""
+
+    def __call__(self, *, begins: bool) -> object:
+        """Take note."""
+
+
+def record_calls(sink: Callable[[Call], object], turn: Turn | None = None) -> None:
     """From now on, give `sink` each collective of this process, before it is made."""
     import torch
     from torch.distributed import distributed_c10d
 
-    global _sink
-    _sink = sink
+    global _sink, _turn
+    _sink, _turn = sink, turn
     replace_functions(COLLECTIVES, logged)
     replace_functions(_POINT_TO_POINT, functools.partial(logged, matched=False))
     with contextlib.suppress(ImportError):  # private to torch
@@ -150,6 +157,7 @@ def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> 
 
 
 _sink: Callable[[Call], object] | None = None
+_turn: Turn | None = None
 _on_overwritten: Callable[[Call, Mapping[str, Any]], object] | None = None
 _on_given: list[Callable[[Call, Mapping[str, Any]], object]] = []
 
@@ -182,6 +190,20 @@ def _given(made: Any, _original: Any) -> Any:
 def _write(call: Call) -> None:
     if _sink is not None:
         _sink(call)
+
+
+@contextlib.contextmanager
+def _inside(collective: str) -> Iterator[None]:
+    """Say what this rank waits in, in the block."""
+    this_rank.set_collective(collective)
+    if _turn is not None:
+        _turn(begins=True)
+    try:
+        yield
+    finally:
+        this_rank.set_collective("")
+        if _turn is not None:
+            _turn(begins=False)
 
 
 _kernels: list[Any] = []  # libraries of torch, which take their kernels with them when they go
@@ -220,11 +242,8 @@ def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
     def wait(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _thread.depth or this_rank.own_slots()[1]:
             return original(*args, **kwargs)
-        this_rank.set_collective(f"wait() at {user_location(sys._getframe(1))}")
-        try:
+        with _inside(f"wait() at {user_location(sys._getframe(1))}"):
             return original(*args, **kwargs)
-        finally:
-            this_rank.set_collective("")
 
     return wait
 
@@ -259,12 +278,8 @@ def logged(
             _write(call)
             for sink in _on_given:
                 sink(call, given)
-        this_rank.set_collective(str(call))
-        try:
-            with unlogged():
-                result = original(*args, **kwargs)
-        finally:
-            this_rank.set_collective("")
+        with _inside(str(call)), unlogged():
+            result = original(*args, **kwargs)
         if _on_overwritten is not None and name in _IN_PLACE:
             _on_overwritten(call, given)
         return result
@@ -332,8 +347,20 @@ def _group_of(given: Any) -> tuple[str, tuple[int, ...]]:
         if isinstance(group, list | tuple) and all(isinstance(member, int) for member in group):
             everyone = set(group) == set(range(dist.get_world_size()))
             return _group_of(None)[0] if everyone else f"ranks {list(group)}", tuple(group)
-        return str(group.group_name), tuple(dist.get_process_group_ranks(group))
+        return name_of_group(group), tuple(dist.get_process_group_ranks(group))
     return "", ()
+
+
+def name_of_group(group: Any) -> str:
+    """The name of a process group; one that is written in Python may have none itself."""
+    import torch.distributed as dist
+
+    try:
+        return str(group.group_name)
+    except RuntimeError:
+        with contextlib.suppress(AttributeError, KeyError):  # private to torch
+            return str(vars(dist.distributed_c10d)["_world"].pg_names[group])
+        return ""
 
 
 def _called_by_autograd_function() -> bool:

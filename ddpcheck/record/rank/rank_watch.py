@@ -35,6 +35,7 @@ from ddpcheck.findings.wrapped_exceptions import original_of
 from ddpcheck.gather.collectives.collective_log import (
     COLLECTIVES,
     logged,
+    name_of_group,
     record_calls,
     record_given,
     record_overwritten,
@@ -153,7 +154,11 @@ class _WatchedRank:
         )
         if watched and (begun := self._constructions.begun((wrapper, *arguments), named, _DDP.__init__)) is not None:
             self._log.add(begun)
-        yield
+        self._log.turn(begins=True)
+        try:
+            yield
+        finally:
+            self._log.turn(begins=False)
         if watched:
             self._watch(wrapper, began_alike=named.get("init_sync", True) is not False)
 
@@ -164,7 +169,7 @@ class _WatchedRank:
                 watch.expects(reducer, outputs)
 
     def _record_calls(self, replacements: dict[str, Callable[..., Any]]) -> None:
-        record_calls(lambda call: self._log.add_call(_while_handling(call)))
+        record_calls(lambda call: self._log.add_call(_while_handling(call)), self._log.turn)
         self._record_waits()
         for name, function in vars(dist.distributed_c10d).items():
             if name in COLLECTIVES and (original := getattr(function, "__wrapped__", None)) is not None:
@@ -224,7 +229,7 @@ class _WatchedRank:
     def _watch(self, wrapper: Any, *, began_alike: bool) -> None:
         try:
             note, where = self._lines.note_changes, lambda: self._loaders.position
-            self._of_group[group := str(wrapper.process_group.group_name)] += 1
+            self._of_group[group := name_of_group(wrapper.process_group)] += 1
             of_group = self._of_group[group]  # the same one on all its ranks, which construct it together
             watch = ScriptWatch(
                 wrapper,
