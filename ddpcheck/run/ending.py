@@ -229,7 +229,9 @@ def _call_of_ddp(rank: WatchedRank, stack: str) -> str:
     last = rank.calls[-1] if rank.calls else None
     if last is not None and last.operation == waits_in.get(region):
         return described_call(last)
-    if region not in (*waits_in, CONSTRUCTOR) or not waits_for_others(frames) or collective_of(frames):
+    if region not in (*waits_in, CONSTRUCTOR) or collective_of(frames):
+        return ""
+    if region != CONSTRUCTOR and not waits_for_others(frames):
         return ""
     lines = program_lines(stack)  # DDP makes some that are in no log: of the order of its buckets, of the first weights
     return f"{region}{f' at {lines[0]}' if lines else ''}"

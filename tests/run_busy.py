@@ -1,63 +1,15 @@
-"""A training script whose ranks are busy while they wait for each other, as they are on a GPU; it hangs, or works."""
+"""A training script that hangs, or of which one rank works while the others wait, with any backend."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-
-_Work: Any = dist.distributed_c10d.Work
-_Group: Any = dist.ProcessGroup
-
-
-class SpinningWork(_Work):  # type: ignore[misc]
-    """A collective of gloo's; who waits for it asks all the time whether it has ended."""
-
-    def __init__(self, work: Any) -> None:
-        super().__init__()
-        self._work = work
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        while not self._work.is_completed():
-            pass
-        return bool(self._work.wait())
-
-    def get_future(self) -> Any:
-        self.wait()
-        return self._work.get_future()
-
-
-class SpinningGroup(_Group):  # type: ignore[misc]
-    """A process group that has gloo do all."""
-
-    def __init__(self, rank: int, size: int, gloo: Any) -> None:
-        super().__init__(rank, size)
-        self._gloo = gloo
-
-    def getBackendName(self) -> str:
-        return "spinning"
-
-    def allreduce(self, *given: Any, **named: Any) -> SpinningWork:
-        return SpinningWork(self._gloo.allreduce(*given, **named))
-
-    def allgather(self, *given: Any, **named: Any) -> SpinningWork:
-        return SpinningWork(self._gloo.allgather(*given, **named))
-
-    def broadcast(self, *given: Any, **named: Any) -> SpinningWork:
-        return SpinningWork(self._gloo.broadcast(*given, **named))
-
-    def barrier(self, *given: Any, **named: Any) -> SpinningWork:
-        return SpinningWork(self._gloo.barrier(*given, **named))
-
-
-def spinning_group(store: Any, rank: int, size: int, timeout: timedelta) -> SpinningGroup:
-    return SpinningGroup(rank, size, dist.ProcessGroupGloo(store, rank, size, timeout))
-
 
 SECONDS = 9.0
 
@@ -104,7 +56,8 @@ def train(how: str) -> None:
 
 
 def main(how: str, backend: str) -> None:
-    dist.Backend.register_backend("spinning", spinning_group, devices=["cpu"])
+    if backend == "spinning":
+        importlib.import_module("spinning_backend")
     dist.init_process_group(backend)
     rank = dist.get_rank()
     if how != "wraps on rank 0" or rank == 0:
@@ -115,6 +68,9 @@ def main(how: str, backend: str) -> None:
         dist.all_reduce(torch.ones(1), async_op=True).wait()
     if how == "works" and rank == 1:
         tokenise()
+    if how == "sleeps before a handle":
+        time.sleep(SECONDS * rank)
+        dist.all_reduce(torch.ones(1), async_op=True).wait()
     if how == "works in a collective":
         dist.all_gather_object([None, None], Vocabulary() if rank == 1 else 0)
     dist.barrier()

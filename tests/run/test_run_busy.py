@@ -1,0 +1,171 @@
+"""Ranks that are busy: because they spin while they wait for each other, or because they work while others wait."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.stacks import own_stack, work_waited_for
+from ddpcheck.gather.collectives import collective_log
+from ddpcheck.run.hang_watch import RankFacts
+from ddpcheck.stream.collective_ring import is_inside
+from ddpcheck.stream.entries import RankStarted
+from ddpcheck.stream.rank_log import RankLog
+from ddpcheck.stream.watched_rank import read_logs
+from ddpcheck.worlds.deadlock import processor_seconds
+from tests.run.test_run import DDPCHECK, ROOT, run
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+
+SCRIPT = str(ROOT / "tests" / "run_busy.py")
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the backend, so that its lines are not the script's."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "spinning_backend.py").write_text((ROOT / "tests" / "spinning_backend.py").read_text())
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def found(tmp_path: Path, how: str, backend: str) -> tuple[int, list[tuple[str, Any, Any, str]]]:
+    """The exit code, and of each finding the code, ranks, place and sentence."""
+    report = tmp_path / f"{backend}.json"
+    options = ("--check-timeout=3", "--check-format=json", f"--check-output={report}")
+    ended = run(DDPCHECK, *options, SCRIPT, how, backend)
+    findings = json.loads(report.read_text())["findings"]
+    return ended.returncode, [(one["code"], one["ranks"], one["location"], one["message"]) for one in findings]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize("how", ["skips", "skips backward", "wraps on rank 0"])
+def test_a_hang_of_ranks_that_spin_is_told_as_that_of_ranks_that_sleep(tmp_path: Path, how: str) -> None:
+    code, findings = found(tmp_path, how, "spinning")
+    assert (code, findings) == found(tmp_path, how, "gloo")
+    assert code == 4 and [one[0] for one in findings] == ["DDP508" if how == "skips backward" else "DDP403"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize("how", ["works", "works in a collective", "works in backward"])
+def test_a_rank_that_works_while_others_spin_is_no_hang(tmp_path: Path, how: str) -> None:
+    assert found(tmp_path, how, "spinning") == (0, [])
+
+
+@pytest.mark.slow
+def test_a_wait_for_an_asynchronous_collective_hangs_and_is_told(tmp_path: Path) -> None:
+    code, ((rule, _, _, message),) = found(tmp_path, "skips a handle", "gloo")
+    assert (code, rule) == (4, "DDP403") and "Rank 0 comes to all_reduce" in message
+    assert "waits in wait() at tests/run_busy.py:" in (tmp_path / "gloo.json").read_text()
+
+
+@pytest.mark.slow
+def test_a_rank_that_sleeps_before_an_asynchronous_collective_is_no_hang(tmp_path: Path) -> None:
+    assert found(tmp_path, "sleeps before a handle", "gloo") == (0, [])
+
+
+TORCH = "/x/site-packages/torch"
+WAITS = (
+    f'  File "{TORCH}/distributed/distributed_c10d.py", line 5 in barrier\n  File "/home/me/a.py", line 41 in main\n'
+)
+SPINS = f'  File "/x/site-packages/spin.py", line 9 in wait\n{WAITS}'
+TOKENISES = '  File "/home/me/a.py", line 7 in tokenise\n'
+PICKLES = f'{TOKENISES}  File "{TORCH}/distributed/distributed_c10d.py", line 3 in _object_to_tensor\n{WAITS}'
+BACKWARD = f'  File "{TORCH}/autograd/graph.py", line 8 in _engine_run_backward\n{TOKENISES}'
+IN_BACKWARD = f'  File "/x/site-packages/spin.py", line 9 in wait\n{BACKWARD}'
+
+IDLE, BUSY = RankFacts(is_idle=True), RankFacts(is_idle=False, spins=True)
+INSIDE = RankFacts(is_idle=False, spins=True, is_inside=True)
+PARTED = RankFacts(is_idle=False, spins=True, others_idle=False, parted=True)
+
+
+@pytest.mark.parametrize(
+    ("facts", "stack", "waits"),
+    [
+        (IDLE, WAITS, True),
+        (IDLE, TOKENISES, False),  # it reads a file, or sleeps
+        (IDLE, SPINS, False),
+        (RankFacts(is_idle=True, is_inside=True), TOKENISES, True),  # in handle.wait(), of which C++ leaves no frame
+        (RankFacts(is_idle=True, is_inside=True), PICKLES, False),
+        (RankFacts(is_idle=True, is_inside=True), "", False),
+        (INSIDE, WAITS, True),
+        (INSIDE, SPINS, True),
+        (INSIDE, PICKLES, False),
+        (INSIDE, "", False),
+        (BUSY, WAITS, False),
+        (BUSY, BACKWARD, False),
+        (BUSY, TOKENISES, False),
+        (RankFacts(is_idle=False, is_inside=True), WAITS, False),  # with gloo, which moves data
+        (RankFacts(is_idle=False, spins=True, others_idle=False, is_inside=True), WAITS, False),
+        (PARTED, WAITS, True),
+        (PARTED, BACKWARD, True),
+        (PARTED, IN_BACKWARD, True),
+        (PARTED, TOKENISES, False),
+        (PARTED, PICKLES, False),
+        (RankFacts(is_idle=False, parted=True), BACKWARD, False),  # with gloo: it computes
+    ],
+)
+def test_what_tells_a_rank_that_waits_from_one_that_works(facts: RankFacts, stack: str, waits: bool) -> None:
+    assert facts.waits(own_stack(f"Current thread 0x1 (most recent call first):\n{stack}")) is waits
+
+
+def test_a_busy_rank_at_a_line_that_blocks_waits_where_collectives_do_not_match(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("total += loss.item()\ntotal += count(words)\n")
+    for line, waits in ((1, True), (2, False)):
+        stack = own_stack(f'Current thread 0x1:\n  File "{tmp_path}/a.py", line {line} in main\n')
+        assert (PARTED.waits(stack), BUSY.waits(stack)) == (waits, False)
+
+
+# What ranks record
+
+
+def test_a_rank_writes_whether_its_main_thread_is_in_a_collective(tmp_path: Path) -> None:
+    log = RankLog(tmp_path, RankStarted(0, 2, "spinning"))
+    path = log.path.with_suffix(".calls")
+    log.add_call(Call("barrier", "0", (0, 1)))
+    seen = [is_inside(path)]
+    for begins in (True, True, False, False):  # one inside of another
+        log.turn(begins=begins)
+        seen.append(is_inside(path))
+    thread = threading.Thread(target=lambda: log.turn(begins=True))
+    thread.start()
+    thread.join()
+    assert [*seen, is_inside(path)] == [False, True, True, True, False, False]
+    assert [call.operation for call in read_logs(tmp_path)[0].calls] == ["barrier"]
+
+
+def test_a_wait_that_ddpcheck_records_is_told_with_its_line() -> None:
+    recorded = f'  File "{collective_log.__file__}", line 9 in wait\n{TOKENISES}'
+    assert work_waited_for(f"Current thread 0x1:\n{recorded}").startswith("wait() at ")
+    assert not work_waited_for(f"Current thread 0x1:\n{TOKENISES}")
+    assert not work_waited_for(f"Thread 0x2:\n{recorded}\n\nCurrent thread 0x1:\n{TOKENISES}")
+
+
+SPIN = "while True: pass"
+BESIDE = "import threading, time; threading.Thread(target=lambda: exec('while True: pass')).start(); time.sleep(60)"
+
+
+@pytest.fixture(params=[(SPIN, True), (BESIDE, False)], ids=["main", "beside"])
+def spinning(request: pytest.FixtureRequest) -> Iterator[tuple[int, bool]]:
+    source, is_main = request.param
+    with subprocess.Popen([sys.executable, "-c", source]) as process:
+        yield process.pid, is_main
+        process.kill()
+
+
+def test_the_time_beside_the_main_thread_is_told_apart(spinning: tuple[int, bool]) -> None:
+    pid, is_main = spinning
+    threading.Event().wait(1.0)
+    assert processor_seconds(pid) is None
+    beside = processor_seconds(pid, beside_main=True)
+    assert (beside is not None and beside < 0.1) if is_main else beside is None
