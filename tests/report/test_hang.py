@@ -316,6 +316,66 @@ def test_json_has_no_lines_and_says_so(tmp_path: Path) -> None:
     assert report_on_hang(str(tmp_path)).checks[2].status == "passed"
 
 
+# torchcomms
+
+
+def of_comms(*calls: str, first: int = 0, **more: Any) -> list[dict[str, Any]]:
+    """Entries as its recorder writes them (version 2.10): `calls` are a group and an operation each; the last waits."""
+    entries = []
+    for record, call in enumerate(calls, first):
+        group, operation = call.split()
+        numbers = {"record_id": record, "collective_seq_id": record, "op_id": record, "pg_id": 0}
+        state = {"state": "scheduled", "retired": record < first + len(calls) - 1}
+        one = entry(0, f"nccl:{operation}", where=record + 1, process_group=[group, "nccl"], **numbers, **state, **more)
+        entries.append(one)
+    return entries
+
+
+def config(*groups: str) -> dict[str, Any]:
+    return {name: {"name": name, "desc": "nccl", "ranks": "[0,1]"} for name in groups}
+
+
+def test_torchcomms_counts_all_groups_together(tmp_path: Path) -> None:
+    """A rank that is in more groups, or sends, gives other numbers to the same collectives."""
+    one = of_comms("main all_reduce", "tp all_reduce", "main send", "main all_reduce", "main barrier")
+    two = of_comms("main all_reduce", "main recv", "main all_reduce", "tp all_reduce", "main barrier")
+    for at, other in ((one, two), (one, [*two[:-1], *of_comms("main all_reduce", first=4)])):
+        report = report_on_hang(write(tmp_path, at, other, pg_config=config("main", "tp")))
+        if other is two:
+            assert report.findings == () and report.world["world_size"] == 2
+        else:
+            finding = only(report.findings)
+            assert finding.code == "DDP403" and finding.evidence[0] == "process group main (nccl)"
+            assert "barrier() at train.py:5" in "\n".join(finding.evidence)
+
+
+def test_lost_entries_of_torchcomms_are_lined_up_in_a_single_group_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ring = of_comms(*["main all_reduce"] * 3, first=7)
+    longer = of_comms(*["main all_reduce"] * 3, "main barrier", first=7)
+    found = report_on_hang(write(tmp_path, ring, longer, pg_config=config("main"))).findings
+    assert only(found).ranks == (0,) and only(found).evidence[0] == "process group main (nccl)"
+    later = of_comms(*["main all_reduce"] * 2, first=8)
+    assert report_on_hang(write(tmp_path, ring, later, pg_config=config("main"))).findings == ()
+    for calls, groups in ((["main all_reduce"], ["main", "tp"]), (["main send"], ["main"])):
+        code = cli.main(["hang", write(tmp_path, of_comms(*calls, first=7), ring, pg_config=config(*groups))])
+        assert code == 2 and "what is left cannot be lined up" in capsys.readouterr().err
+
+
+def test_json_of_torchcomms_without_entries_is_a_rank_that_has_called_nothing(tmp_path: Path) -> None:
+    entries = [{key: value for key, value in one.items() if key != "frames"} for one in of_comms("main barrier")]
+    for rank, more in enumerate(({"entries": entries}, {})):
+        text = json.dumps({"version": "2.10", "pg_config": config("main"), "pg_status": {}, **more})
+        (tmp_path / f"rank_{rank}").write_text(text)
+    assert only(report_on_hang(str(tmp_path)).findings).ranks == (1,)
+
+
+def test_a_collective_of_unequal_parts_has_no_payload_that_matches(tmp_path: Path) -> None:
+    ranks = [of_comms("main all_gather_v", input_sizes=[[rank + 1]]) for rank in (0, 1)]
+    assert report_on_hang(write(tmp_path, *ranks, pg_config=config("main"))).findings == ()
+
+
 # Bad input
 
 

@@ -74,6 +74,8 @@ def read_dump(path: Path) -> dict[str, Any]:
         raise UsageError(f"{wrong}: it holds {error}, and not plain data alone; it was not loaded") from None
     except (Exception, MemoryError):  # bytes at random make the reader fail in any way
         raise UsageError(f"{wrong}: it is neither JSON nor a whole pickle") from None
+    if isinstance(dump, dict) and "pg_config" in dump:
+        dump.setdefault("entries", [])  # JSON leaves out an empty list
     entries = dump.get("entries") if isinstance(dump, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UsageError(f"{wrong}: it has no list of entries")

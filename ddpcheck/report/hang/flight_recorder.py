@@ -1,7 +1,8 @@
 """Flight Recorder's dumps as the logs of collectives that judges compare: of each rank and process group, lined up.
 
 The recorder keeps the last entries of a rank (2,000 unless TORCH_FR_BUFFER_SIZE says otherwise), so ranks are lined up
-by the numbers that their process groups give to collectives.
+by the numbers that their process groups give to collectives. torchcomms has a recorder of its own, which writes the
+same fields, and counts all calls of a rank together.
 
 This module is light: it never imports torch.
 """
@@ -114,7 +115,10 @@ def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:
         UsageError: An entry has not what it takes to line it up.
     """
     raw: Sequence[Mapping[str, Any]] = dump["entries"]
+    configured = dump.get("pg_config")
     try:
+        if raw and all(map(_is_of_torchcomms, raw)):
+            raw, configured = _as_of_torch(raw, configured if isinstance(configured, dict) else {}, where)
         entries = [_entry(one) for one in raw]
         gloo = all(str(one["profiling_name"]).startswith("gloo:") for one in raw)
         world_size = max((_gathered_from(one) for one in raw), default=0)
@@ -123,13 +127,53 @@ def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:
         what = f"{type(error).__name__}: {error}"[:80]
         raise UsageError(f"{where} is no Flight Recorder dump that ddpcheck can read ({what})") from error
     groups = {}
-    configured = dump.get("pg_config")
     for name, group in configured.items() if isinstance(configured, dict) else ():
         ranks = tuple(map(int, re.findall(r"\d+", str(group.get("ranks", "")) if isinstance(group, dict) else "")))
         if ranks:
             groups[str(name)] = ranks
     stacks = any(entry.call.location for entry in entries)
     return RankDump(entries, groups, wrapped, world_size, stacks, gloo and bool(raw))
+
+
+def _is_of_torchcomms(raw: Mapping[str, Any]) -> bool:
+    """Whether its recorder has written an entry: it describes the group by the backend, which torch never does."""
+    return [str(raw["profiling_name"]).partition(":")[0]] == list(raw["process_group"])[1:]
+
+
+def _as_of_torch(
+    raw: Sequence[Mapping[str, Any]], configured: Mapping[str, Any], where: str
+) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+    """Entries of torchcomms, and the ranks of its groups, as torch has them: numbered in each group, from 1.
+
+    Its numbers (`comms/torchcomms/hooks/fr/FlightRecorder.cpp`, version 2.10) count the calls of all groups, and the
+    sends and receives, from 0; `is_p2p` is never true. A group has one communicator for each backend.
+
+    Raises:
+        UsageError: Entries are lost or left out, and it is not known how many of them were of which group.
+    """
+    is_whole = [int(one["record_id"]) for one in raw] == list(range(len(raw)))
+    counts: dict[tuple[str, bool], int] = {}
+    entries: list[Mapping[str, Any]] = []
+    groups = {}
+    for one in raw:
+        name, backend = map(str, one["process_group"])
+        group = f"{name} ({backend})"
+        is_p2p = str(one["profiling_name"]).partition(":")[2] in _BETWEEN_TWO
+        counts[group, is_p2p] = counts.get((group, is_p2p), 0) + 1
+        number = counts[group, is_p2p] if is_whole else int(one["collective_seq_id"]) + 1
+        key = "p2p_seq_id" if is_p2p else "collective_seq_id"
+        entries.append({**one, "process_group": (group, backend), "is_p2p": is_p2p, key: number})
+        if name in configured:
+            groups[group] = configured[name]
+    if not is_whole and (len(counts) > 1 or len(configured) > 1 or any(is_p2p for _, is_p2p in counts)):
+        raise UsageError(
+            f"{where} lacks earlier calls, and torchcomms numbers those of all process groups together: what is left "
+            "cannot be lined up; TORCHCOMM_FR_BUFFER_SIZE says how many are kept"
+        )
+    return entries, groups
+
+
+_BETWEEN_TWO = ("send", "recv", "batch_op_issue")
 
 
 def _entry(raw: Mapping[str, Any]) -> Entry:
@@ -156,7 +200,7 @@ def _call(operation: str, group: str, payload: str, lines: tuple[str, ...]) -> C
 def _payload(operation: str, raw: Mapping[str, Any]) -> str:
     """Dtype and shape of what goes in, where those of all ranks have to be the same."""
     sizes = raw.get("input_sizes") or ()
-    if not operation.startswith(_MATCHED_BY_PAYLOAD):
+    if not operation.startswith(_MATCHED_BY_PAYLOAD) or operation.endswith("_v"):
         return ""
     dtypes = [DTYPES.get(str(one), str(one).lower()) for one in raw.get("input_dtypes") or [""] * len(sizes)]
     pairs = zip(dtypes, sizes, strict=False)
