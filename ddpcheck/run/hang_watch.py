@@ -91,7 +91,7 @@ class RankFacts:
         spins: Whether ranks may use it while they wait: not under gloo.
         others_idle: Whether the threads beside the main one have used next to none.
         is_inside: Whether its main thread is in a collective, or waits for one, by its record.
-        parted: Whether what the ranks have called is known not to match.
+        parted: Whether what the ranks have called last is known not to match.
     """
 
     is_idle: bool
@@ -181,7 +181,7 @@ class HangWatch:
                     now - since >= _MISMATCH and are_all_here and self._do_not_match(ranks)
                 ):
                     is_late = now - progress >= self._timeout
-                    parted = is_late and are_all_here and self._do_not_match(ranks)
+                    parted = is_late and are_all_here and self._part_now(ranks)
                     facts = self._facts(ranks, used, now - since, parted=parted)
                     is_stuck = self._cannot_get_on(ranks, facts, now - progress, are_all_here)
                     since, used = now, _used(ranks)
@@ -327,6 +327,12 @@ class HangWatch:
     def _do_not_match(self, living: Collection[int]) -> bool:
         """Whether ranks have come to collectives that do not match: waiting longer would not help."""
         return bool(judge_collectives(comparable_logs(read_logs(self._folder)), living))
+
+    def _part_now(self, living: Collection[int]) -> bool:
+        """Whether a rank has come no further than to where collectives do not match: else they may have paired up."""
+        logs = comparable_logs(read_logs(self._folder))
+        before = [log[:-1] if rank in living else log for rank, log in enumerate(logs)]
+        return bool(judge_collectives(logs, living)) and not judge_collectives(before, living)
 
     def _progress(self) -> tuple[bytes, ...]:
         """What changes as long as a rank gets on: steps, batches, collectives and their ends, entries of the log."""

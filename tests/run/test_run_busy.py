@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.stacks import own_stack, work_waited_for
 from ddpcheck.gather.collectives import collective_log
-from ddpcheck.run.hang_watch import RankFacts
+from ddpcheck.run.hang_watch import HangWatch, RankFacts
 from ddpcheck.stream.collective_ring import is_inside
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import RankLog
@@ -124,6 +124,30 @@ def test_a_busy_rank_at_a_line_that_blocks_waits_where_collectives_do_not_match(
     for line, waits in ((1, True), (2, False)):
         stack = own_stack(f'Current thread 0x1:\n  File "{tmp_path}/a.py", line {line} in main\n')
         assert (PARTED.waits(stack), BUSY.waits(stack)) == (waits, False)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "part"),
+    [
+        ((["all_reduce", "backward"], ["all_reduce", "barrier"]), True),
+        ((["all_reduce", "backward", "metric"], ["all_reduce", "metric"]), True),  # rank 0 has only enqueued it
+        ((["all_reduce", "backward"], ["all_reduce"]), False),  # rank 1 may still come
+        ((["gather of 2", "barrier"], ["gather of 3", "barrier"]), False),  # has paired up
+        ((["gather of 2", "barrier"], ["gather of 3"]), True),
+    ],
+)
+def test_ranks_part_at_what_one_of_them_has_called_last(
+    tmp_path: Path, ranks: tuple[Sequence[str], ...], part: bool
+) -> None:
+    for rank, calls in enumerate(ranks):
+        log = RankLog(tmp_path, RankStarted(rank, len(ranks), "spinning"))
+        for operation in calls:
+            log.add_call(Call(operation, "0", (0, 1)))
+    watch = HangWatch(tmp_path, 60.0, lambda: None)
+    watch.stop()
+    assert watch._part_now([0, 1]) is part
+    if ranks[1] == ["all_reduce"]:
+        assert watch._part_now([0])  # rank 1 has ended
 
 
 # What ranks record
