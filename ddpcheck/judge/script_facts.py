@@ -216,6 +216,11 @@ class ScriptFacts:
         return 0
 
     @cached_property
+    def shards(self) -> int:
+        """How many parameters of optimizers are shards (`fully_shard`), of which nothing is compared."""
+        return max((one.shards for rank in self.ranks for one in entries_of(rank, OptimizerStep)), default=0)
+
+    @cached_property
     def trains_apart(self) -> bool:
         """Whether each rank trains a model of its own, without any wrapper."""
         return not self.wrappers and are_apart([one.steps for one in self.optimizers])

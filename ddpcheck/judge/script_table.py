@@ -89,6 +89,11 @@ def not_here(missing: Sequence[int]) -> str:
     return f"not compared with {format_ranks(missing)}, of which nothing is here" if missing else ""
 
 
+NOT_WATCHED = (
+    "parameters that fully_shard has sharded are not watched: their values, gradients and state are not compared"
+)
+
+
 def _compared(found: Sequence[Finding], words: str, times: int) -> Verdict:
     """Of a comparison that was made so often; it had no subject where that is never."""
     return Verdict(found, words if times else "")
@@ -234,8 +239,9 @@ def _optimizers(facts: ScriptFacts) -> Verdicts:
         for first in zip(*firsts, strict=True):
             found += judge_optimizer_options([first]) or (judge_parts(first) if facts.parameters_part else [])
     steps = sum(len(one.steps) for one in known)
-    what = f"options, state and gradients of {counted(len(known), 'optimizer')}, in {counted(steps, 'step')}"
-    return {"optimizers": _compared(found, what, steps)}
+    compared, lacking = ("options", NOT_WATCHED) if facts.shards else ("options, state and gradients", "")
+    what = f"{compared} of {counted(len(known), 'optimizer')}, in {counted(steps, 'step')}" if steps else ""
+    return {"optimizers": Verdict(found, what, lacking)}
 
 
 def _are_of_same(one: Optimizer, other: Optimizer) -> bool:

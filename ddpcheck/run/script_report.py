@@ -17,7 +17,7 @@ from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
 from ddpcheck.findings.selection import Suppression, is_any_selected, sort_out
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.judge.script_facts import ScriptFacts, entries_of
-from ddpcheck.judge.script_table import HEADINGS, ROWS, not_here
+from ddpcheck.judge.script_table import HEADINGS, NOT_WATCHED, ROWS, not_here
 from ddpcheck.judge.verdict import Told, Verdict, judge_all, status_of
 from ddpcheck.run.ending import Ending, failures_of, judge_ending, timelines_of
 from ddpcheck.run.hang_watch import Unended
@@ -156,6 +156,8 @@ def _entered(facts: ScriptFacts) -> CheckResult:
         if any(rank.constructs for rank in ranks):
             why = "the constructor of DistributedDataParallel has not come to its end"
         return CheckResult("ranks", "skipped", detail=why)
+    if not facts.wrappers and facts.shards:
+        return CheckResult("ranks", "skipped", detail=f"no DistributedDataParallel was constructed; {NOT_WATCHED}")
     watched = _wrappers(facts) or f"no DistributedDataParallel, {counted(steps, 'optimizer step')}"
     detail = f"{counted(size, 'rank')} ({ranks[0].started.backend}), {watched}"
     return CheckResult("ranks", "passed", detail=detail)

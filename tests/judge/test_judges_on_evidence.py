@@ -83,6 +83,9 @@ NO_FAULT_NEEDS = {
     "skipped_endings.explain_by_skipped_end": "test_skipped_endings",
     **{name: "test_wrapper_construction" for name in judges() if name.startswith("wrapper_construction.")},
     **{name: "test_torch_errors" for name in judges() if name.startswith("torch_errors.")},
+    **{name: "test_sharded" for name in judges() if name.startswith("sharded.")},
+    "replicas.judge_values_before_sharding": "test_sharded",
+    "rank_failure.explain_by_shards_in_the_loss": "test_sharded",
     "rank_failure.judge_undefined_losses": "test_tensor_kinds::test_a_loss_that_only_some_ranks_cannot_compute",
     "training_loop._judge_bypassed": "test_run_backward_inside::test_how_a_wrapper_is_bypassed_is_said",
     "replica_state.judge_never_averaged": (

@@ -132,6 +132,43 @@ def test_healthy_evaluations_that_look_like_faults_are_clean() -> None:
     assert watched.returncode == 0 and "ddpcheck: clean: 2 ranks (gloo), " in watched.stderr, watched.stderr
 
 
+_SHARDED = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 3)
+model = {wrapped}
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+for _ in range(3):
+    model(torch.ones(2, 4) + dist.get_rank()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+_WRAPPED = {
+    True: 'fully_shard(model, mesh=init_device_mesh("cpu", (2,)))',
+    False: "torch.nn.parallel.DistributedDataParallel(model)",
+}
+
+
+@pytest.mark.parametrize("shards", [True, False])
+def test_there_is_no_tick_over_what_fully_shard_has_sharded(shards: bool, tmp_path: Path) -> None:
+    script, file = tmp_path / "train.py", tmp_path / "report.json"
+    script.write_text(_SHARDED.format(wrapped=_WRAPPED[shards]), encoding="utf-8")
+    ended = run(DDPCHECK, "--check-output", str(file), str(script))
+    report = json.loads(file.read_text(encoding="utf-8"))
+    checks = {check["name"]: (check["status"], check["detail"]) for check in report["checks"]}
+    assert (ended.returncode, report["findings"]) == (0, [])
+    for name in ("ranks", "optimizers"):
+        status, detail = checks[name]
+        assert status == ("skipped" if shards else "passed"), checks
+        assert ("parameters that fully_shard has sharded are not watched" in detail) is shards
+    assert ("state and gradients of 1 optimizer" in checks["optimizers"][1]) is not shards
+    assert report["status"] == ("incomplete" if shards else "clean")
+
+
 def test_a_script_is_watched_under_another_launcher() -> None:
     watched = run(TORCHRUN, "-m", "ddpcheck.monitor", PROGRAM, "plain")
     plain = run(TORCHRUN, PROGRAM, "plain")

@@ -92,6 +92,48 @@ class WrapperFacts(Struct, frozen=True):
         """Whether a parameter that never takes part does not stop training."""
         return self.find_unused_parameters or self.static_graph
 
+    @property
+    def named(self) -> str:
+        """What synchronises gradients, in a word."""
+        return "DDP"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether `fully_shard` has sharded the module."""
+        return False
+
+    @property
+    def tolerates_absence(self) -> bool:
+        """Whether a parameter may be unused on some ranks alone."""
+        return self.find_unused_parameters
+
+
+class ShardedFacts(WrapperFacts, frozen=True):
+    """What `fully_shard` has made of a module, in the place of a wrapper; `ignored` are in none of its groups.
+
+    Attributes:
+        reduces_unused: Whether it reduces zeros in the place of gradients that are missing on a rank.
+        values_built: Fingerprint of each parameter as this rank has built it, of which the rank still holds its shard.
+    """
+
+    reduces_unused: bool = False
+    values_built: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def named(self) -> str:
+        """What synchronises gradients, in a word."""
+        return "fully_shard"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether `fully_shard` has sharded the module."""
+        return True
+
+    @property
+    def tolerates_absence(self) -> bool:
+        """Whether a parameter may be unused on some ranks alone."""
+        return self.reduces_unused
+
 
 class GradientHook(Struct, frozen=True):
     """A place in the user's code at which gradients may be changed on their way."""

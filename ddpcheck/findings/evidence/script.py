@@ -193,6 +193,7 @@ class OptimizerStep(Struct, frozen=True):
             backward pass; `None` where there was none.
         restored_at: The line that has last given it a state, by `load_state_dict`.
         rescaled_at: The line that scales gradients by the number of ranks, in the functions that lead to the step.
+        shards: How many of its parameters are shards of this rank (DTensor), of which nothing is compared.
     """
 
     optimizer: int
@@ -220,6 +221,7 @@ class OptimizerStep(Struct, frozen=True):
     late_sum_at: Location | None = None
     restored_at: Location | None = None
     rescaled_at: Location | None = None
+    shards: int = 0
 
 
 class OptimizerEnd(Struct, frozen=True):

@@ -209,6 +209,26 @@ class DdpStepEvidence(Struct, frozen=True):
         return any(event.kind == "apart" for event in self.events)
 
 
+class ShardedStep(DdpStepEvidence, frozen=True):
+    """One rank's step under `fully_shard`.
+
+    Attributes:
+        against_whole: Differences of parameters, gathered after the step, from those that the optimizer leaves of whole
+            parameters and gradients; in proportion to its update.
+        against_shard: Differences of this rank's shards from those that it leaves of them as if they were the whole.
+        uncompared: Why there are none; empty where there are.
+    """
+
+    against_whole: tuple[Difference, ...] = ()
+    against_shard: tuple[Difference, ...] = ()
+    uncompared: str = ""
+
+    @property
+    def updated_alone(self) -> frozenset[str]:
+        """The parameters of which the step has updated this rank's shard as if there were nothing else."""
+        return frozenset(one.name for one in self.against_shard if not one.bad)
+
+
 class CompiledStep(Struct, frozen=True):
     """One rank's step under the wrapper with `torch.compile` as the recipe asks for it.
 

@@ -19,6 +19,7 @@ from ddpcheck.findings.errors import OptionsDifferError, UsageError
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.gather.autograd.autograd_graph import gradient_nodes
 from ddpcheck.gather.collectives.store_exchange import StoreExchange
+from ddpcheck.gather.ddp.sharding import is_sharded
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.gradient_distance import eps_of
 from ddpcheck.worlds import rank as this_rank
@@ -65,9 +66,11 @@ def find_wrapper(module: nn.Module) -> nn.parallel.DistributedDataParallel:
         found = [wrapper for wrapper in living_wrappers() if vars(wrapper)["_modules"].get("module") is module]
     if len(found) != 1:
         many = f"{len(found)} of them" if found else "none"
+        is_shards = isinstance(module, nn.Module) and is_sharded(module)
+        more = ", and what fully_shard has sharded is not watched" if is_shards else ""
         raise UsageError(
             "watch needs a DistributedDataParallel, or a module that holds one or is in one; there is "
-            f"{many} for {type(module).__name__}"
+            f"{many} for {type(module).__name__}{more}"
         )
     return found[0]
 

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import torch
+import torch.distributed as dist
+from msgspec import structs
 
-from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, LoopEvent
+from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, LoopEvent, ShardedStep
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_state
 from ddpcheck.gather.collectives.collective_log import unlogged
+from ddpcheck.gather.ddp.copied_optimizer import CopiedOptimizer
 from ddpcheck.gather.ddp.ddp_wrapper import hook_loss, trains_apart
-from ddpcheck.gather.ddp.loop_events import recorded
+from ddpcheck.gather.ddp.loop_events import Recorder, recorded
+from ddpcheck.gather.ddp.sharding import mixed_precision, recorded_settings, shards
 from ddpcheck.gather.phases.model_build import count_calls
-from ddpcheck.gather.phases.rank_state import TrainingModel, rank_state, replays_step
+from ddpcheck.gather.phases.rank_state import RankState, TrainingModel, rank_state, replays_step
 from ddpcheck.gather.state.external_state import put_back
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
-from ddpcheck.gather.state.module_state import capture_state
-from ddpcheck.gather.steps.gradient_distance import against_average, dense, difference, scales
+from ddpcheck.gather.state.module_state import capture_state, copied_module
+from ddpcheck.gather.steps.gradient_distance import against_average, dense, difference, eps_of, norm, scales
 from ddpcheck.gather.steps.training_step import (
     clear_gradients,
+    compute_gradients,
     compute_loss,
     run_backward,
     run_optimizer,
     versions,
 )
+from ddpcheck.recipe.pytree import tree_map
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.compilation import run_as_compiled
 
@@ -34,7 +41,9 @@ _COMPILED_TOLERANCE = 0.1
 def ddp_step(step: int) -> DdpStepEvidence:
     """Forward, backward and optimizer step through the wrapper, compared with the averaged local gradients."""
     state = rank_state()
-    model, data, module = state.training_model, state.step, state.module
+    model, data, module, named = state.training_model, state.step, state.module, state.training_model.facts.named
+    precision = mixed_precision(module) if model.facts.sharded else None
+    noise = {} if precision is None else _rounding_of(step, precision)
     model.calls.clear()
     put_back(data.external)
     this_rank.set_status(f"step {step}: zero_grad")
@@ -42,65 +51,121 @@ def ddp_step(step: int) -> DdpStepEvidence:
     clear_gradients(module, *model.trainable.values())
     since = versions(module)
     apart = trains_apart(model.wrapper)
-    with recorded(module, model.wrapper, model.optimizer) as recorder:
+    with _recorded(model) as recorder:
         seed = state.seed_of(step)
-        loss = compute_loss(state.recipe, model.wrapped, data.batch, step=step, seed=seed, place="DDP ")
-        this_rank.set_status(f"step {step}: DDP backward")
+        loss = compute_loss(state.recipe, model.wrapped, data.batch, step=step, seed=seed, place=f"{named} ")
+        this_rank.set_status(f"step {step}: {named} backward")
         run_backward(loss.total, module=module, since=since)
         del loss
-        this_rank.set_status(f"step {step}: DDP comparison")
-        lossy = hook_loss(model.wrapper)
+        this_rank.set_status(f"step {step}: {named} comparison")
+        gradients = {n: dense(g) for n, g in state.whole((n, p.grad) for n, p in model.trainable.items()).items()}
+        lossy = eps_of(precision) if precision is not None else hook_loss(model.wrapper)
         floor = scales({name: t for name, t in data.averaged.items() if t is not None}) if lossy else {}
-        differences = (
-            ()
-            if apart
-            else tuple(
-                against_average(
-                    name,
-                    None if p.grad is None else dense(p.grad),
-                    data.averaged.get(name),
-                    world_size=state.world_size,
-                    scale=data.scale.get(name, 0.0),
-                    lossy=lossy,
-                    floor=floor.get(name, 0.0),
-                )
-                for name, p in model.trainable.items()
+        differences = tuple(
+            against_average(
+                name,
+                gradients.get(name),
+                data.averaged.get(name),
+                world_size=state.world_size,
+                scale=data.scale.get(name, 0.0),
+                lossy=lossy,
+                floor=floor.get(name, 0.0),
+                noise=noise.get(name, 0.0),
             )
+            for name in model.trainable
+            if not apart
         )
-        gradients = {n: 0 if p.grad is None else fingerprint(dense(p.grad)) for n, p in model.trainable.items()}
-        computed_with = fingerprints(module.named_parameters())
+        seen = {name: fingerprint(gradients[name]) if name in gradients else 0 for name in model.trainable}
+        before = state.whole(module.named_parameters())
+        computed_with = fingerprints(before.items())
+        if model.facts.sharded:
+            before = {name: before[name].clone() for name in model.trainable}
+            own = shards(model.trainable.items())
+            own_gradients = shards((name, p.grad) for name, p in model.trainable.items())
         this_rank.set_status(f"step {step}: optimizer")
         run_optimizer(model.optimizer, "step")
+    after = state.whole(module.named_parameters())
     unregistered = fingerprints(unregistered_state(module))
-    return DdpStepEvidence(
+    found = DdpStepEvidence(
         rank=state.rank,
         step=step,
-        gradients=gradients,
-        parameters=fingerprints(module.named_parameters()),
+        gradients=seen,
+        parameters=fingerprints(after.items()),
         parameters_before_optimizer=computed_with,
         buffers=fingerprints(module.named_buffers()),
         state={name: value for name, value in unregistered.items() if name in model.unregistered},
         new_state={name: value for name, value in unregistered.items() if name not in model.unregistered},
-        optimizer=_optimizer_state(model),
+        optimizer=_optimizer_state(state),
         against_local=differences,
         wrapper_calls=model.calls.get("wrapper", 0),
         inner_calls=model.calls.get("inner", 0),
-        events=(*recorder.events, *([LoopEvent("apart")] if apart else [])),
-        parameters_after_backward=recorder.values,
+        events=(*model.settings, *recorder.events, *([LoopEvent("apart")] if apart else [])),
+        parameters_after_backward=computed_with if model.facts.sharded else recorder.values,
+    )
+    if not model.facts.sharded:
+        return found
+    model.copies = model.copies or tuple(CopiedOptimizer(state.recipe, given) for given in (before, own))
+    whole, alone = model.copies
+    return ShardedStep(
+        **structs.asdict(found),
+        against_whole=whole.differences(before, gradients, after),
+        against_shard=alone.differences(own, own_gradients, shards(model.trainable.items())),
+        uncompared=whole.trouble or alone.trouble,
     )
 
 
-def _optimizer_state(model: TrainingModel) -> dict[str, int]:
+@contextlib.contextmanager
+def _recorded(model: TrainingModel) -> Iterator[Recorder]:
+    """Record what happens to the model while the block runs; under `fully_shard`, only its settings."""
+    if not model.facts.sharded:
+        with recorded(model.module, model.wrapper, model.optimizer) as recorder:
+            yield recorder
+        return
+    recorder = Recorder(model.module, model.optimizer)
+    with recorded_settings() as recorder.events:
+        yield recorder
+
+
+@replays_step
+def _rounding_of(step: int, dtype: torch.dtype) -> dict[str, float]:
+    """By parameter, what the local step loses in `dtype`, as the norm over the ranks; empty where it cannot be run."""
+    state = rank_state()
+    module = copied_module(state.reference.module).to(dtype)
+    batch = tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, state.step.batch)
+    lost = torch.zeros(len(state.step.local) + 1, dtype=torch.float64)
+    try:
+        with unlogged():
+            gradients, _ = compute_gradients(
+                state.recipe, module, batch, step=step, seed=state.seed_of(step), place=f"in {dtype}, "
+            )
+        for index, (name, gradient) in enumerate(state.step.local.items()):
+            lost[index] = norm(gradient - gradients.get(name, 0)) ** 2
+    except Exception:  # a model that insists on its dtype
+        lost[-1] = 1.0
+    with unlogged():
+        if state.world_size > 1:
+            dist.all_reduce(lost := lost.to(state.device), group=state.group)
+    sizes = (lost / state.world_size).sqrt().tolist()
+    return {} if sizes[-1] else dict(zip(state.step.local, sizes, strict=False))
+
+
+def _is_float(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _optimizer_state(state: RankState) -> dict[str, int]:
+    model = state.training_model
     names = {id(p): name for name, p in model.module.named_parameters()}
     found: dict[str, int] = {}
-    for parameter, state in getattr(model.optimizer, "state", {}).items():
-        for key, value in state.items() if isinstance(state, Mapping) else ():
+    tensors: dict[str, torch.Tensor] = {}
+    for parameter, kept in getattr(model.optimizer, "state", {}).items():
+        for key, value in kept.items() if isinstance(kept, Mapping) else ():
             label = f"optimizer {names.get(id(parameter), '?')} {key}"
             if isinstance(value, torch.Tensor):
-                found[label] = fingerprint(value)
+                tensors[label], found[label] = value, 0
             elif isinstance(value, int | float | bool):
                 found[label] = hash(value)
-    return found
+    return found | {label: fingerprint(value) for label, value in state.whole(tensors.items()).items()}
 
 
 @replays_step

@@ -27,6 +27,7 @@ from ddpcheck.gather.collectives.allreduce import average_over_ranks
 from ddpcheck.gather.collectives.collective_log import read_log, unlogged
 from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, changes_in_forward
 from ddpcheck.gather.ddp.loop_events import counted_backwards
+from ddpcheck.gather.ddp.sharding import gathered_state
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, StepData, rank_state, replays_step
 from ddpcheck.gather.phases.repeated_step import random_choices
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints
@@ -61,7 +62,10 @@ def begin_step(step: int, file: Path | None) -> None:
     model, reference = state.training_model, state.reference
     trained = state.module if reference.optimizer is None else reference.module
     last = state.step.before if hasattr(state, "step") else None
-    before = capture_state(trained, into=last)
+    if model.facts.sharded and trained is state.module:
+        before = gathered_state(trained, state.group)
+    else:
+        before = capture_state(trained, into=last)
     if state.world_size > 1 and broadcasts_buffers(model.wrapper):
         with unlogged():
             for name, _ in state.module.named_buffers():

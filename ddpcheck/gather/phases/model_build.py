@@ -31,6 +31,12 @@ from ddpcheck.gather.ddp.ddp_wrapper import (
     wrapper_attributes,
 )
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
+from ddpcheck.gather.ddp.sharding import (
+    before_sharding,
+    is_sharded,
+    recorded_settings,
+    sharded_facts,
+)
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
 from ddpcheck.gather.patching import patched
@@ -150,7 +156,17 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     names = {id(p): name for name, p in state.module.named_parameters()}
     original, reference = state.module, state.reference.module
     known_hooks = recorded_hooks()
-    with _watch_construction() as (options, seen), around or contextlib.nullcontext():
+    changed: list[nn.Module] = []  # by `wrap`, before `fully_shard`
+
+    def copy_changed() -> None:
+        if differs_in_structure(original, reference):
+            changed.append(copied_module(original))
+
+    with contextlib.ExitStack() as stack:
+        options, seen = stack.enter_context(_watch_construction())
+        settings = stack.enter_context(recorded_settings())
+        stack.enter_context(before_sharding(copy_changed))
+        stack.enter_context(around or contextlib.nullcontext())
         wrapped = state.recipe.wrap_module(original, state.device)
     hooks = tuple(hook for hook in recorded_hooks() if hook not in known_hooks)
     wrapper = find_ddp(wrapped)
@@ -161,10 +177,15 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     if isinstance(inner, nn.Module) and (inner is not original or differs_in_structure(inner, reference)):
         if differs_in_structure(inner, reference):
             reshaped = _shapes(inner) != _shapes(reference)
-            state.reference.module = reference = copied_module(inner)
+            state.reference.module = reference = _unwrapped_copy(inner, changed)
             trouble = _hand_over(reference) if reshaped and state.rank == 0 else ""
         state.module = inner
     trainable = {name: p for name, p in state.module.named_parameters() if p.requires_grad}
+    facts = facts_of(wrapper, names)
+    if not facts.is_ddp:  # before anything is gathered, for which all ranks have to come
+        compare_options({"fully_shard": str(is_sharded(wrapper))})
+    if not facts.is_ddp and is_sharded(wrapper):
+        facts = sharded_facts(wrapper, dict(reference.named_parameters()), settings)
     for name, parameter in reference.named_parameters():
         parameter.requires_grad_(name in trainable)  # wrap may have frozen some
     optimizer = state.recipe.build_optimizer(p for p in wrapped.parameters() if p.requires_grad)
@@ -174,7 +195,8 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         wrapped=wrapped,
         wrapper=wrapper,
         optimizer=optimizer,
-        facts=facts_of(wrapper, names),
+        facts=facts,
+        settings=tuple(settings),
         trainable=trainable,
         unregistered=frozenset(name for name, _ in unregistered_state(state.module)),
         hooks=hooks,
@@ -187,10 +209,10 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     owned = {id(p): name for name, p in state.module.named_parameters()}
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return WrappedModule(
-        facts=model.facts,
+        facts=facts,
         options={**options, **wrapper_attributes(wrapper)},
         optimizer=optimizer_options(optimizer, {id(p): name for name, p in state.module.named_parameters()}),
-        parameters=fingerprints(state.module.named_parameters()),
+        parameters=fingerprints(state.whole(state.module.named_parameters()).items()),
         buffers=fingerprints(state.module.named_buffers()),
         loss_location=_defined_at(recipe.loss),
         hooks=hooks,
@@ -211,6 +233,23 @@ def _defined_at(function: Any) -> Location | None:
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)
     return Location(relative_path(code.co_filename), code.co_firstlineno) if code is not None else None
+
+
+def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module]) -> nn.Module:
+    """A copy of a module that `wrap` has made another one of, without what `fully_shard` has done to it.
+
+    Raises:
+        TargetError: It is sharded, and was changed again after that.
+    """
+    if not is_sharded(module):
+        return copied_module(module)
+    same = next((one for one in changed if not differs_in_structure(module, one)), None)
+    if same is None:
+        raise TargetError(
+            "wrap(module, device) changes the layers of the module beside fully_shard, and what it has made cannot be "
+            "copied; make these changes in model(), or before the first call of fully_shard"
+        )
+    return same
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -17,8 +17,11 @@ from torch import nn
 
 from ddpcheck.findings.evidence.modules import GradientHook, ModuleDescription, WrapperFacts
 from ddpcheck.findings.evidence.parameters import ParameterChange
+from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
+from ddpcheck.gather.ddp.copied_optimizer import CopiedOptimizer
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter
+from ddpcheck.gather.ddp.sharding import gathered
 from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back
 from ddpcheck.gather.state.module_state import ModuleState
 from ddpcheck.gather.state.origins import Origins
@@ -61,8 +64,11 @@ class TrainingModel:
     facts: WrapperFacts
     trainable: dict[str, nn.Parameter]  # of `module`, what required grad at wrapping
     unregistered: frozenset[str]  # tensors without gradient that `module` held then without having registered them
+    settings: tuple[LoopEvent, ...]  # of `fully_shard`, that `wrap` has made
     hooks: tuple[GradientHook, ...]  # that `wrap` has put in the way of gradients
     external_state: ExternalState
+    # Of a module that is sharded, from its first step on: of the whole parameters, and of this rank's shards.
+    copies: tuple[CopiedOptimizer, ...] = ()
     calls: dict[str, int] = field(default_factory=dict)  # of the "wrapper" and the "inner" module, in this step
     counters: list[Any] = field(default_factory=list)  # handles of the hooks that count them
 
@@ -106,6 +112,12 @@ class RankState:
     def seed_of(self, step: int) -> int:
         """The seed of the random numbers that this rank draws in a step."""
         return step_seed(self.seed, step, self.rank)
+
+    def whole(self, tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
+        """Tensors of the wrapped model, by name, gathered from their shards; all ranks have to call it."""
+        if self.training_model.facts.sharded:
+            return gathered(tensors, self.group)
+        return {name: tensor for name, tensor in tensors if tensor is not None}
 
     def run_loss(self, step: int, place: str = "") -> Loss:
         """The loss of the reference module on this rank's shard; see `compute_loss`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -162,6 +163,23 @@ def copied_module(module: nn.Module) -> nn.Module:
 
 def differs_in_structure(one: nn.Module, other: nn.Module) -> bool:
     """Whether a wrapper has changed a module: other classes, or other names or shapes of parameters."""
-    return [(n, type(m)) for n, m in one.named_modules()] != [(n, type(m)) for n, m in other.named_modules()] or [
-        (name, p.shape) for name, p in named_parameters(one).items()
-    ] != [(name, p.shape) for name, p in named_parameters(other).items()]
+    return _classes(one) != _classes(other) or [(name, p.shape) for name, p in named_parameters(one).items()] != [
+        (name, p.shape) for name, p in named_parameters(other).items()
+    ]
+
+
+def _classes(module: nn.Module) -> list[tuple[str, type]]:
+    return [(name, original_class(part)) for name, part in module.named_modules()]
+
+
+def original_class(module: nn.Module) -> type:
+    """The class of which `module` was made, where `fully_shard` or `replicate` has put another in its place."""
+    added = sharding_classes()
+    return next(one for one in type(module).__mro__ if not (added and issubclass(one, added)))
+
+
+def sharding_classes() -> tuple[type, ...]:
+    """The classes that `fully_shard` and `replicate` add to the bases of a module's, as far as they are imported."""
+    places = (("torch.distributed.fsdp", "FSDPModule"), ("torch.distributed._composable.replicate", "DDP"))
+    found = (getattr(sys.modules.get(module), name, None) for module, name in places)
+    return tuple(one for one in found if isinstance(one, type))

@@ -164,6 +164,7 @@ def against_average(
     scale: float = 0.0,
     lossy: float = 0.0,
     floor: float = 0.0,
+    noise: float = 0.0,
 ) -> Difference:
     """One gradient that a wrapper has left, against the average of the ranks' own.
 
@@ -175,6 +176,7 @@ def against_average(
         scale: Of the ranks' own gradients; 0 where it is not known.
         lossy: What a communication hook loses; 0 where there is none.
         floor: Of the scale, where there is one: a gradient that is nothing but rounding is rounded away with impunity.
+        noise: Norm of what another dtype loses, in which the wrapper computes; 0 where it computes in the same.
     """
     if got is None and (want is None or not bool(want.count_nonzero())):
         return Difference(name, 0.0, 0.0)
@@ -182,7 +184,10 @@ def against_average(
         assert got is not None
         want = torch.zeros_like(got)
     tolerance = (8 + world_size) * max(eps_of(want.dtype), lossy)
-    return difference(name, got, want, scale=max(scale or norm(want), floor), tolerance=tolerance)
+    scale = max(scale or norm(want), floor)
+    if scale:
+        tolerance = max(tolerance, _NOISE_MULTIPLE * noise / scale)
+    return difference(name, got, want, scale=scale, tolerance=tolerance)
 
 
 def _subtract(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:

@@ -326,6 +326,27 @@ def explain_by_overwritten_parameters(facts: WrapperErrorFacts) -> list[Finding]
     )
 
 
+def explain_by_shards_in_the_loss(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP501: what uses a parameter runs while `fully_shard` has only its shard there, outside of the module's forward.
+
+    Before the sentences of DDP, none of which comes up then.
+    """
+    if "mixed torch.Tensor and DTensor" not in facts.text or "forward" not in facts.failures[0].place:
+        return []
+    first = facts.failures[0]
+    return one_finding(
+        "DDP501",
+        ("forward",),
+        "The loss uses parameters outside of the forward of a module that fully_shard was called on, where each rank "
+        "has its shard only.",
+        ranks=facts.raised_on,
+        location=Location.parse(first.location),
+        evidence=[first.message],
+        fix="Call the module and not another method of it, or name that method in "
+        "torch.distributed.fsdp.register_fsdp_forward_method(module, name).",
+    )
+
+
 _IN_PLACE = "modified by an inplace operation"
 _SENTENCES = {  # of torch, with the code and the message for each
     "mark a variable ready only once": ("DDP406", "DDP took a gradient to be complete, and it came again"),
@@ -361,5 +382,10 @@ def explain_by_sentence_of_torch(facts: WrapperErrorFacts) -> list[Finding]:
     return []
 
 
-WRAPPER_EXPLANATIONS = (explain_by_bypassed_forward, explain_by_overwritten_parameters, explain_by_sentence_of_torch)
+WRAPPER_EXPLANATIONS = (
+    explain_by_bypassed_forward,
+    explain_by_overwritten_parameters,
+    explain_by_shards_in_the_loss,
+    explain_by_sentence_of_torch,
+)
 """Likewise, of failures under the wrapper."""

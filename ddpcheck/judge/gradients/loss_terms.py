@@ -56,14 +56,14 @@ def format_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
 
 def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) -> list[Finding]:
     """DDP305: terms of the loss that are sums, or means over counts that differ between ranks."""
-    world_size, sizes = facts.known.world_size, facts.known.local.shard_sizes
+    world_size, sizes, named = facts.known.world_size, facts.known.local.shard_sizes, facts.known.wrapper.named
     worst_first = sorted(wrong, key=lambda term: -term.error)
     reasons: dict[str, str] = {}
     for term in worst_first:
         whose = format_term(term, facts.analysis.terms)
         if term.doubles_with_batch or (world_size > 1 and term.is_sum):
             what = (
-                f"{whose} sums over samples, and DDP averages over ranks: its gradient is "
+                f"{whose} sums over samples, and {named} averages over ranks: its gradient is "
                 f"{'' if term.is_sum else 'about '}1/{world_size} of the global batch's"
             )
             why = (
@@ -77,7 +77,7 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
                 "not the gradient of the global batch"
             )
             weights, here = (", ".join(f"{w:.4g}" for w in given) for given in (term.weights, term.rank_weights))
-            why = f"the global batch weighs the ranks by {weights}; DDP weighs "
+            why = f"the global batch weighs the ranks by {weights}; {named} weighs "
             why += f"the ranks by {here}" if here else f"each by {1 / world_size:.4g}"
             if term.count not in ("", "samples"):
                 why = f"{term.count}: {' and '.join(f'{count:g}' for count in term.counts)} on the ranks; {why}"

@@ -165,6 +165,7 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
         return []
     count = len(facts.evidence[0].gradients)
     steps = sorted({step for name in names for step in facts.unequal[name]})
+    is_known = facts.known.wrapper.is_ddp or facts.known.wrapper.sharded
     whose = f"the wrapper is a {facts.known.wrapper_class}, which is no DistributedDataParallel"
     more = {"fix": _AVERAGING_HOOK} if facts.known.wrapper.comm_hook else {}
     return facts.known.names.one_finding(
@@ -173,7 +174,7 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
         f"The gradients of {'all' if len(names) == count else f'{len(names)} of'} {counted(count, 'parameter')} "
         f"differ between ranks after backward, from {format_steps(steps[:1])} on.",
         steps=unless_all(steps, facts.step_count),
-        evidence=[*([] if facts.known.wrapper.is_ddp else [whose]), *_evidence_between_ranks(facts)],
+        evidence=[*([] if is_known else [whose]), *_evidence_between_ranks(facts)],
         **more,
     )
 
@@ -199,6 +200,8 @@ def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
         location=None,
         fix=_AVERAGING_HOOK
         if facts.known.wrapper.comm_hook
+        else "Leave out set_gradient_divide_factor, or give it the number of ranks."
+        if facts.known.wrapper.sharded
         else "Average once: what wraps the model, or a hook on its parameters, scales gradients that are averaged "
         "already, or adds them up.",
     )

@@ -114,7 +114,7 @@ def _explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
     Where shards alone give other gradients or cannot be run, the values of the loss must tell who applies the factor.
     Before what differs between ranks, for the factor is the same on all of them.
     """
-    analysis, known = facts.analysis, facts.known
+    analysis, known, named = facts.analysis, facts.known, facts.known.wrapper.named
     ratio = analysis.against_global.ratio
     if facts.world_changed and facts.is_factor(analysis.against_shards):
         return _factor_of_the_world(facts, analysis.against_shards.ratio)
@@ -127,7 +127,8 @@ def _explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
         return facts.one_finding(
             "DDP303",
             f"Every gradient is {format_factor(ratio, known.world_size)} times the global batch's: each rank computes "
-            "the loss of the whole batch, its gradient comes back to the rank's own samples only, and DDP averages.",
+            "the loss of the whole batch, its gradient comes back to the rank's own samples only, and "
+            f"{named} averages.",
             f"every rank's loss is {analysis.global_loss:.4g}, that of the global batch",
             *(f"gathered by {call}" for call in known.local.calls[:2]),
             location=known.loss_location,
@@ -237,20 +238,20 @@ def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
     return facts.one_finding(
         "DDP303",
         f"{capitalized(factors[0])}: what it is divided by is counted over all ranks, or scaled by the "
-        "world size, and DDP averages already.",
+        f"world size, and {facts.known.wrapper.named} averages already.",
         *factors[1:],
         location=off[0].location or facts.known.loss_location,
     )
 
 
 def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> list[Finding]:
-    factor = format_factor(ratio, facts.known.world_size)
+    factor, named = format_factor(ratio, facts.known.world_size), facts.known.wrapper.named
     return facts.one_finding(
         "DDP303",
         f"Every gradient is {factor} times that of the same shards without a process group: the model or the loss "
-        "scales by the world size, and DDP averages already.",
+        f"scales by the world size, and {named} averages already.",
         fix=f"Take the factor {ratio:.4g} out of the loss (a division or multiplication by the world size, or an "
-        "all-reduce of the loss): DDP averages already.",
+        f"all-reduce of the loss): {named} averages already.",
     )
 
 

@@ -20,6 +20,14 @@ SPARSE_ADVICE = (
     "Use the table in every step, remove it, or freeze it with requires_grad_(False) before wrapping; or make it with "
     "sparse=False: for a sparse table that is unused, find_unused_parameters=True makes DDP raise."
 )
+UNDER_SHARDING = (
+    "fully_shard reduces the gradients of a group that a rank has: where the ranks have others, gloo aborts, and nccl "
+    "waits or adds up the wrong numbers"
+)
+ADVICE_UNDER_SHARDING = (
+    "Use the parameter on every rank, or call set_reduce_scatter_unused_params(True) on the module that fully_shard "
+    "has returned (where this torch has it)."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +138,7 @@ class ConditionalUse:
         facts, wrapper = self.facts, self.facts.wrapper
         sparse = any(name in wrapper.sparse for name in self.parameters)
         more = [SPARSE_REFUSED] if sparse and wrapper.find_unused_parameters else []
+        more += [UNDER_SHARDING] if wrapper.sharded else []
         if wrapper.static_graph:
             more.append("static_graph=True promises that the set of used parameters never changes")
         return facts.names.one_finding(
@@ -139,7 +148,7 @@ class ConditionalUse:
             ranks=unless_all(ranks, facts.world_size),
             steps=unless_all(self.steps, len(facts.steps)),
             evidence=[*evidence, *more],
-            fix=SPARSE_ADVICE if sparse else "",
+            fix=SPARSE_ADVICE if sparse else ADVICE_UNDER_SHARDING if wrapper.sharded else "",
             path=self._path(),
         )
 
@@ -153,10 +162,11 @@ class ConditionalUse:
 def judge_conditional_use(facts: ParameterFacts) -> list[Finding]:
     """One finding for each family of parameters that are missing on some ranks, or in some steps.
 
-    Under `find_unused_parameters` DDP goes on without them, except for sparse gradients.
+    Under `find_unused_parameters` DDP goes on without them, except for sparse gradients; `fully_shard` does where no
+    rank has them, or where it was told to reduce zeros in their place.
     """
     names = facts.sometimes_missing
-    if facts.wrapper.find_unused_parameters:
+    if facts.wrapper.tolerates_absence:
         names = [name for name in names if name in facts.wrapper.sparse]
     places = {frozenset((item.rank, item.step) for item in facts.missing[name]) for name in names}
     all_at_once = len(places) == 1 and len(names) == len(facts.trainable) > 1
@@ -165,7 +175,7 @@ def judge_conditional_use(facts: ParameterFacts) -> list[Finding]:
     found = []
     for family in families.values():
         use = ConditionalUse(family, _absences(family, facts), all_at_once, facts)
-        found += judge_rank_dependence(use) or judge_step_dependence(use)
+        found += judge_rank_dependence(use) or ([] if facts.wrapper.sharded else judge_step_dependence(use))
     return found
 
 

@@ -76,6 +76,9 @@ def judge_always_missing(facts: ParameterFacts) -> list[Finding]:
     return [finding for group in groups for finding in _always_missing(group, end_of(group[0]), facts)]
 
 
+_ADVICE_UNDER_SHARDING = "Use the parameter in the loss, remove it, or freeze it with requires_grad_(False)."
+
+
 def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -> list[Finding]:
     """A finding on parameters that are missing for one cause, and what it means under the options of the wrapper."""
     wrapper, steps, them = facts.wrapper, len(facts.steps), plural_verb("it", "them", group)
@@ -89,7 +92,9 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
         more.append(SPARSE_REFUSED)
     elif wrapper.tolerates_unused:
         more.append(f"{facts.tolerating_option}=True keeps DDP from stopping; nothing ever trains {them}")
-    harmless = wrapper.tolerates_unused and code != "DDP103" and not refused
+    elif wrapper.sharded:
+        more.append(f"fully_shard says nothing of it; nothing ever trains {them}")
+    harmless = (wrapper.tolerates_unused or wrapper.sharded) and code != "DDP103" and not refused
     mildest = Severity.WARNING if steps > 1 else Severity.NOTE
     return facts.names.one_finding(
         code,
@@ -97,7 +102,7 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
         message,
         severity=mildest if harmless else None,
         evidence=[*evidence, *more],
-        fix=SPARSE_ADVICE if sparse else "",
+        fix=SPARSE_ADVICE if sparse else _ADVICE_UNDER_SHARDING if wrapper.sharded else "",
         path=end.path_of(group[0]),
     )
 
@@ -259,24 +264,26 @@ def judge_unregistered(facts: ParameterFacts) -> list[Finding]:
     return [
         finding
         for (_, _, on_ranks), group in groups.items()
-        for finding in _unregistered(group, unless_all(on_ranks, facts.world_size))
+        for finding in _unregistered(group, unless_all(on_ranks, facts.world_size), facts.wrapper.named)
     ]
 
 
-def _unregistered(leaves: Sequence[UnregisteredTensor], ranks: tuple[int, ...]) -> list[Finding]:
+def _unregistered(leaves: Sequence[UnregisteredTensor], ranks: tuple[int, ...], by: str) -> list[Finding]:
     names = [leaf.name for leaf in leaves]
     what = f"{join_names(names)} {plural_verb('receives', 'receive', names)} gradient without being registered as a "
     what += "parameter of the model"
     if len(leaves) == 1 and leaves[0].kind:
         what = f"The {leaves[0].kind} {what}"
     if created_in_forward := leaves[0].created_in_forward:
-        what = f"{join_names(names)} {plural_verb('is', 'are', names)} created in the forward pass, after DDP has been "
-        what += "constructed"
+        what = (
+            f"{join_names(names)} {plural_verb('is', 'are', names)} created in the forward pass, after {by} has been "
+        )
+        what += "called" if by == "fully_shard" else "constructed"
     elements = sum(math.prod(leaf.shape) for leaf in leaves)
     return one_finding(
         "DDP106",
         names,
-        f"{what}, so DDP never synchronises {plural_verb('it', 'them', names)}.",
+        f"{what}, so {by} never synchronises {plural_verb('it', 'them', names)}.",
         ranks=ranks,
         location=next((leaf.location for leaf in leaves if leaf.location), None),
         evidence=(f"{counted(len(names), 'tensor')}, {elements} elements",),
@@ -357,7 +364,7 @@ def judge_hidden_parameters(facts: ParameterFacts) -> list[Finding]:
 def judge_repeated_arrival(facts: ParameterFacts) -> list[Finding]:
     """DDP406: gradients that arrive more than once in a backward pass."""
     arrivals = [arrival for item in facts.evidence for arrival in item.arrivals.items()]
-    if not arrivals or facts.wrapper.static_graph:
+    if not arrivals or facts.wrapper.static_graph or facts.wrapper.sharded:
         return []
     names = list(dict.fromkeys(name for name, _ in arrivals))
     times = max(count for _, count in arrivals)

@@ -213,6 +213,30 @@ def differing_names(values: Sequence[Mapping[str, Hashable]]) -> dict[str, tuple
     return {name: minority_ranks(of_name) for name, of_name in differing_values(values).items()}
 
 
+def judge_values_before_sharding(before: Sequence[Mapping[str, int]], now: Mapping[str, int]) -> list[Finding]:
+    """DDP208: parameters that the ranks have built with other values, each rank's part of which `fully_shard` keeps.
+
+    Args:
+        before: By rank, fingerprints of the whole of what a rank has built and still holds its shard of.
+        now: Fingerprints of what the shards are together; a whole that one rank has built is none of several.
+    """
+    found = differing_values(before)
+    differing = {name: values for name, values in found.items() if now.get(name) not in values}
+    if not differing:
+        return []
+    names = sorted(differing)
+    return one_finding(
+        "DDP208",
+        names,
+        f"{join_names(names)} {plural_verb('does', 'do', names)} not have the same values on every rank before "
+        f"fully_shard, which broadcasts nothing: {plural_verb('it is', 'they are', names)} put together from parts of "
+        "different models.",
+        ranks=sorted({rank for values in differing.values() for rank in minority_ranks(values)}),
+        fix="Build the model under the same seed and from the same checkpoint on every rank; or hand rank 0's values "
+        "out after fully_shard (set_model_state_dict with broadcast_from_rank0).",
+    )
+
+
 def judge_values_after_wrapping(
     parameters: Sequence[Mapping[str, int]], buffers: Sequence[Mapping[str, int]]
 ) -> list[Finding]:

@@ -24,6 +24,7 @@ from ddpcheck.findings.source_lines import below_common, lines_of_program, user_
 from ddpcheck.gather.autograd.autograd_graph import in_backward, walk_graph
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
+from ddpcheck.gather.ddp.sharding import is_shard
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
 from ddpcheck.gather.state.tensor_values import version_of
@@ -259,6 +260,7 @@ class OptimizerRecorder:
             late_sum_at=known.late,
             restored_at=self._lines.of_restored(optimizer),
             rescaled_at=known.rescaled_at,
+            shards=sum(map(is_shard, held)),
         )
 
     def _sums_in_one(self, gradients: list[tuple[str, torch.Tensor]]) -> dict[str, Location | None]:

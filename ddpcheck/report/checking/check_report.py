@@ -13,6 +13,7 @@ from importlib import metadata
 
 from ddpcheck import __version__
 from ddpcheck.findings.compiled_names import plain_name
+from ddpcheck.findings.evidence.steps import ShardedStep
 from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.selection import is_any_selected, sort_out
@@ -31,7 +32,7 @@ HEADINGS: Mapping[str, tuple[str, ...]] = {
     "wrapping": ("DDP208", "DDP214", "DDP215", "DDP221", "DDP223", "DDP503", "DDP515"),
     "parameters": ("DDP10", "DDP112", "DDP403", "DDP405", "DDP406", "DDP407", "DDP503", "DDP513"),
     "reducer": (
-        *("DDP301", "DDP302", "DDP111", "DDP501", "DDP502", "DDP504", "DDP306", "DDP311", "DDP508", "DDP509"),
+        *("DDP301", "DDP302", "DDP303", "DDP111", "DDP501", "DDP502", "DDP504", "DDP306", "DDP311", "DDP508", "DDP509"),
         *("DDP213", "DDP214", "DDP215", "DDP216", "DDP515", "DDP517"),
     ),
     "parity": (
@@ -204,6 +205,7 @@ def _verdict(state: CheckState, name: str) -> Verdict:
         return Verdict(held="built on every rank" if several else "built on one rank")
     if name in ("consistency", "wrapping"):
         built, wrapped = "parameters, buffers and modules", "values, options and optimizers"
+        wrapped = "values before fully_shard, and optimizers," if state.wrapper.sharded else wrapped
         what = built if name == "consistency" else wrapped
         return Verdict(held=f"{what} are the same on every rank" if several else "one rank, so that nothing can differ")
     if name == "parameters":
@@ -217,9 +219,14 @@ def _verdict(state: CheckState, name: str) -> Verdict:
     if hook and tally.untold and not _why_not_compared(state, name, tally.steps):
         return Verdict(held=tally.compressed(hook, state.asked.steps), differing=tally.differing(state.asked.steps))
     what = "the average of the ranks' own, and each other" if several else "those without the wrapper"
+    if several and state.wrapper.sharded:
+        what = "the average of the ranks' own, each gathered from its shards"
     what = what if name == "reducer" else "those of the global batch in a single process"
+    held = tally.equal(what, state.asked.steps) if tally.held else ""
+    if held and name == "reducer" and (updates := _held_updates(state)):
+        held = f"{held}; {counted(updates, 'parameter')} after a step on shards equal those after one on the whole"
     return Verdict(
-        held=tally.equal(what, state.asked.steps) if tally.held else "",
+        held=held,
         lacking=tally.vacuous() or _why_not_compared(state, name, tally.steps),
         differing=tally.differing(state.asked.steps),
     )
@@ -234,6 +241,12 @@ def _trained_apart(state: CheckState) -> str:
         f"not compared from step {min(apart)} on: {state.wrapper.comm_hook} averages over fewer ranks, and "
         f"{holds if alike else 'no step that was run averages the parameters'}"
     )
+
+
+def _held_updates(state: CheckState) -> int:
+    """How many parameters after a step of `fully_shard` are those of the optimizer on the whole."""
+    steps = [item for item in state.steps.ddp if isinstance(item, ShardedStep) and not item.rank]
+    return sum(not difference.bad for item in steps for difference in item.against_whole)
 
 
 def _part_taken(state: CheckState) -> Verdict:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError, HangError, OptionsDifferError, RankError, TargetError
 from ddpcheck.findings.evidence.gradients import RepeatedStep
-from ddpcheck.findings.evidence.modules import BuiltModule, WrappedModule
+from ddpcheck.findings.evidence.modules import BuiltModule, ShardedFacts, WrappedModule
 from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.findings.evidence.single_process import ShardAnalysis, SingleStep
-from ddpcheck.findings.evidence.steps import LocalStep, NoExplanation
+from ddpcheck.findings.evidence.steps import LocalStep, NoExplanation, ShardedStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import ReportError
 from ddpcheck.findings.severity import Severity
@@ -26,10 +26,16 @@ from ddpcheck.harness import RunFuture
 from ddpcheck.judge.endings.collective_order import judge_collectives, judge_packing
 from ddpcheck.judge.endings.rank_failure import judge_undefined_losses
 from ddpcheck.judge.endings.timelines import timelines
+from ddpcheck.judge.gradients.sharded import NOT_COMPARED, why_not_updated
 from ddpcheck.judge.loop.training_loop import judge_values_changed
 from ddpcheck.judge.parameters.parameters import judge_uninitialised, zero_everywhere
 from ddpcheck.judge.replicas.rank_configuration import judge_batches, judge_changes, judge_options
-from ddpcheck.judge.replicas.replicas import judge_descriptions, judge_layouts, judge_values_after_wrapping
+from ddpcheck.judge.replicas.replicas import (
+    judge_descriptions,
+    judge_layouts,
+    judge_values_after_wrapping,
+    judge_values_before_sharding,
+)
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckState, bug_error
 from ddpcheck.report.checking.check_worlds import CheckStopped, CheckWorlds
@@ -40,6 +46,8 @@ from ddpcheck.report.checking.judging import (
     judge_wrapper_failure,
     withhold_if_noisy,
 )
+
+_UNLIKE_REDUCTIONS = "the ranks would not make the same reductions"
 
 
 class CheckRun(CheckWorlds):
@@ -115,9 +123,11 @@ class CheckRun(CheckWorlds):
             self._skip_rest("DDP221: DDP would stop, hang or abort")
 
     def _check_after_wrapping(self, wrapped: Sequence[WrappedModule]) -> None:
+        facts = wrapped[0].facts
+        unlike = judge_descriptions(self._all(calls.local_step.layout)) if facts.sharded else []
         found = judge_options("DDP221", [item.options for item in wrapped], "The wrapper")
         found += judge_changes([item.changes for item in wrapped])
-        found += judge_options("DDP223", [item.optimizer for item in wrapped], "The optimizer")
+        found += unlike or judge_options("DDP223", [item.optimizer for item in wrapped], "The optimizer")
         start = [item.parameters_at_construction for item in wrapped]
         found += judge_values_changed(start, [item.parameters for item in wrapped])
         changed = {name for finding in found if finding.code == "DDP515" for name in finding.subjects}
@@ -125,10 +135,18 @@ class CheckRun(CheckWorlds):
             [{k: v for k, v in item.parameters.items() if k not in item.facts.ignored | changed} for item in wrapped],
             [{k: v for k, v in item.buffers.items() if k not in item.facts.ignored} for item in wrapped],
         )
-        self._add(found)
+        differ_now = {name for finding in found for name in finding.subjects}
         self.state.steps.ranks_differ = any(finding.code in ("DDP208", "DDP515") for finding in found)
+        if facts.sharded:
+            built = [item.facts.values_built for item in wrapped if isinstance(item.facts, ShardedFacts)]
+            before = judge_values_before_sharding(built, wrapped[0].parameters)
+            found += [finding for finding in before if differ_now.isdisjoint(finding.subjects)]
+            self.state.log.notes.append(NOT_COMPARED)
+        self._add(found)
+        if unlike:
+            self._skip_rest(f"{unlike[0].code}: {_UNLIKE_REDUCTIONS}")
         self._hand_over(wrapped[0])
-        if not wrapped[0].facts.is_ddp:
+        if not (facts.is_ddp or facts.sharded):
             self.state.log.notes.append(f"the wrapper is a {wrapped[0].wrapper}, which is no DistributedDataParallel")
         if any(finding.code == "DDP221" and finding.severity is Severity.ERROR for finding in found):
             self.state.steps.ddp_skipped = "DDP221: the ranks' wrappers would not work together"
@@ -216,7 +234,7 @@ class CheckRun(CheckWorlds):
         what has taken part so far; compiled code computes a gradient of zeros where a path is cut.
         """
         state = self.state
-        if state.steps.ranks_differ or state.wrapper.comm_hook:
+        if state.steps.ranks_differ or state.wrapper.comm_hook or state.wrapper.sharded:
             return False
         missing = any(state.steps.missing().get((step, item.evidence.rank)) for item in state.steps.local)
         return not (state.wrapper.static_graph and missing)
@@ -247,7 +265,8 @@ class CheckRun(CheckWorlds):
 
     def _check_layout(self, local: Sequence[LocalStep], step: int) -> None:
         """Compare the layouts of the ranks' modules, which DDP takes to be those that it was constructed with."""
-        if len({item.layout for item in local}) == 1 or not self.state.wrapped[0].facts.is_ddp:
+        facts = self.state.wrapper
+        if len({item.layout for item in local}) == 1 or not (facts.is_ddp or facts.sharded):
             return
         broadcasts = self.state.wrapped[0].broadcasts_buffers
         found = judge_layouts(self._all(calls.local_step.layout), step, broadcasts=broadcasts)
@@ -255,7 +274,12 @@ class CheckRun(CheckWorlds):
             return
         lines = self._all(calls.model_build.assignments, [name for finding in found for name in finding.subjects])[0]
         self._add([replace(f, location=lines.get(f.subjects[0])) for f in found])
-        self._skip_rest(f"{found[0].code}: DDP would stop, hang or abort at its next collective")
+        would = (
+            "the ranks would not make the same reductions"
+            if facts.sharded
+            else "DDP would stop, hang or abort at its next collective"
+        )
+        self._skip_rest(f"{found[0].code}: {would}")
 
     def _check_packing(self, local: Sequence[LocalStep], step: int) -> None:
         """Once, where ranks reduce vectors in forward: whether they pack them alike."""
@@ -285,7 +309,10 @@ class CheckRun(CheckWorlds):
         """One step through the wrapper; returns whether its result needs a second look."""
         try:
             with self._phase("reducer", f"{words}: through the wrapper"):
-                doubtful = ddp_step_is_wrong(self.state, self._all(calls.ddp_step.ddp_step, step))
+                done = self._all(calls.ddp_step.ddp_step, step)
+                trouble = {why for item in done if isinstance(item, ShardedStep) and (why := why_not_updated(item))}
+                self.state.log.notes += [f"parameters after a step are not compared: {one}" for one in sorted(trouble)]
+                doubtful = ddp_step_is_wrong(self.state, done)
                 self._check_in_step(when=self.state.wrapped[0].broadcasts_buffers)
                 return doubtful
         except RankError as error:

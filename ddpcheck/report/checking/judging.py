@@ -5,7 +5,7 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ddpcheck.findings.compiled_names import without_prefix
 from ddpcheck.findings.errors import RankError
@@ -18,6 +18,7 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
 from ddpcheck.judge.gradients.reducer import judge_compiled, judge_reducer, tell_compiled
+from ddpcheck.judge.gradients.sharded import judge_sharded
 from ddpcheck.judge.gradients.single_process import judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
 from ddpcheck.judge.loop.training_loop import judge_draws, judge_loop, judge_optimizer, judge_samples
@@ -31,13 +32,14 @@ _LIBRARIES = {"random": "Python's random"}
 
 def decide_on_ddp(state: CheckState, step: int) -> None:
     """Find out whether the wrapper can be used in this step, or would raise, hang or abort."""
-    if state.steps.ddp_skipped or not state.wrapper.is_ddp:
+    if state.steps.ddp_skipped or not (state.wrapper.is_ddp or state.wrapper.sharded):
         return
     evidence = [item for item in state.steps.parameters if item.step == step]
     found = state.log.call_judge("parameters", judge_parameters, evidence, state.wrapper, state.names)
     stops = {f.code for f in found if f.severity is Severity.ERROR and RULES[f.code].stops_ddp}
     if stops - ({"DDP103", "DDP503"} if state.wrapper.tolerates_unused else set()):
-        skipped = f"not run from step {step} on: the finding on parameters would make DDP raise or hang"
+        would = "the ranks' reductions differ" if state.wrapper.sharded else "DDP raise or hang"
+        skipped = f"not run from step {step} on: the finding on parameters would make {would}"
         state.steps.ddp_skipped = skipped
 
 
@@ -46,7 +48,11 @@ def ddp_step_is_wrong(state: CheckState, evidence: Sequence[DdpStepEvidence]) ->
     differing = differing_names([item.parameters for item in evidence])
     state.steps.ddp += evidence
     state.steps.ranks_differ |= bool(differing)
-    return bool(state.log.call_judge("reducer", judge_reducer, evidence, judge_context(state)))
+    return bool(state.log.call_judge("reducer", _reduction_judge(state), evidence, judge_context(state)))
+
+
+def _reduction_judge(state: CheckState) -> Callable[[Sequence[DdpStepEvidence], JudgeContext], list[Finding]]:
+    return judge_sharded if state.wrapper.sharded else judge_reducer
 
 
 def withhold_if_noisy(state: CheckState, step: int, repeated: Sequence[RepeatedStep]) -> None:
@@ -129,7 +135,7 @@ def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
     first = single.analysed[0].evidence.step if single.analysed else 0
     judged = [step for step in single.differences if step >= first or not state.differs(step)]
     differences = {step: repeats.widened(single.differences[step]) for step in judged}
-    reducer = call_judge("reducer", judge_reducer, ddp, known) if ddp else []
+    reducer = call_judge("reducer", _reduction_judge(state), ddp, known) if ddp else []
     if known.wrapper.comm_hook and [one.code for one in reducer] == ["DDP301"] and state.replicas_stay_equal:
         steps.optimizer_averages = True
     else:

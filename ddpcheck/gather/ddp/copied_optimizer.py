@@ -1,0 +1,90 @@
+"""The recipe's optimizer on copies of parameters, which shows what its step on shards has to leave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.errors import TargetError
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.exception_origin import is_ours
+from ddpcheck.gather.collectives.collective_log import replaced_by
+from ddpcheck.gather.state.randomness import drawn_since, generator_states
+from ddpcheck.gather.steps.gradient_distance import difference, eps_of, norm
+from ddpcheck.gather.steps.training_step import run_optimizer
+from ddpcheck.recipe.recipe import Recipe, summary
+
+_PART_OF_UPDATE = 0.1  # a norm over a half in the place of the whole is a factor of 1.4
+_ROUNDINGS = 16.0
+
+
+class _CommunicatesError(Exception):
+    """The optimizer calls a collective, which on copies would mean something else."""
+
+
+class CopiedOptimizer:
+    """Steps of the recipe's optimizer on copies of the whole parameters, or of this rank's shards alone.
+
+    Attributes:
+        trouble: Why they cannot be compared with; empty while they can.
+    """
+
+    def __init__(self, recipe: Recipe, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Build it; `parameters` are copies of those that the optimizer was given, in that order."""
+        self.trouble = ""
+        self._parameters = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
+        try:
+            self._optimizer = recipe.build_optimizer(self._parameters.values())
+        except TargetError as error:
+            self.trouble = str(error)
+
+    def differences(
+        self,
+        before: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, torch.Tensor],
+        after: Mapping[str, torch.Tensor],
+    ) -> tuple[Difference, ...]:
+        """How far parameters `after` a step are from those of the same step on the copies, relative to its update.
+
+        Args:
+            before: The parameters before the step.
+            gradients: What the step has used.
+            after: The parameters after it.
+
+        Returns:
+            Nothing where there is `trouble`.
+        """
+        if self.trouble:
+            return ()
+        own = self._parameters
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(before[name])
+                parameter.grad = gradients[name].clone() if name in gradients else None
+        device = next(iter(own.values())).device
+        states = generator_states(device)
+        try:
+            with replaced_by(_refuse):
+                run_optimizer(self._optimizer, "step")
+        except _CommunicatesError:
+            self.trouble = "the optimizer communicates"
+        except Exception as error:
+            if is_ours(error):
+                raise
+            self.trouble = f"on a copy of the parameters its step raised {summary(error)}"
+        if drawn := drawn_since(states, device):
+            self.trouble = f"the optimizer draws random numbers from {' and '.join(sorted(drawn))}"
+        return () if self.trouble else tuple(_updated(name, before[name], after[name], p) for name, p in own.items())
+
+
+def _refuse(_operation: str, _given: Mapping[str, Any], _call: object) -> NoReturn:
+    raise _CommunicatesError
+
+
+def _updated(name: str, before: torch.Tensor, after: torch.Tensor, copy: nn.Parameter) -> Difference:
+    update, size = norm(copy.detach() - before), norm(copy.detach())
+    rounding = _ROUNDINGS * eps_of(copy.dtype) * size / update if update else 0.0
+    return difference(name, after, copy.detach(), scale=update, tolerance=_PART_OF_UPDATE + rounding)

@@ -1,0 +1,171 @@
+"""Modules that `fully_shard` (FSDP2) has sharded: what they are, how to gather them, and which settings are off.
+
+Each parameter is a `DTensor`, of which a rank holds a shard; `DTensor.full_tensor` gathers it, and is a collective
+(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpcheck.findings.evidence.modules import ShardedFacts
+from ddpcheck.findings.evidence.steps import LoopEvent
+from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.collectives.collective_log import unlogged
+from ddpcheck.gather.patching import CALLER, patched
+from ddpcheck.gather.state.fingerprints import fingerprints
+from ddpcheck.gather.state.module_state import ModuleState, capture_attributes, sharding_classes
+from ddpcheck.gather.steps.gradient_distance import eps_of
+
+_SYNCHRONISING = ("set_requires_gradient_sync", "set_requires_all_reduce")
+_FOR_UNUSED = "set_reduce_scatter_unused_params"
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a parameter of `module` is a `DTensor`, of which this rank holds a shard or a replica."""
+    return any(map(is_shard, module.parameters()))
+
+
+def is_shard(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a `DTensor`."""
+    dtensor = _dtensor()
+    return dtensor is not None and isinstance(tensor, dtensor)
+
+
+def _dtensor() -> Any:
+    """The class `DTensor`, if it has been imported."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def sharded_facts(module: nn.Module, built: Mapping[str, torch.Tensor], settings: Iterable[LoopEvent]) -> ShardedFacts:
+    """The facts on a module that is sharded.
+
+    Args:
+        module: What `wrap` has returned.
+        built: The parameters as this rank has built them, by name.
+        settings: What `recorded_settings` has recorded until now.
+    """
+    unused = [event.synchronises for event in settings if event.kind == _FOR_UNUSED]
+    return ShardedFacts(
+        is_ddp=False,
+        ignored=frozenset(name for name, p in module.named_parameters() if not is_shard(p)),
+        reduces_unused=unused[-1:] == [True],
+        values_built=_own_values(module, built),
+    )
+
+
+def _own_values(module: nn.Module, built: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Fingerprints of the parameters in `built`, on this rank, of which `module` still holds this rank's shard."""
+    tensor_module: Any = sys.modules.get("torch.distributed.tensor")
+    kept = {}
+    for name, parameter in module.named_parameters():
+        shard: Any = parameter.detach()
+        if name not in built or not is_shard(shard) or built[name].shape != shard.shape:
+            continue
+        with unlogged(), contextlib.suppress(RuntimeError, TypeError, ValueError):  # an uneven shard along another dim
+            own = tensor_module.distribute_tensor(
+                built[name].detach(), shard.device_mesh, shard.placements, src_data_rank=None
+            )
+            if torch.equal(own.to_local(), shard.to_local()):
+                kept[name] = built[name]
+    return fingerprints(kept.items())
+
+
+# Gathering
+
+
+def gathered(tensors: Iterable[tuple[str, torch.Tensor | None]], group: Any) -> dict[str, torch.Tensor]:
+    """The whole of each tensor, by name; all ranks have to call it.
+
+    What is no `DTensor` is returned as it is; what is one, in memory of its own. Tensors that are None are left out,
+    and so is a shard of a tensor of which another rank has none: nobody could gather that.
+    """
+    found = {name: tensor.detach() for name, tensor in tensors if tensor is not None}
+    shards = [name for name, tensor in found.items() if is_shard(tensor)]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    with unlogged():
+        dist.all_gather_object(everyone, shards, group=group)
+        on_all_ranks = set(shards).intersection(*everyone)
+        whole: dict[str, Any] = {name: _whole(found[name]) for name in sorted(on_all_ranks)}
+    return {name: whole.get(name, tensor) for name, tensor in found.items() if name in whole or name not in shards}
+
+
+def _whole(shard: Any) -> torch.Tensor:
+    full: torch.Tensor = shard.full_tensor()
+    return full.clone() if full.data_ptr() == shard.to_local().data_ptr() else full
+
+
+def shards(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
+    """A copy of what this rank holds of each tensor, by name; those that are None are left out."""
+    found: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors if tensor is not None}
+    return {name: (part.to_local() if is_shard(part) else part).clone() for name, part in found.items()}
+
+
+def gathered_state(module: nn.Module, group: Any) -> ModuleState:
+    """As `capture_state`, of a module that is sharded; all ranks have to call it."""
+    state = capture_attributes(module, buffers=True)
+    parameters = gathered(module.named_parameters(), group)
+    state.tensors = {**{name: tensor.clone() for name, tensor in parameters.items()}, **state.tensors}
+    return state
+
+
+# Settings
+
+
+@contextlib.contextmanager
+def recorded_settings() -> Iterator[list[LoopEvent]]:
+    """Record the calls in the block that decide whether gradients are reduced; `synchronises` says what was set."""
+    events: list[LoopEvent] = []
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+
+    def note(name: str, _module: nn.Module, value: bool = True, **given: Any) -> None:
+        where = user_location(sys._getframe(CALLER))
+        value = next((one for key, one in given.items() if key == name.removeprefix("set_")), value)
+        events.append(LoopEvent(name, str(where) if where else "", synchronises=bool(value)))
+
+    with contextlib.ExitStack() as stack:
+        for name in (*_SYNCHRONISING, _FOR_UNUSED):
+            if hasattr(fsdp, name):
+                stack.enter_context(patched(fsdp, name, functools.partial(note, name)))
+        yield events
+
+
+def mixed_precision(module: nn.Module) -> torch.dtype | None:
+    """The coarsest dtype in which a policy of `fully_shard` has gradients computed or reduced; None without one.
+
+    The policy is private to torch; where it cannot be read, that counts as bfloat16.
+    """
+    found = set()
+    for part in module.modules():
+        if isinstance(part, sharding_classes()):
+            try:
+                policy = part._get_fsdp_state()._mp_policy  # type: ignore[operator]
+                found |= {policy.param_dtype, policy.reduce_dtype}
+            except AttributeError:
+                found.add(torch.bfloat16)
+    return max(found - {None}, key=eps_of, default=None)
+
+
+@contextlib.contextmanager
+def before_sharding(act: Callable[[], object]) -> Iterator[None]:
+    """Call `act` in the block before `fully_shard` shards anything, once; not at all where torch has no such place.
+
+    The place is private to torch.
+    """
+    state = getattr(sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state"), "FSDPState", None)
+    done: list[object] = []
+
+    def begun(*_args: Any, **_kwargs: Any) -> None:
+        if not done:
+            done.append(act())
+
+    with patched(state, "init", begun) if hasattr(state, "init") else contextlib.nullcontext():
+        yield

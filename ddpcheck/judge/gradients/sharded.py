@@ -1,0 +1,130 @@
+"""DDP111, 301, 302, 303 and 502 under `fully_shard`: the gradients that it has left, gathered from their shards.
+
+Pure functions from `findings.evidence.steps` (gathered by `gather.phases.ddp_step`) to findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent, ShardedStep
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import counted, join_names, one_finding, plural_verb, unless_all
+from ddpcheck.judge.gradients.reducer import (
+    ReducerFacts,
+    explain_by_constant_factor,
+    explain_by_missing_reduction,
+    judge_unexplained_mismatch,
+)
+from ddpcheck.judge.judge_context import JudgeContext, first_explanation, group_by_step, worst_first
+
+NOT_COMPARED = (
+    "under fully_shard these are not compared: the reducer's buckets, its broadcast of parameters and buffers, and its "
+    "search for unused parameters, which are DDP's own"
+)
+
+
+def why_not_updated(item: ShardedStep) -> str:
+    """Why parameters after a step are not compared with those of a step on the whole; empty where all are."""
+    lost = [bad.name for bad in item.against_whole if bad.bad and bad.name not in item.updated_alone]
+    if item.uncompared or not lost:
+        return item.uncompared
+    return f"the optimizer may lose as much to rounding as it changes, in {join_names(lost)}"
+
+
+_SWITCHES = {
+    "set_requires_gradient_sync": "no gradient is reduced",
+    "set_requires_all_reduce": "gradients are reduced within each shard group, and not between the replicas",
+}
+
+
+def judge_sharded(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> list[Finding]:
+    """The findings on the gradients under `fully_shard`."""
+    facts = ReducerFacts.of(evidence, known)
+    found = explain_by_ungrouped_parameters(facts) + first_explanation(EXPLANATIONS, facts)
+    return found or judge_updates(facts)
+
+
+def judge_updates(facts: ReducerFacts) -> list[Finding]:
+    """DDP306: a step on shards leaves other parameters than the same step on the whole, from the same gradients.
+
+    Only where each rank's shard is what the step leaves of it alone: what orthogonalises a matrix, say, may lose so
+    much to rounding that any two ways to compute it differ.
+    """
+    wrong = []
+    for step, items in group_by_step(facts.evidence).items():
+        sharded = [item for item in items if isinstance(item, ShardedStep)]
+        alone = frozenset.intersection(*(item.updated_alone for item in sharded)) if sharded else frozenset()
+        wrong += [(step, bad) for item in sharded for bad in item.against_whole if bad.bad and bad.name in alone]
+    if not wrong:
+        return []
+    step = min(step for step, _ in wrong)
+    by_name = {bad.name: bad for of_step, bad in wrong if of_step == step}
+    names = list(by_name)
+    return facts.known.names.one_finding(
+        "DDP306",
+        names,
+        f"The optimizer's step {step} on shards leaves other values in {counted(len(names), 'parameter')} than the "
+        "same step on the whole parameters and gradients: each rank updates its shard as if there were no others.",
+        steps=unless_all(sorted({step for step, _ in wrong}), facts.step_count),
+        evidence=[
+            "errors are in proportion to the update of the whole",
+            *map(str, worst_first(by_name.values())[:3]),
+        ],
+        fix="Compute norms, means and the like of the DTensor, or all_reduce those of the shards over the shard group.",
+    )
+
+
+def explain_by_ungrouped_parameters(facts: ReducerFacts) -> list[Finding]:
+    """DDP111: these parameters are in no group of `fully_shard`.
+
+    Beside the other explanations, for it accounts for these parameters alone.
+    """
+    names = facts.known.names
+    found = [name for name in facts.unequal if name in facts.known.wrapper.ignored]
+    if not found:
+        return []
+    subjects = names.subjects(found)
+    return names.one_finding(
+        "DDP111",
+        found,
+        f"{join_names(subjects)} {plural_verb('is', 'are', subjects)} trained, and no group of fully_shard holds "
+        f"{plural_verb('it', 'them', subjects)}: nothing averages {plural_verb('its', 'their', subjects)} gradients, "
+        "which differ between the ranks.",
+        fix="Call fully_shard on the root module as well, last, and without this parameter in ignored_params.",
+    )
+
+
+def explain_by_switches(facts: ReducerFacts) -> list[Finding]:
+    """DDP502: the reduction was switched off by the last call that decides on it.
+
+    Before the others: what is not reduced is neither equal on the ranks nor their average.
+    """
+    wrong = list(dict.fromkeys((*facts.not_synchronised, *facts.wrong)))
+    off = _switched_off(facts.evidence[0].events)
+    if not wrong or off is None:
+        return []
+    count = len(facts.evidence[0].gradients)
+    return one_finding(
+        "DDP502",
+        (off.kind,),
+        f"{off.kind}(False) is in force in every backward of a step, so {_SWITCHES[off.kind]}: those of {len(wrong)} "
+        f"of {counted(count, 'parameter')} are not the average of the ranks'.",
+        location=Location.parse(off.location),
+        fix=f"Call {off.kind}(True) before the last backward of a step, or leave it out.",
+    )
+
+
+def _switched_off(events: Sequence[LoopEvent]) -> LoopEvent | None:
+    """The last call of a switch that has left it off."""
+    last = {event.kind: event for event in events if event.kind in _SWITCHES}
+    return next((event for event in last.values() if not event.synchronises), None)
+
+
+EXPLANATIONS = (
+    explain_by_switches,
+    explain_by_missing_reduction,
+    explain_by_constant_factor,
+    judge_unexplained_mismatch,
+)
+"""Of the gradients of parameters that `fully_shard` holds; the first that knows the pattern counts."""

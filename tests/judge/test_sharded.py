@@ -1,0 +1,123 @@
+"""Judges of modules that `fully_shard` has sharded, on evidence made by hand."""
+
+from typing import Any
+
+from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.modules import ShardedFacts
+from ddpcheck.findings.evidence.parameters import StepEvidence
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent, ShardedStep
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import Names
+from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
+from ddpcheck.judge.gradients.sharded import judge_sharded, why_not_updated
+from ddpcheck.judge.judge_context import JudgeContext
+from ddpcheck.judge.parameters.parameters import judge_parameters
+from ddpcheck.judge.replicas.replicas import judge_values_before_sharding
+
+SHARDED = ShardedFacts(is_ddp=False)
+KNOWN = JudgeContext(Names(), SHARDED, world_size=2)
+EQUAL = Difference("w", error=0.0, tolerance=1e-6)
+MISSING = Difference("w", error=1.0, tolerance=1e-6, residual=1.0)
+OFF = LoopEvent("set_requires_gradient_sync", "train.py:7", synchronises=False)
+ON = LoopEvent("set_requires_gradient_sync", "train.py:9", synchronises=True)
+
+
+def steps(*gradients: int, found: Difference = EQUAL, events: tuple[LoopEvent, ...] = ()) -> list[DdpStepEvidence]:
+    """One step, by the fingerprint of each rank's gradient of `w`, which is `found` so far from the average."""
+    return [
+        DdpStepEvidence(rank, 0, gradients={"w": gradient}, against_local=(found,), events=events)
+        for rank, gradient in enumerate(gradients)
+    ]
+
+
+def only(found: list[Finding]) -> Finding:
+    (finding,) = found
+    return finding
+
+
+def test_gradients_that_are_the_average_are_no_finding_whatever_was_switched() -> None:
+    assert judge_sharded(steps(1, 1), KNOWN) == []
+    assert judge_sharded(steps(1, 1, events=(OFF,)), KNOWN) == []
+
+
+def test_a_reduction_that_was_left_switched_off_is_told_at_the_call() -> None:
+    finding = only(judge_sharded(steps(0, 0, found=MISSING, events=(ON, OFF)), KNOWN))
+    assert (finding.code, finding.location) == ("DDP502", Location("train.py", 7))
+
+
+def test_a_reduction_that_was_switched_on_again_is_not_the_cause() -> None:
+    finding = only(judge_sharded(steps(0, 0, found=MISSING, events=(OFF, ON)), KNOWN))
+    assert finding.code == "DDP302"
+
+
+def test_replicas_that_were_not_reduced_with_each_other_differ() -> None:
+    off = LoopEvent("set_requires_all_reduce", "train.py:8", synchronises=False)
+    assert only(judge_sharded(steps(1, 2, events=(off,)), KNOWN)).location == Location("train.py", 8)
+    finding = only(judge_sharded(steps(1, 2), KNOWN))
+    assert finding.code == "DDP301" and not any("no DistributedDataParallel" in line for line in finding.evidence)
+
+
+def test_a_parameter_in_no_group_is_told_as_that_and_not_as_gradients_that_differ() -> None:
+    known = replace(KNOWN, wrapper=ShardedFacts(is_ddp=False, ignored=frozenset({"w"})))
+    assert only(judge_sharded(steps(1, 2, found=MISSING), known)).code == "DDP111"
+    assert judge_sharded(steps(1, 1), known) == []
+
+
+def test_an_update_of_shards_that_is_not_that_of_the_whole_is_told_where_gradients_are_right() -> None:
+    bad = Difference("w", error=0.4, tolerance=0.1)
+    given: dict[str, Any] = {"gradients": {"w": 1}, "against_local": (EQUAL,), "against_whole": (bad,)}
+    updated = [ShardedStep(rank, 1, **given, against_shard=(EQUAL,)) for rank in (0, 1)]
+    first = [ShardedStep(rank, 0, {"w": 1}, against_local=(EQUAL,), against_whole=(EQUAL,)) for rank in (0, 1)]
+    finding = only(judge_sharded([*first, *updated], KNOWN))
+    assert (finding.code, finding.subjects, finding.steps) == ("DDP306", ("w",), (1,))
+    assert judge_sharded(first, KNOWN) == []
+    rounded = [ShardedStep(rank, 1, **given, against_shard=(bad if rank else EQUAL,)) for rank in (0, 1)]
+    assert judge_sharded(rounded, KNOWN) == []
+    assert why_not_updated(rounded[1]).endswith("in w") and not why_not_updated(first[0])
+    wrong = [replace(item, gradients={"w": 0}, against_local=(MISSING,), events=(OFF,)) for item in updated]
+    assert only(judge_sharded(wrong, KNOWN)).code == "DDP502"
+
+
+def test_parts_of_different_models_are_told_and_values_that_one_rank_hands_out_are_not() -> None:
+    built = [{"a": 1, "b": 5}, {"a": 2, "b": 5}]
+    finding = only(judge_values_before_sharding(built, {"a": 3, "b": 5}))
+    assert (finding.code, finding.subjects, finding.severity) == ("DDP208", ("a",), Severity.ERROR)
+    assert judge_values_before_sharding(built, {"a": 1, "b": 5}) == []
+    assert judge_values_before_sharding([{}, {"a": 2}], {"a": 3}) == []
+
+
+def test_a_parameter_that_some_ranks_do_not_use_stops_the_reduction_unless_zeros_stand_for_it() -> None:
+    evidence = [
+        StepEvidence(rank, 0, {"w": "contributes", "v": state}) for rank, state in enumerate(("contributes", "missing"))
+    ]
+    finding = only(judge_parameters(evidence, SHARDED, Names()))
+    assert finding.code == "DDP104" and "set_reduce_scatter_unused_params(True)" in finding.fix
+    reducing = ShardedFacts(is_ddp=False, reduces_unused=True)
+    assert judge_parameters(evidence, reducing, Names()) == []
+
+
+def test_a_parameter_that_no_rank_uses_does_no_harm_but_that_nothing_trains_it() -> None:
+    unused = [StepEvidence(rank, step, {"w": "contributes", "v": "missing"}) for rank in (0, 1) for step in (0, 1)]
+    finding = only(judge_parameters(unused, SHARDED, Names()))
+    assert finding.severity is Severity.WARNING and "find_unused_parameters" not in finding.fix
+    in_turn = [
+        StepEvidence(rank, step, {"w": "contributes", "v": "missing" if step else "contributes"})
+        for rank in (0, 1)
+        for step in (0, 1)
+    ]
+    assert judge_parameters(in_turn, SHARDED, Names()) == []
+
+
+def test_shards_that_meet_tensors_in_the_loss_are_a_forward_that_was_bypassed() -> None:
+    message = "RuntimeError: aten.addmm.default got mixed torch.Tensor and DTensor"
+    failures = [
+        RankFailure(rank, "raised", message, 0.0, place="step 0: fully_shard forward", location="loss.py:3")
+        for rank in (0, 1)
+    ]
+    finding = only(judge_wrapper_error(failures, {}, KNOWN))
+    assert (finding.code, finding.location) == ("DDP501", Location("loss.py", 3))
+    in_optimizer = [RankFailure(rank, "raised", message, 0.0, place="step 0: optimizer") for rank in (0, 1)]
+    assert judge_wrapper_error(in_optimizer, {}, KNOWN) == []

@@ -1,0 +1,439 @@
+"""Recipes whose `wrap` calls `fully_shard`: what is compared, and what is found, on real ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import ddpcheck
+from ddpcheck.findings.report import Finding, Report
+from ddpcheck.recipe.recipe import Recipe
+from tests.reports import assert_healthy, contradictions, shown
+from tests.tiers import share
+
+fsdp: Any = pytest.importorskip("torch.distributed.fsdp")
+if not hasattr(fsdp, "fully_shard"):
+    pytest.skip("this torch has no fully_shard", allow_module_level=True)
+
+Wrap = Callable[[nn.Module, torch.device], nn.Module]
+
+
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def replicas() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+
+
+def whole(mesh: Callable[[], DeviceMesh] = line, **options: Any) -> Wrap:
+    def wrap(module: nn.Module, device: torch.device) -> nn.Module:
+        sharded: nn.Module = fsdp.fully_shard(module, mesh=mesh(), **options)
+        return sharded
+
+    return wrap
+
+
+def by_layer(mesh: Callable[[], DeviceMesh] = line, **options: Any) -> Wrap:
+    def wrap(module: nn.Module, device: torch.device) -> nn.Module:
+        for layer in [part for part in module.children() if not isinstance(part, nn.Embedding)]:
+            if next(layer.parameters(), None) is not None:
+                fsdp.fully_shard(layer, mesh=mesh(), **options)
+        return whole(mesh, **options)(module, device)
+
+    return wrap
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 17), nn.Tanh(), nn.Linear(17, 3))
+
+
+def frozen() -> nn.Module:
+    module = mlp()
+    next(module.parameters()).requires_grad_(False)
+    return module
+
+
+def rows(step: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(24, 8), torch.randint(0, 3, (24,))
+
+
+def entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Tied(nn.Module):
+    """A language model of one block with dropout, whose table is its output layer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(23, 12)
+        self.block = nn.TransformerEncoderLayer(12, 2, 24, batch_first=True)
+        self.output = nn.Linear(12, 23, bias=False)
+        self.output.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.output(self.block(self.table(tokens)))
+        return found
+
+
+def block_and_whole(mesh: Callable[[], DeviceMesh] = line, **options: Any) -> Wrap:
+    def wrap(module: nn.Module, device: torch.device) -> nn.Module:
+        fsdp.fully_shard(module.block, mesh=mesh(), **options)
+        return whole(mesh, **options)(module, device)
+
+    return wrap
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(0, 23, (24, 6))
+
+
+def next_token(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def recipe(wrap: Wrap, **other: Any) -> Recipe:
+    return Recipe(**{"model": mlp, "batch": rows, "loss": entropy, "wrap": wrap, **other})
+
+
+LANGUAGE: dict[str, Any] = {"model": Tied, "batch": tokens, "loss": next_token}
+HALF = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+HEALTHY = {
+    "whole": recipe(whole()),
+    "whole, gathered twice": recipe(whole(reshard_after_forward=True)),
+    "by layer": recipe(by_layer(reshard_after_forward=False), optimizer=adam),
+    "by layer, gathered twice": recipe(by_layer(reshard_after_forward=True)),
+    "frozen": recipe(by_layer(), model=frozen),
+    "tied": recipe(block_and_whole(), **LANGUAGE, optimizer=adam),
+    "mixed precision": recipe(block_and_whole(mp_policy=HALF), **LANGUAGE),
+}
+IN_MAKE_TEST = ("whole", "by layer", "tied")
+
+
+@pytest.mark.parametrize("name", share(HEALTHY, IN_MAKE_TEST))
+def test_a_healthy_model_is_clean_and_all_of_it_was_compared(name: str) -> None:
+    report = ddpcheck.check(HEALTHY[name], steps=2)
+    assert_healthy(report)
+    trained = sum(p.requires_grad for p in HEALTHY[name].model().parameters())
+    for reference in ("local", "single-process"):
+        compared = [entry for entry in report.parity if entry.reference == reference and entry.reference_norm]
+        assert len(compared) == 2 * trained, shown(report)
+    details = {check.name: check.detail for check in report.checks}
+    assert "each other" not in details["reducer"] and "gathered from its shards" in details["reducer"]
+    assert any("under fully_shard these are not compared" in note for note in report.world["notes"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [line, replicas])
+def test_a_healthy_model_is_clean_on_four_ranks(mesh: Callable[[], DeviceMesh]) -> None:
+    assert_healthy(ddpcheck.check(recipe(block_and_whole(mesh), **LANGUAGE, optimizer=adam), world_size=4, steps=2))
+
+
+# Faults
+
+
+class ByRank(nn.Module):
+    """A layer that the first `ranks` of them use."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        super().__init__()
+        self.first, self.second, self.ranks = nn.Linear(8, 3), nn.Linear(8, 3), ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        found: Tensor = self.first(x)
+        return found + self.second(x) if rank < self.ranks else found
+
+
+def used_everywhere() -> nn.Module:
+    return ByRank(ranks=9)
+
+
+def frozen_on_rank_1(module: nn.Module, device: torch.device) -> nn.Module:
+    next(module.parameters()).requires_grad_(dist.get_rank() != 1)
+    return whole()(module, device)
+
+
+def seeded_by_rank() -> nn.Module:
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    return mlp()
+
+
+def handed_out(module: nn.Module, device: torch.device) -> nn.Module:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    values = {name: value.clone() for name, value in module.state_dict().items()}
+    sharded = whole()(module, device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(sharded, values if dist.get_rank() == 0 else {}, options=options)
+    return sharded
+
+
+def switched(*values: bool, name: str = "set_requires_gradient_sync", wrap: Wrap | None = None) -> Wrap:
+    def call(module: nn.Module, device: torch.device) -> nn.Module:
+        sharded = (wrap or whole())(module, device)
+        for value in values:
+            getattr(sharded, name)(value)
+        return sharded
+
+    return call
+
+
+def divided(factor: float) -> Wrap:
+    def wrap(module: nn.Module, device: torch.device) -> nn.Module:
+        sharded: Any = whole()(module, device)
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(factor * dist.get_world_size())
+        return module
+
+    return wrap
+
+
+def first_layer_alone(module: nn.Module, device: torch.device) -> nn.Module:
+    fsdp.fully_shard(next(module.children()), mesh=line())
+    return module
+
+
+def summed(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def uneven_rows(step: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(24, 8), torch.tensor([1, 2] + 10 * [0] + 4 * [1, 2, 1])
+
+
+def per_rank(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    counts = batch[1] != 0
+    return (F.cross_entropy(model(batch[0]), batch[1], reduction="none") * counts).sum() / counts.sum()
+
+
+def narrow() -> nn.Module:
+    return nn.Linear(8, 3)
+
+
+def outside(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(F.linear(batch[0], model.weight, model.bias), batch[1])
+
+
+def accumulated(model: nn.Module, batch: tuple[Tensor, Tensor], last: bool = True) -> Tensor:
+    """Two micro-batches, of which the second is reduced together with the first where `last` says so."""
+    micro = list(zip(batch[0].chunk(2), batch[1].chunk(2), strict=True))
+    if isinstance(model, fsdp.FSDPModule):
+        model.set_requires_gradient_sync(False)
+    (entropy(model, micro[0]) / 2).backward()
+    if isinstance(model, fsdp.FSDPModule):
+        model.set_requires_gradient_sync(last)
+    return entropy(model, micro[1]) / 2
+
+
+def never_reduced(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return accumulated(model, batch, last=False)
+
+
+class Clipped(torch.optim.SGD):
+    """Divides by the norm of the gradients: of the whole ones, of this rank's shards, or of all shards by hand."""
+
+    norm_of = "whole"
+
+    def step(self, closure: Any = None) -> None:
+        given: list[Any] = [p.grad for group in self.param_groups for p in group["params"]]
+        local = [g.to_local() if self.norm_of != "whole" and hasattr(g, "to_local") else g for g in given]
+        size: Any = torch.stack([g.norm() for g in local]).norm()
+        size = size.full_tensor() if hasattr(size, "full_tensor") else size
+        if self.norm_of == "reduced":
+            square = size.square()
+            dist.all_reduce(square)
+            size = square.sqrt()
+        for gradient in given:
+            gradient.div_(float(size))
+        super().step()
+
+
+class ClippedByShards(Clipped):
+    norm_of = "shard"
+
+
+class ClippedByHand(Clipped):
+    norm_of = "reduced"
+
+
+def clipped(kind: type[Clipped]) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda parameters: kind(parameters, lr=0.1)
+
+
+FAULTS: dict[str, tuple[str, Recipe, Recipe]] = {
+    "a sum": ("DDP305", recipe(whole(), loss=summed), recipe(whole())),
+    "a mean per rank": (
+        "DDP305",
+        recipe(whole(), batch=uneven_rows, loss=per_rank),
+        recipe(whole(), batch=uneven_rows),
+    ),
+    "unused on rank 1": ("DDP104", recipe(whole(), model=ByRank), recipe(whole(), model=used_everywhere)),
+    "a layer unused on rank 1": ("DDP104", recipe(by_layer(), model=ByRank), recipe(by_layer(), model=used_everywhere)),
+    "frozen on rank 1": ("DDP206", recipe(frozen_on_rank_1), recipe(whole(), model=frozen)),
+    "seeded by rank": ("DDP208", recipe(whole(), model=seeded_by_rank), recipe(handed_out, model=seeded_by_rank)),
+    "switched off": ("DDP502", recipe(switched(False)), recipe(switched(False, True))),
+    "never reduced": ("DDP502", recipe(whole(), loss=never_reduced), recipe(whole(), loss=accumulated)),
+    "divided": ("DDP303", recipe(divided(2.0)), recipe(divided(1.0))),
+    "norm of a shard": (
+        "DDP306",
+        recipe(whole(), optimizer=clipped(ClippedByShards)),
+        recipe(whole(), optimizer=clipped(Clipped)),
+    ),
+    "in no group": ("DDP111", recipe(first_layer_alone), recipe(by_layer())),
+    "outside of forward": ("DDP501", recipe(whole(), model=narrow, loss=outside), recipe(whole(), model=narrow)),
+}
+SOON = (
+    "norm of a shard",
+    "unused on rank 1",
+    "frozen on rank 1",
+    "seeded by rank",
+    "switched off",
+    "in no group",
+    "outside of forward",
+)
+
+
+def the_error(report: Report) -> Finding:
+    assert contradictions(report) == [], shown(report)
+    assert report.error is None, shown(report)
+    (finding,) = [one for one in report.findings if one.severity.value == "error"]
+    return finding
+
+
+@pytest.mark.parametrize("name", share(FAULTS, SOON))
+def test_a_fault_is_told_by_its_own_rule_and_its_twin_is_clean(name: str) -> None:
+    code, broken, healthy = FAULTS[name]
+    finding = the_error(ddpcheck.check(broken, steps=2))
+    assert finding.code == code
+    assert "find_unused_parameters" not in f"{finding.message}{finding.fix}{finding.evidence}"
+    assert_healthy(ddpcheck.check(healthy, steps=2))
+
+
+def test_where_the_ranks_would_reduce_other_gradients_nothing_is_run_under_the_wrapper() -> None:
+    report = ddpcheck.check(FAULTS["unused on rank 1"][1], steps=2)
+    reducer = next(check for check in report.checks if check.name == "reducer")
+    assert reducer.status == "skipped" and "not run from step 0 on" in reducer.detail
+    assert the_error(report).ranks == (1,)
+
+
+def sharded_on_rank_0(module: nn.Module, device: torch.device) -> nn.Module:
+    mesh = line()
+    return whole(lambda: mesh)(module, device) if dist.get_rank() == 0 else module
+
+
+def test_a_module_that_is_sharded_on_some_ranks_only_is_told_before_anything_is_gathered() -> None:
+    assert the_error(ddpcheck.check(recipe(sharded_on_rank_0), steps=1, timeout=10)).code == "DDP221"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "wrap", "model"),
+    [
+        ("DDP502", switched(False, name="set_requires_all_reduce", wrap=by_layer(replicas)), mlp),
+        ("DDP208", whole(replicas), seeded_by_rank),
+    ],
+)
+def test_faults_between_replicas_of_shards(code: str, wrap: Wrap, model: Callable[[], nn.Module]) -> None:
+    assert the_error(ddpcheck.check(recipe(wrap, model=model), world_size=4, steps=2)).code == code
+
+
+@pytest.mark.parametrize("kind", [Clipped, ClippedByHand])
+def test_parameters_after_a_step_are_compared_where_the_optimizer_does_not_communicate(kind: type[Clipped]) -> None:
+    report = ddpcheck.check(recipe(whole(), optimizer=clipped(kind)), steps=2)
+    assert_healthy(report)
+    detail = next(check.detail for check in report.checks if check.name == "reducer")
+    by_hand = kind is ClippedByHand
+    assert ("8 parameters after a step on shards equal those after one on the whole" in detail) is not by_hand
+    assert ("parameters after a step are not compared: the optimizer communicates" in report.world["notes"]) is by_hand
+
+
+def test_a_parameter_that_no_rank_uses_is_a_warning_and_the_others_are_compared() -> None:
+    report = ddpcheck.check(recipe(whole(), model=lambda: ByRank(ranks=0)), steps=2)
+    assert [(one.code, one.severity.value) for one in report.findings] == [("DDP101", "warning")]
+    assert {check.name: check.status for check in report.checks}["reducer"] == "passed", shown(report)
+
+
+# What `wrap` does beside
+
+
+def with_batchnorm() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def converted(module: nn.Module, device: torch.device) -> nn.Module:
+    return by_layer()(nn.SyncBatchNorm.convert_sync_batchnorm(module), device)
+
+
+def grown_after(module: nn.Module, device: torch.device) -> nn.Module:
+    sharded = whole()(module, device)
+    sharded.extra = nn.Linear(2, 2)
+    return sharded
+
+
+def test_layers_that_wrap_replaces_before_sharding_are_in_the_reference_too() -> None:
+    report = ddpcheck.check(recipe(converted, model=with_batchnorm), steps=2)
+    assert_healthy(report)
+    assert any("SyncBatchNorm" in note for note in report.world["notes"])
+
+
+def test_layers_that_wrap_adds_after_sharding_are_refused_in_a_sentence() -> None:
+    report = ddpcheck.check(recipe(grown_after), steps=1)
+    assert report.error is not None and report.exit_code() == 3
+    assert "changes the layers of the module beside fully_shard" in report.error.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["replicate", "replicate_with_fsdp"])
+def test_replicate_is_compared_as_a_wrapper(kind: str) -> None:
+    module = pytest.importorskip(f"torch.distributed._composable.{kind}")
+
+    def wrap(model: nn.Module, device: torch.device) -> nn.Module:
+        given = {} if kind == "replicate" else {"mesh": line()}
+        replicated: nn.Module = module.replicate(model, **given)
+        return replicated
+
+    assert_healthy(ddpcheck.check(recipe(wrap), steps=2))
+
+
+@pytest.mark.ddp(world_size=1, timeout=60)
+def test_watch_says_that_what_is_sharded_is_not_watched() -> None:
+    sharded = fsdp.fully_shard(mlp(), mesh=line())
+    with pytest.raises(ddpcheck.UsageError, match="what fully_shard has sharded is not watched"):
+        ddpcheck.watch(sharded)
+    with pytest.raises(ddpcheck.UsageError, match=r"there is none for Sequential$"):
+        ddpcheck.watch(mlp())
+
+
+@pytest.mark.ddp(world_size=2, timeout=60)
+def test_the_policy_of_mixed_precision_is_read_and_where_it_cannot_be_counts_as_bfloat16(monkeypatch: Any) -> None:
+    from ddpcheck.gather.ddp.sharding import mixed_precision
+
+    half, reduced = (fsdp.MixedPrecisionPolicy(**{name: torch.float16}) for name in ("param_dtype", "reduce_dtype"))
+    plain = fsdp.fully_shard(mlp(), mesh=line())
+    found = [mixed_precision(fsdp.fully_shard(mlp(), mesh=line(), mp_policy=policy)) for policy in (half, reduced)]
+    assert found == [torch.float16, torch.float16]
+    assert mixed_precision(plain) is None and mixed_precision(mlp()) is None
+    monkeypatch.delattr(fsdp.FSDPModule, "_get_fsdp_state")
+    assert mixed_precision(plain) is torch.bfloat16 and mixed_precision(mlp()) is None
+
+
+@pytest.mark.ddp(world_size=2, timeout=60)
+def test_a_shard_that_another_rank_lacks_is_left_out_by_all_ranks() -> None:
+    from ddpcheck.gather.ddp.sharding import gathered
+
+    module = fsdp.fully_shard(mlp(), mesh=line())
+    given = {name: p if name != "0.bias" or dist.get_rank() else None for name, p in module.named_parameters()}
+    whole = gathered([*given.items(), ("plain", torch.ones(2))], None)
+    assert sorted(whole) == ["0.weight", "2.bias", "2.weight", "plain"]
+    assert whole["0.weight"].shape == (17, 8) and type(whole["0.weight"]) is torch.Tensor
