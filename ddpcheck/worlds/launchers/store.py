@@ -200,7 +200,8 @@ def connect(address: str, port: int, timeout: float, keep: bool = False, listene
     """Another connection to a store of torch, or, with `keep`, the store."""
     from torch._C._distributed_c10d import TCPStore
 
-    options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener}
+    # The newer of torch's two servers takes no listener before torch 2.5; clients are the same for both.
+    options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener, "use_libuv": False}
     return TCPStore(
         address,
         port,

@@ -1,0 +1,48 @@
+"""Skips the tests of what an older torch does not have: `make test-torch VERSION=...` runs the others."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import pytest
+
+_OLDEST_WITH_ALL = (2, 13)
+
+
+def _lacking() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What this torch does not have, and parts of the names of the tests that need it."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    options = inspect.signature(DistributedDataParallel).parameters
+    if "init_sync" not in options:
+        yield "DDP(init_sync=...)", ("ranks/init_sync_off", "[values that differ]", "test_parameters_that_start_apart")
+    if "forward_sync_buffers" not in options:
+        yield "DDP(forward_sync_buffers=...)", ("ranks/forward_sync_buffers_off",)
+    if importlib.util.find_spec("torch.distributed.flight_recorder") is None:
+        yield "torch.distributed.flight_recorder", ("test_torchs_own_analysis",)
+    if not hasattr(torch._C._distributed_c10d, "_dump_fr_trace"):
+        yield "a Flight Recorder of gloo", ("test_dumps_of_real_ranks", "leaves_for_the_flight_recorder")
+    if not hasattr(torch, "float8_e8m0fnu"):
+        yield "torch.float8_e8m0fnu", ("float8 scales",)
+    if not hasattr(torch.ones(1, requires_grad=True).sum().grad_fn, "_input_metadata"):
+        in_gathers = ("own_rows_among_the_constants", "gathered_one_by_one_and_joined[2]", "own_part_that_is_put_back")
+        yield "the shapes of a graph's nodes", (*in_gathers, "without_the_judge[script_gathers.judge_gathers]")
+    if torch.__version__ < "2.5":
+        yield "a gradient of torch.cond", ("test_in_a_check_compiled_code_runs_as_it_is_written",)
+        yield "complex parameters under DDP", ("finding[complex_parameters]",)
+        yield "functional collectives that write into a view", ("finding[functional_collectives]",)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip them, where torch is older than the one that has all."""
+    if tuple(map(int, version("torch").split(".")[:2])) >= _OLDEST_WITH_ALL:
+        return
+    for what, tests in _lacking():
+        skip = pytest.mark.skip(reason=f"this torch has no {what}")
+        for item in items:
+            if any(part in item.nodeid for part in tests):
+                item.add_marker(skip)
