@@ -153,7 +153,7 @@ _WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("shards", [True, False])
+@pytest.mark.parametrize("shards", share([True, False], [True]))
 def test_there_is_no_tick_over_what_fully_shard_has_sharded(shards: bool, tmp_path: Path) -> None:
     script, file = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(_SHARDED.format(wrapped=_WRAPPED[shards]), encoding="utf-8")

@@ -154,7 +154,8 @@ def test_steps_under_compiled_autograd_are_not_said_to_be_compared(tmp_path: Pat
     assert "compiled autograd" in checks["ranks"][1]
 
 
-@pytest.mark.parametrize("how", ["script", pytest.param("trace", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["script", "trace"])
 def test_a_scripted_model_is_clean_and_watched_to_its_end(tmp_path: Path, how: str) -> None:
     code, checks, findings = reported(tmp_path, how, "used", SCRIPTED)
     assert (code, findings) == (0, [])
