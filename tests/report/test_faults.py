@@ -1,7 +1,8 @@
 """Every fault of the suite is found by code, subjects, ranks and cause, alone at its severity; every twin is clean.
 
 Here on ranks: `make test` runs the fastest fault of each code and the fastest twin of each family, `make test-all` the
-others. `judge/test_judges_on_evidence.py` holds the judges to all of them on recorded evidence.
+other faults and a third of the twins. `judge/test_judges_on_evidence.py` holds the judges to all of them on recorded
+evidence; `make faults` runs all.
 """
 
 import re
@@ -22,6 +23,7 @@ from tests.tiers import share
 
 CASES = all_cases()
 QUICK, QUICK_TWINS = fastest_of_each_code(CASES), fastest_of_each_family(CASES)
+TWINS = [case for case in CASES[::3] if case not in QUICK_TWINS]
 WITHOUT_FAULT = {
     "DDP207": "two types of device: gather/test_consistency.py",
     "DDP312": "no fault that is known is left unexplained: judge/test_parity.py",
@@ -40,7 +42,7 @@ def test_the_fault_is_the_first_finding_and_alone_at_its_severity(case: Case) ->
     assert faults_in(case, report) == [], shown(report)
 
 
-@pytest.mark.parametrize("case", share(CASES, QUICK_TWINS), ids=str)
+@pytest.mark.parametrize("case", share([*QUICK_TWINS, *TWINS], QUICK_TWINS), ids=str)
 def test_the_twin_is_clean(case: Case) -> None:
     report = report_on(case, "fixed")
     assert faults_in_twin(report) == [], shown(report)
