@@ -351,7 +351,7 @@ def job(folder: Path, what: str) -> Iterator[str]:
             os.killpg(process.pid, signal.SIGKILL)  # torchrun
         for pid in ranks_of(program):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.killpg(os.getpgid(pid), signal.SIGKILL)  # a rank is a session with its server, under torchrun
         process.wait()
 
 

@@ -122,10 +122,8 @@ def reported(
     ("how", "backend"),
     [
         ("inside", "eager"),
-        pytest.param("inside", "aot_eager", marks=pytest.mark.slow),
         pytest.param("around", "aot_eager", marks=pytest.mark.slow),
         pytest.param("inside", "inductor", marks=pytest.mark.slow),
-        pytest.param("around", "inductor", marks=pytest.mark.slow),
     ],
 )
 def test_a_compiled_script_is_clean_watched_to_its_end_and_compiled_as_it_is_without(
