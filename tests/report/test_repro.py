@@ -74,8 +74,8 @@ def runner() -> Iterator[Runner]:
         yield started
 
 
-# `make test` has every twenty-fourth, `make test-all` every third; `python -m tests.reproductions` runs all, and those of
-# the other faults.
+# `make test` has every twenty-fourth, `make test-all` every third; `python -m tests.reproductions` runs all, and those
+# of the other faults.
 @pytest.mark.parametrize("name", share(list(SHOWN)[::3], list(SHOWN)[::24]))
 def test_the_script_shows_the_fault_and_not_on_its_repaired_twin(name: str, runner: Runner, tmp_path: Path) -> None:
     case = read_case(FAULTS / f"{name}.py")
