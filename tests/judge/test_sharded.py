@@ -69,10 +69,12 @@ def test_a_parameter_in_no_group_is_told_as_that_and_not_as_gradients_that_diffe
 def test_an_update_of_shards_that_is_not_that_of_the_whole_is_told_where_gradients_are_right() -> None:
     bad = Difference("w", error=0.4, tolerance=0.1)
     given: dict[str, Any] = {"gradients": {"w": 1}, "against_local": (EQUAL,), "against_whole": (bad,)}
-    updated = [ShardedStep(rank, 1, **given, against_shard=(EQUAL,)) for rank in (0, 1)]
+    where = Location("train.py", 7)
+    updated = [ShardedStep(rank, 1, **given, against_shard=(EQUAL,), updated_at=where) for rank in (0, 1)]
     first = [ShardedStep(rank, 0, {"w": 1}, against_local=(EQUAL,), against_whole=(EQUAL,)) for rank in (0, 1)]
-    finding = only(judge_sharded([*first, *updated], KNOWN))
-    assert (finding.code, finding.subjects, finding.steps) == ("DDP306", ("w",), (1,))
+    finding = only(judge_sharded(updated, KNOWN))
+    assert (finding.code, finding.subjects, finding.location) == ("DDP306", ("w",), where)
+    assert only(judge_sharded([*first, *updated], KNOWN)).steps == (1,)
     assert judge_sharded(first, KNOWN) == []
     rounded = [ShardedStep(rank, 1, **given, against_shard=(bad if rank else EQUAL,)) for rank in (0, 1)]
     assert judge_sharded(rounded, KNOWN) == []

@@ -8,15 +8,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ddpcheck
 from ddpcheck.findings.report import Finding, Report
+from ddpcheck.gather.phases.model_build import defined_at
 from ddpcheck.recipe.recipe import Recipe
 from tests.reports import assert_healthy, contradictions, shown
 from tests.tiers import share
 
-fsdp: Any = pytest.importorskip("torch.distributed.fsdp")
 if not hasattr(fsdp, "fully_shard"):
     pytest.skip("this torch has no fully_shard", allow_module_level=True)
 
@@ -318,6 +319,25 @@ def test_a_fault_is_told_by_its_own_rule_and_its_twin_is_clean(name: str) -> Non
     assert finding.code == code
     assert "find_unused_parameters" not in f"{finding.message}{finding.fix}{finding.evidence}"
     assert_healthy(ddpcheck.check(healthy, steps=2))
+
+
+def by_shards_in_a_hook(parameters: Any) -> torch.optim.Optimizer:
+    def clip(one: torch.optim.Optimizer, *_given: Any) -> None:
+        every = [p.grad for p in one.param_groups[0]["params"]]
+        gradients = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in every]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.mul_(0.1 / norm)
+
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+def test_an_optimizer_that_takes_a_shard_for_the_whole_is_told_at_its_line() -> None:
+    for optimizer, function in ((clipped(ClippedByShards), Clipped.step), (by_shards_in_a_hook, by_shards_in_a_hook)):
+        finding = the_error(ddpcheck.check(recipe(whole(), optimizer=optimizer), steps=2))
+        assert (finding.code, finding.location) == ("DDP306", defined_at(function))
 
 
 def test_where_the_ranks_would_reduce_other_gradients_nothing_is_run_under_the_wrapper() -> None:

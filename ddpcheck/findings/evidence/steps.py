@@ -217,11 +217,13 @@ class ShardedStep(DdpStepEvidence, frozen=True):
             parameters and gradients; in proportion to its update.
         against_shard: Differences of this rank's shards from those that it leaves of them as if they were the whole.
         uncompared: Why there are none; empty where there are.
+        updated_at: The line that defines the optimizer's step, if the program does; else the recipe's optimizer.
     """
 
     against_whole: tuple[Difference, ...] = ()
     against_shard: tuple[Difference, ...] = ()
     uncompared: str = ""
+    updated_at: Location | None = None
 
     @property
     def updated_alone(self) -> frozenset[str]:

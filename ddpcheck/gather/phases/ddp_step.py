@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from msgspec import structs
 
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, LoopEvent, ShardedStep
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_user_file
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_state
 from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.ddp.copied_optimizer import CopiedOptimizer
 from ddpcheck.gather.ddp.ddp_wrapper import hook_loss, trains_apart
 from ddpcheck.gather.ddp.loop_events import Recorder, recorded
 from ddpcheck.gather.ddp.sharding import mixed_precision, recorded_settings, shards
-from ddpcheck.gather.phases.model_build import count_calls
+from ddpcheck.gather.phases.model_build import count_calls, defined_at
 from ddpcheck.gather.phases.rank_state import RankState, TrainingModel, rank_state, replays_step
 from ddpcheck.gather.state.external_state import put_back
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
@@ -31,6 +35,7 @@ from ddpcheck.gather.steps.training_step import (
     versions,
 )
 from ddpcheck.recipe.pytree import tree_map
+from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.compilation import run_as_compiled
 
@@ -111,7 +116,14 @@ def ddp_step(step: int) -> DdpStepEvidence:
         against_whole=whole.differences(before, gradients, after),
         against_shard=alone.differences(own, own_gradients, shards(model.trainable.items())),
         uncompared=whole.trouble or alone.trouble,
+        updated_at=_step_line(model.optimizer, state.recipe),
     )
+
+
+def _step_line(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Location | None:
+    step: Any = type(optimizer).step  # torch has put a function of its own around it
+    code = getattr(inspect.unwrap(step), "__code__", None)
+    return defined_at(step if code is not None and is_user_file(code.co_filename) else recipe.optimizer)
 
 
 @contextlib.contextmanager

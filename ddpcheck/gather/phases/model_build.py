@@ -214,7 +214,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         optimizer=optimizer_options(optimizer, {id(p): name for name, p in state.module.named_parameters()}),
         parameters=fingerprints(state.whole(state.module.named_parameters()).items()),
         buffers=fingerprints(state.module.named_buffers()),
-        loss_location=_defined_at(recipe.loss),
+        loss_location=defined_at(recipe.loss),
         hooks=hooks,
         wrapper=type(wrapped).__name__,
         broadcasts_buffers=broadcasts_buffers(wrapper),
@@ -227,7 +227,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     )
 
 
-def _defined_at(function: Any) -> Location | None:
+def defined_at(function: Any) -> Location | None:
     """The line that defines a function of the user's."""
     while isinstance(function, functools.partial):
         function = function.func

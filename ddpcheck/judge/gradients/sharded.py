@@ -61,11 +61,13 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
     step = min(step for step, _ in wrong)
     by_name = {bad.name: bad for of_step, bad in wrong if of_step == step}
     names = list(by_name)
+    updated_at = next(item.updated_at for item in facts.evidence if isinstance(item, ShardedStep))
     return facts.known.names.one_finding(
         "DDP306",
         names,
         f"The optimizer's step {step} on shards leaves other values in {counted(len(names), 'parameter')} than the "
         "same step on the whole parameters and gradients: each rank updates its shard as if there were no others.",
+        location=updated_at or facts.known.names.location(names),
         steps=unless_all(sorted({step for step, _ in wrong}), facts.step_count),
         evidence=[
             "errors are in proportion to the update of the whole",
