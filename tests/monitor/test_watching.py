@@ -1079,15 +1079,25 @@ def test_the_text_of_a_finding_has_all_its_names(rank):
 # Comparisons
 
 
-def test_a_communication_hook_that_forgets_to_divide_is_found(rank):
-    def summing(_state, bucket):
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
+def summing(_state, bucket):
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
 
+
+def test_a_communication_hook_that_forgets_to_divide_is_found(rank):
     told = []
     model = CheckedDistributedDataParallel(Net(), check_parity_every=1, on_finding=told.append)
     model.register_comm_hook(None, summing)
     train(model, 2)
+    assert [finding.code for finding in told] == ["DDP303"]
+
+
+def test_a_wrong_reduction_of_more_gradients_is_the_one_that_was_reported(rank):
+    told = []
+    options = {"find_unused_parameters": True, "detect_anomalous_params": False}
+    model = CheckedDistributedDataParallel(Net(), check_parity_every=1, on_finding=told.append, **options)
+    model.register_comm_hook(None, summing)
+    train(model, 2, way=lambda step: "whole" if step else "short")
     assert [finding.code for finding in told] == ["DDP303"]
 
 
