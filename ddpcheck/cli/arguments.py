@@ -18,6 +18,7 @@ from ddpcheck.cli.graph import run_graph
 from ddpcheck.cli.hang import run_hang
 from ddpcheck.cli.init import run_init
 from ddpcheck.cli.launched import on_launched_ranks
+from ddpcheck.cli.live import run_live
 from ddpcheck.cli.parsing import HelpFormatter, Parser
 from ddpcheck.cli.render import run_render
 from ddpcheck.cli.report import run_report
@@ -75,6 +76,7 @@ def make_parser() -> Parser:
     script.add_argument("rest", nargs=argparse.REMAINDER)
     script.set_defaults(command=run_script)
     _add_hang(command("hang", run_hang, "say where the ranks of a job that hangs part, by Flight Recorder"))
+    _add_live(command("live", run_live, "say what the ranks of a `ddpcheck run` do now, and what was found so far"))
     _add_graph(command("graph", on_launched_ranks(run_graph), "check a recipe and draw its loss's graph, with faults"))
     _add_on_rules(command)
     _add_on_saved(command)
@@ -129,6 +131,14 @@ def _add_hang(hang: argparse.ArgumentParser) -> None:
     _add_rules(hang)
     _add_fail_on(hang)
     _add_output(hang)
+
+
+def _add_live(live: argparse.ArgumentParser) -> None:
+    where = "the folder of the run (ddpcheck-run-... in the directory for temporary files); default: your only run here"
+    live.add_argument("folder", metavar="DIR", nargs="?", help=where)
+    _add_rules(live)
+    _add_fail_on(live)
+    _add_output(live)
 
 
 def _add_graph(graph: argparse.ArgumentParser) -> None:

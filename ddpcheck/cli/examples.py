@@ -32,6 +32,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("ddpcheck hang dumps/", "dumps of Flight Recorder, one a rank"),
         ("ddpcheck hang http://node0:25999", "a job that runs, by its debug server"),
     ),
+    "live": (("ddpcheck live", "while `ddpcheck run` goes on, in another terminal"),),
     "graph": (("ddpcheck graph recipe.py -o graph.svg", "a picture; needs Graphviz"),),
     "explain": (("ddpcheck explain DDP101 hang", "by code, prefix of a code or name"),),
     "rules": (("ddpcheck rules --format json", "for programs"),),

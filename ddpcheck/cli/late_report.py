@@ -24,7 +24,8 @@ from ddpcheck.cli.run import Accepted, report_output, show_report
 from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.flight_records import prepare
-from ddpcheck.run.hang_watch import HangWatch, lives
+from ddpcheck.run.hang_watch import HangWatch
+from ddpcheck.run.living_ranks import lives
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.watched_rank import read_logs
 

@@ -30,7 +30,7 @@ from ddpcheck.run.check_options import add_check_options, examine, split_at_scri
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.flight_records import prepare, write_flight_records
 from ddpcheck.run.node_link import NodeLink
-from ddpcheck.stream.watched_rank import read_logs
+from ddpcheck.stream.watched_rank import FOLDER, SCRIPT, read_logs
 
 _AHEAD = 0.5  # seconds after which the agent has started the ranks, which take longer to import torch
 
@@ -57,8 +57,9 @@ def run_script(arguments: argparse.Namespace) -> int:
     accepted = Accepted.of(given)
     if given.check_flight_recorder is not None:
         prepare(Path(given.check_flight_recorder))
-    made = tempfile.TemporaryDirectory(prefix="ddpcheck-run-", ignore_cleanup_errors=True)
+    made = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
     with made as folder, report_output(given) as output:
+        Path(folder, SCRIPT).write_text(shlex.join(script))
         os.environ.update(environment_for(RunOptions(folder, given.check_every), os.environ))
         nodes = NodeLink(Path(folder))
         ahead = threading.Timer(_AHEAD, _import_report)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 from ddpcheck.findings.errors import EXIT_USAGE, UsageError
 from ddpcheck.record.rank.environment import RunOptions, environment_for
 from ddpcheck.run.check_options import add_check_options, examine, split_at_script
+from ddpcheck.stream.watched_rank import FOLDER, SCRIPT
 
 _REPORTER = "ddpcheck.cli.late_report"
 
@@ -38,7 +40,7 @@ def main() -> int:
     given = parser.parse_args([*options, *script[:1]])
     given.arguments = script[1:]
     examine(given)
-    folder = Path(tempfile.gettempdir()) / f"ddpcheck-run-{os.getuid()}-{_launcher()}"
+    folder = Path(tempfile.gettempdir()) / f"{FOLDER}{os.getuid()}-{_launcher()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     (folder / f"{os.getpid()}.pid").touch()
     script = [*(["-m"] if given.module else []), *script]
@@ -47,6 +49,7 @@ def main() -> int:
     except FileExistsError:
         pass
     else:
+        (folder / SCRIPT).write_text(shlex.join(script))
         _leave_behind([sys.executable, "-m", _REPORTER, str(folder), str(os.getppid()), json.dumps(vars(given))])
     flags = sys.orig_argv[1 : sys.orig_argv.index("-m")]
     environment = environment_for(RunOptions(str(folder), given.check_every), os.environ)

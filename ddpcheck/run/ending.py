@@ -65,6 +65,7 @@ class Ending:
         hang: What was seen when the ranks waited for each other, if they did.
         interrupted: Whether a user or a scheduler has ended it by a signal.
         unended: Ranks that had run all of the script, and did not end by themselves.
+        doing: What each rank does, in words that come after its name, where the script has not ended.
     """
 
     exit_code: int = 0
@@ -72,6 +73,7 @@ class Ending:
     hang: Hang | None = None
     interrupted: bool = False
     unended: Unended | None = None
+    doing: Mapping[int, str] = field(default_factory=dict)
 
 
 def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[Finding]) -> list[Finding]:
@@ -213,7 +215,7 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
             found.append(failures.raised(number, dict(raised[0].reply)))
         elif ending.hang is not None and number in ending.hang.stacks:
             stack = ending.hang.stacks[number]
-            found.append(failures.stuck(number, 0.0, stack, "", _call_of_ddp(rank, stack)))
+            found.append(failures.stuck(number, 0.0, stack, "", call_of_ddp(rank, stack)))
         elif code is not None and not rank.has_ended:
             found.append(failures.died(number, code, 0.0))
     if ending.hang is None and all(one.kind == "died" and (one.exit_code or 0) > 0 for one in found):
@@ -221,7 +223,7 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
     return [one for one in found if not _was_ended(one, found)]
 
 
-def _call_of_ddp(rank: WatchedRank, stack: str) -> str:
+def call_of_ddp(rank: WatchedRank, stack: str) -> str:
     """What a rank waits in where that is a collective that DDP itself makes; "" for another one."""
     waits_in = {"backward": DDP_BACKWARD, FORWARD: DDP_FORWARD}
     frames = own_stack(stack)

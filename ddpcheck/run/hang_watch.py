@@ -6,10 +6,6 @@ group. ~ProcessGroupGloo joins the group's threads, while Python has the GIL (`R
 a thread that has yet to free its last work waits for the GIL, since the thread-local state in a work refers to Python.
 Seen in 1 of 50 short scripts without ddpcheck. To wait a moment before the group is destroyed avoids it (`rank_watch`).
 
-A rank that waits uses no processor time under gloo. Under other backends its main thread may be busy all the time (it
-spins), as if it worked. Such a rank waits if its own record says that it has not come out of a collective; or if it is
-at a line that may block, and its collectives are known not to match those of the others.
-
 This module is light: it never imports torch.
 """
 
@@ -21,29 +17,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from ddpcheck.findings.stacks import (
-    BACKWARD,
     WORKERS,
-    Frame,
     has_no_python_left,
     own_stack,
-    pickles,
     region_of,
-    waits_for_others,
-    waits_for_result,
 )
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.judge.endings.collective_order import judge_collectives
-from ddpcheck.record.rank.environment import STACK_SIGNAL
+from ddpcheck.run.living_ranks import LivingRanks, RankFacts, Used, is_idle, lives, used
 from ddpcheck.run.node_link import NodeLink, Standing
-from ddpcheck.stream.collective_ring import HEAD_SIZE, is_inside
 from ddpcheck.stream.entries import RankRaised
-from ddpcheck.stream.held_file import is_held
 from ddpcheck.stream.watched_rank import comparable_logs, rank_processes, read_logs
 from ddpcheck.worlds import failures
 from ddpcheck.worlds.deadlock import gloo_wants_gil, locked_children, processor_seconds
@@ -82,41 +70,6 @@ class _Stuck:
     sizes: dict[str, int]  # of their files, by name
 
 
-@dataclass(frozen=True, slots=True)
-class RankFacts:
-    """What is known of a rank that has left no trace of progress for some time.
-
-    Attributes:
-        is_idle: Whether its process has used next to no processor time.
-        spins: Whether ranks may use it while they wait: not under gloo.
-        others_idle: Whether the threads beside the main one have used next to none.
-        is_inside: Whether its main thread is in a collective, or waits for one, by its record.
-        parted: Whether what the ranks have called last is known not to match.
-    """
-
-    is_idle: bool
-    spins: bool = False
-    others_idle: bool = True
-    is_inside: bool = False
-    parted: bool = False
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether it may wait for others, as far as is known without its stack."""
-        return self.is_idle or (self.spins and (self.parted or (self.is_inside and self.others_idle)))
-
-    def waits(self, stack: Sequence[Frame]) -> bool:
-        """Whether it waits for others."""
-        if not self.may_wait or not stack:
-            return False
-        if self.is_inside and not pickles(stack):
-            return True
-        if self.is_idle:
-            return waits_for_others(stack)
-        at_wait = waits_for_others(stack) or waits_for_result(stack) or region_of(stack) == BACKWARD
-        return self.parted and at_wait and not pickles(stack)
-
-
 class HangWatch:
     """A thread that looks at the logs of the ranks; on Linux, where it can see whether a rank works.
 
@@ -145,6 +98,7 @@ class HangWatch:
         self.hang: Hang | None = None
         self.unended: Unended | None = None
         self._folder = folder
+        self._ranks = LivingRanks(folder)
         self._timeout = timeout
         self._end = end
         self._tell = tell
@@ -165,44 +119,31 @@ class HangWatch:
             self._thread.join(_FOR_STACKS + 2 * _INTERVAL)
 
     def _look(self) -> None:
-        seen: tuple[bytes, ...] = ()
-        progress, since, used, is_stuck = 0.0, 0.0, dict[int, _Used](), False
+        seen: dict[str, bytes] = {}
+        progress, since, before, is_stuck = 0.0, 0.0, dict[int, Used](), False
         while not self._over.wait(_INTERVAL):
             try:
-                ranks, are_all_here = self._living()
+                ranks, are_all_here = self._ranks.living()
                 self._tell_what_raised(ranks)
-                now, before = time.monotonic(), seen
-                seen = self._progress()
-                if not ranks or seen != before:
-                    progress, since, used, is_stuck = now, now, _used(ranks), False
-                elif is_stuck and not all(one.may_wait for one in self._facts(ranks, used, now - since).values()):
-                    since, used, is_stuck = now, _used(ranks), False
+                now, last = time.monotonic(), seen
+                seen = self._ranks.progress()
+                if not ranks or seen != last:
+                    progress, since, before, is_stuck = now, now, used(ranks), False
+                elif is_stuck and not _may_all_wait(self._ranks.facts(ranks, before, now - since)):
+                    since, before, is_stuck = now, used(ranks), False
                 elif now - since >= self._timeout or (
                     now - since >= _MISMATCH and are_all_here and self._do_not_match(ranks)
                 ):
                     is_late = now - progress >= self._timeout
                     parted = is_late and are_all_here and self._part_now(ranks)
-                    facts = self._facts(ranks, used, now - since, parted=parted)
+                    facts = self._ranks.facts(ranks, before, now - since, parted=parted)
                     is_stuck = self._cannot_get_on(ranks, facts, now - progress, are_all_here)
-                    since, used = now, _used(ranks)
+                    since, before = now, used(ranks)
                 if self.hang or self.unended or self._nodes_must_end(ranks, is_stuck=is_stuck):
                     self._end_ranks(ranks)
                     return
             except OSError:  # a rank has just ended
-                seen = ()
-
-    def _living(self) -> tuple[dict[int, int], bool]:
-        """The processes of the ranks of the last start that live, by rank; and whether none is somewhere else.
-
-        One that has left no log has not begun, or is on another machine, where it may be at work.
-        """
-        ranks, world_size = self._joined()
-        return {rank: pid for rank, pid in ranks.items() if lives(pid)}, len(ranks) >= world_size
-
-    def _joined(self) -> tuple[dict[int, int], int]:
-        """The processes of the ranks of the last start that have joined the process group, and its size."""
-        sizes = [int(path.stem.split("-")[2]) for path in self._folder.glob("*.log")]
-        return rank_processes(self._folder), max(sizes, default=1)
+                seen = {}
 
     def _tell_what_raised(self, living: dict[int, int]) -> None:
         """Say once what a rank has raised, where others do not end at SIGTERM: torchrun waits 30 seconds for them."""
@@ -221,24 +162,6 @@ class HangWatch:
                         tell(f"{raised.message}{where}; torchrun waits for {format_ranks(living)} to end")
                         return
 
-    def _facts(
-        self, ranks: dict[int, int], used: dict[int, _Used], seconds: float, *, parted: bool = False
-    ) -> dict[int, RankFacts]:
-        """What is known of the ranks, of which `used` was that before some seconds."""
-        spinning = {log.started.rank for log in read_logs(self._folder) if log.started.backend != "gloo"}
-        facts = {}
-        for rank, pid in ranks.items():
-            before = used.get(pid, _Used(0.0, 0.0))
-            spins = rank in spinning
-            facts[rank] = RankFacts(
-                _is_idle(before.whole, processor_seconds(pid), seconds),
-                spins,
-                spins and _is_idle(before.beside_main, processor_seconds(pid, beside_main=True), seconds),
-                is_inside(next(self._folder.glob(f"*-{rank}-*-{pid}.calls"))),
-                parted,
-            )
-        return facts
-
     def _cannot_get_on(
         self, ranks: dict[int, int], facts: dict[int, RankFacts], seconds: float, are_all_here: bool
     ) -> bool:
@@ -246,9 +169,9 @@ class HangWatch:
 
         Where some are on other nodes, these may get on.
         """
-        if not all(one.may_wait for one in facts.values()):
+        if not _may_all_wait(facts):
             return False
-        stacks = self._stacks(ranks)
+        stacks = self._ranks.stacks(ranks)
         logs = {log.started.rank: log for log in read_logs(self._folder)}
         unended = {
             rank
@@ -276,7 +199,7 @@ class HangWatch:
         """Say how the ranks of this node stand; whether no rank of the job gets on, as the first node decides."""
         if self._nodes is None or not self._nodes.is_joined:
             return False
-        ranks, world_size = self._joined()
+        ranks, world_size = self._ranks.joined()
         standing: Standing = "stuck" if is_stuck else "on" if living or not ranks else "ended"
         self._nodes.stands(standing, tuple(ranks), world_size)
         if not self._nodes.must_end():
@@ -314,11 +237,11 @@ class HangWatch:
                 return
             self._end()
         while living := {rank: pid for rank, pid in ranks.items() if lives(pid)}:
-            used = {pid: processor_seconds(pid) for pid in living.values()}
+            before = {pid: processor_seconds(pid) for pid in living.values()}
             if is_over := self._over.wait(_GRACE):  # who has started these has ended before them
                 time.sleep(_INTERVAL)
             for pid in living.values():
-                if lives(pid) and _is_idle(used[pid] or 0.0, processor_seconds(pid), _GRACE):
+                if lives(pid) and is_idle(before[pid] or 0.0, processor_seconds(pid), _GRACE):
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
             if is_over:
@@ -334,65 +257,9 @@ class HangWatch:
         before = [log[:-1] if rank in living else log for rank, log in enumerate(logs)]
         return bool(judge_collectives(logs, living)) and not judge_collectives(before, living)
 
-    def _progress(self) -> tuple[bytes, ...]:
-        """What changes as long as a rank gets on: steps, batches, collectives and their ends, entries of the log."""
-        found = []
-        for path in sorted(self._folder.glob("*.*")):
-            if path.suffix == ".log":
-                found.append(str(path.stat().st_size).encode())
-            elif path.suffix in (".steps", ".batches", ".calls"):
-                with path.open("rb") as file:
-                    found.append(file.read(HEAD_SIZE if path.suffix == ".calls" else 256))
-        return tuple(found)
 
-    def _stacks(self, ranks: dict[int, int]) -> dict[int, str]:
-        """The stacks of those ranks that can write them."""
-        files = {rank: next(self._folder.glob(f"*-{rank}-*-{pid}.stack")) for rank, pid in ranks.items()}
-        asked = {rank: pid for rank, pid in ranks.items() if _catches_signal(pid) and is_held(files[rank], pid)}
-        for rank, pid in asked.items():  # another one would end at the signal, or write into a file of the script
-            os.truncate(files[rank], 0)
-            os.kill(pid, STACK_SIGNAL)
-        deadline = time.monotonic() + _FOR_STACKS
-        while time.monotonic() < deadline and not all(files[rank].stat().st_size for rank in asked):
-            time.sleep(0.01)
-        time.sleep(0.05)  # for the last lines
-        stacks = {rank: files[rank].read_text("utf-8", "replace") for rank in asked}
-        return {rank: _NO_INTERPRETER for rank, pid in ranks.items() if not _catches_signal(pid)} | stacks
-
-
-def lives(pid: int) -> bool:
-    """Whether a process has not ended; one has, if its parent alone has not asked for it yet. On Linux."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-class _Used(NamedTuple):
-    """The processor seconds that a rank has used: of its process, and of the threads beside its main one."""
-
-    whole: float
-    beside_main: float
-
-
-def _used(ranks: dict[int, int]) -> dict[int, _Used]:
-    return {
-        pid: _Used(processor_seconds(pid) or 0.0, processor_seconds(pid, beside_main=True) or 0.0)
-        for pid in ranks.values()
-    }
-
-
-def _is_idle(before: float, now: float | None, seconds: float) -> bool:
-    """Whether a process or thread has used next to no processor time in some seconds; `None` for one that runs."""
-    return now is not None and now - before <= 0.1 + _SHARE * seconds
-
-
-def _catches_signal(pid: int) -> bool:
-    """Whether a process still writes its stack when it is asked to: an interpreter that has ended does not."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
-    return False
+def _may_all_wait(facts: dict[int, RankFacts]) -> bool:
+    return all(one.may_wait for one in facts.values())
 
 
 def end_agent() -> None:

@@ -15,7 +15,7 @@ from ddpcheck.findings.compiled_names import without_prefix
 from ddpcheck.findings.exception_origin import BUG, as_bug
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
 from ddpcheck.findings.selection import Suppression, is_any_selected, sort_out
-from ddpcheck.findings.wording import counted, format_ranks
+from ddpcheck.findings.wording import agreeing, counted, format_ranks, group_by
 from ddpcheck.judge.script_facts import ScriptFacts, entries_of
 from ddpcheck.judge.script_table import HEADINGS, NOT_WATCHED, ROWS, not_here
 from ddpcheck.judge.verdict import Told, Verdict, judge_all, status_of
@@ -54,7 +54,9 @@ def report_on_script(
     findings = [*judged.findings, *at_end]
     chosen = sort_out(findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     checks = [_entered(facts) if ranks else _none_entered(ending)]
-    if ending.hang is not None:
+    if ending.doing:
+        checks.insert(0, _goes_on(ending))
+    elif ending.hang is not None:
         detail = f"its ranks waited for each other, without progress for {ending.hang.seconds:.0f} s, and were ended"
         checks.insert(0, CheckResult("script", "error", detail=detail))
     elif ending.interrupted:
@@ -98,6 +100,16 @@ def report_on_script(
         modules=next((made.modules for rank in ranks[:1] for made in rank.wrappers), ()),
     )
     return chosen.complete(report).with_excerpts()
+
+
+def _goes_on(ending: Ending) -> CheckResult:
+    """The check line of a script that has not ended: what its ranks do."""
+    doing = group_by(ending.doing, lambda rank: ending.doing[rank])
+    said = "; ".join(f"{format_ranks(ranks)} {agreeing(text, ranks)}" for text, ranks in doing.items())
+    if ending.hang is None:
+        return CheckResult("script", "skipped", detail=f"it goes on: {said}")
+    waited = f"its ranks wait for each other, without progress for {ending.hang.seconds:.0f} s"
+    return CheckResult("script", "error", detail=f"{waited}: {said}")
 
 
 def _of_unended(unended: Unended) -> str:

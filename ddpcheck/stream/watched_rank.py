@@ -29,6 +29,12 @@ from ddpcheck.stream.entries import (
     WrapperMade,
 )
 
+FOLDER = "ddpcheck-run-"
+"""How the name of a run's folder begins, in the directory for temporary files."""
+
+SCRIPT = "script"
+"""The file in it that holds the command line of the script."""
+
 
 class WatchedRank(Struct, frozen=True):
     """What one rank has left.

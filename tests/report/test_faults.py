@@ -1,7 +1,7 @@
 """Every fault of the suite is found by code, subjects, ranks and cause, alone at its severity; every twin is clean.
 
-Here on ranks: `make test` runs the fastest fault of each code and the fastest twin of each family, `make test-all` the
-other faults and a third of the twins. `judge/test_judges_on_evidence.py` holds the judges to all of them on recorded
+Here on ranks: `make test` runs the fastest fault of each code and the fastest twin of each family, `make test-all` half
+of the faults and a third of the twins. `judge/test_judges_on_evidence.py` holds the judges to all of them on recorded
 evidence; `make faults` runs all.
 """
 
@@ -23,6 +23,7 @@ from tests.tiers import share
 
 CASES = all_cases()
 QUICK, QUICK_TWINS = fastest_of_each_code(CASES), fastest_of_each_family(CASES)
+FAULTS = [case for case in CASES[::2] if case not in QUICK]
 TWINS = [case for case in CASES[::3] if case not in QUICK_TWINS]
 WITHOUT_FAULT = {
     "DDP207": "two types of device: gather/test_consistency.py",
@@ -36,7 +37,7 @@ WITHOUT_FAULT = {
 }
 
 
-@pytest.mark.parametrize("case", share(CASES, QUICK), ids=str)
+@pytest.mark.parametrize("case", share([*QUICK, *FAULTS], QUICK), ids=str)
 def test_the_fault_is_the_first_finding_and_alone_at_its_severity(case: Case) -> None:
     report = report_on(case, "broken")
     assert faults_in(case, report) == [], shown(report)

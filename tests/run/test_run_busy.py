@@ -15,7 +15,8 @@ import pytest
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.stacks import own_stack, work_waited_for
 from ddpcheck.gather.collectives import collective_log
-from ddpcheck.run.hang_watch import HangWatch, RankFacts
+from ddpcheck.run.hang_watch import HangWatch
+from ddpcheck.run.living_ranks import RankFacts
 from ddpcheck.stream.collective_ring import is_inside
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import RankLog

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddpcheck.record.rank.environment import STACK_SIGNAL
-from ddpcheck.run.hang_watch import HangWatch
+from ddpcheck.run.living_ranks import LivingRanks
 from ddpcheck.stream.entries import ProgramEnded, RankStarted, WatchingFailed
 from ddpcheck.stream.held_file import HeldFile, is_held, mapped_file
 from ddpcheck.stream.rank_log import RankLog
@@ -112,9 +112,7 @@ def test_a_rank_that_does_not_hold_its_file_is_sent_no_signal(tmp_path: Path) ->
             stack = tmp_path / f"0-0-1-{process.pid}.stack"
             stack.touch()
             assert not is_held(stack, process.pid)
-            watch = HangWatch(tmp_path, 60.0, lambda: None)
-            watch.stop()
-            assert watch._stacks({0: process.pid}) == {}
+            assert LivingRanks(tmp_path).stacks({0: process.pid}) == {}
             assert process.poll() is None  # the handler would end it
         finally:
             process.kill()

@@ -16,7 +16,8 @@ import pytest
 from ddpcheck.findings.stacks import has_no_python_left
 from ddpcheck.run import hang_watch
 from ddpcheck.run.ending import Ending
-from ddpcheck.run.hang_watch import HangWatch, RankFacts, Unended, lives
+from ddpcheck.run.hang_watch import HangWatch, Unended
+from ddpcheck.run.living_ranks import RankFacts, lives
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import Entry, GroupDestroyed, ProgramEnded, RankRaised, RankStarted
 from ddpcheck.stream.rank_log import RankLog
@@ -47,7 +48,7 @@ def watched(
     watch = HangWatch(folder, 60.0, lambda: None)
     watch.stop()
     stacks: Mapping[int, str] = {number: stack for number, (_, stack, _) in enumerate(ranks)}
-    monkeypatch.setattr(watch, "_stacks", lambda _: stacks)
+    monkeypatch.setattr(watch._ranks, "stacks", lambda _: stacks)
     monkeypatch.setattr(hang_watch, "gloo_wants_gil", lambda pid: ranks[pid][2])
     facts = {number: RankFacts(is_idle=True) for number in range(len(ranks))}
     watch._cannot_get_on({number: number for number in facts}, facts, 60.0, not world_size)

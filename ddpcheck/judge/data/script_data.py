@@ -1,4 +1,4 @@
-"""DDP405, 505, 506, 510, 516 and 519: the data of a script, by what each rank's loaders and wrappers were given.
+"""DDP505, 506, 510, 516 and 519: the data of a script, by what each rank's loaders and wrappers were given.
 
 Pure functions from `findings.evidence.script` (gathered by `record`) to findings. The passes of all ranks over
 one loader come in lists by rank; a loader that not every rank has is not judged.

@@ -1,4 +1,4 @@
-"""DDP401 to 405: why ranks failed or did not finish; DDP302, 311, 406, 501 and 513 where the wrapper is the reason.
+"""DDP401 to 405: why ranks failed or did not finish; DDP302, 305, 311, 406, 501 and 513 where these are the reason.
 
 Pure functions from `findings.errors.RankFailure` and the ranks' logs of collectives to findings.
 """

@@ -1,4 +1,4 @@
-"""DDP801 to 803 and DDP805: how a script evaluates, by what each rank's loops counted, exchanged and showed.
+"""DDP801, 802 and 805: how a script evaluates, by what each rank's loops counted, exchanged and showed.
 
 Pure functions from `findings.evidence.evaluation` (gathered by `record.evaluation.evaluation_recorder`) to
 findings. Nothing is said unless a number of the program's is just what the fault makes of it.

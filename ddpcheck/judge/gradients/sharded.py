@@ -1,4 +1,4 @@
-"""DDP111, 301, 302, 303 and 502 under `fully_shard`: the gradients that it has left, gathered from their shards.
+"""DDP111, 301, 302, 303, 306 and 502 under `fully_shard`: the gradients that it has left, gathered from their shards.
 
 Pure functions from `findings.evidence.steps` (gathered by `gather.phases.ddp_step`) to findings.
 """

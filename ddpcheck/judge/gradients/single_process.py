@@ -1,4 +1,4 @@
-"""DDP303 to 312: averaged gradients that are not those of the global batch, and the pattern that names the cause.
+"""DDP303, 305, 307 to 310, 312, 514: averaged gradients that are not those of the global batch, by their pattern.
 
 Pure functions from differences that `ddpcheck.gather.phases.single_process` has measured to findings.
 """

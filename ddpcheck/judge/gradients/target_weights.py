@@ -1,4 +1,4 @@
-"""Judges the weights of targets in an optimizer step: a pure function, from micro-batches to findings.
+"""DDP305 and 514: the weights of targets in an optimizer step: a pure function, from micro-batches to findings.
 
 The gradient that the optimizer gets ought to be that of a mean over all targets (tokens, say) of the step. Where each
 micro-batch, or each rank, divides by its own number of targets, and these differ, it is a mean of means: a target

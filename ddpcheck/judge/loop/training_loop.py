@@ -1,4 +1,4 @@
-"""DDP502 to 519: the loop around the wrapper, and its data and optimizer, as far as a recipe can show them.
+"""DDP501, 502, 504, 505, 509, 510, 515, 517, 519: the training loop, as far as a recipe shows it.
 
 Pure functions from `findings.evidence.steps` (gathered by `gather.phases` and `gather.ddp.loop_events`) to findings.
 """

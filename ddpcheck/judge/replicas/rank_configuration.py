@@ -1,4 +1,4 @@
-"""DDP221, 223, 503 and 516: options of wrapper and optimizer, and data of the program, that differ between ranks.
+"""DDP216, 221, 223, 503 and 516: options of wrapper and optimizer, and data of the program, that differ between ranks.
 
 Pure functions from options and values in words (gathered by `gather.ddp.ddp_wrapper` and
 `gather.phases.program_data`) to findings.

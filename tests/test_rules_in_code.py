@@ -1,0 +1,53 @@
+"""The page on where a rule lives in the code, and what judges say of themselves, are as the code is."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from ddpcheck.findings.rules import RULES
+from tests.faultsuite.rules_in_code import PAGE, TABLES, facts_of, judges_in, makers_of, modules, page
+
+TREES = modules()
+FACTS = facts_of(TREES)
+MADE = makers_of(TREES, set(FACTS))
+GIVEN = {
+    file: {code for code, _ in judges_in(file, TREES, FACTS, MADE)}
+    for file in TREES
+    if file.startswith("judge/") and file not in TABLES
+}
+BY_CALLERS = {"DDP221", "DDP223"}  # who pass the code, for options of a wrapper and of an optimizer
+LISTED = re.compile(r"DDP\d{3}(?:(?:, | and | to )(?:DDP)?\d{3}\b)*")
+
+
+def codes_said(text: str) -> set[str]:
+    """The codes in a text: "DDP401, 403 and 405 to 407"."""
+    found = set()
+    for listed in LISTED.findall(text):
+        numbers = [int(number) for number in re.findall(r"\d{3}", listed)]
+        found |= {f"DDP{number}" for number in numbers}
+        for first, last in re.findall(r"(\d{3}) to (?:DDP)?(\d{3})", listed):
+            found |= {f"DDP{number}" for number in range(int(first), int(last) + 1)}
+    return found & RULES.keys()
+
+
+def test_the_page_is_as_the_code_is() -> None:
+    assert PAGE.read_text() == page(), "python -m tests.faultsuite.rules_in_code writes it"
+
+
+def test_a_rule_leads_to_its_judges_and_recorders() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if "[DDP520]" in line]
+    expected = ("judge/loop/script_pace.py`: `judge_left`", "`GradientsLeft`", "record/loop/leftover_recorder.py")
+    assert len(rows) == 1 and all(part in rows[0] for part in expected)
+    never_found = {"DDP511", "DDP601", "DDP602", "DDP603"}  # their pages say so
+    assert RULES.keys() - set().union(*GIVEN.values()) - BY_CALLERS == never_found
+
+
+@pytest.mark.parametrize("file", [file for file, codes in GIVEN.items() if codes])
+def test_a_judge_names_no_code_that_it_does_not_give(file: str) -> None:
+    said = codes_said((ast.get_docstring(TREES[file]) or "").partition("\n\n")[0])
+    imported = [node.module or "" for node in TREES[file].body if isinstance(node, ast.ImportFrom)]
+    of_others = [f"{module.removeprefix('ddpcheck.').replace('.', '/')}.py" for module in imported]
+    assert said <= GIVEN[file].union(BY_CALLERS, *(GIVEN.get(one, set()) for one in of_others))
