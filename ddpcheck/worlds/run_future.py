@@ -16,7 +16,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds import failures, wire
 from ddpcheck.worlds.deadlock import DeadlockDetector
-from ddpcheck.worlds.rank import read_compiling, read_slots
+from ddpcheck.worlds.rank import read_compiling, read_since, read_slots
 from ddpcheck.worlds.rank_processes import RankProcesses
 
 Result = TypeVar("Result")
@@ -24,6 +24,7 @@ Result = TypeVar("Result")
 _GRACE = 0.3  # after the first failure, for others to fail for reasons of their own
 _TICK = 0.25  # between calls of `watch`
 _BRIEF = 0.05  # time in `watch` that is not worth counting
+_FIRST = 0.5  # in which ranks say for the first time where they are
 _LONGEST_COMPILATION = 900.0  # that is not counted as time of a run
 
 
@@ -123,6 +124,9 @@ class RunFuture(Generic[Result]):
         if now >= deadline:  # what torch.compile takes comes on top; files are read only now
             compiled = sum(read_compiling(self._world.directory, rank.number, now) for rank in ranks)
             deadline += min(compiled, _LONGEST_COMPILATION)  # together they have waited no longer
+            got_on = max(read_since(self._world.directory, rank.number) for rank in ranks) + self._timeout
+            if got_on > deadline + _FIRST:  # ranks that say where they are have as long for each part of their work
+                deadline, headline = got_on, f"{{ranks}} did not get on for {self._timeout:g} s"
         if now >= deadline:
             return self._fail(headline)
         if stuck := self._deadlock.verdict(now):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.single_process import ShardAnalysis
 from ddpcheck.findings.report import Finding, ParityEntry, Report
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import make_finding
@@ -480,3 +481,23 @@ def test_a_difference_without_an_analysis_is_no_tick() -> None:
     report: Report = report_of(state)
     assert next(check for check in report.checks if check.name == "parity").status == "failed", shown(report)
     assert report.exit_code() == 1 or not report.at_or_above(Severity.ERROR)
+
+
+@pytest.mark.parametrize(
+    ("error", "why", "status"),
+    [(2.4e-6, "that failed", "skipped"), (2.4e-6, "", "failed"), (1e-4, "that failed", "failed")],
+)
+def test_a_difference_near_to_rounding_is_not_judged_where_the_shards_could_not_be_looked_at(
+    error: float, why: str, status: str
+) -> None:
+    state = CheckState(CheckOptions("t", 2, "gloo", "cpu", 1, 0, 30.0))
+    with state.log.in_part("parity"):
+        state.single.differences[0] = (Difference("a", error, 2.2e-6, absolute_error=error, reference_norm=1.0),)
+        state.single.analysis = ShardAnalysis(error=why)
+    judge(state, {})
+    report = report_of(state)
+    parity = next(check for check in report.checks if check.name == "parity")
+    assert parity.status == status, shown(report)
+    if status == "skipped":
+        assert "which may be rounding" in parity.detail and "(that failed)" in parity.detail
+        assert not report.findings and report.status == "incomplete"

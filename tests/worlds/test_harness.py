@@ -477,6 +477,28 @@ def test_a_hang_in_a_collective_shows_stacks_and_places() -> None:
     assert "wait_forever_on_rank_0" in sleeping.stack and not sleeping.collective
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_ranks_that_say_where_they_are_have_as_long_for_each_part_of_their_work(ends: bool) -> None:
+    def work() -> int:
+        from ddpcheck.worlds import rank
+
+        for part in range(5):
+            rank.set_status(f"part {part}")
+            time.sleep(0.5)
+        if not ends and rank.current().rank == 1:
+            time.sleep(60)
+        return 5
+
+    with World(2) as world:
+        world.run(rank_number)
+        start = time.monotonic()
+        if ends:
+            assert world.run(work, timeout=1.5) == [5, 5]
+        else:
+            assert "rank 1 did not get on for 1.5 s" in str(fails(world, work, timeout=1.5))
+    assert time.monotonic() - start < 10
+
+
 def test_a_named_collective_beats_a_guessed_one() -> None:
     def wait() -> None:
         from ddpcheck.worlds import rank

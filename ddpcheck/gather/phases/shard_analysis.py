@@ -66,20 +66,29 @@ def _analyse(
 ) -> ShardAnalysis:
     averaged: Gradients = torch.load(gradient_file, map_location=own.device, weights_only=True, mmap=True)
     compared = {name: averaged[name] for name in own.step.gradients if name in averaged}
-    found = ShardAnalysis(against_global=_fit(compared, own.step.gradients), global_loss=own.step.loss)
+    found = ShardAnalysis(global_loss=own.step.loss)
+    beyond = _beyond(own, averaged, own.step.gradients)
     batch = to_device(make_batch(own.recipe, step, seed=own.seed, world_size=world_size), own.device)
     if exact_file is not None and own.double is not None:
         with contextlib.suppress(Exception):  # a model that insists on its dtype
             exact: Gradients = torch.load(exact_file, map_location=own.device, weights_only=True)
             whole, _ = total_gradient(ShardRun(own, own.double, step), upcast(batch))
             found = replace(found, rounded=_rounded(own, averaged, exact, whole))
-            if set(found.rounded) >= _beyond(own, averaged, own.step.gradients):
+            if beyond <= set(found.rounded):
                 return found
+    try:
+        shards = [own.recipe.local_batch(batch, rank, world_size) for rank in range(world_size)]
+    except Exception as error:
+        return replace(found, error=summary(error))
+    with contextlib.suppress(Exception):
+        found = replace(found, rounded=(*found.rounded, *_rounded_on_shards(own, compared, batch, shards, step)))
+        if beyond <= set(found.rounded):
+            return found
+    found = replace(found, against_global=_fit(compared, own.step.gradients))
     size = sum(gradient.numel() for gradient in own.step.gradients.values())
     if world_size * size > MOST_ELEMENTS:
         return replace(found, error="the gradients of all shards together are too large to be kept")
     try:
-        shards = [own.recipe.local_batch(batch, rank, world_size) for rank in range(world_size)]
         runs = [total_gradient(ShardRun(own, own.module, step), shard) for shard in shards]
     except Exception as error:  # a model that insists on its batch size, say
         return replace(found, error=summary(error))
@@ -97,9 +106,7 @@ def _analyse(
     except Exception as error:  # a model that runs neither in float64 nor a second time in its own dtype
         return replace(found, error=summary(error))
     if exactly:
-        as_shards = {name: compared[name] for name in compared.keys() - _beyond(own, compared, mean)}
-        rounded = _rounded(own, as_shards, seen.mean, seen.total)  # else float64 alone tells nothing of the ranks
-        found = replace(found, rounded=(*found.rounded, *rounded), shard_rounding=_fit(mean, seen.mean).residual)
+        found = replace(found, shard_rounding=_fit(mean, seen.mean).residual)
     if len(seen.whole) > 1:
         ratios, terms_residual = fit(compared, seen.whole)
     else:
@@ -159,6 +166,29 @@ def _rounded(own: SingleProcess, averaged: Gradients, exact: Gradients, whole: G
         if norm(exact[name] - whole[name]) <= min(gap / 10, _LARGEST_ROUNDING * own.step.scale[name]):
             found.append(name)
     return tuple(found)
+
+
+def _rounded_on_shards(
+    own: SingleProcess, averaged: Gradients, batch: Any, shards: Sequence[Any], step: int
+) -> tuple[str, ...]:
+    """As `_rounded`, where the ranks compute what their shards give here: those in float64 stand for the ranks'."""
+    if own.double is None:
+        return ()
+    mean = _mean_of(ShardRun(own, own.module, step), shards)
+    as_shards = {name: averaged[name] for name in averaged.keys() - _beyond(own, averaged, mean)}
+    exact = _mean_of(ShardRun(own, own.double, step), [upcast(shard) for shard in shards])
+    whole, _ = total_gradient(ShardRun(own, own.double, step), upcast(batch))
+    return _rounded(own, as_shards, exact, whole)
+
+
+def _mean_of(run: ShardRun, shards: Sequence[Any]) -> Gradients:
+    """The mean of the shards' gradients, of which one is kept at a time."""
+    mean: Gradients = {}
+    for shard in shards:
+        for name, gradient in total_gradient(run, shard)[0].items():
+            part = gradient / len(shards)
+            mean[name] = mean[name] + part if name in mean else part
+    return mean
 
 
 # What couples the samples

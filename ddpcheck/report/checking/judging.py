@@ -27,6 +27,7 @@ from ddpcheck.judge.replicas.replica_state import judge_state
 from ddpcheck.judge.replicas.replicas import differing_names
 from ddpcheck.report.checking.check_state import CheckState
 
+_NEAR = 10.0  # times what rounding takes in a single process: on shards it may take more
 _LIBRARIES = {"random": "Python's random"}
 
 
@@ -162,9 +163,20 @@ def _is_of_parts(finding: Finding) -> bool:
 
 
 def _comparable(state: CheckState, found: list[Finding], local: LocalFacts) -> list[Finding]:
-    """Without DDP312 where samples drew numbers that no two runs can share: those may be all that differs."""
+    """Without DDP312 where all that differs may be numbers that no two runs can share, or rounding."""
     kept = [finding for finding in found if finding.code != "DDP312"]
-    if not (local.drew_from or local.choices) or len(kept) == len(found):
+    if len(kept) == len(found):
+        return found
+    wrong = [item for items in state.single.differences.values() for item in items if item.bad]
+    analysis = state.single.analysis
+    if analysis is not None and analysis.error and all(item.error < _NEAR * item.tolerance for item in wrong):
+        largest = max(item.error for item in wrong)
+        state.single.incomparable = (
+            f"gradients are up to {largest:.1e} (relative) away from those of the global batch, which may be rounding: "
+            f"the shards could not be looked at one by one ({analysis.error})"
+        )
+        return kept
+    if not (local.drew_from or local.choices):
         return found
     state.single.incomparable = (
         f"the forward draws from {' and '.join(local.drew_from)}, and no two runs can share those numbers sample "
