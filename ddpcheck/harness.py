@@ -6,8 +6,6 @@
 Each rank is a process of its own with a process group already initialised. Functions and arguments of any kind
 travel, lambdas and local classes included. Every wait has a deadline. Ranks are forked from a process that has
 imported torch already, so a world costs tens of milliseconds.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

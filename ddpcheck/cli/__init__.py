@@ -1,8 +1,6 @@
 """The command line: parses, calls, renders, exits. The only place that prints and the only place that exits.
 
 `main` is here; each command has a module, and `arguments` names their options.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""torchrun's agent, which starts the ranks of a script, in this process; and how the script has ended, as it saw that.
-
-This module is light: it never imports torch before a script is run.
-"""
+"""torchrun's agent, which starts the ranks of a script, in this process: its options, and how the script has ended."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
+import os
 import signal
 import sys
 import traceback
@@ -16,13 +14,41 @@ from pathlib import Path
 from typing import Any
 
 from ddpcheck.cli.output import complain, named, say
-from ddpcheck.cli.torchrun_options import is_refused_option
 from ddpcheck.findings.errors import EXIT_FINDINGS, EXIT_HANG, UsageError
 from ddpcheck.gather.patching import Patch, patched
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import HangWatch, end_agent
 from ddpcheck.run.node_link import NodeLink
 from ddpcheck.stream.watched_rank import rank_processes
+
+
+def examine_options(given: argparse.Namespace) -> None:
+    """Look whether the script and the ranks can be as they were asked for.
+
+    Raises:
+        UsageError: One of them cannot; the sentence has the option and its value.
+    """
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+    if not given.module and not given.no_python and not os.path.exists(given.training_script):
+        raise UsageError(f"no such file: {given.training_script}")
+    ranks = given.nproc_per_node
+    try:
+        enough = determine_local_world_size(ranks) > 0
+    except (ValueError, RuntimeError) as error:
+        if ranks in ("gpu", "xpu"):
+            raise UsageError(f"--nproc-per-node {ranks}: {error}") from None
+        enough = False
+    if not enough:
+        raise UsageError(f"--nproc-per-node is a number of ranks from 1 on, or auto, cpu or gpu, not {ranks!r}")
+    try:
+        least, most = parse_min_max_nnodes(given.nnodes)
+    except (ValueError, RuntimeError):
+        least, most = 0, 0
+    if not 0 < least <= most:
+        raise UsageError(f"--nnodes is a number of machines from 1 on, or MIN:MAX, not {given.nnodes!r}")
+    if given.max_restarts < 0:
+        raise UsageError(f"--max-restarts is a number from 0 on, not {given.max_restarts}")
 
 
 def run_agent(run: Any, given: argparse.Namespace, folder: Path, nodes: NodeLink | None = None) -> Ending:
@@ -59,13 +85,20 @@ def run_agent(run: Any, given: argparse.Namespace, folder: Path, nodes: NodeLink
         print(f"ddpcheck run: {error}", file=sys.stderr)
         return Ending(128 + int(error.sigval), interrupted=True)
     except Exception as error:
-        if is_refused_option(error):
+        if _is_refused_option(error):
             raise UsageError(f"torchrun refuses an option: {error}") from error
         if given.debug:
             traceback.print_exception(error)
         complain(f"the agent of torchrun has stopped: {named(error)}")
         return Ending(EXIT_FINDINGS)  # torchrun's own exit code then
     return Ending()
+
+
+def _is_refused_option(error: Exception) -> bool:
+    """Whether torchrun has raised it while it read its options, before there was an agent."""
+    from torch.distributed.run import config_from_args
+
+    return any(frame.f_code is config_from_args.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _meeting(nodes: NodeLink | None) -> contextlib.AbstractContextManager[None]:

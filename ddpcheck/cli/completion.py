@@ -1,7 +1,4 @@
-"""`ddpcheck completion SHELL`: a script that completes commands, options and their values.
-
-This module is light: it never imports torch when it is imported.
-"""
+"""`ddpcheck completion SHELL`: a script that completes commands, options and their values."""
 
 from __future__ import annotations
 

@@ -1,21 +1,36 @@
-"""`ddpcheck env`: what a report of a bug needs to know of a machine.
-
-This module is light: it never imports torch when it is imported.
-"""
+"""`ddpcheck env`: what a report of a bug needs to know of a machine: versions, devices, variables; nothing secret."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
+import re
 import sys
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from typing import Any
 
+from ddpcheck import __version__
 from ddpcheck.cli.output import print_out, wrapped
-from ddpcheck.findings.errors import EXIT_CLEAN, UsageError
-from ddpcheck.findings.wording import suggestion
+from ddpcheck.findings.errors import EXIT_CLEAN, DdpcheckError, UsageError
+from ddpcheck.findings.wording import printable, suggestion
 from ddpcheck.render import Medium
-from ddpcheck.report.environment import describe_environment
+from ddpcheck.worlds.validation import WorldOptions
+
+PACKAGES = (
+    *("cloudpickle", "rich", "numpy", "pytest", "pytest-xdist", "shtab"),
+    *("lightning", "transformers", "accelerate", "mmengine"),
+)
+_OURS = re.compile(
+    r"(DDPCHECK|TORCH|TORCHELASTIC|PYTORCH|NCCL|GLOO|CUDA|MASTER|OMP|MKL|KMP|OMPI_COMM_WORLD|PMI|PYTEST|UCX)_"
+    r"|SLURM_(JOB_ID|PROCID|NTASKS|LOCALID|NNODES|NODEID)$"
+    r"|(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)$|LOCAL_WORLD_SIZE$|PYTHON(HASHSEED|PATH|WARNINGS)$|NO_COLOR$|CI$"
+)
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|APIKEY|(^|_)(KEY|AUTH|PWD|PAT)(_|$)", re.IGNORECASE)
+_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+HIDDEN = "(set, not shown)"
 
 
 def run_env(arguments: argparse.Namespace) -> int:
@@ -38,4 +53,62 @@ def _lines(found: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             yield from _lines(value, indent + "  ")
         else:
             text = ", ".join(value) or "none" if isinstance(value, list) else str(value)
-            yield f"{indent}{name}: {''.join(c if c.isprintable() else repr(c)[1:-1] for c in text)}"
+            yield f"{indent}{name}: {printable(text)}"
+
+
+def describe_environment() -> dict[str, Any]:
+    """The environment by heading; every value is a text, a number, a list or a mapping of them."""
+    return {
+        "ddpcheck": __version__,
+        "python": f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})",
+        "system": " ".join(filter(None, (platform.system(), platform.release(), platform.machine()))),
+        "libc": " ".join(platform.libc_ver()) or "unknown",
+        "cpus": os.cpu_count(),
+        "start method": _start_method(),
+        "torch": _torch(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "pytest plugins": sorted({f"{one.name} ({one.value})" for one in metadata.entry_points(group="pytest11")}),
+        "variables": shown_variables(os.environ),
+    }
+
+
+def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a run under DDP may depend on; of those that may be secret, only that they are set."""
+    ours = {name: environ[name] for name in sorted(environ) if _OURS.match(name)}
+    return {name: HIDDEN if _SECRET.search(name) else _IN_URL.sub(f"{HIDDEN}@", value) for name, value in ours.items()}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _start_method() -> str:
+    try:
+        return WorldOptions(2).start_method or "unknown"
+    except DdpcheckError as error:
+        return str(error)
+
+
+def _torch() -> dict[str, Any]:
+    """What torch says of itself, or why it cannot be imported."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception as error:
+        return {"error": f"cannot be imported: {type(error).__name__}: {error}"}
+    available = dist.is_available()
+    backends = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    found: dict[str, Any] = {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda or "not built with it",
+        "backends": [name for name, has in backends.items() if available and has()],
+    }
+    if torch.cuda.is_available():
+        found["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if "nccl" in found["backends"] else "none"
+    else:
+        found["gpus"] = "none that torch can use"
+    return found

@@ -2,8 +2,6 @@
 
 A process of its own, which `python -m ddpcheck.monitor` leaves behind. It never starts or ends anything but ranks that
 wait for each other.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import time
 from pathlib import Path
 
 from ddpcheck.cli.output import complain, complain_of
-from ddpcheck.cli.run import Accepted, report_output, show_report
+from ddpcheck.cli.run import read_accepted, report_output, show_report
 from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.flight_records import prepare
@@ -39,17 +37,17 @@ def main() -> None:
     if given.check_flight_recorder is not None:
         prepare(Path(given.check_flight_recorder))
     try:
-        accepted = Accepted.of(given)
+        accepted = read_accepted(given)
     except DdpcheckError as error:  # the script runs already: it gets its report all the same
         complain(f"{error}; nothing is suppressed or known")
-        accepted = Accepted()
+        accepted = {}
     watch = HangWatch(folder, given.check_timeout, lambda: _end(folder))
     try:
         _wait(folder, launcher)
         watch.stop()
         with report_output(given) as output:
             script = shlex.join([given.script, *given.arguments])
-            show_report(script, _ending(folder, watch), folder, given, output, accepted)
+            show_report(script, _ending(folder, watch), folder, given, output, **accepted)
     except Exception as error:
         if given.debug:
             raise

@@ -1,7 +1,4 @@
-"""A command on ranks that a launcher has started: rank 0 runs it, and the others follow.
-
-This module is light: it never imports torch.
-"""
+"""A command on ranks that a launcher has started: rank 0 runs it, and the others follow."""
 
 from __future__ import annotations
 

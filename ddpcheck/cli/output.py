@@ -1,7 +1,4 @@
-"""Where output goes: standard output, a file, standard error, and a line of progress.
-
-This module is light: it never imports torch.
-"""
+"""Where output goes: standard output, a file, standard error, and a line of progress."""
 
 from __future__ import annotations
 
@@ -75,10 +72,8 @@ class ReportOutput(OutputFile):
         super().__init__(None if arguments.output in (None, "-") else arguments.output)
         self._command = getattr(arguments, "command_line", "")
         self._to_stderr = to_stderr
-        stream = sys.stderr if to_stderr else sys.stdout
-        medium = replace(
-            Medium.of(stream) if self._path is None else Medium(), whole=getattr(arguments, "debug", False)
-        )
+        medium = Medium() if self._path else Medium.of(sys.stderr if to_stderr else sys.stdout)
+        medium = replace(medium, whole=getattr(arguments, "debug", False))
         self._renderer = renderer_for(
             arguments.format, path=self._path, medium=medium, formats=formats, default=default
         )
@@ -87,19 +82,13 @@ class ReportOutput(OutputFile):
         if self._command and not isinstance(report, ReportDifference):
             report = replace(report, command=self._command)
         text = self._renderer.render(report)
-        if self._path is None:
-            if self._to_stderr:
-                _print_to_stderr(text)
-            else:
-                print_out(text.removesuffix("\n"))
-            return
-        self.write(text.encode("utf-8", "backslashreplace"))
-        say(f"{report.summary}, written to {self._path}")
-
-
-def _print_to_stderr(text: str) -> None:
-    encoding = sys.stderr.encoding or "ascii"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), end="", file=sys.stderr)
+        if self._path is not None:
+            self.write(text.encode("utf-8", "backslashreplace"))
+            say(f"{report.summary}, written to {self._path}")
+        elif self._to_stderr:
+            print(text, end="", file=sys.stderr)
+        else:
+            print_out(text.removesuffix("\n"))
 
 
 class Progress:
@@ -139,9 +128,8 @@ def print_out(text: str) -> None:
     """
     if sys.stdout is None:
         raise UsageError("cannot write to standard output: it is closed; name a file with -o")
-    encoding = sys.stdout.encoding or "ascii"
     try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        print(Medium.of(sys.stdout).fitted(text), flush=True)
     except BrokenPipeError:
         # The reader has left, as `| head` does; the exit code stays. Python would complain again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -178,7 +166,7 @@ def _tell(sentence: str, more: str = "") -> None:
     """Print to standard error; in a log a sentence is one line."""
     medium = Medium.of(sys.stderr)
     text = wrapped(sentence, medium.width if medium.interactive else None) + (f"\n{more}" if more else "")
-    print(text.encode(medium.encoding, "backslashreplace").decode(medium.encoding), file=sys.stderr)
+    print(medium.fitted(text), file=sys.stderr)
 
 
 def wrapped(text: str, width: int | None, indent: str = "  ") -> str:

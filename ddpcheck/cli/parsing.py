@@ -1,7 +1,4 @@
-"""Parsers whose errors are one sentence, with the word that was probably meant.
-
-This module is light: it never imports torch.
-"""
+"""Parsers whose errors are one sentence, with the word that was probably meant, and the examples in their help."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import argparse
 import difflib
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ddpcheck.cli.output import complain
@@ -26,12 +23,8 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             whose: Parser = getattr(parsed, "parser", self)
-            whose.refuse_unknown(unknown)
+            whose.error(f"unrecognized arguments: {' '.join(unknown)}{near_option(whose, unknown)}")
         return parsed
-
-    def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
-        """Refuse words that are left over, and say which option was probably meant."""
-        self.error(f"unrecognized arguments: {' '.join(words)}{near_option(self, words)}")
 
     def error(self, message: str) -> NoReturn:
         from ddpcheck.worlds.launchers.detection import BY_HAND, detect
@@ -77,3 +70,62 @@ def near_option(parser: argparse.ArgumentParser, words: Iterable[str]) -> str:
         if name.startswith("-") and (close := difflib.get_close_matches(name, known, n=1)):
             return f"; did you mean {close[0]}?"
     return ""
+
+
+EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "": (
+        ("ddpcheck init net.py:Net", "write a first recipe for a model, and check it"),
+        ("ddpcheck report recipe.py", "check a recipe on two ranks"),
+        ("ddpcheck run --nproc-per-node 2 train.py", "run a script as torchrun does, and report on it"),
+        ("ddpcheck explain DDP101", "what a rule means, and what to do"),
+        ("ddpcheck completion bash", "completion for a shell"),
+    ),
+    "report": (
+        ("ddpcheck report recipe.py", "functions model, batch and loss in recipe.py"),
+        ("ddpcheck report pkg.recipes:small --world-size 4 --steps 5", "a ddpcheck.Recipe, on four ranks"),
+        ("ddpcheck report recipe.py -o report.json", "save it; `ddpcheck render` makes the other forms of it"),
+        ("ddpcheck report recipe.py --baseline report.json", "only findings that are new count"),
+        ("ddpcheck report recipe.py --repro repro", "write a script that shows the first finding without ddpcheck"),
+    ),
+    "run": (
+        ("ddpcheck run --nproc-per-node 2 train.py --epochs 3", "the options of torchrun, then the script and its own"),
+        ("ddpcheck run --nproc-per-node 2 -m pkg.train", "a module"),
+        ("ddpcheck run --check-output report.json --nproc-per-node 2 train.py", "save the report"),
+        ("ddpcheck run --check-baseline report.json --nproc-per-node 2 train.py", "only findings that are new count"),
+    ),
+    "hang": (
+        ("ddpcheck hang dumps/", "dumps of Flight Recorder, one a rank"),
+        ("ddpcheck hang http://node0:25999", "a job that runs, by its debug server"),
+    ),
+    "live": (("ddpcheck live", "while `ddpcheck run` goes on, in another terminal"),),
+    "graph": (("ddpcheck graph recipe.py -o graph.svg", "a picture; needs Graphviz"),),
+    "explain": (("ddpcheck explain DDP101 hang", "by code, prefix of a code or name"),),
+    "rules": (("ddpcheck rules --format json", "for programs"),),
+    "diff": (
+        ("ddpcheck diff old.json new.json", "exits with 1 where there is a new error"),
+        ("ddpcheck diff old.json new.json --fail-on warning -o diff.md", "warnings fail as well; as Markdown"),
+    ),
+    "schema": (("ddpcheck schema report > report.schema.json", "to validate reports with"),),
+    "render": (
+        ("ddpcheck render report.json", "as text"),
+        ("ddpcheck render report.json -o report.sarif", "for code scanning"),
+    ),
+    "completion": (
+        ("ddpcheck completion bash > ~/.local/share/bash-completion/completions/ddpcheck", ""),
+        ('ddpcheck completion zsh > "${fpath[1]}/_ddpcheck"', ""),
+        ("ddpcheck completion fish > ~/.config/fish/completions/ddpcheck.fish", ""),
+    ),
+    "env": (("ddpcheck env --format json", "to attach to a report of a bug"),),
+    "init": (
+        ("ddpcheck init net.py:Net", "writes check_net.py beside net.py, and checks it"),
+        ("ddpcheck init pkg.models:Net --args '3, hidden=16'", "for a constructor that needs arguments"),
+    ),
+}
+"""What `ddpcheck COMMAND --help` shows at its end: examples, each with a few words on what it does."""
+
+
+def examples_of(command: str) -> str:
+    """The examples of a command, as the end of its help; empty where there are none."""
+    given = EXAMPLES.get(command, ())
+    lines = [line for example, words in given for line in (f"  {example}", *([f"      {words}"] if words else []))]
+    return "\n".join(["examples:", *lines]) if lines else ""

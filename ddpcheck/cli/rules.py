@@ -1,7 +1,4 @@
-"""`ddpcheck rules` and `ddpcheck explain`.
-
-This module is light: it never imports torch.
-"""
+"""`ddpcheck rules` and `ddpcheck explain`."""
 
 from __future__ import annotations
 

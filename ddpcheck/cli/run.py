@@ -1,7 +1,4 @@
-"""`ddpcheck run`: torchrun's own agent on the user's script, and a report when it has ended.
-
-This module is light: it never imports torch before a script is run.
-"""
+"""`ddpcheck run`: torchrun's own agent on the user's script, and a report when it has ended."""
 
 from __future__ import annotations
 
@@ -10,25 +7,26 @@ import os
 import shlex
 import tempfile
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from ddpcheck.cli.agent import run_agent
-from ddpcheck.cli.examples import examples_of
-from ddpcheck.cli.nodes import collected, hand_over
+import msgspec
+
+from ddpcheck.cli.agent import examine_options, run_agent
 from ddpcheck.cli.output import ReportOutput, complain, complain_of, say
-from ddpcheck.cli.parsing import HelpFormatter, Parser, near_option
+from ddpcheck.cli.parsing import HelpFormatter, Parser, examples_of, near_option
 from ddpcheck.cli.saved import load_report
-from ddpcheck.cli.torchrun_options import examine_options
 from ddpcheck.findings.errors import EXIT_USAGE
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
-from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.severity import Severity
 from ddpcheck.record.rank.environment import RunOptions, environment_for
 from ddpcheck.report.settings import load_settings
 from ddpcheck.run.check_options import add_check_options, examine, split_at_script
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.flight_records import prepare, write_flight_records
+from ddpcheck.run.hang_watch import Hang, Unended
 from ddpcheck.run.node_link import NodeLink
 from ddpcheck.stream.watched_rank import FOLDER, SCRIPT, read_logs
 
@@ -54,7 +52,7 @@ def run_script(arguments: argparse.Namespace) -> int:
     given.debug = arguments.debug = arguments.debug or given.debug
     examine(given)
     examine_options(given)
-    accepted = Accepted.of(given)
+    accepted = read_accepted(given)
     if given.check_flight_recorder is not None:
         prepare(Path(given.check_flight_recorder))
     made = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
@@ -71,7 +69,7 @@ def run_script(arguments: argparse.Namespace) -> int:
             return exit_code
         ending, exit_code = collected(nodes, ending), EXIT_USAGE
         try:
-            report = show_report(shlex.join(script), ending, Path(folder), given, output, accepted)
+            report = show_report(shlex.join(script), ending, Path(folder), given, output, **accepted)
             fail_on = None if given.check_fail_on == "never" else Severity(given.check_fail_on)
             exit_code = ending.exit_code or report.exit_code(fail_on)
         except Exception as error:
@@ -95,27 +93,19 @@ def report_output(given: argparse.Namespace) -> ReportOutput:
     return ReportOutput(given, None, to_stderr=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """What does not count: suppressed in pyproject.toml, or known from a baseline."""
+def read_accepted(given: argparse.Namespace) -> dict[str, Any]:
+    """What does not count, as arguments of `report_on_script`: suppressed in pyproject.toml, or known from a baseline.
 
-    suppress: tuple[Suppression, ...] = ()
-    baseline: Report | None = None
-
-    @classmethod
-    def of(cls, given: argparse.Namespace) -> Accepted:
-        """Read it.
-
-        Raises:
-            ConfigError: pyproject.toml is wrong.
-            UsageError: The baseline is no report.
-        """
-        known = None if given.check_baseline is None else load_report(given.check_baseline)
-        return cls(load_settings().suppress, known)
+    Raises:
+        ConfigError: pyproject.toml is wrong.
+        UsageError: The baseline is no report.
+    """
+    known = None if given.check_baseline is None else load_report(given.check_baseline)
+    return {"suppress": load_settings().suppress, "baseline": known}
 
 
 def show_report(
-    script: str, ending: Ending, folder: Path, given: argparse.Namespace, output: ReportOutput, accepted: Accepted
+    script: str, ending: Ending, folder: Path, given: argparse.Namespace, output: ReportOutput, **accepted: Any
 ) -> Report:
     """Show the report on a script that has ended; of a clean one a line, unless a form of the report was asked for."""
     from ddpcheck.run.script_report import report_on_script
@@ -123,15 +113,8 @@ def show_report(
     ranks = read_logs(folder)
     if given.check_flight_recorder is not None:
         write_flight_records(Path(given.check_flight_recorder), ranks, ending)
-    report = report_on_script(
-        script,
-        ending,
-        ranks,
-        select=given.check_select,
-        ignore=given.check_ignore,
-        suppress=accepted.suppress,
-        baseline=accepted.baseline,
-    )
+    selected = {"select": given.check_select, "ignore": given.check_ignore}
+    report = report_on_script(script, ending, ranks, **selected, **accepted)
     if given.check_output is None and given.check_format is None and (report.status == "clean" or not ranks):
         for note in report.world.get("notes", ()):
             complain(note, kind="note")
@@ -139,3 +122,50 @@ def show_report(
     else:
         output.show(report)
     return report
+
+
+# On several nodes: the first one has the report on the ranks of all
+
+
+def hand_over(link: NodeLink, ending: Ending) -> int | None:
+    """On another node than the first: give it what is here; the exit code here, `None` where it has not taken that."""
+    if not link.is_joined or link.number == 0:
+        return None
+    exit_code = link.hand_over(msgspec.msgpack.encode(ending))
+    if exit_code is None:
+        complain("the first node has not taken the logs of this one, which has a report of its own", kind="note")
+        return None
+    say(f"node {link.number} of {link.size}: the report on all ranks is that of node 0, on {link.host}")
+    return ending.exit_code or exit_code
+
+
+def collected(link: NodeLink, ending: Ending) -> Ending:
+    """On the first node: wait for the logs of the others; how the script has ended on all of them."""
+    if not link.is_joined:
+        return ending
+    endings = [ending]
+    for number, sent in link.collect(interrupted=ending.interrupted).items():
+        try:
+            endings.append(msgspec.msgpack.decode(sent, type=Ending))
+        except msgspec.MsgspecError as error:
+            complain(f"how node {number} has ended is not known: {error}", kind="note")
+    for number, why in link.refused.items():
+        complain(f"the logs of node {number} were not taken: {why}", kind="note")
+    return together(endings)
+
+
+def together(endings: list[Ending]) -> Ending:
+    """How the script has ended on several nodes; the first one's exit code counts most."""
+    hangs = [one.hang for one in endings if one.hang is not None]
+    unended = [one.unended for one in endings if one.unended is not None]
+    exit_codes: Mapping[int, int] = {rank: code for one in endings for rank, code in one.exit_codes.items()}
+    stacks = {rank: stack for hang in hangs for rank, stack in hang.stacks.items()}
+    ranks = sorted({rank for one in unended for rank in one.ranks})
+    return replace(
+        endings[0],
+        exit_code=next((one.exit_code for one in endings if one.exit_code), 0),
+        exit_codes=exit_codes,
+        hang=Hang(max(hang.seconds for hang in hangs), stacks) if hangs else None,
+        interrupted=any(one.interrupted for one in endings),
+        unended=Unended(max(one.seconds for one in unended), tuple(ranks)) if unended else None,
+    )

@@ -1,36 +1,52 @@
-"""Reports and matrices that were saved as JSON or as HTML.
-
-This module is light: it never imports torch.
-"""
+"""What ddpcheck saves: read again, shown (`ddpcheck render`), compared (`diff`), and described (`schema`)."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from ddpcheck.cli.output import reason_of
-from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.from_json import IncompleteError
-from ddpcheck.findings.report import Report
+from ddpcheck.cli.output import ReportOutput, print_out, reason_of
+from ddpcheck.findings.difference import ReportDifference, compare_reports
+from ddpcheck.findings.errors import EXIT_CLEAN, UsageError
+from ddpcheck.findings.from_json import IncompleteError, parse
+from ddpcheck.findings.json_schema import literal, schema_of
+from ddpcheck.findings.report import Report, Status
+from ddpcheck.findings.wording import suggestion
+from ddpcheck.render import DIFFERENCE_FORMATS, FORMATS, MATRIX_FORMATS
 from ddpcheck.render.page.data import data_in
-from ddpcheck.report.matrix.matrix import Matrix, is_matrix
+from ddpcheck.report.matrix.matrix import Matrix
+from ddpcheck.report.settings import load_settings
+
+DOCUMENTS: Mapping[str, tuple[type, Mapping[str, Any]]] = {
+    "report": (Report, {"status": literal(Status)}),
+    "matrix": (Matrix, {"kind": {"const": "matrix"}}),
+    "difference": (ReportDifference, {"kind": {"const": "difference"}}),
+}
+"""By name: the class of a document, and the schemas of what it writes beside its fields."""
 
 
 def load_saved(path: str) -> Report | Matrix:
-    """The report or the matrix in a file; "-" stands for standard input.
+    """The report or the matrix in a file, JSON or a page; "-" stands for standard input.
 
     Raises:
         UsageError: The file cannot be read, or is neither.
     """
     name = "standard input" if path == "-" else path
+    if path == "-" and sys.stdin is None:
+        raise UsageError("cannot read standard input: it is closed")
     try:
-        text = _standard_input() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {name}: {reason_of(error)}") from error
     try:
         text = data_in(text) or text
-        saved: type[Report] | type[Matrix] = Matrix if is_matrix(text) else Report
-        return saved.from_json(text)
+        data = parse(text)
+        is_matrix = isinstance(data, dict) and data.get("kind") == "matrix"
+        return Matrix.from_json(text) if is_matrix else Report.from_json(text)
     except IncompleteError as error:
         raise UsageError(f"{name} is not a complete report: {error}") from error
     except ValueError as error:
@@ -49,7 +65,39 @@ def load_report(path: str) -> Report:
     return report
 
 
-def _standard_input() -> str:
-    if sys.stdin is None:
-        raise UsageError("cannot read standard input: it is closed")
-    return sys.stdin.read()
+def run_render(arguments: argparse.Namespace) -> int:
+    """Show a report or a matrix that was saved as JSON or as HTML."""
+    report = load_saved(arguments.path)
+    formats = MATRIX_FORMATS if isinstance(report, Matrix) else FORMATS
+    arguments.command_line = ""  # that of the report is in it
+    with ReportOutput(arguments, load_settings().format, formats) as output:
+        output.show(report)
+    return EXIT_CLEAN
+
+
+def run_diff(arguments: argparse.Namespace) -> int:
+    """Say what is new, fixed and remaining; 1 where the newer report has a new finding at or above --fail-on."""
+    settings = load_settings({"fail_on": arguments.fail_on})
+    if arguments.old == arguments.new == "-":
+        raise UsageError("only one of the two reports can come from standard input")
+    names = (arguments.old, arguments.new)
+    difference = compare_reports(load_report(arguments.old), load_report(arguments.new), names=names)
+    default = settings.format if settings.format in DIFFERENCE_FORMATS else None
+    with ReportOutput(arguments, default, DIFFERENCE_FORMATS) as output:
+        output.show(difference)
+    return difference.exit_code(settings.fail_on)
+
+
+def run_schema(arguments: argparse.Namespace) -> int:
+    """Print the JSON Schema of a document."""
+    if arguments.document not in DOCUMENTS:
+        hint = suggestion(arguments.document, list(DOCUMENTS), "documents")
+        raise UsageError(f"there is no document {arguments.document!r}; {hint}")
+    print_out(schema_text(arguments.document))
+    return EXIT_CLEAN
+
+
+def schema_text(document: str) -> str:
+    """The schema of one of the documents."""
+    kind, extra = DOCUMENTS[document]
+    return json.dumps(schema_of(kind, document, extra), indent=2, ensure_ascii=False)

@@ -1,7 +1,4 @@
-"""Names as the user's code has them, also where `torch.compile` holds a module as `_orig_mod` of one of its own.
-
-This module is light: it never imports torch.
-"""
+"""Names as the user's code has them, also where `torch.compile` holds a module as `_orig_mod` of one of its own."""
 
 from __future__ import annotations
 

@@ -163,6 +163,13 @@ class RankError(DdpcheckError):
         """The failure that came first, or `None` when no rank is to blame."""
         return self.failures[0] if self.failures else None
 
+    def raise_cause(self) -> None:
+        """Raise what came first instead of this, where that is an error that ddpcheck has raised, or a bug of it."""
+        if self.first is not None and isinstance(self.first.exception, DdpcheckError):
+            raise self.first.exception from self
+        if self.first is not None and self.first.bug:
+            raise BugError(self.first.bug, detail=self.detail) from self
+
 
 class HangError(RankError):
     """A rank did not finish in time, or can be shown to wait for one that will never come."""

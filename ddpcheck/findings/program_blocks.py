@@ -1,7 +1,4 @@
-"""The blocks of a program around one of its lines: loops, branches, and what an early exit leaves out.
-
-This module is light: it never imports torch.
-"""
+"""The blocks of a program around one of its lines: loops, branches, and what an early exit leaves out."""
 
 from __future__ import annotations
 

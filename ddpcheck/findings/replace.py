@@ -1,7 +1,4 @@
-"""`replace`: a copy of a dataclass or of a Struct with other values of some fields.
-
-This module is light: it never imports torch.
-"""
+"""`replace`: a copy of a dataclass or of a Struct with other values of some fields."""
 
 from __future__ import annotations
 

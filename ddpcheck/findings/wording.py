@@ -101,6 +101,11 @@ def capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def printable(text: str, but: str = "") -> str:
+    """`text`, with what cannot be printed written as Python escapes it, `but` for some characters."""
+    return "".join(c if c.isprintable() or c in but else repr(c)[1:-1] for c in text)
+
+
 def unless_all(numbers: Sequence[int], count: int) -> tuple[int, ...]:
     """Ranks or steps as a finding names them: none where they are all of `count`."""
     return tuple(numbers) if len(numbers) < count else ()

@@ -2,8 +2,6 @@
 
 `torch._utils.ExceptionWrapper` raises another one of the same class there, whose text holds the traceback of the first:
 "Caught KeyError in DataLoader worker process 0.", "Original Traceback (most recent call last):" and so on.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The facts of a script: what its ranks have left, put together for the judges of `ddpcheck run`.
-
-This module is light: it never imports torch.
-"""
+"""The facts of a script: what its ranks have left, put together for the judges of `ddpcheck run`."""
 
 from __future__ import annotations
 

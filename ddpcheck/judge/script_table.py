@@ -2,8 +2,6 @@
 
 Each row takes its part of the facts, asks judges, and says what they have compared. Evidence of a rule is in
 `findings.evidence`, under the name of what records it (`record`).
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -2,13 +2,12 @@
 
 A renderer reads a `Report` and nothing else, and recomputes nothing. A new format is a module with a renderer and
 one entry in `FORMATS`.
-
-This module is light: it never imports torch, and rich only for text.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -90,13 +89,8 @@ class JsonRenderer(Renderer):
 
 def in_ascii(text: str, besides: str = "") -> str:
     """JSON without any but ASCII characters, and without those `besides`, which may stand in its strings."""
-    return "".join(c if c < "\x7f" and c not in besides else json_escaped(c) for c in text)
-
-
-def json_escaped(character: str) -> str:
-    """A character as strings in JSON may have any."""
-    units = character.encode("utf-16-be", "surrogatepass").hex()
-    return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
+    escaped = {character: f"\\u{ord(character):04x}" for character in besides}
+    return "".join(escaped.get(c) or (c if c < "\x7f" else json.dumps(c)[1:-1]) for c in text)
 
 
 _HTML = "ddpcheck.render.page.page:HtmlRenderer"

@@ -1,7 +1,4 @@
-"""The difference of two reports, as text and as Markdown.
-
-This module is light: it never imports torch.
-"""
+"""The difference of two reports, as text and as Markdown."""
 
 from __future__ import annotations
 

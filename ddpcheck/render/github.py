@@ -1,7 +1,4 @@
-"""A report as workflow commands of GitHub Actions, which annotates lines of a pull request by them.
-
-This module is light: it never imports torch.
-"""
+"""A report as workflow commands of GitHub Actions, which annotates lines of a pull request by them."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Iterator
 
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import counted
+from ddpcheck.findings.wording import counted, printable
 from ddpcheck.render import Renderer
 from ddpcheck.render.parts import plain_facts, sorted_findings, title_of
 
@@ -52,8 +49,7 @@ def _annotation(finding: Finding) -> str:
 
 def _data(text: str) -> str:
     """As the toolkit of Actions escapes it: a message of somebody else's is no command."""
-    escaped = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in escaped)
+    return printable(text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A"))
 
 
 def _property(text: str) -> str:

@@ -1,14 +1,11 @@
-"""A report as JUnit XML, for whatever shows the results of tests.
-
-This module is light: it never imports torch.
-"""
+"""A report as JUnit XML, for whatever shows the results of tests."""
 
 from __future__ import annotations
 
 import re
 from xml.etree import ElementTree
 
-from ddpcheck.findings.report import AcceptedFinding, CheckResult, Finding, Report
+from ddpcheck.findings.report import CheckResult, Finding, Report
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import join_names
 from ddpcheck.render import Renderer
@@ -27,7 +24,9 @@ class JunitRenderer(Renderer):
         """The XML."""
         cases = [_case_of_check(report.target, check) for check in report.checks]
         cases += [_case_of_finding(report.target, finding) for finding in sorted_findings(report)]
-        cases += [_case_of_accepted(report.target, one) for one in report.accepted]
+        for one in report.accepted:  # does not fail, and its reason is shown
+            why = f"{why_accepted(one)}: {one.reason}"
+            cases.append(_case_of_finding(report.target, one.finding, skipped=why))
         if report.error is not None:
             case = _case(report.target, "the whole", 0.0)
             _child(case, "error", report.error.message, report.error.detail)
@@ -57,25 +56,18 @@ def _case_of_check(target: str, check: CheckResult) -> ElementTree.Element:
     return case
 
 
-def _case_of_finding(target: str, finding: Finding) -> ElementTree.Element:
+def _case_of_finding(target: str, finding: Finding, skipped: str = "") -> ElementTree.Element:
     case = _case(target, words(title_of(finding), join_names(finding.subjects)))
     text = "\n".join(plain_facts(finding))
-    if finding.severity is Severity.ERROR:
+    if skipped:
+        _child(case, "skipped", skipped, finding.message)
+    elif finding.severity is Severity.ERROR:
         _child(case, "failure", finding.message, text).set("type", finding.code)
     else:
         _child(case, "system-out", text=f"{finding.severity.value}: {text}")
     if finding.location:
         case.set("file", _clean(finding.location.path))
         case.set("line", str(finding.location.line))
-    return case
-
-
-def _case_of_accepted(target: str, accepted: AcceptedFinding) -> ElementTree.Element:
-    """A case that is skipped: it does not fail, and its reason is shown."""
-    case = _case_of_finding(target, accepted.finding)
-    for child in list(case):
-        case.remove(child)
-    _child(case, "skipped", f"{why_accepted(accepted)}: {accepted.reason}", accepted.finding.message)
     return case
 
 

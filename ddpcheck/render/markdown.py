@@ -1,7 +1,4 @@
-"""A report as Markdown: for an issue, or for the summary of a job.
-
-This module is light: it never imports torch.
-"""
+"""A report as Markdown: for an issue, or for the summary of a job."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ddpcheck.findings.report import Finding, Report
-from ddpcheck.findings.wording import counted
+from ddpcheck.findings.wording import counted, printable
 from ddpcheck.render import Renderer
 from ddpcheck.render.parts import (
     STATUSES,
@@ -84,13 +81,12 @@ def _names(names: Sequence[str]) -> str:
 
 def escaped(text: str) -> str:
     """A text without meaning in Markdown."""
-    printable = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-    return _SPECIAL.sub(r"\\\1", printable).replace("\n", "<br>")
+    return _SPECIAL.sub(r"\\\1", printable(text, "\n")).replace("\n", "<br>")
 
 
 def code_span(text: str) -> str:
     """A text as code, between as many backticks as it needs."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text).replace("|", "\\|")
+    text = printable(text).replace("|", "\\|")
     fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     pad = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{fence}{pad}{text}{pad}{fence}"

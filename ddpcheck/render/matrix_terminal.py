@@ -1,7 +1,4 @@
-"""The matrix of DDP options as text: a table of what is right, and advice.
-
-This module is light: it never imports torch.
-"""
+"""The matrix of DDP options as text: a table of what is right, and advice."""
 
 from __future__ import annotations
 

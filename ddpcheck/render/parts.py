@@ -1,7 +1,4 @@
-"""What texts, Markdown, pages and other formats say of a report: a fact comes from here, a format only shows it.
-
-This module is light: it never imports torch.
-"""
+"""What texts, Markdown, pages and other formats say of a report: a fact comes from here, a format only shows it."""
 
 from __future__ import annotations
 

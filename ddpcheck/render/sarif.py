@@ -1,7 +1,4 @@
-"""A report as SARIF 2.1.0 (OASIS standard), for code scanning.
-
-This module is light: it never imports torch.
-"""
+"""A report as SARIF 2.1.0 (OASIS standard), for code scanning."""
 
 from __future__ import annotations
 
@@ -39,21 +36,17 @@ class SarifRenderer(Renderer):
         findings = [*sorted_findings(report), *accepted]
         codes = sorted({finding.code for finding in findings})
         shown = findings[:MOST_RESULTS]
+        version = {"version": report.tool["version"]} if report.tool.get("version") else {}
+        driver = {"name": report.tool.get("name", "ddpcheck"), **version, "rules": [_rule(code) for code in codes]}
         run = {
-            "tool": {"driver": {**_tool(report), "rules": [_rule(code) for code in codes]}},
+            "tool": {"driver": driver},
             "invocations": [_invocation(report, len(findings) - len(shown))],
             "results": [
-                {**_result(finding, codes.index(finding.code), report.target), **_acceptance(accepted.get(finding))}
-                for finding in shown
+                _result(finding, codes.index(finding.code), report.target, accepted.get(finding)) for finding in shown
             ],
             "columnKind": "unicodeCodePoints",
         }
         return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
-
-
-def _tool(report: Report) -> dict[str, Any]:
-    version = report.tool.get("version")
-    return {"name": report.tool.get("name", "ddpcheck"), **({"version": version} if version else {})}
 
 
 def _rule(code: str) -> dict[str, Any]:
@@ -80,9 +73,9 @@ def _invocation(report: Report, left_off: int) -> dict[str, Any]:
     return {"executionSuccessful": report.error is None, "toolExecutionNotifications": told}
 
 
-def _result(finding: Finding, index: int, target: str) -> dict[str, Any]:
+def _result(finding: Finding, index: int, target: str, accepted: AcceptedFinding | None) -> dict[str, Any]:
     location = finding.location or Location(target.partition("::")[0].partition(" ")[0] or "unknown", 1)
-    result = {
+    result: dict[str, Any] = {
         "ruleId": finding.code,
         "ruleIndex": index,
         "level": _LEVELS[finding.severity],
@@ -91,15 +84,11 @@ def _result(finding: Finding, index: int, target: str) -> dict[str, Any]:
         "partialFingerprints": {"ddpcheckFinding/v1": _fingerprint(finding)},
         "properties": {"subjects": list(finding.subjects), "ranks": list(finding.ranks), "steps": list(finding.steps)},
     }
-    flows = _flows(finding.evidence) or _path(finding)
-    return {**result, "codeFlows": [{"threadFlows": flows}]} if flows else result
-
-
-def _acceptance(accepted: AcceptedFinding | None) -> dict[str, Any]:
-    """Why a result does not count; "external" in SARIF's words: not said in the source."""
-    if accepted is None:
-        return {}
-    return {"suppressions": [{"kind": "external", "justification": accepted.reason}]}
+    if flows := _flows(finding.evidence) or _path(finding):
+        result["codeFlows"] = [{"threadFlows": flows}]
+    if accepted is not None:  # "external" in SARIF's words: not said in the source
+        result["suppressions"] = [{"kind": "external", "justification": accepted.reason}]
+    return result
 
 
 def _location(location: Location, text: str = "") -> dict[str, Any]:

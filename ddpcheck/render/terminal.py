@@ -1,7 +1,4 @@
-"""The report as text for a person at a terminal, and for a log.
-
-This module is light: it never imports torch.
-"""
+"""The report as text for a person at a terminal, and for a log."""
 
 from __future__ import annotations
 

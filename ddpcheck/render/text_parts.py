@@ -1,8 +1,6 @@
 """The parts that the texts of reports and of matrices have in common: context, notes, errors, styled lines.
 
 Names and messages are data: markup is off, and control characters in them are shown, not obeyed.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations
@@ -17,13 +15,14 @@ from rich.text import Text
 
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.tracebacks import fold_traceback
-from ddpcheck.findings.wording import counted
+from ddpcheck.findings.wording import counted, printable
 from ddpcheck.render import Renderer
 from ddpcheck.render.parts import Mark, facts_of, notes_of, options_in_words, tool_of, versions_of
 from ddpcheck.report.matrix.matrix import Matrix
 
 MOST_DETAIL = 40
 MOST_EVIDENCE = 16
+MOST_NAMES = 8
 UNBROKEN = 10_000  # columns; a log keeps every sentence on one line
 
 _STYLES = {"subjects": "bold", "place": "cyan", "evidence": "dim"}  # of facts
@@ -95,7 +94,7 @@ def styled(*parts: str | tuple[str, str]) -> Text:
     text = Text(overflow="fold")
     for part in parts:
         content, style = (part, "") if isinstance(part, str) else part
-        text.append("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in content), style or None)
+        text.append(printable(content, "\n"), style or None)
     return text
 
 
@@ -115,9 +114,10 @@ def facts_in_text(finding: Finding, columns: int = 2, without: Collection[str] =
             yield indented(labelled(f"{fact.label}: ", line) if fact.label else styled_line, columns + deeper)
 
 
-def listed(names: Sequence[str], most: int = 8) -> str:
+def listed(names: Sequence[str]) -> str:
     """The first of the names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    left = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {left} more" if left > 0 else "")
 
 
 def broken(name: str, columns: int) -> str:

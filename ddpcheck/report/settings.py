@@ -1,10 +1,8 @@
-"""Settings: command line over environment over `[tool.ddpcheck]` over default, decided in one function.
-
-This module is light: it never imports torch.
-"""
+"""Settings: command line over environment over `[tool.ddpcheck]` over default, decided in one function."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import os
@@ -170,21 +168,17 @@ def _parse(field: str, value: Any, origin: str, error: type[UsageError | ConfigE
         return _PARSERS[field](value)
     except UsageError as reason:  # from the rule table, a full sentence
         raise error(f"{origin}: {reason}") from None
-    except (TypeError, ValueError) as reason:
+    except ValueError as reason:
         raise error(f"{origin}: expected {reason}, got {value!r}") from None
 
 
 def _number(kind: type[int | float], expected: str, holds: Callable[[float], bool]) -> Callable[[Any], Any]:
     def parse(value: Any) -> int | float:
-        if isinstance(value, bool) or not isinstance(value, kind | int | str):
-            raise TypeError(expected)
-        try:
-            number = kind(value)
-        except ValueError:
-            raise ValueError(expected) from None
-        if not holds(number):
-            raise ValueError(expected)
-        return number
+        if isinstance(value, kind | int | str) and not isinstance(value, bool):
+            with contextlib.suppress(ValueError):
+                if holds(number := kind(value)):
+                    return number
+        raise ValueError(expected)
 
     return parse
 
@@ -195,14 +189,14 @@ def _whole(least: int) -> Callable[[Any], Any]:
 
 def _word(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise TypeError("a word")
+        raise ValueError("a word")
     return value.strip().lower()
 
 
 def _words(value: Any, expected: str) -> tuple[str, ...]:
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
-        raise TypeError(expected)
+        raise ValueError(expected)
     return tuple(word.strip() for part in parts for word in part.split(",") if word.strip())
 
 
@@ -235,21 +229,19 @@ def _modules(value: Any) -> tuple[str, ...]:
 def _suppressions(value: Any) -> tuple[Suppression, ...]:
     """The tables of `[[tool.ddpcheck.suppress]]`."""
     if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
-        raise TypeError("tables [[tool.ddpcheck.suppress]] in pyproject.toml, each with a code and a reason")
+        raise ValueError("tables [[tool.ddpcheck.suppress]] in pyproject.toml, each with a code and a reason")
     keys = [one.name for one in fields(Suppression)]
+    found = []
     for number, table in enumerate(value, 1):
         if unknown := next((key for key in table if key not in keys), None):
             raise UsageError(f"table {number} has no key {unknown!r}; {suggestion(unknown, keys, 'keys')}")
         if missing := next((key for key in ("code", "reason") if key not in table), None):
             raise UsageError(f"table {number} needs a {missing!r}")
-    return tuple(_suppression(number, table) for number, table in enumerate(value, 1))
-
-
-def _suppression(number: int, table: Mapping[str, Any]) -> Suppression:
-    try:
-        return Suppression(**table)
-    except UsageError as error:
-        raise UsageError(f"table {number}: {error}") from None
+        try:
+            found.append(Suppression(**table))
+        except UsageError as error:
+            raise UsageError(f"table {number}: {error}") from None
+    return tuple(found)
 
 
 def _one_of(*choices: str) -> Callable[[Any], str]:

@@ -1,7 +1,4 @@
-"""The options of a watched script: those that begin with `--check-`; and where the script itself begins.
-
-This module is light: it never imports torch.
-"""
+"""The options of a watched script: those that begin with `--check-`; and where the script itself begins."""
 
 from __future__ import annotations
 

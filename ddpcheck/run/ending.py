@@ -1,7 +1,4 @@
-"""How a script has ended: from exit codes, exceptions and stacks of its ranks to the finding behind it.
-
-This module is light: it never imports torch.
-"""
+"""How a script has ended: from exit codes, exceptions and stacks of its ranks to the finding behind it."""
 
 from __future__ import annotations
 

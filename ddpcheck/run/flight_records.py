@@ -1,8 +1,6 @@
 """The last collectives of a script's ranks as dumps of Flight Recorder, which `torchfrtrace` and `ddpcheck hang` read.
 
 gloo writes no dump by itself, and what it has in memory names neither the ranks of a group nor what has ended.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

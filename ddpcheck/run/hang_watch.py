@@ -5,8 +5,6 @@ Where a `DistributedDataParallel` is freed after `destroy_process_group()`, its 
 group. ~ProcessGroupGloo joins the group's threads, while Python has the GIL (`Reducer` is bound without releasing it);
 a thread that has yet to free its last work waits for the GIL, since the thread-local state in a work refers to Python.
 Seen in 1 of 50 short scripts without ddpcheck. To wait a moment before the group is destroyed avoids it (`rank_watch`).
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 The ranks are looked at twice. The run is not stopped, and nothing of it is changed: each rank writes its stack into a
 file of the run's folder, as it does when the run is watched for hangs.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A rank that waits uses no processor time under gloo. Under other backends its main thread may be busy all the time (it
 spins), as if it worked. Such a rank waits if its own record says that it has not come out of a collective; or if it is
 at a line that may block, and its collectives are known not to match those of the others.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The report on a script: what its ranks have left, as one `Report`.
-
-This module is light: it never imports torch.
-"""
+"""The report on a script: what its ranks have left, as one `Report`."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 What follows the last whole entry is dropped, since a process may die in the middle of a write. An entry of a kind that
 this version does not know, or without what it needs, is counted and passed over.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

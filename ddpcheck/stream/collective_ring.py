@@ -1,7 +1,4 @@
-"""The last collectives of a rank, in a file in memory: each is there before it is made, and survives a rank that dies.
-
-This module is light: it never imports torch.
-"""
+"""The last collectives of a rank, in a file in memory: each is there before it is made, and after a rank that dies."""
 
 from __future__ import annotations
 

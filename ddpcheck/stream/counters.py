@@ -1,7 +1,4 @@
-"""Numbers that change in each step, in a file in memory: what they were last survives a rank that dies.
-
-This module is light: it never imports torch.
-"""
+"""Numbers that change in each step, in a file in memory: what they were last survives a rank that dies."""
 
 from __future__ import annotations
 

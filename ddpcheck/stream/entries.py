@@ -1,8 +1,6 @@
 """The entries of the log that a watched rank leaves: what a watch would have exchanged with the other ranks.
 
 Fields are only added, with a default, and kinds are only added: so that any version reads what it knows.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

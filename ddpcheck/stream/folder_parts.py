@@ -1,7 +1,4 @@
-"""The logs in a folder, in parts: what another machine sends is checked before it becomes a file.
-
-This module is light: it never imports torch.
-"""
+"""The logs in a folder, in parts: what another machine sends is checked before it becomes a file."""
 
 from __future__ import annotations
 

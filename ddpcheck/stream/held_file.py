@@ -2,8 +2,6 @@
 
 What is closed so, a daemon's `closerange` say, has its number given to the next file that the script opens. So a
 descriptor is compared with what it was made for before each write, and a map never closes its own one.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A rank keeps one while its loop runs, and a judge makes one of the events that a rank has left. It judges nothing: that
 a step has used what was not reduced is a fact.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

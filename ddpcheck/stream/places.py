@@ -1,7 +1,4 @@
-"""What a rank was doing when it came to a collective, as the log has it in a text; and the collectives of DDP's own.
-
-This module is light: it never imports torch.
-"""
+"""What a rank was doing when it came to a collective, as the log has it in a text; and the collectives of DDP's own."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The log that a watched rank writes: each entry is on disk before the script goes on.
 
 So a rank that is killed, at any moment, leaves what it had to say.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

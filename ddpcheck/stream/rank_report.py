@@ -1,7 +1,4 @@
-"""Plain data that the ranks of a watched loop exchange: reports of steps, micro-batches, states of replicas.
-
-This module is light: it never imports torch.
-"""
+"""Plain data that the ranks of a watched loop exchange: reports of steps, micro-batches, states of replicas."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What ranks have left, read from the folder of their run.
-
-This module is light: it never imports torch.
-"""
+"""What ranks have left, read from the folder of their run."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 
 from ddpcheck import cli
 from ddpcheck.cli.arguments import make_parser
-from ddpcheck.cli.examples import EXAMPLES
+from ddpcheck.cli.parsing import EXAMPLES
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.report import Finding, Report, ReportError
 from ddpcheck.findings.rules import RULES

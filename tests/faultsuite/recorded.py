@@ -20,9 +20,10 @@ from ddpcheck.findings.report import Report
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
 from ddpcheck.harness import World
 from ddpcheck.report import calls
-from ddpcheck.report.checking.check import resolve_options
+from ddpcheck.report.checking.check import decided
 from ddpcheck.report.checking.check_report import report_of
 from ddpcheck.report.checking.check_run import CheckRun
+from ddpcheck.report.checking.check_state import CheckOptions
 from ddpcheck.worlds.run_future import RunFuture
 from tests.faultsuite.cases import ROOT, Case
 from tests.faultsuite.evidence import Encoder, EvidenceError, decode, dumped, fields_of, fields_that_differ, with_fields
@@ -34,7 +35,7 @@ TWINS = ("broken", "fixed")
 
 def run_check(case: Case, twin: str, *, make_world: Callable[..., Any] = World) -> Report:
     """`ddpcheck.check` of one of the two recipes of a case, in such worlds."""
-    asked = resolve_options(case.target(twin), backend=None, device="cpu", seed=0, preload=(), **case.options)
+    asked = decided(CheckOptions(**case.options), case.target(twin))
     return report_of(CheckRun(asked.target, asked, progress=lambda _text: None, make_world=make_world).run())
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ddpcheck import FindingsError, check, check_matrix
-from ddpcheck.findings.errors import BugError, TargetError, UsageError
+from ddpcheck.findings.errors import BugError, RankError, RankFailure, TargetError, UsageError
 from ddpcheck.findings.exception_origin import as_bug, is_misuse, is_ours
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.wording import join_names
@@ -272,3 +272,12 @@ def test_a_target_that_calls_ddpcheck_wrongly_has_itself_to_blame(sabotaged) -> 
     )
     assert report.exit_code() == 3 and "loss(model, batch) in step 0 raised WrongTypeError" in report.error.message
     assert "broken_recipe.py:" in report.error.message and "bug" not in report.error.message
+
+
+def test_the_error_of_a_world_gives_way_to_ours_that_the_first_rank_raised_and_to_a_bug_of_ours() -> None:
+    with pytest.raises(TargetError, match="no model"):
+        RankError("failed", [RankFailure(0, "raised", "", 0.0, exception=TargetError("no model"))]).raise_cause()
+    with pytest.raises(BugError, match=SENTENCE):
+        RankError("failed", [RankFailure(0, "raised", "", 0.0, bug=SENTENCE)]).raise_cause()
+    RankError("failed", [RankFailure(0, "raised", "", 0.0, exception=ValueError())]).raise_cause()
+    RankError("no rank is to blame").raise_cause()

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from ddpcheck import cli
-from ddpcheck.cli.schema import DOCUMENTS, schema_text
+from ddpcheck.cli.saved import DOCUMENTS, schema_text
 from ddpcheck.findings.difference import compare_reports
 from ddpcheck.findings.from_json import added
 from ddpcheck.findings.json_schema import schema_of

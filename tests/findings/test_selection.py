@@ -16,7 +16,6 @@ import pytest
 
 from ddpcheck import cli
 from ddpcheck.cli import run as run_command
-from ddpcheck.cli.run import Accepted
 from ddpcheck.findings.errors import ConfigError, UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import AcceptedFinding, CheckResult, Finding, Location, Report, ReportError
@@ -144,7 +143,7 @@ def test_a_clean_script_still_tells_which_suppression_is_unused(tmp_path: Path, 
     monkeypatch.setattr(script_report, "report_on_script", lambda *args, **options: clean)
     given = argparse.Namespace(**dict.fromkeys(f"check_{name}" for name in ("flight_recorder", "output", "format")))
     given.check_select = given.check_ignore = ()
-    run_command.show_report("train.py", Ending(), tmp_path, given, run_command.report_output(given), Accepted())
+    run_command.show_report("train.py", Ending(), tmp_path, given, run_command.report_output(given))
     assert capsys.readouterr().err.splitlines() == [
         "ddpcheck: note: the suppression of DDP101 matched no finding of this check",
         "ddpcheck: clean: ",

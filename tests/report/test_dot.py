@@ -12,9 +12,8 @@ from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
-from ddpcheck.report.graph.dot import CAUSES, draw, summary
+from ddpcheck.report.graph.dot import CAUSES, draw, lay_out, picture_format, summary
 from ddpcheck.report.graph.drawing_data import Edge, GraphView, Mark, ModuleFact, Node, ParameterFact
-from ddpcheck.report.graph.layout import lay_out, picture_format
 from tests.dotsource import Dot, parse
 
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's dot is not installed")

@@ -10,9 +10,8 @@ import pytest
 from ddpcheck import cli
 from ddpcheck.findings.errors import TargetError, UsageError
 from ddpcheck.recipe.target import load_object
-from ddpcheck.report.first_recipe.first_recipe import make_first_recipe, place_of_recipe
-from ddpcheck.report.first_recipe.inputs import Guess, Input, NoGuess
-from ddpcheck.report.first_recipe.writing import recipe_text
+from ddpcheck.report.first_recipe.first_recipe import Guess, Input, place_of_recipe, recipe_text
+from ddpcheck.report.first_recipe.guessing import make_first_recipe
 
 MODELS = """
 import torch
@@ -94,12 +93,12 @@ def here(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def guess(name: str, arguments: str = "") -> Guess | NoGuess:
+def guess(name: str, arguments: str = "") -> Guess:
     target = f"models_of_init.py:{name}"
-    recipe = make_first_recipe(load_object(target), target, arguments, Path("check.py"))
-    ast.parse(recipe.text)
-    assert max(map(len, recipe.text.splitlines())) <= 100
-    return recipe.guess
+    text, guessed = make_first_recipe(load_object(target), target, arguments, "ddpcheck report check.py")
+    ast.parse(text)
+    assert max(map(len, text.splitlines())) <= 100
+    return guessed
 
 
 @pytest.mark.parametrize(
@@ -117,10 +116,10 @@ def test_inputs_are_guessed_by_layers_and_names_and_tried(here: Path, name: str,
 
 
 def test_what_cannot_be_guessed_is_left_open(here: Path) -> None:
-    assert guess("Odd", "2, 2") == NoGuess(("x",), 2, "ValueError: no: really")
+    assert guess("Odd", "2, 2") == Guess((Input("x"),), None, 2, "ValueError: no: really")
     for name, arguments in (("TimeFirst", ""), ("OfFour", "2, 2")):
-        assert isinstance(guess(name, arguments), NoGuess), "what is returned does not grow with the batch"
-    assert isinstance(guess("Chooses", "2, 2"), NoGuess), "no loss can be made of it"
+        assert guess(name, arguments).output is None, "what is returned does not grow with the batch"
+    assert guess("Chooses", "2, 2").output is None, "no loss can be made of it"
 
 
 @pytest.mark.parametrize(
@@ -187,6 +186,6 @@ def test_a_recipe_is_written_once_and_checked(here: Path, capsys) -> None:
 
 
 def test_what_is_not_known_is_a_place_to_fill_in() -> None:
-    text = recipe_text("net", "a.Net", "", NoGuess(("x", "y"), 0, "why"), "ddpcheck report r.py")
+    text = recipe_text("net", "a.Net", "", Guess((Input("x"), Input("y")), None, 0, "why"), "ddpcheck report r.py")
     assert "from net import a\n" in text and "return a.Net()" in text and "model(*batch)" in text
     assert "# TODO: return the arguments of forward, x, y, for SAMPLES samples." in text

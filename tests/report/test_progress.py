@@ -7,14 +7,14 @@ import io
 import pytest
 
 from ddpcheck.cli.output import Progress, wrapped
-from ddpcheck.report.checking import phase_progress
-from ddpcheck.report.checking.phase_progress import PhaseProgress
+from ddpcheck.report.checking import check_worlds
+from ddpcheck.report.checking.check_worlds import PhaseProgress
 
 
 @pytest.fixture
 def clock(monkeypatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(phase_progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(check_worlds.time, "monotonic", lambda: now[0])
     return now
 
 

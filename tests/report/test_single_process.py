@@ -8,14 +8,14 @@ from torch import Tensor, nn
 import ddpcheck
 from ddpcheck.findings.evidence.single_process import Fit
 from ddpcheck.recipe.recipe import Recipe
-from ddpcheck.report.checking.check import resolve_options
+from ddpcheck.report.checking.check import decided
 from ddpcheck.report.checking.check_run import CheckRun
-from ddpcheck.report.checking.check_state import CheckState
+from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.worlds import validation as allowed
 
 
 def state_of(recipe: Recipe) -> CheckState:
-    asked = resolve_options(recipe, world_size=2, backend=None, device="cpu", steps=1, timeout=30, seed=0, preload=())
+    asked = decided(CheckOptions(steps=1), recipe)
     return CheckRun(recipe, asked, progress=lambda _text: None).run()
 
 

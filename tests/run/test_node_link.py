@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from ddpcheck.cli.nodes import together
+from ddpcheck.cli.run import together
 from ddpcheck.run import node_link
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import Hang, Unended

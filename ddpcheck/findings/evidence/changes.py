@@ -2,8 +2,6 @@
 
 Judged in `judge.replicas.script_changes` and `judge.loop.script_optimizers`; gathered in
 `record.rank.line_recorder`, `record.replicas.write_recorder` and `record.optimizers.schedule_recorder`.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Evidence on the construction of wrappers in a script: what each rank was about to hand to DDP.
 
 Judged in `judge.replicas.wrapper_construction`; gathered in `record.rank.construction_recorder`.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

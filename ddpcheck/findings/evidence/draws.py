@@ -1,8 +1,6 @@
 """Evidence on the random numbers that a script draws in its training steps, as each rank drew them.
 
 Judged in `judge.data.script_draws`; gathered in `record.data.draw_recorder`.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Evidence on ranks that have failed or wait for each other: where each of them was in the program at its end.
 
-Judged in `judge.endings.endings`; gathered in `record`. This module is light: it never imports torch.
+Judged in `judge.endings.endings`; gathered in `record`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Judged in `judge.evaluation.script_evaluation` and `judge.evaluation.script_targ
 
 A *round* is the time from one backward pass to the next in which a loader was gone through to its end without any: an
 evaluation, and what the program makes of it.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

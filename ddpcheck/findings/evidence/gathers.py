@@ -1,8 +1,6 @@
 """Evidence on what a script gathers from all ranks and puts into its loss, as each rank saw it.
 
 Judged in `judge.gradients.script_gathers`; gathered in `record.loss.gather_recorder`.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Judged in `judge.loop.script_optimizers` and `judge.gradients.script_alone`; gathered in
 `record.optimizers.clip_recorder` and `record.loop.taken_recorder`.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Judged in `judge.loop.script_pace`; gathered in `record.loop.pace_recorder` and
 `record.loop.leftover_recorder`.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

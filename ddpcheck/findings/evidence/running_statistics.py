@@ -1,8 +1,6 @@
 """Evidence on running statistics of a rank's samples by which the inputs of a wrapped module are normalised.
 
 Judged in `judge.replicas.script_statistics`; gathered in `record.replicas.statistics_recorder`.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Evidence on an unmodified script: its data, its optimizers and its files, as each rank saw them.
 
 Judged in `judge.data.script_data`, `judge.loop.script_optimizers` and `judge.data.script_files`; gathered in `record`.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

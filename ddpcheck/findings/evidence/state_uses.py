@@ -1,8 +1,6 @@
 """Evidence on what a script evaluates beside its training: copies of wrapped modules, and what it loads.
 
 Judged in `judge.replicas.script_states`; gathered in `record.replicas.state_uses`.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

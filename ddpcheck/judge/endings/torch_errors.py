@@ -1,8 +1,6 @@
 """DDP101, 311, 402, 406 and 513: what torch raised in a rank of a script, by the cause that is behind it.
 
 Pure functions from how ranks have failed, their collectives and what they had wrapped to findings.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A mean over each rank's own elements gives an element of a rank that has fewer of them more weight. Where the counts
 differ by chance, as with sequences of about one length, no rank is preferred in the long run, and many train so on
 purpose: a warning. It is an error where it is large, or where it is always the same rank whose elements count more.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

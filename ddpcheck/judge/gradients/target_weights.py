@@ -3,8 +3,6 @@
 The gradient that the optimizer gets ought to be that of a mean over all targets (tokens, say) of the step. Where each
 micro-batch, or each rank, divides by its own number of targets, and these differ, it is a mean of means: a target
 counts the more the fewer there are beside it. (huggingface/transformers#34191 mended this in one trainer.)
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

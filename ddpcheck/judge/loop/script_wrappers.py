@@ -1,8 +1,6 @@
 """The wrappers of a script: what a watch would have found, had the ranks asked each other; and what they were made of.
 
 From the logs of all ranks to findings: parameters, replicas, the reducer and the loop, step by step.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Findings from the reports of the ranks of a watched loop: pure functions.
-
-This module is light: it never imports torch.
-"""
+"""Findings from the reports of the ranks of a watched loop: pure functions."""
 
 from __future__ import annotations
 

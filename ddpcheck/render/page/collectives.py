@@ -1,7 +1,4 @@
-"""The collectives of the ranks, in groups of ranks that have called the same, with the point where they part.
-
-This module is light: it never imports torch.
-"""
+"""The collectives of the ranks, in groups of ranks that have called the same, with the point where they part."""
 
 from __future__ import annotations
 

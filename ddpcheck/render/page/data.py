@@ -1,7 +1,4 @@
-"""The report inside its page, as JSON in which no character means anything to HTML; compressed where it is large.
-
-This module is light: it never imports torch, nor jinja2.
-"""
+"""The report inside its page, as JSON in which no character means anything to HTML; compressed where it is large."""
 
 from __future__ import annotations
 

@@ -1,19 +1,17 @@
-"""What the page shows of a finding beside its facts: places, and lines of source.
-
-This module is light: it never imports torch.
-"""
+"""What the page shows of a finding beside its facts: places, lines of source, and modules in the tree of the model."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ddpcheck.findings.figures import SourceExcerpt
+from ddpcheck.findings.figures import ModuleEntry, SourceExcerpt
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import format_ranks, format_steps, group_by
-from ddpcheck.render.parts import facts_of
+from ddpcheck.render.parts import facts_of, sorted_findings
 
 MOST_SIDES = 4
 _MOST_IN_ALL = 200  # lines of evidence
@@ -92,3 +90,46 @@ def together(evidence: Sequence[str]) -> list[str]:
         f"{format_ranks(int(match[1]) for match, _ in alike if match)}{text}" if isinstance(text, str) else alike[0][1]
         for text, alike in groups.items()
     ]
+
+
+# Modules
+
+
+@dataclass(slots=True)
+class Branch:
+    """A module, those in it, the findings on it or on its own parameters, and the worst one in or below it.
+
+    Findings are by the part of the module that they name, and there by code.
+    """
+
+    entry: ModuleEntry
+    inside: list[Branch] = field(default_factory=list)
+    told: dict[str, dict[str, Finding]] = field(default_factory=dict)
+    worst: Finding | None = None
+
+
+def module_tree(report: Report) -> list[Branch]:
+    """The modules that no other one holds."""
+    branches = {entry.name: Branch(entry) for entry in report.modules}
+    top: list[Branch] = []
+    for name, branch in branches.items():
+        holders = [branches[holder].inside for holder in _upwards(name) if holder in branches and holder != name]
+        (holders or [top])[0].append(branch)
+    for finding in sorted_findings(report):
+        for subject in finding.subjects:
+            held_by = [holder for holder in _upwards(subject) if holder in branches]
+            if not held_by or (subject and held_by[0] == "" and subject not in branches[""].entry.parameters):
+                continue
+            part = subject[len(held_by[0]) :].lstrip(".")
+            branches[held_by[0]].told.setdefault(part, {})[finding.code] = finding
+            for holder in held_by:
+                branches[holder].worst = branches[holder].worst or finding  # the worst come first
+    return top
+
+
+def _upwards(name: str) -> Iterator[str]:
+    """A name, and those of all that hold it; the model itself is the last."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""

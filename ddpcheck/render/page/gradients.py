@@ -1,7 +1,4 @@
-"""Gradient errors against their tolerances, as a plot with one line a parameter, on a logarithmic scale.
-
-This module is light: it never imports torch.
-"""
+"""Gradient errors against their tolerances, as a plot with one line a parameter, on a logarithmic scale."""
 
 from __future__ import annotations
 

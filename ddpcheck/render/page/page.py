@@ -1,7 +1,4 @@
-"""A report, or a matrix of DDP options, as an HTML page.
-
-This module is light: it never imports torch.
-"""
+"""A report, or a matrix of DDP options, as an HTML page."""
 
 from __future__ import annotations
 
@@ -15,13 +12,12 @@ from markupsafe import Markup
 
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.shortening import limited, shortened
-from ddpcheck.findings.wording import capitalized, counted, format_ranks, format_steps
+from ddpcheck.findings.wording import capitalized, counted, format_ranks, format_steps, printable
 from ddpcheck.render import Renderer, parts
 from ddpcheck.render.page.collectives import timeline_view
 from ddpcheck.render.page.data import data_of
-from ddpcheck.render.page.findings import finding_view
+from ddpcheck.render.page.findings import finding_view, module_tree
 from ddpcheck.render.page.gradients import plots
-from ddpcheck.render.page.modules import module_tree
 from ddpcheck.report.matrix.matrix import Matrix
 
 MOST_FINDINGS = 100
@@ -49,7 +45,8 @@ class HtmlRenderer(Renderer):
         """The page."""
         shown = limited(report)
         if isinstance(shown, Matrix):
-            what, verdict, sections = "matrix of DDP options", _verdict_of_matrix(shown), _sections_of_matrix(shown)
+            what, verdict = "matrix of DDP options", _verdict_of_matrix(shown)
+            sections = {"findings": (), "advice": shown.advice, "options": shown.rows, "run": True, "reading": True}
         else:
             what, verdict, sections = "report", _verdict(shown), _sections(shown)
         kind, data = data_of(report)
@@ -105,10 +102,6 @@ def _verdict(report: Report) -> tuple[str, str, list[str]]:
     return class_, title, said
 
 
-def _sections_of_matrix(matrix: Matrix) -> dict[str, Any]:
-    return {"findings": (), "advice": matrix.advice, "options": matrix.rows, "run": True, "reading": True}
-
-
 def _verdict_of_matrix(matrix: Matrix) -> tuple[str, str, list[str]]:
     own = matrix.own
     if matrix.error is not None:
@@ -151,19 +144,12 @@ def visible(text: str) -> str:
 
     Emoji go by their names ("[beach with umbrella]"): where a font lacks them, they are all the same box.
     """
-    return "".join(c if c == "\n" or (c.isascii() and c.isprintable()) else _written_out(c) for c in text)
+    plain = printable(text, "\n").replace("\ufe0f", "")  # after a character that may be an emoji
+    return "".join(f"[{unicodedata.name(c, 'emoji').lower()}]" if _is_emoji(c) else c for c in plain)
 
 
-_EMOJI = 0x1F000  # and what follows
-_AS_EMOJI = "\ufe0f"  # after a character that may be one
-
-
-def _written_out(character: str) -> str:
-    if not character.isprintable():
-        return repr(character)[1:-1]
-    if ord(character) >= _EMOJI and unicodedata.category(character) == "So":
-        return f"[{unicodedata.name(character, 'emoji').lower()}]"
-    return "" if character == _AS_EMOJI else character
+def _is_emoji(character: str) -> bool:
+    return ord(character) >= 0x1F000 and unicodedata.category(character) == "So"
 
 
 def fitted(text: str, most: int) -> str:

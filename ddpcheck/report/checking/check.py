@@ -1,7 +1,4 @@
-"""`check(recipe)`: decides the options of a check, runs it on real ranks, and returns its report.
-
-This module is light: torch is only imported on the ranks, and by a caller who builds a `Recipe`.
-"""
+"""`check(recipe)`: decides the options of a check, runs it on real ranks, and returns its report."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ddpcheck.findings.errors import WrongTypeError
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.harness import RankHosts
@@ -69,10 +67,9 @@ def check(
     Raises:
         UsageError: An argument is wrong, or `target` names no recipe.
     """
-    asked = resolve_options(
-        target,
+    given = CheckOptions(
         world_size=world_size,
-        backend=backend,
+        backend=backend or "",
         device=device,
         steps=steps,
         timeout=timeout,
@@ -82,64 +79,41 @@ def check(
         ignore=ignore,
         suppress=suppress,
         baseline=baseline,
-        hosts=hosts,
     )
-    return report_of(CheckRun(target, asked, progress=progress, hosts=hosts).run())
+    return report_of(CheckRun(target, decided(given, target, hosts), progress=progress, hosts=hosts).run())
 
 
-def resolve_options(
-    target: Recipe | str,
-    *,
-    world_size: int,
-    backend: str | None,
-    device: str,
-    steps: int,
-    timeout: float,
-    seed: int,
-    preload: Sequence[str],
-    select: Sequence[str] = (),
-    ignore: Sequence[str] = (),
-    suppress: Sequence[Suppression] = (),
-    baseline: Report | None = None,
-    hosts: RankHosts | None = None,
-) -> CheckOptions:
-    """The options of a check, with the defaults that depend on the machine filled in.
+def decided(given: CheckOptions, target: Recipe | str, hosts: RankHosts | None = None) -> CheckOptions:
+    """The options of a check of `target`, with the defaults that depend on the machine filled in.
 
     Raises:
-        UsageError: An argument is wrong, or `target` names no file.
+        UsageError: One of them is wrong, or `target` names no file.
     """
     if not isinstance(target, str):
         from ddpcheck.recipe.recipe import require_target
 
         require_target(target)
-    allowed.check_count("steps", steps, MOST_STEPS)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise WrongTypeError(f"seed must be a whole number, not {seed!r}")
+    allowed.check_count("steps", given.steps, MOST_STEPS)
+    if isinstance(given.seed, bool) or not isinstance(given.seed, int):
+        raise WrongTypeError(f"seed must be a whole number, not {given.seed!r}")
     if isinstance(target, str) and is_path(place := split_target(target)[0]):
         find_file(place)
-    sharing = world_size if hosts is None else hosts.sharing
-    return CheckOptions(
+    sharing = given.world_size if hosts is None else hosts.sharing
+    preload = allowed.check_modules("preload", given.preload)
+    select, ignore = rule_patterns("select", given.select), rule_patterns("ignore", given.ignore)
+    for one in given.suppress:
+        if not isinstance(one, Suppression):
+            raise WrongTypeError(f"suppress must be ddpcheck.Suppression values, not {one!r}")
+    return replace(
+        given,
         target=target if isinstance(target, str) else "recipe",
-        world_size=world_size,
-        backend=backend or ("nccl" if device == "cuda" and _has_gpus(sharing) else "gloo"),
-        device=device,
-        steps=steps,
-        seed=seed,
-        timeout=timeout,
-        preload=allowed.check_modules("preload", preload),
-        select=rule_patterns("select", select),
-        ignore=rule_patterns("ignore", ignore),
-        suppress=_suppressions(suppress),
-        baseline=baseline,
+        backend=given.backend or ("nccl" if given.device == "cuda" and _has_gpus(sharing) else "gloo"),
+        preload=preload,
+        select=select,
+        ignore=ignore,
+        suppress=tuple(given.suppress),
         launcher=hosts.launcher if hosts is not None else None,
     )
-
-
-def _suppressions(given: Sequence[Suppression]) -> tuple[Suppression, ...]:
-    wrong = next((one for one in given if not isinstance(one, Suppression)), None)
-    if wrong is not None:
-        raise WrongTypeError(f"suppress must be ddpcheck.Suppression values, not {wrong!r}")
-    return tuple(given)
 
 
 def _has_gpus(ranks: int) -> bool:

@@ -1,7 +1,4 @@
-"""The report of a check: its check lines (what each compared, and how much of it held), findings and comparisons.
-
-This module is light: it never imports torch.
-"""
+"""The report of a check: its check lines (what each compared, and how much of it held), findings and comparisons."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import chain
 
 from ddpcheck import __version__
 from ddpcheck.findings.compiled_names import plain_name
@@ -61,6 +59,7 @@ def report_of(state: CheckState) -> Report:
         suppress=asked.suppress,
         baseline=asked.baseline,
     )
+    told = [some for some in _entries(state).values() if any(_kind(entry) != "zero" for entry in some)]
     report = Report(
         target=asked.target,
         tool={"name": "ddpcheck", "version": __version__},
@@ -75,7 +74,7 @@ def report_of(state: CheckState) -> Report:
             "notes": list(dict.fromkeys(state.log.notes)),
         },
         checks=tuple(_line(state, name, chosen.kept) for name in HEADINGS),
-        parity=tuple(sorted(_told_entries(state), key=lambda entry: (entry.step, entry.reference, entry.parameter))),
+        parity=tuple(sorted(chain(*told), key=lambda entry: (entry.step, entry.reference, entry.parameter))),
         timing={name: round(seconds, 4) for name, seconds in state.log.seconds.items()},
         error=state.log.error or next(iter(state.log.bugs), None),
         modules=state.modules,
@@ -146,11 +145,6 @@ class Tally:
         farthest = max([0.0, *(entry.relative_error for entry in entries)])
         return cls(**Counter(map(_kind, entries)), steps=steps, farthest=farthest)
 
-    @property
-    def only_zeros(self) -> bool:
-        """Whether nothing but zeros was compared."""
-        return not (self.held or self.differ or self.untold)
-
     def vacuous(self) -> str:
         """Why the comparisons tell nothing, empty where they do."""
         if not self.steps or self.held or self.differ:
@@ -211,7 +205,7 @@ def _verdict(state: CheckState, name: str) -> Verdict:
     if name == "parameters":
         return _part_taken(state)
     reference = "local" if name == "reducer" else "single-process"
-    tally = Tally.of(entry for entry in _entries(state) if entry.reference == reference)
+    tally = Tally.of(_entries(state).get(reference, ()))
     hook = state.wrapper.comm_hook if name == "reducer" else ""
     if hook and state.steps.optimizer_averages:
         own = f"not compared: {hook} leaves each rank its own gradients, and the optimizer averages"
@@ -287,30 +281,20 @@ def _why_not_reached(state: CheckState) -> str:
     return state.log.rest_skipped or "not reached"
 
 
-def _told_entries(state: CheckState) -> list[ParityEntry]:
-    """Without those with a reference where only zeros were compared."""
-    entries = _entries(state)
-    empty = [
-        reference
-        for reference in ("local", "single-process")
-        if Tally.of(entry for entry in entries if entry.reference == reference).only_zeros
-    ]
-    return [entry for entry in entries if entry.reference not in empty]
-
-
-def _entries(state: CheckState) -> list[ParityEntry]:
-    """The comparisons of gradients that mean something."""
+def _entries(state: CheckState) -> dict[str, list[ParityEntry]]:
+    """By reference, the comparisons of gradients that mean something."""
     if state.repeats.differ:
-        return []
+        return {}
     left = () if state.steps.optimizer_averages else state.steps.ddp
     found = [(item.step, "local", item.against_local) for item in left if item.rank == 0]
     for step, differences in state.single.differences.items():
         if not (state.single.incomparable and state.differs(step)):
             found.append((step, "single-process", differences))
-    entries = []
+    entries: dict[str, list[ParityEntry]] = {}
     for step, reference, differences in found:
         for item in differences:
             sizes = item.absolute_error, item.reference_norm, item.elements
             tolerance = state.repeats.allowed(item.name, item.tolerance)
-            entries.append(ParityEntry(step, plain_name(item.name), reference, item.error, tolerance, *sizes))
+            entry = ParityEntry(step, plain_name(item.name), reference, item.error, tolerance, *sizes)
+            entries.setdefault(reference, []).append(entry)
     return entries

@@ -1,7 +1,4 @@
-"""A check under way: which phases its ranks run, in which order, and what ends it.
-
-This module is light: torch is only imported on the ranks.
-"""
+"""A check under way: which phases its ranks run, in which order, and what ends it."""
 
 from __future__ import annotations
 
@@ -100,16 +97,13 @@ class CheckRun(CheckWorlds):
             if building is not None:
                 self._settle_single(building)
         with self._phase("consistency", "comparing the modules of the ranks"):
-            self._check_before_wrapping(built)
-
-    def _check_before_wrapping(self, built: Sequence[BuiltModule]) -> None:
-        found = judge_uninitialised([item.uninitialised for item in built])
-        if len({item.digest for item in built}) > 1:
-            found += judge_descriptions(self._all(calls.model_build.description))
-        self._add(found)
-        stopping = [f for f in found if f.code not in ("DDP216", "DDP222") and f.severity is Severity.ERROR]
-        if stopping:
-            self._skip_rest(f"{stopping[0].code}: DDP would stop, hang or pair up the wrong tensors")
+            found = judge_uninitialised([item.uninitialised for item in built])
+            if len({item.digest for item in built}) > 1:
+                found += judge_descriptions(self._all(calls.model_build.description))
+            self._add(found)
+            stopping = [f for f in found if f.code not in ("DDP216", "DDP222") and f.severity is Severity.ERROR]
+            if stopping:
+                self._skip_rest(f"{stopping[0].code}: DDP would stop, hang or pair up the wrong tensors")
 
     def _wrap(self) -> list[WrappedModule]:
         """Wrap the model; options of the wrapper that differ between ranks end the check before DDP hangs."""
@@ -274,11 +268,7 @@ class CheckRun(CheckWorlds):
             return
         lines = self._all(calls.model_build.assignments, [name for finding in found for name in finding.subjects])[0]
         self._add([replace(f, location=lines.get(f.subjects[0])) for f in found])
-        would = (
-            "the ranks would not make the same reductions"
-            if facts.sharded
-            else "DDP would stop, hang or abort at its next collective"
-        )
+        would = _UNLIKE_REDUCTIONS if facts.sharded else "DDP would stop, hang or abort at its next collective"
         self._skip_rest(f"{found[0].code}: {would}")
 
     def _check_packing(self, local: Sequence[LocalStep], step: int) -> None:

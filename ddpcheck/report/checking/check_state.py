@@ -1,8 +1,6 @@
 """The state of a check: its options, and the evidence, notes and findings so far.
 
 `judging` turns the evidence into findings, `check_report` makes a report of it all; a check that was stopped has both.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations
@@ -32,19 +30,19 @@ _NOISE_MULTIPLE = 5.0
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """The options of a check, with all defaults decided."""
+    """The options of a check; the target and the backend are known when all has been decided."""
 
-    target: str
-    world_size: int
-    backend: str
-    device: str
-    steps: int
-    seed: int
-    timeout: float
-    preload: tuple[str, ...] = ()
-    select: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()
-    suppress: tuple[Suppression, ...] = ()
+    target: str = ""
+    world_size: int = 2
+    backend: str = ""
+    device: str = "cpu"
+    steps: int = 3
+    seed: int = 0
+    timeout: float = 30.0
+    preload: Sequence[str] = ()
+    select: Sequence[str] = ()
+    ignore: Sequence[str] = ()
+    suppress: Sequence[Suppression] = ()
     baseline: Report | None = None
     launcher: str | None = None  # who has started the processes that the ranks belong to
 
@@ -163,10 +161,6 @@ class RankSteps:
         """Whether the forward passes left torch's generator in the same state on all ranks, which were seeded apart."""
         states = {item.random.generator_state for item in self.local}
         return len(self.local) > 1 and len(states) == 1 and 0 not in states
-
-    def against_local(self) -> float | None:
-        """The largest relative error of a gradient under the wrapper against the average of the ranks' own."""
-        return max((d.error for item in self.ddp for d in item.against_local), default=None)
 
     @property
     def apart(self) -> dict[int, list[DdpStepEvidence]]:

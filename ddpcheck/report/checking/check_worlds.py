@@ -1,7 +1,4 @@
-"""The worlds of a check: sending ranks and the single process to work, and what is kept when one of them fails.
-
-This module is light: torch is only imported on the ranks.
-"""
+"""The worlds of a check: sending ranks and the single process to work, and what is kept when one of them fails."""
 
 from __future__ import annotations
 
@@ -26,6 +23,7 @@ from ddpcheck.findings.evidence.steps import Call, NoExplanation
 from ddpcheck.findings.exception_origin import as_bug
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, ReportError
+from ddpcheck.findings.wording import format_ranks
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
 from ddpcheck.harness import RankHosts, RunFuture, World
 from ddpcheck.judge.endings.collective_order import judge_collectives
@@ -34,12 +32,14 @@ from ddpcheck.judge.endings.timelines import timelines_of_failure
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.checking.judging import judge_wrapper_failure
-from ddpcheck.report.checking.phase_progress import PhaseProgress
 from ddpcheck.worlds import preloading
 from ddpcheck.worlds import rank as this_rank
 
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
+
+QUIET = 2.0
+"""Seconds of a phase in which nothing is said of its ranks."""
 
 _NO_GROUP = ("process group", "init_process_group", "not been initialized")
 
@@ -49,6 +49,29 @@ Result = TypeVar("Result")
 
 class CheckStopped(Exception):
     """The rest of the check cannot be run; the reason is in the state already."""
+
+
+class PhaseProgress:
+    """Says what a check is doing: the phase under way, and after a while the ranks that it waits for."""
+
+    def __init__(self, show: Callable[[str], None] | None) -> None:
+        self._show = show or (lambda _words: None)
+        self._words = self._told = ""
+        self._begun = time.monotonic()
+
+    def __call__(self, words: str) -> None:
+        self._words = self._told = words
+        self._begun = time.monotonic()
+        self._show(words)
+
+    def wait_for(self, running: frozenset[int]) -> None:
+        """Say which ranks have not finished, and for how long that has been so."""
+        seconds = time.monotonic() - self._begun
+        if running and seconds >= QUIET:
+            text = f"{self._words}: {int(seconds)} s, waiting for {format_ranks(running)}"
+            if text != self._told:
+                self._told = text
+                self._show(text)
 
 
 class CollectiveMismatchWatch:

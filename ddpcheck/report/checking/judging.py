@@ -1,7 +1,4 @@
-"""From the evidence of a check to its findings: which judge gets which evidence, and in which order.
-
-This module is light: it never imports torch.
-"""
+"""From the evidence of a check to its findings: which judge gets which evidence, and in which order."""
 
 from __future__ import annotations
 

@@ -1,36 +1,106 @@
-"""A first recipe for a model: builds it, guesses its inputs, and says where the recipe belongs.
-
-This module is light: torch is only imported when a model is built.
-"""
+"""A first recipe for a model: the guess that it is made of, its text, and where it belongs."""
 
 from __future__ import annotations
 
-import ast
-import inspect
 import sys
+import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from ddpcheck.findings.errors import TargetError, UsageError
+from ddpcheck.findings.errors import UsageError
 from ddpcheck.recipe.target import find_file, is_path, split_target
-from ddpcheck.report.first_recipe.inputs import Guess, NoGuess
-from ddpcheck.report.first_recipe.writing import recipe_text
 
 
 @dataclass(frozen=True, slots=True)
-class FirstRecipe:
-    """A recipe that has been thought of, and not yet been written.
+class Input:
+    """One argument of forward.
 
     Attributes:
-        path: Where it goes.
-        text: What it says.
-        guess: What it takes for the inputs of the model.
+        name: Of forward's parameter.
+        shape: Of one sample.
+        high: Whole numbers below this one; None for normal random numbers.
     """
 
-    path: Path
-    text: str
-    guess: Guess | NoGuess
+    name: str
+    shape: tuple[int, ...] = ()
+    high: int | None = None
+
+    @property
+    def code(self) -> str:
+        """Makes it, from SAMPLES and generator."""
+        sizes = ", ".join(["SAMPLES", *map(str, self.shape)])
+        if self.high is None:
+            return f"torch.randn({sizes}, generator=generator)"
+        shape = f"({sizes})" if self.shape else "(SAMPLES,)"
+        return f"torch.randint({self.high}, {shape}, generator=generator)"
+
+
+Output = Literal["tensor", "scalar", "sequence", "mapping"]
+"""What forward returns: a tensor with samples in dim 0, a tensor without dimensions, or several tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Inputs that forward accepts, and what it made of them.
+
+    Attributes:
+        inputs: Where none is accepted, the arguments of forward, of which only the names are known.
+        output: None where nothing that was tried works.
+        tried: How many inputs were tried in vain.
+        error: What forward said of the first.
+    """
+
+    inputs: tuple[Input, ...]
+    output: Output | None
+    tried: int = 0
+    error: str = ""
+
+
+_RECIPE = '''\
+"""Checks {attribute} under DistributedDataParallel: `{command}`."""
+
+import torch
+from {module} import {name}
+
+SAMPLES = 8  # in the global batch, which the ranks share
+
+
+def model():
+    """Called on every rank, under the same seed."""
+    return {attribute}({arguments})
+
+
+def batch(step):
+    """The GLOBAL batch of a step, samples in dim 0; the same at every call.
+
+    {edit}
+    """
+    generator = torch.Generator().manual_seed(step)
+{inputs}
+
+
+def loss(model, batch):
+    """Called with the model, bare or wrapped in DDP, and a rank's part of the batch.
+
+    EDIT: {instead} stands in for your loss.
+    """
+    output = model({batch})
+{loss}
+'''
+_TODO = """\
+# TODO: return the arguments of forward, {names}, for SAMPLES samples.
+raise NotImplementedError("TODO: say in batch() what goes into the model")"""
+_OF_SEVERAL = """\
+tensors = [one for one in {output} if torch.is_tensor(one) and one.requires_grad]
+return [one.float().square().mean() for one in tensors]  # ddpcheck adds them up"""
+_LOSSES: Mapping[Output, str] = {
+    "tensor": "return output.float().square().mean()",
+    "scalar": "return output",
+    "sequence": _OF_SEVERAL.format(output="output"),
+    "mapping": _OF_SEVERAL.format(output="output.values()"),
+}
 
 
 def place_of_recipe(model: str, output: str | None = None) -> Path:
@@ -53,79 +123,23 @@ def place_of_recipe(model: str, output: str | None = None) -> Path:
     return path
 
 
-def make_first_recipe(maker: Any, model: str, arguments: str, path: Path) -> FirstRecipe:
-    """Build the model and guess what goes into it.
-
-    Args:
-        maker: What `model` names, as `load_object` finds it.
-        model: `pkg.module:Class` or `path/to/file.py:Class`; also a function that returns the model.
-        arguments: Of the constructor, as Python writes them; literals only.
-        path: Where the recipe goes.
-
-    Raises:
-        UsageError: It is no model, or its constructor needs other arguments.
-        TargetError: The user's code raised.
-    """
-    positional, named, spelled = _parsed(arguments)
-    place, attribute = split_target(model)
-    made = _build(maker, attribute, positional, named)
-    from ddpcheck.report.first_recipe.guessing import guess_inputs
-
-    guess = guess_inputs(made)
-    module = find_file(place).stem if is_path(place) else place
-    text = recipe_text(module, attribute, spelled, guess, f"ddpcheck report {path.as_posix()}")
-    return FirstRecipe(path, text, guess)
-
-
-def _parsed(arguments: str) -> tuple[list[Any], dict[str, Any], str]:
-    """Positional and named arguments, and how they are spelled."""
-    wanted = "arguments of the constructor as Python writes them, such as '3, hidden=16'"
-    expected = f"--args: expected {wanted}, got {arguments!r}"
-    try:
-        call = ast.parse(f"f({arguments})", mode="eval").body
-    except (SyntaxError, ValueError):
-        raise UsageError(expected) from None
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-        raise UsageError(expected)
-    try:
-        positional = [ast.literal_eval(one) for one in call.args]
-        named = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords if one.arg}
-    except ValueError:
-        raise UsageError(f"{expected}; only numbers, texts, and lists and the like of them") from None
-    if len(named) != len(call.keywords):
-        raise UsageError(expected)
-    return positional, named, ast.unparse(call).removeprefix("f(").removesuffix(")")
-
-
-def _build(maker: Any, attribute: str, positional: list[Any], named: dict[str, Any]) -> Any:
-    from torch import nn
-
-    from ddpcheck.recipe.recipe import blame, kind_of
-
-    if not callable(maker) or isinstance(maker, nn.Module):
-        raise UsageError(f"{attribute} is {kind_of(maker)}; name a class of a model, or a function that returns one")
-    if isinstance(maker, type) and not issubclass(maker, nn.Module):
-        raise UsageError(f"{attribute} is a class that is no torch.nn.Module")
-    try:
-        signature = inspect.signature(maker)
-        signature.bind(*positional, **named)
-    except TypeError as error:
-        needed = [
-            one.name
-            for one in signature.parameters.values()
-            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-        ]
-        example = ", ".join(f"{name}=..." for name in needed)
-        raise UsageError(
-            f"{attribute}({', '.join(needed)}) cannot be called like that: {error}; give its arguments, as in "
-            f"--args '{example}'"
-        ) from None
-    except ValueError:
-        pass  # no signature to look at: call it and see
-    try:
-        made = maker(*positional, **named)
-    except (Exception, SystemExit) as error:
-        raise blame(f"{attribute}()", error) from error
-    if not isinstance(made, nn.Module):
-        raise TargetError(f"{attribute}() returned {kind_of(made)}; it must return a torch.nn.Module")
-    return made
+def recipe_text(module: str, attribute: str, arguments: str, guess: Guess, command: str) -> str:
+    """The recipe of the model that `attribute` of a module makes, where its constructor is given `arguments`."""
+    names = ", ".join(one.name for one in guess.inputs)
+    if guess.output is None:
+        edit, inputs = "TODO: ddpcheck could not guess the inputs.", _TODO.format(names=names)
+    else:
+        edit = "EDIT: random numbers stand in for your data."
+        inputs = "\n".join([*(f"{one.name} = {one.code}" for one in guess.inputs), f"return {names}"])
+    return _RECIPE.format(
+        attribute=attribute,
+        command=command,
+        module=module,
+        name=attribute.partition(".")[0],
+        arguments=arguments,
+        edit=edit,
+        inputs=textwrap.indent(inputs, "    "),
+        instead="what the model returns" if guess.output == "scalar" else "the mean square of what the model returns",
+        batch="*batch" if len(guess.inputs) > 1 else "batch",
+        loss=textwrap.indent(_LOSSES[guess.output or "tensor"], "    "),
+    )

@@ -1,19 +1,23 @@
-"""Guesses the inputs of a model from its first layers and the signature of its forward, and tries them.
+"""Builds a model, guesses its inputs from its first layers and the signature of its forward, and tries them.
 
 This module runs the model: it imports torch.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ddpcheck.report.first_recipe.inputs import Guess, Input, NoGuess, Output
+from ddpcheck.findings.errors import TargetError, UsageError
+from ddpcheck.recipe.recipe import blame, kind_of
+from ddpcheck.recipe.target import find_file, is_path, split_target
+from ddpcheck.report.first_recipe.first_recipe import Guess, Input, Output, recipe_text
 
 MOST_TRIES = 60
 _LENGTH = 16  # of a sequence
@@ -24,10 +28,81 @@ Sample = tuple[tuple[int, ...], int | None]
 """The shape of one sample, and the number below which its values are; None for normal random numbers."""
 
 
-def guess_inputs(model: nn.Module) -> Guess | NoGuess:
+def make_first_recipe(maker: Any, model: str, arguments: str, command: str) -> tuple[str, Guess]:
+    """Build the model and guess what goes into it; the text of its recipe, and the guess.
+
+    Args:
+        maker: What `model` names, as `load_object` finds it.
+        model: `pkg.module:Class` or `path/to/file.py:Class`; also a function that returns the model.
+        arguments: Of the constructor, as Python writes them; literals only.
+        command: That checks the recipe.
+
+    Raises:
+        UsageError: It is no model, or its constructor needs other arguments.
+        TargetError: The user's code raised.
+    """
+    positional, named, spelled = _parsed(arguments)
+    place, attribute = split_target(model)
+    guess = guess_inputs(_build(maker, attribute, positional, named))
+    module = find_file(place).stem if is_path(place) else place
+    return recipe_text(module, attribute, spelled, guess, command), guess
+
+
+def _parsed(arguments: str) -> tuple[list[Any], dict[str, Any], str]:
+    """Positional and named arguments, and how they are spelled."""
+    wanted = "arguments of the constructor as Python writes them, such as '3, hidden=16'"
+    expected = f"--args: expected {wanted}, got {arguments!r}"
+    try:
+        call = ast.parse(f"f({arguments})", mode="eval").body
+    except (SyntaxError, ValueError):
+        raise UsageError(expected) from None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise UsageError(expected)
+    try:
+        positional = [ast.literal_eval(one) for one in call.args]
+        named = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords if one.arg}
+    except ValueError:
+        raise UsageError(f"{expected}; only numbers, texts, and lists and the like of them") from None
+    if len(named) != len(call.keywords):
+        raise UsageError(expected)
+    return positional, named, ast.unparse(call).removeprefix("f(").removesuffix(")")
+
+
+def _build(maker: Any, attribute: str, positional: list[Any], named: dict[str, Any]) -> Any:
+    if not callable(maker) or isinstance(maker, nn.Module):
+        raise UsageError(f"{attribute} is {kind_of(maker)}; name a class of a model, or a function that returns one")
+    if isinstance(maker, type) and not issubclass(maker, nn.Module):
+        raise UsageError(f"{attribute} is a class that is no torch.nn.Module")
+    try:
+        signature = inspect.signature(maker)
+        signature.bind(*positional, **named)
+    except TypeError as error:
+        needed = [
+            one.name
+            for one in signature.parameters.values()
+            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        ]
+        example = ", ".join(f"{name}=..." for name in needed)
+        raise UsageError(
+            f"{attribute}({', '.join(needed)}) cannot be called like that: {error}; give its arguments, as in "
+            f"--args '{example}'"
+        ) from None
+    except ValueError:
+        pass  # no signature to look at: call it and see
+    try:
+        made = maker(*positional, **named)
+    except (Exception, SystemExit) as error:
+        raise blame(f"{attribute}()", error) from error
+    if not isinstance(made, nn.Module):
+        raise TargetError(f"{attribute}() returned {kind_of(made)}; it must return a torch.nn.Module")
+    return made
+
+
+def guess_inputs(model: nn.Module) -> Guess:
     """Inputs that the model's forward accepts in batches of two sizes, and what it returns for them."""
     names = _arguments(model)
-    layers = [samples for module in model.modules() if (samples := tuple(_samples(module)))]
+    taken = [of(module) for module in model.modules() for kind, of in _OF_LAYERS.items() if isinstance(module, kind)]
+    layers = [samples for samples in map(tuple, taken) if samples]
     tried, first = 0, "no layer tells what goes in"
     for samples in itertools.islice(_combinations(model, names, layers), MOST_TRIES):
         inputs = tuple(Input(name, *sample) for name, sample in zip(names, samples, strict=True))
@@ -39,7 +114,7 @@ def guess_inputs(model: nn.Module) -> Guess | NoGuess:
             first = said if tried == 1 else first
         if output is not None:
             return Guess(inputs, output)
-    return NoGuess(names, tried, first)
+    return Guess(tuple(map(Input, names)), None, tried, first)
 
 
 def _arguments(model: nn.Module) -> tuple[str, ...]:
@@ -50,31 +125,21 @@ def _arguments(model: nn.Module) -> tuple[str, ...]:
     return needed or tuple(one.name for one in given[:1]) or ("x",)
 
 
-def _samples(layer: nn.Module) -> Iterator[Sample]:
-    """What a layer takes, the most usual first; nothing for a layer that does not tell."""
-    if isinstance(layer, nn.Linear):
-        yield from (((layer.in_features,), None), ((_LENGTH, layer.in_features), None))
-    elif isinstance(layer, nn.Conv1d):
-        yield from (((layer.in_channels, length), None) for length in _SIGNALS)
-    elif isinstance(layer, nn.Conv2d):
-        yield from (((layer.in_channels, size, size), None) for size in _IMAGES)
-    elif isinstance(layer, nn.Conv3d):
-        yield (layer.in_channels, 16, 16, 16), None
-    elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-        yield from (((_LENGTH,), layer.num_embeddings), ((), layer.num_embeddings))
-    elif isinstance(layer, nn.BatchNorm1d):
-        yield from (((layer.num_features,), None), ((layer.num_features, _LENGTH), None))
-    elif isinstance(layer, nn.BatchNorm2d):
-        yield (layer.num_features, 32, 32), None
-    elif isinstance(layer, nn.LayerNorm):
-        shape = tuple(layer.normalized_shape)
-        yield from ((shape, None), ((_LENGTH, *shape), None))
-    elif isinstance(layer, nn.RNNBase) and layer.batch_first:
-        yield (_LENGTH, layer.input_size), None
-    elif isinstance(layer, nn.MultiheadAttention) and layer.batch_first:
-        yield (_LENGTH, layer.embed_dim), None
-    elif isinstance(layer, nn.Bilinear):
-        yield from (((layer.in1_features,), None), ((layer.in2_features,), None))
+_OF_LAYERS: Mapping[type[nn.Module], Callable[[Any], Iterable[Sample]]] = {
+    nn.Linear: lambda one: (((one.in_features,), None), ((_LENGTH, one.in_features), None)),
+    nn.Conv1d: lambda one: (((one.in_channels, length), None) for length in _SIGNALS),
+    nn.Conv2d: lambda one: (((one.in_channels, size, size), None) for size in _IMAGES),
+    nn.Conv3d: lambda one: (((one.in_channels, 16, 16, 16), None),),
+    nn.Embedding: lambda one: (((_LENGTH,), one.num_embeddings), ((), one.num_embeddings)),
+    nn.EmbeddingBag: lambda one: (((_LENGTH,), one.num_embeddings), ((), one.num_embeddings)),
+    nn.BatchNorm1d: lambda one: (((one.num_features,), None), ((one.num_features, _LENGTH), None)),
+    nn.BatchNorm2d: lambda one: (((one.num_features, 32, 32), None),),
+    nn.LayerNorm: lambda one: ((tuple(one.normalized_shape), None), ((_LENGTH, *one.normalized_shape), None)),
+    nn.RNNBase: lambda one: (((_LENGTH, one.input_size), None),) if one.batch_first else (),
+    nn.MultiheadAttention: lambda one: (((_LENGTH, one.embed_dim), None),) if one.batch_first else (),
+    nn.Bilinear: lambda one: (((one.in1_features,), None), ((one.in2_features,), None)),
+}
+"""What layers take, the most usual first."""
 
 
 def _combinations(

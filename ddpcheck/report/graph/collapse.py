@@ -1,6 +1,6 @@
 """Making a picture small enough to read: modules that are alike stand once, deep ones fold into what holds them.
 
-Pure functions from `GraphView` to `GraphView`. This module is light: it never imports torch.
+Pure functions from `GraphView` to `GraphView`.
 """
 
 from __future__ import annotations

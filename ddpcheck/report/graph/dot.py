@@ -2,20 +2,22 @@
 
 Names are data: what means something to dot or to its HTML-like labels is escaped, and control characters are shown.
 The same picture gives the same text.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations
 
 import html
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
+from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.wording import group_by, join_names
+from ddpcheck.findings.wording import group_by, join_names, printable
 from ddpcheck.report.graph.drawing_data import GraphView, Mark, Node, ParameterFact, module_of, path_parts, prefixes
 
 MOST_LINES = 6  # names in one node
@@ -124,8 +126,9 @@ class _Drawing:
         copies = [path_parts(path)[-1] for path in self.picture.stands_for.get(module, (module,))]
         if len(copies) == 1:
             return copies[0]
-        between = " " if _are_consecutive(copies) else f", {copies[1]}, "
-        return f"{copies[0]}{between}… {copies[-1]}"
+        numbers = [int(name.strip("[]")) for name in copies if name.strip("[]").isdecimal()]
+        consecutive = numbers == list(range(numbers[0], numbers[0] + len(copies))) if numbers else False
+        return f"{copies[0]}{' ' if consecutive else f', {copies[1]}, '}… {copies[-1]}"
 
     def _about(self, module: str) -> str:
         fact = self.picture.modules.get(module)
@@ -252,11 +255,6 @@ def _row(text: str, *, fill: str = "", border: str = "") -> str:
     return f'<TR><TD ALIGN="LEFT"{look}>{text}</TD></TR>'
 
 
-def _are_consecutive(names: Sequence[str]) -> bool:
-    digits = [int(digit) for name in names if (digit := name.strip("[]")).isdecimal()]
-    return len(digits) == len(names) and digits == list(range(digits[0], digits[0] + len(digits)))
-
-
 def _by_first_name(marks: Iterable[Mark], parameters: Mapping[str, ParameterFact]) -> dict[str, Mark]:
     """One mark a parameter, whatever names of it the finding gives."""
     first = {alias: name for name, fact in parameters.items() for alias in fact.names}
@@ -288,31 +286,63 @@ def summary(picture: GraphView, marks: Sequence[Mark], report: Report) -> str:
 
 def label(lines: Sequence[tuple[str, str]], *, colour: str = INK, between: str = '<BR ALIGN="CENTER"/>') -> str:
     """An HTML-like label: lines with a style each: "b" for bold, "small", or ""."""
-    written = []
-    for line, style in lines:
-        if not line:
-            continue
-        text = text_in_label(line)
-        if style == "b":
-            text = f"<B>{text}</B>"
-        elif style == "small":
-            faint = FAINT if colour == INK else colour
-            text = f'<FONT POINT-SIZE="9" COLOR="{faint}">{text}</FONT>'
-        written.append(text)
+    small = f'<FONT POINT-SIZE="9" COLOR="{FAINT if colour == INK else colour}">{{}}</FONT>'
+    looks = {"b": "<B>{}</B>", "small": small, "": "{}"}
+    written = [looks[style].format(text_in_label(line)) for line, style in lines if line]
     return f'<<FONT COLOR="{colour}">{between.join(written)}</FONT>>'
 
 
 def text_in_label(text: str) -> str:
     """`text` within an HTML-like label."""
-    return html.escape(_shown(text).replace("\\", "\\\\")) or " "
+    return html.escape(printable(text).replace("\\", "\\\\")) or " "
 
 
 def quoted(text: str) -> str:
     """`text` as an ordinary attribute that dot takes literally."""
-    escaped = _shown(text).replace("\\", "\\\\").replace('"', '\\"')
+    escaped = printable(text).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 
 
-def _shown(text: str) -> str:
-    """`text` with what cannot be printed spelled out."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+# Through the `dot` executable of Graphviz
+
+
+def picture_format(path: str | None) -> str:
+    """The format that the extension of `path` stands for, "dot", "svg" or "png"; dot source where there is no path.
+
+    Raises:
+        UsageError: The extension stands for none, or the `dot` executable that the format needs is not installed.
+    """
+    form = "dot" if path is None else PurePath(path).suffix.lower().lstrip(".")
+    form = "dot" if form == "gv" else form
+    if form not in ("dot", "svg", "png"):
+        raise UsageError(f"cannot tell a picture's format from the name {path!r}: use .dot, .svg or .png")
+    if form != "dot" and shutil.which("dot") is None:
+        raise UsageError(
+            f"{form.upper()} needs the `dot` executable of Graphviz, which is not on the PATH; install it "
+            "(apt-get install graphviz, brew install graphviz), or write the source with -o graph.dot, which needs none"
+        )
+    return form
+
+
+def lay_out(source: str, form: str, *, timeout: float) -> bytes:
+    """The picture of dot source in a format that `picture_format` gives.
+
+    Raises:
+        UsageError: `dot` failed, or took longer than `timeout` seconds.
+    """
+    text = source.encode("utf-8", "backslashreplace")
+    if form == "dot":
+        return text
+    try:
+        done = subprocess.run(["dot", f"-T{form}"], input=text, capture_output=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(
+            f"dot did not lay out the picture within {timeout:g} s; pass a larger --timeout, or write the source with "
+            "-o graph.dot"
+        ) from error
+    except OSError as error:
+        raise UsageError(f"dot could not be run: {error.strerror or error}") from error
+    if done.returncode != 0 or not done.stdout:
+        said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        raise UsageError(f"dot failed with exit code {done.returncode}: {said[-1] if said else 'it said nothing'}")
+    return done.stdout

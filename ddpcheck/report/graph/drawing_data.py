@@ -1,7 +1,4 @@
-"""The graph of a loss as plain data: modules, and the tensors that flow between them, for `ddpcheck graph` to draw.
-
-This module is light: it never imports torch.
-"""
+"""The graph of a loss as plain data: modules, and the tensors that flow between them, for `ddpcheck graph` to draw."""
 
 from __future__ import annotations
 

@@ -26,13 +26,9 @@ STEP = 0
 
 
 def prepare(target: str | Recipe, seed: int, *, wrapped: bool, materialise: bool) -> None:
-    """Build the model as a check does.
+    """Build the model as a check does; `materialise` it by a forward pass first, where parameters are lazy.
 
-    Args:
-        target: The recipe.
-        seed: Of all random numbers.
-        wrapped: Whether the wrapper can be built; what it does to the model is then drawn too.
-        materialise: Whether lazy parameters must be given their shapes by a forward pass first.
+    It is wrapped where that is possible; what the wrapper does to the model is then drawn too.
     """
     build(target, seed)
     state = rank_state()

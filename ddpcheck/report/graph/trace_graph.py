@@ -1,7 +1,4 @@
-"""`trace_graph(target)`: checks a recipe on real ranks and gathers the graph of its loss, with parameters to mark.
-
-This module is light: torch is only imported on the ranks.
-"""
+"""`trace_graph(target)`: checks a recipe on real ranks and gathers the graph of its loss, with parameters to mark."""
 
 from __future__ import annotations
 
@@ -60,27 +57,19 @@ def trace_graph(
         raise kinds.get(report.error.exit_code, BugError)(report.error.message, detail=report.error.detail)
     if options.get("progress"):
         options["progress"]("following the tensors")
+    lazy = any(finding.code == "DDP110" for finding in report.findings)
+    wrapped = any(item.name == "wrapping" and item.status in ("passed", "failed") for item in report.checks)
     settings = {name: report.world[name] for name in ("world_size", "backend", "device", "timeout")}
     try:
         with World(**settings, watch=CollectiveMismatchWatch(), hosts=hosts) as world:
-            return report, _gather(world, report, target), marks(report.findings)
+            prepare = partial(calls.graph_phases.prepare, target, report.world["seed"])
+            world.run(partial(prepare, wrapped=wrapped and not lazy, materialise=lazy))
+            picture = world.run(calls.graph_phases.trace)[0]
     except RankError as error:
-        first = error.first
-        if first is not None and isinstance(first.exception, DdpcheckError):
-            raise first.exception from error
-        if first is not None and first.bug:
-            raise BugError(first.bug, detail=error.detail) from error
+        error.raise_cause()
         raise
-
-
-def _gather(world: World, report: Report, target: Recipe | str) -> GraphView:
-    lazy = any(finding.code == "DDP110" for finding in report.findings)
-    wrapping = next((item.status for item in report.checks if item.name == "wrapping"), "skipped")
-    wrapped = wrapping in ("passed", "failed") and not lazy
-    world.run(partial(calls.graph_phases.prepare, target, report.world["seed"], wrapped=wrapped, materialise=lazy))
-    picture = world.run(calls.graph_phases.trace)[0]
     assert picture is not None, "rank 0 makes one"
-    return picture
+    return report, picture, marks(report.findings)
 
 
 def marks(findings: tuple[Finding, ...]) -> tuple[Mark, ...]:

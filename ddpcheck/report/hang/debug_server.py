@@ -4,8 +4,6 @@
 one that asks them all: `/fr_trace_json` and `/fr_trace_nccl_json` show what Flight Recorder holds, and
 `/stacks` what `faulthandler` writes. These are pages for a person, with the answer of each rank in a `<pre>`, which is
 not escaped. Nothing is unpickled.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,31 +31,6 @@ _ANSWER = re.compile(
     r"<h2>Rank (?P<rank>\d+): [^<]*</h2>\s*(?:<p>Failed to fetch: status=(?P<status>\d+)</p>\s*)?<pre>"
 )
 _TIMED_OUT, _NOT_FOUND = 408, 404
-
-
-@dataclass(frozen=True, slots=True)
-class RankAnswer:
-    """What a rank has answered.
-
-    Attributes:
-        text: Of the answer; of an error, what is wrong.
-        status: Of HTTP; 200 where all is well.
-    """
-
-    text: str
-    status: int = 200
-
-    @property
-    def problem(self) -> str:
-        """Why there is no answer; empty where there is one."""
-        if self.status == 200:
-            return ""
-        return f"no answer in time ({self.status})" if self.status == _TIMED_OUT else f"no answer ({self.status})"
-
-    @property
-    def has_no_handler(self) -> bool:
-        """Whether the torch of the rank does not know what was asked, as one without nccl does."""
-        return self.status == _NOT_FOUND
 
 
 class DebugServer:
@@ -80,8 +52,8 @@ class DebugServer:
             raise UsageError(wrong)
         self._host, self._port = host, PORT if port is None else port
 
-    def flight_recorder(self, *, nccl: bool = False) -> dict[int, RankAnswer | dict[str, Any]]:
-        """What the recorder of each rank holds, as its own JSON; the answer itself where that is an error.
+    def flight_recorder(self, *, nccl: bool = False) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+        """What the recorder of each rank holds, as its own JSON, and why other ranks have given nothing.
 
         Args:
             nccl: Ask nccl's recorder, of which the server gives only what has not ended; else that of gloo.
@@ -91,18 +63,16 @@ class DebugServer:
             UsageError: What answers is no debug server.
         """
         path = "/fr_trace_nccl_json" if nccl else "/fr_trace_json"
-        return {
-            rank: answer if answer.status != 200 else self._dump(path, rank, answer.text)
-            for rank, answer in self._answers(path).items()
-        }
+        answers, problems = self._answers(path)
+        return {rank: self._dump(path, rank, text) for rank, text in answers.items()}, problems
 
-    def stacks(self) -> dict[int, RankAnswer]:
-        """What `faulthandler` writes of all threads of each rank.
+    def stacks(self) -> dict[int, str]:
+        """What `faulthandler` writes of all threads of each rank that answers.
 
         Raises:
             TargetError, UsageError: As those of `flight_recorder`.
         """
-        return self._answers("/stacks")
+        return self._answers("/stacks")[0]
 
     def _dump(self, path: str, rank: int, text: str) -> dict[str, Any]:
         try:
@@ -117,17 +87,22 @@ class DebugServer:
             raise self._something_else(f"{path} has no list of entries of rank {rank}")
         return {str(key): value for key, value in dump.items()}
 
-    def _answers(self, path: str) -> dict[int, RankAnswer]:
+    def _answers(self, path: str) -> tuple[dict[int, str], dict[int, str]]:
+        """The texts of the ranks that have answered, and why others have not."""
         page = self._page(path)
         if not page.rstrip().endswith("</section>"):  # its length is not told
             raise self._something_else(f"its page {path} is not whole")
-        found = {}
+        answers, problems = {}, {}
         for begin in _ANSWER.finditer(page):
-            text = page[begin.end() : page.find("</pre>", begin.end())]
-            found[int(begin["rank"])] = RankAnswer(text, int(begin["status"] or 200))
-        if not found or sorted(found) != list(range(len(found))):
+            rank, status = int(begin["rank"]), int(begin["status"] or 200)
+            if status == 200:
+                answers[rank] = page[begin.end() : page.find("</pre>", begin.end())]
+            else:
+                problems[rank] = f"no answer{' in time' if status == _TIMED_OUT else ''} ({status})"
+        ranks = sorted([*answers, *problems])
+        if not ranks or ranks != list(range(len(ranks))):
             raise self._something_else(f"its page {path} has no answers of ranks")
-        return found
+        return answers, problems
 
     def _page(self, path: str) -> str:
         status, data = self._get(path)
@@ -160,19 +135,18 @@ class DebugServer:
                     if len(data) > _MOST_BYTES:
                         raise self._something_else(f"{path} gives more than {_MOST_BYTES >> 20} MB")
             except (OSError, http.client.HTTPException) as error:
-                self._raise_if_late(path, late=is_late.is_set() or isinstance(error, TimeoutError))
-                if isinstance(error, OSError):
+                if isinstance(error, TimeoutError):
+                    is_late.set()
+                elif isinstance(error, OSError) and not is_late.is_set():
                     raise TargetError(f"the debug server at {self.address} has closed the connection") from error
-                raise self._something_else("it does not speak HTTP") from error
-            self._raise_if_late(path, late=is_late.is_set())
-            return answer.status, bytes(data)
-
-    def _raise_if_late(self, path: str, *, late: bool) -> None:
-        if late:
+                elif not is_late.is_set():
+                    raise self._something_else("it does not speak HTTP") from error
+        if is_late.is_set():
             raise TargetError(
                 f"what listens at {self.address} has not given {path} within {counted(int(_SECONDS), 'second')}; a "
                 "debug server does not answer before each rank has called start_debug_server"
             )
+        return answer.status, bytes(data)
 
 
 @contextlib.contextmanager

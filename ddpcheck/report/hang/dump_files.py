@@ -1,8 +1,6 @@
 """The files of a folder in which Flight Recorder has written its dumps, one a rank.
 
 Nothing in them is run: a pickle that asks for a class or a function is refused.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 The recorder keeps the last entries of a rank (2,000 unless TORCH_FR_BUFFER_SIZE says otherwise), so ranks are lined up
 by the numbers that their process groups give to collectives. torchcomms has a recorder of its own, which writes the
 same fields, and counts all calls of a rank together.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

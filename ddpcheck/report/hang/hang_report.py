@@ -1,7 +1,4 @@
-"""The report on a job that hung: where its ranks part, and who waits where, by its dumps or by its debug server.
-
-This module is light: it never imports torch.
-"""
+"""The report on a job that hung: where its ranks part, and who waits where, by its dumps or by its debug server."""
 
 from __future__ import annotations
 
@@ -45,13 +42,9 @@ def report_on_hang(
     ignore: Sequence[str] = (),
     suppress: Sequence[Suppression] = (),
 ) -> Report:
-    """The report on the dumps in a folder, or on the ranks of a job that runs.
+    """The report on the dumps in a folder, one a rank, or on a job whose debug server listens at `http://HOST:PORT`.
 
-    Args:
-        source: The folder, with one dump a rank, or `http://HOST:PORT`, where torch's debug server listens.
-        select: Codes, prefixes or names of the rules to report; all where there are none.
-        ignore: Those that are not reported.
-        suppress: Findings that are shown with a reason, and do not count.
+    The rules to report, and what does not count, are given as to `ddpcheck.check`.
 
     Raises:
         UsageError: There are no dumps that can be read, or no debug server listens there.

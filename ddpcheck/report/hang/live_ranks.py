@@ -3,8 +3,6 @@
 The recorder of a rank is read at another moment than that of the next, and a rank that works may come to what others
 wait in. So a rank counts as waiting only if nothing of it has changed between the looks and its main thread is in torch
 where that waits for others; any other is at work, as far as can be seen.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from ddpcheck.findings.stacks import (
     waits_for_result,
 )
 from ddpcheck.findings.wording import format_ranks, group_by
-from ddpcheck.report.hang.debug_server import DebugServer, RankAnswer
+from ddpcheck.report.hang.debug_server import DebugServer
 from ddpcheck.report.hang.flight_recorder import Entry, RankDump, as_rank_dump
 
 _BETWEEN = 3.0  # seconds between the two looks
@@ -97,33 +95,25 @@ def look_at_ranks(server: DebugServer) -> RanksSeen:
 
 def _recorders(server: DebugServer) -> tuple[dict[int, RankDump], dict[int, str]]:
     """What each rank's recorder holds, and why others have given nothing."""
-    answers = server.flight_recorder()
-    if not any(isinstance(answer, dict) and answer["entries"] for answer in answers.values()):
-        nccl = server.flight_recorder(nccl=True)
-        if any(isinstance(answer, dict) and answer["entries"] for answer in nccl.values()):
-            return _read(server, nccl, active_only=True)
-    return _read(server, answers, active_only=False)
-
-
-def _read(
-    server: DebugServer, answers: Mapping[int, RankAnswer | dict[str, object]], *, active_only: bool
-) -> tuple[dict[int, RankDump], dict[int, str]]:
-    dumps, problems = {}, {}
+    answers, problems = server.flight_recorder()
+    active_only = False
+    if not any(answer["entries"] for answer in answers.values()):
+        of_nccl, silent = server.flight_recorder(nccl=True)
+        if any(answer["entries"] for answer in of_nccl.values()):
+            answers, problems, active_only = of_nccl, silent, True
+    size, dumps = len(answers) + len(problems), {}
     for rank, answer in answers.items():
-        if isinstance(answer, RankAnswer):
-            problems[rank] = answer.problem
-            continue
         try:
             dump = as_rank_dump(answer, f"the answer of rank {rank}")
         except UsageError as error:
             raise UsageError(f"{error}, from {server.address}") from error
-        dumps[rank] = replace(dump, world_size=len(answers), active_only=active_only)
+        dumps[rank] = replace(dump, world_size=size, active_only=active_only)
     return dumps, problems
 
 
 def _stacks(server: DebugServer) -> dict[int, str]:
     """The stack of the main thread of each rank that gives one."""
-    return {rank: of_main_thread(answer.text) for rank, answer in server.stacks().items() if answer.status == 200}
+    return {rank: of_main_thread(text) for rank, text in server.stacks().items()}
 
 
 def _states(dump: RankDump) -> list[tuple[str, int, bool]]:

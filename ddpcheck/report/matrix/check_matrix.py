@@ -1,8 +1,6 @@
 """`check_matrix(recipe)`: checks a model under one combination of DDP options after another.
 
 A row is a check whose wrapper gets these options. What they cannot change, the single process, is computed once.
-
-This module is light: torch is only imported on the ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.severity import Severity
 from ddpcheck.harness import RankHosts, World
 from ddpcheck.report import calls
-from ddpcheck.report.checking.check import resolve_options
+from ddpcheck.report.checking.check import decided
 from ddpcheck.report.checking.check_report import report_of
 from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
@@ -93,10 +91,9 @@ def check_matrix(
     Raises:
         UsageError: An argument is wrong, or `target` names no recipe.
     """
-    asked = resolve_options(
-        target,
+    given = CheckOptions(
         world_size=world_size,
-        backend=backend,
+        backend=backend or "",
         device=device,
         steps=steps,
         timeout=timeout,
@@ -105,8 +102,8 @@ def check_matrix(
         select=select,
         ignore=ignore,
         suppress=suppress,
-        hosts=hosts,
     )
+    asked = decided(given, target, hosts)
     return _MatrixRun(target, asked, progress or (lambda _text: None), hosts).run(step_times=step_times)
 
 
@@ -237,7 +234,7 @@ class _MatrixRun:
         findings = report.findings
         hidden = any(f.severity is Severity.ERROR for f in state.findings if f not in findings)
         errors = [finding for finding in findings if finding.severity is Severity.ERROR]
-        error = state.steps.against_local()
+        error = max((one.error for item in state.steps.ddp for one in item.against_local), default=None)
         verdict: Verdict = "right"
         said = report.error.message if report.error is not None else state.steps.ddp_skipped or state.log.rest_skipped
         if state.log.unfinished is not None:

@@ -1,7 +1,4 @@
-"""The result of `check_matrix`: one row a combination of DDP options, and advice; can be saved as JSON and read again.
-
-This module is light: it never imports torch.
-"""
+"""The result of `check_matrix`: one row a combination of DDP options, and advice; is saved as JSON and read again."""
 
 from __future__ import annotations
 
@@ -197,12 +194,3 @@ class Matrix(Document):
         matrix = read(cls, checked_version(data, "matrix"))
         rows = (replace(row, findings=tuple(map(without_rules_fix, row.findings))) for row in matrix.rows)
         return replace(matrix, rows=tuple(rows))
-
-
-def is_matrix(text: str) -> bool:
-    """Return whether `Matrix.to_json` wrote `text`; `Report.to_json` writes JSON as well."""
-    try:
-        data = parse(text)
-    except ValueError:
-        return False
-    return isinstance(data, dict) and data.get("kind") == "matrix"

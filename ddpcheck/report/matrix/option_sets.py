@@ -1,7 +1,6 @@
 """Which combinations of DDP options are worth trying on a model, and why others cannot make a difference to it.
 
-Pure functions from what the ranks say of the model and of the installed torch. This module is light: it never imports
-torch.
+Pure functions from what the ranks say of the model and of the installed torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A self-contained script that shows a finding under plain `torchrun`, without ddpcheck.
-
-This module is light: it never imports torch.
-"""
+"""A self-contained script that shows a finding under plain `torchrun`, without ddpcheck."""
 
 from __future__ import annotations
 
@@ -11,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpcheck.findings.errors import DdpcheckError, RankError, TargetError, UsageError
+from ddpcheck.findings.errors import RankError, TargetError, UsageError
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import relative_path
 from ddpcheck.harness import World
 from ddpcheck.report import calls
-from ddpcheck.report.repro.choice import demonstration_for, world_size_for
-from ddpcheck.report.repro.script import script_for
+from ddpcheck.report.repro.choice import DEMONSTRATIONS, world_size_for
+from ddpcheck.report.repro.script import script_for, script_name
 from ddpcheck.report.repro.target_code import imports_from_ddpcheck, own_modules
 
 if TYPE_CHECKING:
@@ -73,15 +70,10 @@ def write_reproduction(report: Report, target: str, directory: str | Path, *, fi
     return folder / script_name(finding)
 
 
-def command_for(report: Report, script: Path, finding: Finding | None = None) -> str:
-    """How to run a reproduction."""
-    size = world_size_for(finding or report.findings[0], report)
+def command_for(report: Report, script: Path) -> str:
+    """How to run a reproduction of the first finding."""
+    size = world_size_for(report.findings[0], report)
     return shlex.join(["torchrun", "--standalone", "--nproc-per-node", str(size), str(script)])
-
-
-def script_name(finding: Finding) -> str:
-    """The name of the script that shows `finding`."""
-    return f"repro_{finding.code.lower()}.py"
 
 
 def prepare(folder: Path) -> bool:
@@ -115,24 +107,19 @@ def _refuse_foreign(path: Path, text: str) -> None:
 
 def reproduction(report: Report, target: str, finding: Finding) -> dict[str, str]:
     """The files of a reproduction, name to text, the script first."""
-    chosen = demonstration_for(finding)
+    chosen = DEMONSTRATIONS.get(finding.code)
     if chosen is None:
         raise UsageError(f"no script shows {finding.code} ({RULES[finding.code].name})")
     info = _look(report, target, finding)
     entry = Path(info.file).resolve()
-    modules = own_modules(entry, info.package, info.loaded)
     roots = [info.attribute.partition(".")[0]] if info.attribute else info.given
     imported = imports_from_ddpcheck(entry, roots)
-    name = script_name(finding)
-    files = {}
-    for place, path in modules.items():
+    name, files = script_name(finding), {}
+    for place, path in own_modules(entry, info.package, info.loaded).items():
         imported += imports_from_ddpcheck(path)
         said = f"# From {relative_path(str(path))}, for {name}; {_OURS}.\n"
         files[place] = said + path.read_text(encoding="utf-8")
-    sources = [entry.read_text(encoding="utf-8"), *files.values()]
-    syncbn = any(word in source for source in sources for word in ("SyncBatchNorm", "sync_batchnorm"))
-    on_cpu = report.world.get("device", "cpu") == "cpu"
-    text = script_for(finding, chosen, report, info, name, modules, imported, cpu_syncbn=syncbn and on_cpu)
+    text = script_for(finding, chosen, report, info, files, imported)
     ast.parse(text, filename=name)
     return {name: text, **files}
 
@@ -147,10 +134,9 @@ def _look(report: Report, target: str, finding: Finding) -> TargetInfo:
                 return one.run(partial(calls.probe.look, target, int(world.get("seed", 0)), run))[0]
             except RankError as error:
                 trouble = error
-    first = trouble.first if trouble is not None else None
-    if first is not None and isinstance(first.exception, DdpcheckError):
-        raise first.exception
+    assert trouble is not None, "each way has failed"
+    trouble.raise_cause()
     raise TargetError(f"{relative_path(target)} cannot be loaded for a reproduction: {trouble}")
 
 
-__all__ = ["command_for", "demonstration_for", "prepare", "reproduction", "script_name", "write_reproduction"]
+__all__ = ["DEMONSTRATIONS", "command_for", "prepare", "reproduction", "script_name", "write_reproduction"]

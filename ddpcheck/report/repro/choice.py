@@ -1,7 +1,4 @@
-"""Which demonstration shows a finding, and what to expect of it.
-
-This module is light: it never imports torch.
-"""
+"""Which demonstration shows a finding, and what to expect of it."""
 
 from __future__ import annotations
 
@@ -30,10 +27,6 @@ class Demonstration:
     facts: str = ""
     steps: str = "first"
     timeout: int = 30
-
-    @property
-    def compares_with_single(self) -> bool:
-        return self.name == "global_gradient"
 
 
 _GRADIENTS = (
@@ -110,11 +103,7 @@ _ALL = (
     Demonstration("DDP517", "discarded", "the names of parameters whose gradient is zeroed before a step has used it"),
 )
 DEMONSTRATIONS = {code: one for one in _ALL for code in one.codes.split()}
-
-
-def demonstration_for(finding: Finding) -> Demonstration | None:
-    """The demonstration that shows `finding`; None where no script does."""
-    return DEMONSTRATIONS.get(finding.code)
+"""By code of a finding; what is not here no script shows."""
 
 
 def steps_for(finding: Finding, report: Report, chosen: Demonstration) -> int:

@@ -42,13 +42,7 @@ class TargetInfo:
 
 
 def look(target: str, seed: int, run: str) -> TargetInfo:
-    """Load `target`, and run a part of it.
-
-    Args:
-        target: The TARGET.
-        seed: Of the report.
-        run: Which: its "loss", or its "model" alone, or nothing.
-    """
+    """Load `target`, and run its "loss", or its "model" alone, or nothing."""
     before = set(sys.modules)
     device = torch.device(this_rank.current().device)
     with synchronised_on_cpu():

@@ -1,7 +1,4 @@
-"""The script that shows a finding: the target's own code, and a demonstration with what that needs.
-
-This module is light: it never imports torch.
-"""
+"""The script that shows a finding: the target's own code, and a demonstration with what that needs."""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ import functools
 import json
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import relative_path
-from ddpcheck.findings.wording import format_ranks, format_steps, join_names
+from ddpcheck.findings.wording import format_ranks, format_steps, join_names, printable
 from ddpcheck.report.repro.choice import Demonstration, steps_for, tolerance_for, world_size_for
 from ddpcheck.report.repro.target_code import imports_of, names_in
 
@@ -26,7 +23,7 @@ if TYPE_CHECKING:
 
 _PACKAGE = Path(__file__).parents[2]
 SOURCES = (
-    *(f"report/repro/demonstrations/{name}.py" for name in ("training", "ranks", "references", "harness")),
+    *(f"report/repro/demonstrations/{name}.py" for name in ("training", "ranks", "harness")),
     *(f"gather/state/{name}.py" for name in ("training_mode", "randomness")),
     *(f"gather/steps/{name}.py" for name in ("training_step", "gradient_distance")),
     *("gather/autograd/autograd_graph.py", "gather/ddp/sync_batchnorm.py", "recipe/pytree.py"),
@@ -55,30 +52,32 @@ class Recipe:
 '''
 
 
+def script_name(finding: Finding) -> str:
+    """The name of the script that shows `finding`."""
+    return f"repro_{finding.code.lower()}.py"
+
+
 def script_for(
     finding: Finding,
     chosen: Demonstration,
     report: Report,
     target: TargetInfo,
-    name: str,
-    beside: Iterable[str],
+    beside: Mapping[str, str],
     imported: Iterable[tuple[str, str]],
-    cpu_syncbn: bool,
 ) -> str:
-    """A script that shows `finding`.
+    """A script with the code of `target` that shows `finding` in the way that was `chosen`.
 
     Args:
         finding: What it shows.
         chosen: How.
         report: Where the finding is from: versions, world, tolerances.
         target: Whose code it holds.
-        name: Of the file that it will be.
-        beside: The modules that are written into the same folder, as paths.
+        beside: The files that are written into the same folder, path to text.
         imported: The modules of ddpcheck that the code imports, and the names in them.
-        cpu_syncbn: Whether a stand-in for `nn.SyncBatchNorm` on a CPU is needed.
     """
-    path = Path(target.file)
-    lines = path.read_text(encoding="utf-8").rstrip().split("\n")
+    lines = Path(target.file).read_text(encoding="utf-8").rstrip().split("\n")
+    code = "\n".join([*lines, *beside.values()])
+    syncbn = ("SyncBatchNorm" in code or "sync_batchnorm" in code) and report.world.get("device", "cpu") == "cpu"
     future = []
     for node in ast.parse("\n".join(lines)).body:
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":  # it has to be the first of the script
@@ -94,10 +93,10 @@ def script_for(
     function = "show_the_fault"
     while function in "\n".join(lines):
         function += "_"
-    shown = _demonstration(finding, chosen, report, target, cpu_syncbn, function)
+    shown = _demonstration(finding, chosen, report, target, syncbn, function)
     line, said = None, ""
     for _ in range(3):  # until the docstring says its own length right
-        said = _docstring(finding, report, chosen, name, line, beside)
+        said = _docstring(finding, report, chosen, line, beside)
         if finding.location is not None and finding.location.path == relative_path(target.file):
             line = (said + middle).count("\n") + finding.location.line
     parts = ["\n".join(lines), "# The training loop, and what shows the fault", shown, f"{function}({recipe})\n"]
@@ -124,11 +123,12 @@ def _demonstration(
 ) -> str:
     """The function that shows the fault: all that it needs is in it, so that names of the target are not touched."""
     arguments = ["made(recipe)", *filter(None, [chosen.facts])]
-    if chosen.compares_with_single:
+    joins_itself = chosen.name == "global_gradient"  # after the single process
+    if joins_itself:
         arguments += ["quiet=without_randomness"] if target.forward_draws else []
         in_group = "process group of one" in " ".join(map(str, report.world.get("notes", ())))
         arguments += ["in_group=True"] if in_group else []
-    last = [*([] if chosen.compares_with_single else ["join()"]), f"leave({chosen.name}({', '.join(arguments)}))"]
+    last = [*([] if joins_itself else ["join()"]), f"leave({chosen.name}({', '.join(arguments)}))"]
     if cpu_syncbn:
         last = ["with synchronised_on_cpu():  # not needed on GPUs", *(f"    {line}" for line in last)]
     show = "\n".join(last)
@@ -193,14 +193,7 @@ def _needed(roots: Iterable[str]) -> dict[str, str]:
 # The docstring
 
 
-def _docstring(
-    finding: Finding,
-    report: Report,
-    chosen: Demonstration,
-    name: str,
-    line: int | None,
-    beside: Iterable[str],
-) -> str:
+def _docstring(finding: Finding, report: Report, chosen: Demonstration, line: int | None, beside: Iterable[str]) -> str:
     here = f", line {line} here" if line else ""
     steps = f", in {format_steps(finding.steps)}" if finding.steps else ""
     world, environment, files = report.world, report.environment, [*beside]
@@ -219,7 +212,7 @@ def _docstring(
         _wrapped(f"{finding.code} {RULES[finding.code].name}: {finding.message}"),
         "\n".join(_field(label, said) for label, said in fields.items() if said),
         "Run it with",
-        f"    torchrun --standalone --nproc-per-node {world_size_for(finding, report)} {name}",
+        f"    torchrun --standalone --nproc-per-node {world_size_for(finding, report)} {script_name(finding)}",
         _wrapped(f"Each rank prints {chosen.expect}. {exits}"),
     ]
     return '"""' + _safe("\n\n".join(paragraphs)) + '\n"""\n\n'
@@ -235,5 +228,4 @@ def _wrapped(text: str, width: int = _WIDTH - 3) -> str:
 
 def _safe(text: str) -> str:
     """`text` as the inside of a docstring, whatever is in it."""
-    shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-    return shown.replace("\\", "\\\\").replace('"""', "'''").removesuffix('"')
+    return printable(text, "\n").replace("\\", "\\\\").replace('"""', "'''").removesuffix('"')

@@ -1,7 +1,4 @@
-"""The code of a target: which modules of the user's own project it imports, and what it needs of ddpcheck.
-
-This module is light: it never imports torch.
-"""
+"""The code of a target: which modules of the user's own project it imports, and what it needs of ddpcheck."""
 
 from __future__ import annotations
 

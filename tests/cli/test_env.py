@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from ddpcheck import cli
-from ddpcheck.report.environment import HIDDEN, shown_variables
+from ddpcheck.cli.env import HIDDEN, shown_variables
 
 
 def test_only_variables_that_matter_are_shown_and_no_secret() -> None:

@@ -1,0 +1,151 @@
+"""What checks something: a recipe (`ddpcheck report` and `graph`), or a job that hangs (`hang`) or goes on (`live`)."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpcheck.cli.output import OutputFile, Progress, ReportOutput, complain, print_out, say
+from ddpcheck.cli.saved import load_report
+from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS, EXIT_HANG, UsageError
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Report
+from ddpcheck.findings.rules import RULES
+from ddpcheck.render import FORMATS, MATRIX_FORMATS
+from ddpcheck.report.graph.dot import draw, lay_out, picture_format, summary
+from ddpcheck.report.hang.hang_report import report_on_hang
+from ddpcheck.report.matrix.matrix import Matrix
+from ddpcheck.report.repro import DEMONSTRATIONS, command_for, prepare, write_reproduction
+from ddpcheck.report.settings import Settings, load_settings, misspelled_variables
+from ddpcheck.run.live_report import report_on_run, the_run
+
+if TYPE_CHECKING:
+    from ddpcheck.harness import RankHosts
+
+RUN_SETTINGS = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload")
+CHECK_SETTINGS = (*RUN_SETTINGS, "select", "ignore", "suppress")
+
+
+def command_settings(arguments: argparse.Namespace, names: Sequence[str], hosts: RankHosts | None) -> Settings:
+    """The settings of a command, with the number of ranks that a launcher has started."""
+    settings = load_settings({name: getattr(arguments, name, None) for name in (*names, "launcher")})
+    for sentence in misspelled_variables():
+        complain(sentence, kind="warning")
+    if hosts is None:
+        return settings
+    if arguments.world_size is not None and settings.world_size != hosts.world_size:
+        raise UsageError(
+            f"--world-size {settings.world_size}, but {hosts.launcher} has started {hosts.world_size} ranks; leave it "
+            f"out, or have {hosts.launcher} start as many"
+        )
+    return replace(settings, world_size=hosts.world_size)
+
+
+def run_report(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
+    """Check a recipe, or its matrix, show the report, and reproduce its first finding where that is asked for."""
+    if arguments.matrix and arguments.repro is not None:
+        raise UsageError("--repro writes the first finding of a report; run it without --matrix")
+    if arguments.matrix and arguments.baseline is not None:
+        raise UsageError("--baseline is for the findings of a report; run it without --matrix")
+    settings = command_settings(arguments, (*CHECK_SETTINGS, "fail_on"), hosts)
+    known = {} if arguments.baseline is None else {"baseline": load_report(arguments.baseline)}
+    with (
+        ReportOutput(arguments, settings.format, MATRIX_FORMATS if arguments.matrix else FORMATS) as output,
+        _prepared(arguments.repro) as folder,
+        Progress(sys.stderr) as progress,
+    ):
+        run: Callable[..., Report | Matrix]
+        if arguments.matrix:  # the rest of the house, only when there is work to do
+            from ddpcheck.report.matrix.check_matrix import check_matrix as run
+        else:
+            from ddpcheck.report.checking.check import check as run
+        asked = {name: getattr(settings, name) for name in CHECK_SETTINGS}
+        report = run(arguments.target, progress=progress, hosts=hosts, **asked, **known)
+        progress.clear()
+        output.show(report)
+        if folder is not None and isinstance(report, Report):
+            _reproduce(report, arguments.target, folder, progress)
+    return report.exit_code(settings.fail_on)
+
+
+@contextlib.contextmanager
+def _prepared(path: str | None) -> Iterator[Path | None]:
+    """The folder of a reproduction, of which is known before any work is done that it can be written."""
+    folder = None if path is None else Path(path)
+    made = folder is not None and prepare(folder)
+    try:
+        yield folder
+    finally:
+        if folder is not None and made:
+            with contextlib.suppress(OSError):  # not empty: something was written
+                folder.rmdir()
+
+
+def _reproduce(report: Report, target: str, folder: Path, progress: Progress) -> None:
+    """Write a reproduction of the first finding, if there is one, and a script that shows it."""
+    if not report.findings:
+        say(f"no finding to reproduce, nothing written to {folder}")
+    elif (first := report.findings[0]).code not in DEMONSTRATIONS:
+        say(f"no script shows {first.code} ({RULES[first.code].name}), nothing written to {folder}")
+    else:
+        progress("writing a reproduction")
+        script = write_reproduction(report, target, folder)
+        progress.clear()
+        command = command_for(report, script)
+        print(f"ddpcheck: wrote {script}; run it with: {command}", file=sys.stderr)  # unbroken, to be copied
+
+
+def run_graph(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
+    """Check a recipe and draw the graph of its loss."""
+    settings = command_settings(arguments, RUN_SETTINGS, hosts)
+    path = None if arguments.output in (None, "-") else arguments.output
+    form = picture_format(path)
+    with OutputFile(path) as file, Progress(sys.stderr) as progress:
+        from ddpcheck.report.graph.collapse import fold
+        from ddpcheck.report.graph.trace_graph import trace_graph
+
+        report, picture, marks = trace_graph(
+            arguments.target,
+            progress=progress,
+            hosts=hosts,
+            **{name: getattr(settings, name) for name in RUN_SETTINGS},
+        )
+        progress("laying out the picture")
+        source = draw(fold(picture, marks), marks, report)
+        drawn = lay_out(source, form, timeout=settings.timeout)
+        progress.clear()
+        if path is None:
+            print_out(source.removesuffix("\n"))
+        else:
+            file.write(drawn)
+        where = f", written to {path}" if path is not None else ""
+        say(f"{summary(picture, marks, report)}{where}")
+    if report.error is not None:  # something that would only have explained
+        complain(report.error.message, report.error.detail)
+        return report.error.exit_code
+    return EXIT_CLEAN
+
+
+def run_hang(arguments: argparse.Namespace) -> int:
+    """Show the report on the dumps, or on the job that runs; 4 for a hang that was found."""
+    _, code = _show(arguments, report_on_hang, arguments.folder)
+    return EXIT_HANG if code == EXIT_FINDINGS else code
+
+
+def run_live(arguments: argparse.Namespace) -> int:
+    """Show the report on a run that goes on; 4 for ranks that wait for each other."""
+    report, code = _show(arguments, report_on_run, the_run(arguments.folder))
+    return EXIT_HANG if report.checks[0].status == "error" else code
+
+
+def _show(arguments: argparse.Namespace, report_on: Callable[..., Report], source: str | Path) -> tuple[Report, int]:
+    """Report on what ranks have left, or do now; the exit code is that of the findings."""
+    settings = load_settings({name: getattr(arguments, name) for name in ("select", "ignore", "fail_on")})
+    with ReportOutput(arguments, settings.format) as output:
+        report = report_on(source, select=settings.select, ignore=settings.ignore, suppress=settings.suppress)
+        output.show(report)
+    return report, report.exit_code(settings.fail_on)
