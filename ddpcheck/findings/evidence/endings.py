@@ -1,6 +1,6 @@
 """Evidence on ranks that have failed or wait for each other: where each of them was in the program at its end.
 
-Judged in `judge.endings.endings`; gathered in `record`.
+Judged in `judge.endings`; put together in `run.ending` and `report.hang.hang_report`, of what ranks have recorded.
 """
 
 from __future__ import annotations

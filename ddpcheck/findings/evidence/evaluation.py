@@ -1,6 +1,7 @@
 """Evidence on how a script evaluates: what each rank's loops counted, what it exchanged, and what it showed.
 
-Judged in `judge.evaluation.script_evaluation` and `judge.evaluation.script_targets`; gathered in `record`.
+Judged in `judge.evaluation.script_evaluation` and `judge.evaluation.script_targets`; gathered in
+`record.evaluation` and `record.loss.target_recorder`.
 
 A *round* is the time from one backward pass to the next in which a loader was gone through to its end without any: an
 evaluation, and what the program makes of it.

@@ -1,6 +1,7 @@
 """Evidence on an unmodified script: its data, its optimizers and its files, as each rank saw them.
 
-Judged in `judge.data.script_data`, `judge.loop.script_optimizers` and `judge.data.script_files`; gathered in `record`.
+Judged in `judge.data`, `judge.loop`, `judge.gradients.script_losses` and `judge.replicas.script_states`; gathered in
+`record.data`, `record.optimizers`, `record.loss`, `record.replicas.program_state` and `record.rank.file_recorder`.
 """
 
 from __future__ import annotations
