@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +15,19 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 
+_FEWEST_IN_STEPS = 5
+_MOST_PARTS = 12
+
 _Given = ParamSpec("_Given")
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in words: "rank 1", "ranks 0 and 2", "ranks 0 to 5", "ranks 0 to 7 and 9"."""
+    """Ranks in words: "rank 1", "ranks 0 and 2", "ranks 0 to 7 and 9", "ranks 3 to 1019 in steps of 8".
+
+    Of many that follow no such rule, the first ones and how many more there are.
+    """
     return _format_numbers("rank", ranks)
 
 
@@ -30,17 +37,22 @@ def format_steps(steps: Iterable[int]) -> str:
 
 
 def _format_numbers(noun: str, numbers: Iterable[int]) -> str:
+    ordered = sorted(set(numbers))
+    strides = {later - number for number, later in itertools.pairwise(ordered)}
+    if len(ordered) >= _FEWEST_IN_STEPS and len(strides) == 1 and strides != {1}:
+        return f"{noun}s {ordered[0]} to {ordered[-1]} in steps of {strides.pop()}"
     runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
+    for number in ordered:
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    words: list[str] = []
-    for run in runs:
-        words += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
-    one = len(words) == 1 and len(runs[0]) == 1
-    return f"{noun}{'' if one else 's'} {join_names(words, most=len(words))}"
+    parts = [part for run in runs for part in ([run] if len(run) > 2 else [[number] for number in run])]
+    words = [str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts]
+    if len(words) > _MOST_PARTS:
+        left = sum(map(len, parts[_MOST_PARTS - 1 :]))
+        words[_MOST_PARTS - 1 :] = [f"{left} more"]
+    return f"{noun}{'' if len(ordered) == 1 else 's'} {join_names(words, most=len(words))}"
 
 
 def minority_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
