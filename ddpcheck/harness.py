@@ -14,7 +14,6 @@ import atexit
 import itertools
 import os
 import shutil
-import sys
 import tempfile
 import time
 import weakref
@@ -238,18 +237,8 @@ class World:
             directory=str(self.directory),
             process_group=self._options.process_group,
             threads=self._options.threads or validation.threads(self.world_size),
-            context=self._process_context(),
+            context=starting.process_context(self._options.env),
             preload=tuple(self._options.preload),
-        )
-
-    def _process_context(self) -> wire.ProcessContext:
-        asked_for = self._options.env or {}
-        return wire.ProcessContext(
-            environment={**starting.inherited_environment(), **asked_for},
-            explicit=frozenset(asked_for),
-            cwd=os.getcwd(),
-            path=starting.import_path(),
-            argv=tuple(sys.argv),
         )
 
     # --- Using it again ----------------------------------------------------------------------------------------
@@ -277,7 +266,7 @@ class World:
         self.startup_timeout = startup_timeout
         self._watch = watch
         self._processes.forget_files()
-        self._processes.update_context(self._process_context())
+        self._processes.update_context(starting.process_context(self._options.env))
 
     def reset_process_group(self) -> None:
         """Give the ranks a new default process group, without waiting for it; the old one and all its subgroups go.

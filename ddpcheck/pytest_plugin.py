@@ -171,7 +171,7 @@ def _session(config: pytest.Config) -> Session:
         from ddpcheck.testing.session import Session
 
         try:
-            session = config.stash[_SESSION] = Session(config, tuple(_OPTIONS))
+            session = config.stash[_SESSION] = Session(config, tuple(_OPTIONS), _is_ours)
         except DdpcheckError as error:
             sentence = str(error).replace("--", "--ddp-", 1)
             raise pytest.fail.Exception(f"ddpcheck: {sentence}", pytrace=False) from None

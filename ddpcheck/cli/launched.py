@@ -71,11 +71,11 @@ def _launch(arguments: argparse.Namespace) -> LauncherEnv | None:
 
 def _follow(launch: LauncherEnv) -> int:
     """Be another rank than 0: silent, and content with whatever rank 0 comes to, which alone has the exit code."""
-    from ddpcheck.worlds.launchers.follower import follow
+    from ddpcheck.worlds.launchers.follower import Follower
 
     try:
         with ending(launch, _WITHOUT_LEADER):
-            if follow(launch):
+            if Follower(launch).serve():
                 return EXIT_CLEAN
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED  # rank 0 is told the same

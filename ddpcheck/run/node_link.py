@@ -135,7 +135,7 @@ class NodeLink:
         self._over = threading.Event()
         self._reset()
         self.number, self.size = number, size
-        meeting = LauncherStore(store, "ddpcheck", lambda: store)
+        meeting = LauncherStore(store, "ddpcheck")
         with contextlib.suppress(AttributeError, RuntimeError):  # a store of etcd, or a file; no more threads
             host, port = meeting.address
             if number == 0:
@@ -275,8 +275,7 @@ class NodeLink:
         name, _, first = meeting.claimed("run").decode().partition(" ")
         self._has_met = True
         self.host = "".join(filter(str.isprintable, first))[:80]
-        own = connect(host, port, WAIT)
-        return LauncherStore(own, f"ddpcheck/{name}", lambda: own)
+        return LauncherStore(connect(host, port, WAIT), f"ddpcheck/{name}")
 
     def _turn_of_first(self, store: LauncherStore) -> None:
         self._beat += 1

@@ -1,7 +1,4 @@
-"""`ddp_world`: real ranks for a test whose body runs in the process that pytest runs in.
-
-This module is light: it never imports torch.
-"""
+"""`ddp_world`: real ranks for a test whose body runs in the process that pytest runs in."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The reports of failed tests as HTML pages in a folder: `--ddp-report DIR`.
-
-This module is light: it never imports torch.
-"""
+"""The reports of failed tests as HTML pages in a folder: `--ddp-report DIR`."""
 
 from __future__ import annotations
 

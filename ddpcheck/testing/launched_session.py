@@ -3,8 +3,6 @@
 A plugin of its own, there only where the environment speaks of a launcher. The ranks meet after collection if there is
 a test for them, and at the end of every phase of every test from then on: one that fails on one rank fails on all, so
 that all of them stop after the same test. Rank 0 reports; the others are quiet, unless rank 0 has died.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations
@@ -119,10 +117,10 @@ class InStep:
 
     def _differences(self, launched: RankGroup, tests: list[str]) -> str:
         digest = hashlib.sha256("\n".join([*tests, "", *self._uncollected]).encode()).hexdigest()
-        base = silent_ranks.base_of_temporary_folders(self._config) if launched.rank == 0 else ""
+        one_machine = launched.leader is not None and launched.leader.one_machine
+        base = silent_ranks.base_of_temporary_folders(self._config) if one_machine else ""
         said = launched.gather("the first test", (digest, base), timeout=STARTUP)
-        if launched.placement.one_machine:
-            silent_ranks.share_temporary_folders(self._config, said[0][1])
+        silent_ranks.share_temporary_folders(self._config, said[0][1])
         if len({digest for digest, _ in said}) == 1:
             return ""
         lists = launched.gather("comparing tests", (tests, self._uncollected), timeout=STARTUP)
@@ -254,7 +252,7 @@ class InStep:
         speaks = launched is None or session is None
         if launched is not None and session is not None:
             launched.leave(timeout=PATIENCE)
-            gone = set(launched.watch.gone)
+            gone = set(launched.gone)
             if launched.rank and 0 in gone:
                 speaks = min(set(range(launched.world_size)) - gone) == launched.rank
             elif session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:

@@ -1,21 +1,18 @@
-"""The worlds of a pytest session: who gets which, who watches over them while they work, and what they leave.
-
-This module is light: it never imports torch.
-"""
+"""The worlds of a pytest session: who gets which, who watches over them while they work, and what they leave."""
 
 from __future__ import annotations
 
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 
-from ddpcheck.findings.errors import RankError, UsageError
+from ddpcheck.findings.errors import RankError
 from ddpcheck.harness import Watch, World
-from ddpcheck.testing.launched_ranks import PATIENCE, STARTUP, LaunchedWorld
+from ddpcheck.testing.launched_ranks import LaunchedWorld, once
 from ddpcheck.testing.outcome import TestOutcome, judge, sections
 from ddpcheck.testing.rank_context import RankArtifacts, RngStates, TestConditions, add_coverage
 from ddpcheck.testing.rank_fixtures import RankFixture
@@ -24,7 +21,6 @@ from ddpcheck.testing.remote_pdb import PdbTerminal
 from ddpcheck.testing.world_pool import WorldPool
 from ddpcheck.worlds import validation, wire
 from ddpcheck.worlds.launchers.rank_group import RankGroup
-from ddpcheck.worlds.validation import WorldOptions
 
 Lent = World | LaunchedWorld
 """The ranks of a test: a `World` of its own, or the ranks of a launcher."""
@@ -37,16 +33,15 @@ class Ranks:
         live: Whether what ranks print is shown while they work.
         terminal: The terminal, where there is one.
         following: The test after the one that runs.
-        apart: Whether the ranks are processes of their own.
+        next_options: Those of the fresh ranks that it will ask for; `None` where it asks for none.
     """
-
-    apart = True
 
     def __init__(self, config: pytest.Config) -> None:
         worker = hasattr(config, "workerinput")
         self._pool = WorldPool()
         self._controller = os.getppid() if worker else None
         self.following: pytest.Item | None = None
+        self.next_options: Mapping[str, Any] | None = None
         self.live = config.getoption("capture", "no") == "no" and not worker
         self.terminal = None if worker else PdbTerminal(config)
 
@@ -55,7 +50,7 @@ class Ranks:
         options = {**options, "watch": watch}
         if options.pop("reuse", "test") == "module":
             return self._pool.lease_shared(_module(item), **options)
-        return self._pool.acquire(last=self.following is None, **options)
+        return self._pool.acquire(following=self.next_options, **options)
 
     def release(self, world: Lent, *, broken: bool) -> None:
         """A test is done with its world; a broken one is not used again."""
@@ -90,13 +85,11 @@ class Ranks:
 class JoinedRanks(Ranks):
     """All ranks of a session that a launcher has started."""
 
-    apart = False
-
     def __init__(self, config: pytest.Config, launched: RankGroup) -> None:
         super().__init__(config)
         self.terminal = None
+        self.live &= launched.rank == 0
         self._launched = launched
-        self._capture = None if self.live else config.pluginmanager.getplugin("capturemanager")
 
     def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
         """The first ranks; the test is skipped where there are not so many."""
@@ -105,11 +98,8 @@ class JoinedRanks(Ranks):
         if size > self._launched.world_size:
             reason = f"needs {size} ranks, {launch.launcher} has started {self._launched.world_size}"
             raise pytest.skip.Exception(reason, _use_item_location=True)
-        if not options.get("process_group", True):
-            raise UsageError(f"process_group=False is not possible on ranks that {launch.launcher} started.")
-        # These ranks live on in any case, and their liveness is watched without a callback.
-        asked = {name: value for name, value in options.items() if name not in ("reuse", "watch", "hash_seeds")}
-        return LaunchedWorld(self._launched, WorldOptions(**{"startup_timeout": STARTUP, **asked}), self._capture)
+        asked = {name: value for name, value in options.items() if name not in ("reuse", "watch")}
+        return LaunchedWorld(self._launched, asked, watch)
 
     def release(self, world: Lent, *, broken: bool) -> None:
         """A test is done with its world."""
@@ -118,26 +108,7 @@ class JoinedRanks(Ranks):
 
     def once(self, what: str, work: Callable[[], Any]) -> Any:
         """Have rank 0 do it, and return, or raise, on every rank what comes of it."""
-        data = b""
-        if self._launched.rank == 0:
-            try:
-                done = (True, work())
-            except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
-                done = (False, error)
-            data = _travelling(*done)
-        succeeded, value = wire.loads(self._launched.gather(what, data, timeout=PATIENCE)[0])
-        if not succeeded:
-            raise value
-        return value
-
-
-def _travelling(succeeded: bool, value: Any) -> bytes:
-    try:
-        wire.loads(data := wire.dumps((succeeded, value)))
-    except Exception as error:  # most of all an exception with an `__init__` of its own
-        what = f"rank 0 raised {type(value).__qualname__}: {value}" if not succeeded else f"not picklable: {error}"
-        return wire.dumps((False, RankError(what)))
-    return data
+        return once(self._launched, what, work)
 
 
 def _module(item: pytest.Item) -> str:
@@ -232,9 +203,7 @@ class WorldLease:
         """
         world = self.world
         debugger = self.ranks.terminal is not None
-        conditions = TestConditions.of(
-            self._record.item, since=self._record.seeds, debugger=debugger, apart=self.ranks.apart
-        )
+        conditions = TestConditions.of(self._record.item, since=self._record.seeds, debugger=debugger)
         error: RankError | None = None
         try:
             returned = dict(enumerate(world.run(function, *args, conditions, timeout=timeout)))
@@ -261,25 +230,25 @@ class WorldLease:
 
     def _show(self, world: Lent, *, last: bool) -> None:
         """Under `-s`: print what the ranks have printed since, line by line, each with its rank."""
-        if not self.ranks.live:
-            return
+        if self.ranks.live:
+            for rank, text in self._new_output(world, up_to="" if last else "\n"):
+                for line in text.splitlines():
+                    sys.stdout.write(f"[rank {rank}] {line}\n")
+            sys.stdout.flush()
+
+    def _new_output(self, world: Lent, up_to: str = "") -> Iterator[tuple[int, str]]:
+        """What each rank has printed since it was asked last, to the last `up_to`."""
         for rank, start in enumerate(self._printed):
             text = world.output(rank)[start:]
-            if not last:
-                text = text[: text.rfind("\n") + 1]
+            text = text[: text.rfind(up_to) + len(up_to)]
             self._printed[rank] += len(text)
-            for line in text.splitlines():
-                sys.stdout.write(f"[rank {rank}] {line}\n")
-        sys.stdout.flush()
+            yield rank, text
 
     def collect_output(self) -> None:
         """Keep what the ranks have printed, for the report of the test."""
-        if self._world is None or self.ranks.live:
-            return
-        for rank, start in enumerate(self._printed):
-            text = self._world.output(rank)[start:]
-            self._printed[rank] += len(text)
-            self._record.add_section("stdout", rank, self._world, text)
+        if self._world is not None and not self.ranks.live:
+            for rank, text in self._new_output(self._world):
+                self._record.add_section("stdout", rank, self._world, text)
 
     def close(self) -> None:
         """Give the world back."""

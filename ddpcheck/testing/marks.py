@@ -1,7 +1,4 @@
-"""The options of a test's world, from `@pytest.mark.ddp(...)` and the session, read and checked.
-
-This module is light: it never imports torch.
-"""
+"""The options of a test's world, from `@pytest.mark.ddp(...)` and the session, read and checked."""
 
 from __future__ import annotations
 

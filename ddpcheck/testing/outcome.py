@@ -1,7 +1,4 @@
-"""The outcome of a test, from the outcome on each rank, and its failure as pytest shows it.
-
-This module is light: it never imports torch.
-"""
+"""The outcome of a test, from the outcome on each rank, and its failure as pytest shows it."""
 
 from __future__ import annotations
 

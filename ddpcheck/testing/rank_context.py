@@ -2,8 +2,6 @@
 
 Warning filters, logging, random numbers that a fixture has seeded, coverage, and how a failure is to be shown. All of
 it is read in the parent (`TestConditions.of`) and applied on the rank, from where `RankArtifacts` comes back.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations
@@ -106,8 +104,8 @@ class TestConditions:
     post_mortem: bool  # a failure opens the debugger
 
     @classmethod
-    def of(cls, item: pytest.Item, *, since: RngStates, debugger: bool, apart: bool) -> TestConditions:
-        """Read them off this process; one that is not `apart` from the ranks' own is measured already."""
+    def of(cls, item: pytest.Item, *, since: RngStates, debugger: bool) -> TestConditions:
+        """Read them off this process."""
         config = item.config
         by_test = config.getoption("cov_context", None) == "test"
         return cls(
@@ -115,7 +113,7 @@ class TestConditions:
             log_level=logging.getLogger().level,
             log_format=(_ini(config, "log_format"), _ini(config, "log_date_format")),
             seeds=RngStates.capture().since(since),
-            coverage=CoverageOptions.now(f"{item.nodeid}|run" if by_test else "") if apart else None,
+            coverage=CoverageOptions.now(f"{item.nodeid}|run" if by_test else ""),
             style=Style(
                 config.getoption("tbstyle", "auto"),
                 bool(config.getoption("showlocals", False)),

@@ -4,8 +4,6 @@ A fixture of the user's is set up once, in the process that pytest runs in, and 
 depends on the rank cannot be: `rank`, `process_group` and their like, every fixture that uses one of them, and pytest's
 own fixtures that change or watch the process that they are in (`monkeypatch`, `capsys`, `caplog` ...). Each rank makes
 those for itself.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

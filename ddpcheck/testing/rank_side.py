@@ -1,8 +1,6 @@
 """A test's code on a rank: called there under the conditions of the parent, with its fixtures, and its attachment left.
 
 `perform` runs the body of a test that carries the marker, `call` a function that `ddp_world.run` was given.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

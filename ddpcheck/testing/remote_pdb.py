@@ -3,8 +3,6 @@
 A rank has no terminal. Each time that its debugger wants to talk, it makes two named pipes in the world's directory;
 the parent finds them while it waits for the ranks (`PdbTerminal.attend`), and relays until the rank hangs up. No clock
 runs meanwhile.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The plugin in one pytest session: every hook of `ddpcheck.pytest_plugin` calls this.
-
-This module is light: it never imports torch.
-"""
+"""The plugin in one pytest session: every hook of `ddpcheck.pytest_plugin` calls this."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import unittest
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NoReturn
 
 import pytest
@@ -31,8 +28,8 @@ _OPTIONS = ("world_size", "device", "timeout", "threads", "preload", "reuse")  #
 class Session:
     """One for each process that runs tests."""
 
-    def __init__(self, config: pytest.Config, options: Sequence[str]) -> None:
-        """Read the settings.
+    def __init__(self, config: pytest.Config, options: Sequence[str], is_ours: Callable[[pytest.Item], bool]) -> None:
+        """Read the settings; `is_ours` says whether a test needs ranks.
 
         Raises:
             UsageError: A flag has a value that cannot be, or a launcher and pytest-xdist have both started processes.
@@ -42,6 +39,7 @@ class Session:
         defaults = {} if launched is None else {"world_size": launched.world_size}
         self._settings = marks.settings(config, options, **defaults)
         _refuse_wrong_start(config, self._settings.launcher)
+        self._is_ours = is_ours
         self._ranks = Ranks(config) if launched is None else JoinedRanks(config, launched)
 
     # --- Before a test ---------------------------------------------------------------------------------------------
@@ -49,10 +47,21 @@ class Session:
     def begin(self, item: pytest.Item, following: pytest.Item | None) -> None:
         """Prepare for a test that needs ranks; another one may follow."""
         self._ranks.following = following
+        self._ranks.next_options = None if following is None else self._fresh_ranks_of(following)
         item.stash[_RECORD] = record = Record(item)
         record.seeds = RngStates.draw_and_capture()
         if not isinstance(item, pytest.Function) or issubclass(item.cls or object, unittest.TestCase):
             _refuse(f"@pytest.mark.ddp works on test functions and on methods of plain classes, not on {item.nodeid}.")
+
+    def _fresh_ranks_of(self, item: pytest.Item) -> dict[str, Any] | None:
+        """The options of the fresh ranks that a test will ask for, `None` where it asks for none, or not for these."""
+        if not self._is_ours(item):
+            return None
+        try:
+            options = self._options(item)
+        except pytest.fail.Exception:
+            return None
+        return options if options.pop("reuse") == "test" else None
 
     def fact(self, item: pytest.Item, name: str) -> Any:
         """The stand-in for `rank` and its like until the test is on its ranks."""

@@ -1,7 +1,4 @@
-"""Launched ranks that do not report: their terminal stays silent, and pytest writes no files of theirs.
-
-This module is light: it never imports torch.
-"""
+"""Launched ranks that do not report: their terminal stays silent, and pytest writes no files of theirs."""
 
 from __future__ import annotations
 

@@ -1,24 +1,22 @@
 """A pool of worlds: prefetched, reused, closed in the background.
 
     pool = WorldPool()
-    world = pool.acquire(world_size=2)   # fresh ranks, prepared while the last test ran
+    world = pool.acquire(world_size=2, following={"world_size": 2})   # fresh ranks, prepared while the last test ran
     ...
-    pool.release(world)              # does not wait
+    pool.release(world)                # does not wait
     pool.close()                       # waits until everything is gone
 
-Making a world takes processor time whenever it is done, so a spare one is only made where it will be used: `WorldPool`
-notes which kind of world followed which, and prepares what followed last time.
-
-This module is light: it never imports torch.
+Making a world takes processor time whenever it is done, so a spare one is only made where the next test is known to use
+it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 from collections import deque
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
@@ -44,9 +42,6 @@ _EARLY = (  # prefixes of variables that are read when a process, a thread pool 
     "TORCH",
 )
 _LATE = ("timeout", "startup_timeout", "env", "watch", "ahead")  # options that a world can take over afterwards
-_SPARES = 2  # at most
-_MEMORY = 4  # leases after which a spare that nobody has asked for goes
-_GUESSES = 2  # spares in vain, after which no spare is made for a kind of world that has not been seen to recur
 _PATIENCE = 1.0  # seconds for ranks to get their next process group; fresh ones take less
 _CLOSING = 4  # worlds that may be on their way out at the same time
 
@@ -76,14 +71,6 @@ def _kind(options: Mapping[str, Any]) -> Kind | None:
     return kind
 
 
-@dataclass(eq=False)
-class _Spare:
-    kind: Kind
-    world: World
-    guess: bool
-    age: int = 0  # in leases
-
-
 class WorldPool:
     """Owns every world that it hands out; one for each test process, not to be shared between threads.
 
@@ -92,18 +79,15 @@ class WorldPool:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._spares: list[_Spare] = []
+        self._spare: tuple[Kind, World] | None = None
         self._leased: dict[int, tuple[World, tuple[Hashable, Kind] | None]] = {}
         self._idle: dict[tuple[Hashable, Kind], list[World]] = {}  # shared worlds, by owner and kind
         self._closing: deque[World] = deque()
-        self._followed: dict[Kind, tuple[Kind, Mapping[str, Any]]] = {}  # what was asked for after a kind
-        self._last: Kind | None = None
-        self._in_vain = 0
 
-    def acquire(self, *, last: bool = False, **options: Any) -> World:
+    def acquire(self, *, following: Mapping[str, Any] | None = None, **options: Any) -> World:
         """Return a world that nobody has used: one that was prepared where it fits, else a new one.
 
-        `last` says that no other lease will follow, so that nothing needs to be prepared.
+        `following` are the options of the next lease, which is prepared; `None`: nothing is.
 
         Raises:
             UsageError: When an option makes no sense.
@@ -114,10 +98,7 @@ class WorldPool:
             return World(**options)  # which says what is wrong
         world = self._prepared(kind, options) or World(**options)
         self._leased[id(world)] = (world, None)
-        try:
-            self._prefetch(kind, options, last)
-        except DdpcheckError:
-            pass  # the test that needs it will be told
+        self._prepare(following)
         return world
 
     def lease_shared(self, owner: Hashable, **options: Any) -> World:
@@ -170,26 +151,23 @@ class WorldPool:
     def close(self) -> None:
         """End every world, also those that are in use, and wait until all is gone."""
         self._enter()
-        held = [world for world, _ in self._leased.values()] + [spare.world for spare in self._spares]
+        self._prepare(None)
+        held = [world for world, _ in self._leased.values()]
         for world in [*held, *(world for idle in self._idle.values() for world in idle)]:
             self._begin_close(world)
         self._leased.clear()
-        self._spares.clear()
         self._idle.clear()
         while self._closing:
             self._closing.popleft().close()
 
-    # --- Spares ------------------------------------------------------------------------------------------------
+    # --- A spare -----------------------------------------------------------------------------------------------
 
     def _prepared(self, kind: Kind, options: Mapping[str, Any]) -> World | None:
-        """A spare of this kind, where there is one, made a world of now."""
-        for spare in self._spares:
-            if spare.kind == kind:
-                self._spares.remove(spare)
-                if spare.guess:
-                    self._in_vain = 0
-                return self._updated(spare.world, spare.world.usable, options)
-        return None
+        """The spare if it is of this kind, made a world of now."""
+        if self._spare is None or self._spare[0] != kind:
+            return None
+        (_, world), self._spare = self._spare, None
+        return self._updated(world, world.usable, options)
 
     def _updated(self, world: World, usable: bool, options: Mapping[str, Any]) -> World | None:
         if usable:
@@ -204,31 +182,15 @@ class WorldPool:
         self._begin_close(world)
         return None
 
-    def _prefetch(self, kind: Kind, options: Mapping[str, Any], last: bool) -> None:
-        """Prepare the world that is likely to be asked for next, and let go of those that are not."""
-        if self._last is not None:
-            self._followed[self._last] = (kind, dict(options))
-        self._last = kind
-        for spare in self._spares:
-            spare.age += 1
-        guess = kind not in self._followed
-        next_kind, next_options = self._followed.get(kind, (kind, options))
-        wanted = not last and not (guess and self._in_vain >= _GUESSES)
-        for spare in list(self._spares):
-            if spare.kind == next_kind:
-                wanted = False
-                spare.age = 0
-            elif spare.age > _MEMORY or last:
-                self._drop(spare)
-        if wanted:
-            while len(self._spares) >= _SPARES:
-                self._drop(max(self._spares, key=lambda spare: spare.age))
-            self._spares.append(_Spare(next_kind, World(**{**next_options, "watch": None, "ahead": True}), guess))
-
-    def _drop(self, spare: _Spare) -> None:
-        self._spares.remove(spare)
-        self._in_vain += spare.guess
-        self._begin_close(spare.world)
+    def _prepare(self, options: Mapping[str, Any] | None) -> None:
+        """Have the world with these options as the spare one, and no other."""
+        kind = None if options is None else _kind(options)
+        if self._spare is not None and self._spare[0] != kind:
+            self._begin_close(self._spare[1])
+            self._spare = None
+        if options is not None and kind is not None and self._spare is None:
+            with contextlib.suppress(DdpcheckError):  # the test that needs it will be told
+                self._spare = kind, World(**options, ahead=True)
 
     # --- Ending ------------------------------------------------------------------------------------------------
 

@@ -3,8 +3,6 @@
 Under `force_eager` torch runs what was compiled as it was written, so that dropout draws the same numbers wherever a
 step is repeated, modes of ours see each operation, and a gradient that is missing is missing for a reason in the user's
 code. The wrapper's step is run once more the way it was compiled (`ddpcheck.gather.phases.ddp_step`).
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

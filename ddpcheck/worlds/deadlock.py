@@ -5,8 +5,6 @@ It takes all of this together, over seconds: every rank that has not finished is
 none has used more processor time than waiting does; and no rank has another Python thread. Whoever
 computes, sleeps, reads a file or moves data does not look like that. Linux only, and not for ranks on a GPU, whose work
 does not show in their process.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Exceptions and messages about ranks that failed. Pure, but for reading the rank's files.
-
-This module is light: it never imports torch.
-"""
+"""Exceptions and messages about ranks that failed. Pure, but for reading the rank's files."""
 
 from __future__ import annotations
 

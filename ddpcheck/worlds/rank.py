@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -73,19 +72,6 @@ def current() -> RankContext:
             "ddpcheck.rank.current() was called outside a rank; call it in a function given to World.run."
         )
     return _context
-
-
-@contextlib.contextmanager
-def acting_as_rank(context: RankContext) -> Iterator[None]:
-    """Let a process that is no rank of a `World`, one that a launcher has started, be one for a while."""
-    global _context, _slots
-    before = _context, _slots
-    _context, _slots = context, (own := _open_slots(context.directory / f"rank{context.rank}.slots"))
-    try:
-        yield
-    finally:
-        own.close()
-        _context, _slots = before
 
 
 # --- Slots: what the parent can read when nothing else works ---------------------------------------------------
@@ -262,20 +248,14 @@ _task: _Task | None = None
 
 @for_target
 def _perform(payload: bytes) -> bytes:
-    function, args, kwargs = unpacked_task(payload)
-    return packed_result(function(*args, **kwargs))
-
-
-def unpacked_task(payload: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Undo `worlds.validation.pack_task`; a `DdpcheckError` says what cannot be had here."""
     try:
-        function, args, kwargs = wire.loads(payload)
-        return function, args, kwargs
+        function, args, kwargs = wire.loads(payload)  # of `worlds.validation.pack_task`
     except Exception as error:
         raise DdpcheckError(
             f"The function or its arguments could not be unpickled on the rank ({type(error).__name__}: {error}); "
             "what they refer to must be importable there."
         ) from error
+    return packed_result(function(*args, **kwargs))
 
 
 def packed_result(result: object) -> bytes:
@@ -365,12 +345,3 @@ def save_attachment(data: bytes) -> None:
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(data)
     unfinished.replace(path)  # whole or not at all
-
-
-def attachment() -> bytes:
-    """Return what this rank has saved so far, `b""` when there is nothing."""
-    context = current()
-    try:
-        return (context.directory / f"rank{context.rank}.attachment").read_bytes()
-    except OSError:
-        return b""

@@ -1,7 +1,4 @@
-"""The ranks of one world as processes: started, spoken to, listened to, killed. Judges nothing.
-
-This module is light: it never imports torch.
-"""
+"""The ranks of one world as processes: started, spoken to, listened to, killed. Judges nothing."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import sys
 import tempfile
 from datetime import timedelta
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.worlds import compilation, wire
+from ddpcheck.worlds.launchers.interface import gloo_interface, route
 
 
 def redirect_output(path: Path) -> None:
@@ -39,8 +39,10 @@ def take_over(config: wire.RankConfig, context: wire.ProcessContext) -> None:
         "LOCAL_WORLD_SIZE": str(local_world_size),
         wire.NO_LAUNCH: "0",
     }
-    if "GLOO_SOCKET_IFNAME" not in environment and config.store is None and (interface := loopback()):
-        environment["GLOO_SOCKET_IFNAME"] = interface
+    if "GLOO_SOCKET_IFNAME" not in environment:
+        own, _ = route(*config.store) if config.store else ("", "")
+        if interface := gloo_interface(config.store is None, own, config.masters):
+            environment["GLOO_SOCKET_IFNAME"] = interface
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     for name, value in environment.items():
@@ -75,14 +77,6 @@ def seed() -> None:
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     sys.modules["torch"].default_generator.seed()
-
-
-def loopback() -> str:
-    """Return the name of the interface that leads to this machine only, `""` where there is none."""
-    try:
-        return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
-    except OSError:
-        return ""
 
 
 def choose_device(device: str, backend: str, rank: int, world_size: int) -> tuple[str, bool]:

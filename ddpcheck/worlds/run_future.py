@@ -1,7 +1,4 @@
-"""A run of a world that is under way: waited for, watched, and settled. Every wait has a deadline.
-
-This module is light: it never imports torch.
-"""
+"""A run of a world that is under way: waited for, watched, and settled. Every wait has a deadline."""
 
 from __future__ import annotations
 

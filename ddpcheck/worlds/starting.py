@@ -2,8 +2,6 @@
 
 Each way of starting, `launchers` too, gives a `StartedRanks`: events to read, ranks to signal. The way makes no
 difference to anything else, except that a fork costs milliseconds and an exec costs an import of torch.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations
@@ -117,6 +115,18 @@ def import_path() -> tuple[str, ...]:
 def inherited_environment() -> dict[str, str]:
     """Our environment as the ranks get it."""
     return {key: value for key, value in os.environ.items() if key not in _FORGOTTEN}
+
+
+def process_context(asked_for: Mapping[str, str] | None = None) -> wire.ProcessContext:
+    """The state of this process as ranks take it over, with the variables that were `asked_for` on top of ours."""
+    asked_for = asked_for or {}
+    return wire.ProcessContext(
+        environment={**inherited_environment(), **asked_for},
+        explicit=frozenset(asked_for),
+        cwd=os.getcwd(),
+        path=import_path(),
+        argv=tuple(sys.argv),
+    )
 
 
 def hash_seeds(world_size: int, *, own: bool) -> list[str]:

@@ -1,7 +1,4 @@
-"""Bytes of any size on a store of torch, in pieces: a TCPStore closes the connection on a value of more than 8 MiB.
-
-This module is light: it never imports torch.
-"""
+"""Bytes of any size on a store of torch, in pieces: a TCPStore closes the connection on a value of more than 8 MiB."""
 
 from __future__ import annotations
 

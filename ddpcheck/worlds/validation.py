@@ -1,7 +1,4 @@
-"""The options of a world and the tasks for its ranks, validated before a process starts.
-
-This module is light: it never imports torch.
-"""
+"""The options of a world and the tasks for its ranks, validated before a process starts."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 Three kinds of traffic share this module. Parent and rank exchange tuples on one stream socket a rank. The fork
 server reports forks and exits on one stream socket a world. A function with its arguments travels as one
 cloudpickle inside a tuple, so that a rank can receive what it cannot import and say so in a sentence.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations
@@ -64,6 +62,7 @@ class RankConfig:
     local_world_size: int | None = None
     sharing: tuple[int, int] | None = None  # its number among the ranks that see the same GPUs, and how many those are
     store: tuple[str, int] | None = None  # where the ranks of several machines meet; `None`: in a file
+    masters: tuple[str, ...] = ()  # the addresses by which these reach the machine of rank 0
 
 
 def pack(message: object) -> bytes:

@@ -50,11 +50,7 @@ def variable(name: str) -> str | None:
 
 
 def spare(pool: WorldPool) -> World | None:
-    return pool._spares[-1].world if pool._spares else None
-
-
-def sizes(pool: WorldPool) -> list[int]:
-    return sorted(spare.world.world_size for spare in pool._spares)
+    return pool._spare[1] if pool._spare else None
 
 
 def use(pool: WorldPool, **options: Any) -> list[int]:
@@ -69,7 +65,7 @@ def use(pool: WorldPool, **options: Any) -> list[int]:
 
 
 def test_the_next_world_is_there_before_it_is_asked_for(pool: WorldPool) -> None:
-    first = pool.acquire(world_size=2)
+    first = pool.acquire(world_size=2, following={"world_size": 2})
     prepared = spare(pool)
     assert prepared is not None and prepared.wait_ready(60)
     used = pids(first)
@@ -89,7 +85,7 @@ def test_no_state_travels_from_lease_to_lease(pool: WorldPool) -> None:
         return seen
 
     for _ in range(4):
-        world = pool.acquire(world_size=1)
+        world = pool.acquire(world_size=1, following={"world_size": 1})
         assert world.run(remember) == [False]
         pool.release(world)
 
@@ -107,7 +103,7 @@ def test_a_world_that_was_prepared_has_the_surroundings_of_its_lease(
     pool: WorldPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OLD", "at first")
-    pool.release(pool.acquire(world_size=2, env={"OWN": "at first"}))
+    pool.release(pool.acquire(world_size=2, following={"world_size": 2, "env": {"OWN": "at first"}}))
     prepared = spare(pool)
     assert prepared is not None and prepared.wait_ready(60)
     monkeypatch.delenv("OLD")
@@ -116,7 +112,7 @@ def test_a_world_that_was_prepared_has_the_surroundings_of_its_lease(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "argv", ["program", "--later"])
-    world = pool.acquire(world_size=2, timeout=7.0, env={"OWN": "later"}, last=True)
+    world = pool.acquire(world_size=2, timeout=7.0, env={"OWN": "later"})
     assert world is prepared and world.timeout == 7.0
     for rank, found in enumerate(world.run(surroundings)):
         environment = {"PYTEST_CURRENT_TEST": "the next one", "NEW": "later", "OLD": None, "OWN": "later"}
@@ -135,11 +131,11 @@ def test_a_variable_that_matters_at_the_start_wants_ranks_that_started_with_it(
 ) -> None:
     value = "lo" if name == "GLOO_SOCKET_IFNAME" else "1"
     monkeypatch.delenv(name, raising=False)
-    pool.release(pool.acquire(world_size=1))
+    pool.release(pool.acquire(world_size=1, following={"world_size": 1}))
     prepared = spare(pool)
     if how == "environment":
         monkeypatch.setenv(name, value)
-    world = pool.acquire(world_size=1, env={name: value} if how == "env" else None, last=True)
+    world = pool.acquire(world_size=1, env={name: value} if how == "env" else None)
     assert world is not prepared
     assert world.run(variable, name) == [value]
 
@@ -155,15 +151,15 @@ def test_a_variable_that_matters_at_the_start_wants_ranks_that_started_with_it(
     ],
 )
 def test_a_world_of_another_kind_is_not_what_was_prepared(pool: WorldPool, options: dict[str, Any]) -> None:
-    pool.release(pool.acquire(world_size=2))
+    pool.release(pool.acquire(world_size=2, following={"world_size": 2}))
     prepared = spare(pool)
-    other = pool.acquire(**{"world_size": 2, **options}, last=True)
+    other = pool.acquire(**{"world_size": 2, **options})
     assert other is not prepared
     assert len(pids(other)) == other.world_size
 
 
 def test_a_prepared_world_whose_rank_has_died_is_not_handed_out(pool: WorldPool) -> None:
-    pool.release(pool.acquire(world_size=2))
+    pool.release(pool.acquire(world_size=2, following={"world_size": 2}))
     prepared = spare(pool)
     assert prepared is not None and prepared.wait_ready(60)
     victim = prepared._processes.ranks[1].pid
@@ -173,49 +169,20 @@ def test_a_prepared_world_whose_rank_has_died_is_not_handed_out(pool: WorldPool)
     deadline = time.monotonic() + 5
     while prepared.usable and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert pool.acquire(world_size=2, last=True).run(summed) == [3.0, 3.0]
+    assert pool.acquire(world_size=2).run(summed) == [3.0, 3.0]
 
 
-def test_nothing_is_prepared_after_the_last_test(pool: WorldPool) -> None:
-    pool.release(pool.acquire(world_size=1))
-    assert sizes(pool) == [1]
-    pool.release(pool.acquire(world_size=1, last=True))
-    assert sizes(pool) == []
-
-
-def prepared_of(pool: WorldPool, *order: int) -> int:
-    """How many of the leases of these sizes found their world prepared."""
-    found = 0
-    for size in order:
-        ready = [spare.world for spare in pool._spares]
-        world = pool.acquire(world_size=size)
-        found += world in ready
-        pool.release(world)
-    return found
-
-
-def test_sizes_that_take_turns_are_prepared_in_turn(pool: WorldPool) -> None:
-    assert prepared_of(pool, *[1, 2, 3] * 3) >= 5
-    assert len(sizes(pool)) <= 2
-
-
-def test_sizes_in_blocks_are_prepared(pool: WorldPool) -> None:
-    assert prepared_of(pool, 1, 1, 1, 2, 2, 2) >= 4
-
-
-def test_sizes_that_never_recur_are_not_prepared_for_long(pool: WorldPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    real = World.__init__
-
-    def counted(self: World, *args: Any, **options: Any) -> None:
-        real(self, *args, **options)
-        made.append(options["world_size"])
-
-    monkeypatch.setattr(World, "__init__", counted)
-    for threads in range(1, 13):
-        pool.release(pool.acquire(world_size=1, threads=threads))
-    assert len(made) <= 12 + 4
-    assert sizes(pool) == []
+def test_a_spare_is_of_the_next_lease_alone(pool: WorldPool) -> None:
+    pool.release(pool.acquire(world_size=1, following={"world_size": 2}))
+    prepared = spare(pool)
+    assert prepared is not None
+    pool.release(pool.acquire(world_size=1, following={"world_size": 2}))
+    assert spare(pool) is prepared, "it is still what is needed"
+    pool.release(pool.acquire(world_size=1, following={"world_size": 3}))
+    assert (other := spare(pool)) is not None and other.world_size == 3
+    pool.release(pool.acquire(world_size=1, following={"world_size": -1}))
+    assert spare(pool) is None, "the test that asks for it is told"
+    assert prepared.closed or prepared._processes.sent_off
 
 
 def test_options_that_make_no_sense_are_refused_as_by_a_world(pool: WorldPool) -> None:
@@ -394,7 +361,7 @@ def test_everything_is_gone_after_close(tmp_path: Path, monkeypatch: pytest.Monk
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     servers = [len(os.listdir(f"/proc/{server}/fd")) for server in server_pids()]
     pool = WorldPool()
-    seen = [use(pool, world_size=size) for size in (1, 2, 1, 2, 2, 2)]
+    seen = [use(pool, world_size=size, following={"world_size": 3 - size}) for size in (1, 2, 1, 2, 2, 2)]
     shared = pool.lease_shared("module", world_size=2)
     seen.append(pids(shared))
     pool.release(shared)
@@ -411,7 +378,7 @@ def test_everything_is_gone_after_close(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_giving_back_does_not_wait_and_the_ranks_end_all_the_same(pool: WorldPool) -> None:
-    world = pool.acquire(world_size=1, last=True)
+    world = pool.acquire(world_size=1)
     (pid,) = pids(world)
     pool.release(world)
     assert not world.closed
@@ -421,7 +388,7 @@ def test_giving_back_does_not_wait_and_the_ranks_end_all_the_same(pool: WorldPoo
     while not world.gone and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not psutil.pid_exists(pid)
-    pool.release(pool.acquire(world_size=1, last=True))
+    pool.release(pool.acquire(world_size=1))
     assert world.closed and not world.directory.exists()
 
 
@@ -430,7 +397,8 @@ def test_nothing_is_left_when_the_process_is_killed(tmp_path: Path, seconds: flo
     script = (
         "import os, sys, time\nfrom ddpcheck.testing.world_pool import WorldPool\n"
         "from ddpcheck.worlds.starting import server_pids\n"
-        "pool = WorldPool()\nworld = pool.acquire(world_size=2)\npids = world.run(os.getpid)\npool.release(world)\n"
+        "pool = WorldPool()\nworld = pool.acquire(world_size=2, following={'world_size': 2})\n"
+        "pids = world.run(os.getpid)\npool.release(world)\n"
         f"print(*pids, *server_pids(), flush=True)\ntime.sleep({seconds})\nos.kill(os.getpid(), 9)\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}

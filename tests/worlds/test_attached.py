@@ -201,6 +201,16 @@ def test_body_fails_before_others_run(ddp_world):
 def test_runs_something_else_on_each(ddp_world):
     ddp_world.run(all_ranks) if here() else ddp_world.check("no.such:thing")
 
+@pytest.mark.ddp
+def test_rank_1_dies(rank):
+    if rank == 1: os._exit(3)
+    dist.all_reduce(torch.ones(1))
+
+def test_options_that_say_how_ranks_start(ddp_world):
+    zero, one = ddp_world(hash_seeds=True).run(hash, "a")
+    assert zero != one
+    assert ddp_world(world_size=1, process_group=False).run(dist.is_initialized) == [False]
+
 def test_in_step_again(ddp_world):
     assert ddp_world.run(dist.get_rank) == [0, 1]
 
@@ -282,6 +292,7 @@ HERE = re.findall(r"^def (test_\w+)", OURS, re.MULTILINE)
 FAIL = {
     "test_body_fails_before_others_run": r"^rank 0: AssertionError: rank 0 does not run\n(.|\n)*rank 1 fell with it: ",
     "test_runs_something_else_on_each": r"The ranks are not in step in .*rank 0 is at ddp_world.check; rank 1 is at a ",
+    "test_rank_1_dies": r"^rank 1 ended with exit code 3 before its work was done",
     "test_plain_fails_on_rank_1": r"^rank 1: AssertionError: plain\n(.|\n)*assert here\(\) == 0(.|\n)*rank 0 p",
     "test_plain_fails_alike": r"^assert \[1\] == \[2\]",
     "test_check_finds": r"DDP101",
@@ -524,22 +535,41 @@ def test_sessions_that_do_not_want_the_ranks_are_left_alone(name: str, one_of: S
     assert done.output.count("1 passed") == 2, done.output
 
 
+# The process of the launcher that has started the fork server of this rank.
+KILL_HOST = "psutil.Process().parents()[1].kill(); time.sleep(60)"
+
+
 @pytest.mark.parametrize(
-    ("launcher", "who", "how", "words"),
+    ("launcher", "who", "kind", "how", "words"),
     [
-        ("mpirun", 1, "os.kill(os.getpid(), signal.SIGKILL)", "rank 1 (was killed by SIGKILL|has ended)"),
-        ("torchrun", 0, "os._exit(3)", "rank 0 (ended with exit code 3|has ended)"),
+        ("mpirun", 1, "plain", "os.kill(os.getpid(), signal.SIGKILL)", "rank 1 (was killed by SIGKILL|has ended)"),
+        ("torchrun", 0, "plain", "os._exit(3)", "rank 0 (ended with exit code 3|has ended)"),
+        (
+            "torchrun",
+            1,
+            "marked",
+            KILL_HOST,
+            "rank 1 (was lost|has ended)",
+        ),
+        (
+            "mpirun",
+            0,
+            "marked",
+            KILL_HOST,
+            "rank 0 (was killed by SIGKILL|has ended)",
+        ),
     ],
 )
-def test_a_rank_that_dies_fails_the_test_and_the_others_say_so_and_stop(
-    launcher: str, who: int, how: str, words: str, tmp_path: Path
+def test_a_process_of_the_launcher_that_dies_fails_the_test_and_the_others_say_so_and_stop(
+    launcher: str, who: int, kind: str, how: str, words: str, tmp_path: Path
 ) -> None:
-    source = HEAD + (
-        f"@pytest.mark.ddp\ndef test_dies(rank):\n    import torch, torch.distributed as dist\n"
+    marked = (
+        f"@pytest.mark.ddp\ndef test_dies(rank):\n    import psutil, torch, torch.distributed as dist\n"
         f"    if rank == {who}: {how}\n    dist.all_reduce(torch.ones(1))\n"
-        "@pytest.mark.ddp\ndef test_next(rank): open('went_on', 'w')\n"
     )
-    done = launch(launcher, tmp_path, test_it=source)
+    plain = f"def test_dies():\n    if here() == {who}: {how}\n"
+    following = "@pytest.mark.ddp\ndef test_next(rank): open('went_on', 'w')\n"
+    done = launch(launcher, tmp_path, test_it=HEAD + {"marked": marked, "plain": plain}[kind] + following)
     assert done.returncode != 0
     assert re.search(words, done.output), done.output
     assert "1 failed, 1 passed" in done.output and done.output.count("short test summary") == 1, done.output

@@ -445,7 +445,7 @@ def test_a_rank_is_told_with_whom_it_shares_a_machine_and_its_gpus(
         around = ProcessContext(environment, frozenset(), "", (), ())
         local = machines[:rank].count(machine)
         launch = LauncherEnv("torchrun", rank, len(machines), local, None, "", "", 0)
-        hellos.append(Hello(launch, machine, "", around, 0.0))
+        hellos.append(Hello(launch, machine, 1, "", "", around, 0.0))
     assert [tuple(place.values()) for place in places(hellos)] == expected
 
 

@@ -2,8 +2,6 @@
 
 Pure functions on plain data that `replica_values_on_rank` gathers. `torch.testing.assert_close` says how far tensors
 are apart; which items differ, and on which ranks, is said here.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from typing import Any
 
 from ddpcheck.worlds import starting, wire
 from ddpcheck.worlds.launchers.detection import LauncherEnv
-from ddpcheck.worlds.launchers.rendezvous import PATIENCE, Welcome, join
+from ddpcheck.worlds.launchers.rendezvous import PATIENCE, join
+from ddpcheck.worlds.launchers.store import LauncherStore
 
 _TICK = 0.1
 _POLL = 0.01  # where one has to ask whether a rank has ended
@@ -27,33 +28,22 @@ _DUMP = 1.5  # for a stack to be written; the leader waits a little longer
 _STUCK = 60.0  # seconds without the leader reading what it is told
 
 
-def follow(launch: LauncherEnv, *, timeout: float = PATIENCE) -> bool:
-    """Serve rank 0 until it is gone; return whether it said goodbye.
-
-    Raises:
-        UsageError: Nothing tells where to meet.
-        DdpcheckError: Rank 0 did not show up.
-    """
-    sock, welcome = join(launch, timeout)
-    with sock:
-        return _Follower(sock, welcome).serve()
-
-
-class _Follower:
+class Follower:
     """This process, for the leader."""
 
-    def __init__(self, sock: socket.socket, welcome: Welcome) -> None:
-        sock.setblocking(False)
-        self.sock = sock
-        self.welcome = welcome
+    def __init__(self, launch: LauncherEnv, *, timeout: float = PATIENCE, store: LauncherStore | None = None) -> None:
+        """Find the leader; arguments and exceptions as of `join`."""
+        self.sock, self.welcome = join(launch, timeout, store)
+        self.sock.setblocking(False)
         self.selector = selectors.DefaultSelector()
         self._inbox = wire.Inbox()
         self._hosted: dict[int, _Hosted] = {}
 
     def serve(self) -> bool:
+        """Do what the leader wants until it is gone; return whether it said goodbye."""
         self.selector.register(self.sock, selectors.EVENT_READ)
         try:
-            with self.selector:
+            with self.sock, self.selector:
                 while True:
                     asking = any(hosted.launch.channel is None for hosted in self._hosted.values())
                     self.selector.select(_POLL if asking else _TICK)
@@ -70,9 +60,9 @@ class _Follower:
         except ConnectionError:
             return False
         finally:
-            for number in list(self._hosted):
+            for hosted in self._hosted.values():
                 with contextlib.suppress(OSError):
-                    self._drop(number)
+                    hosted.end()
 
     def _do(self, kind: str, number: int, *rest: Any) -> None:
         if kind == "open":
@@ -107,7 +97,7 @@ class _Hosted:
 
     def __init__(
         self,
-        follower: _Follower,
+        follower: Follower,
         number: int,
         directory: str,
         rank: int,

@@ -1,7 +1,4 @@
-"""The network interface that gloo must talk through, where it would not find that by itself.
-
-This module is light: it never imports torch.
-"""
+"""The network interface that gloo must talk through, where it would not find that by itself."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ import ipaddress
 import socket
 import struct
 from collections.abc import Iterable
-
-from ddpcheck.worlds.rank_setup import loopback
 
 
 def gloo_interface(one_machine: bool, own: str, master: Iterable[str]) -> str:
@@ -22,7 +17,7 @@ def gloo_interface(one_machine: bool, own: str, master: Iterable[str]) -> str:
     from which this machine reaches that of rank 0, `master` by which each rank reaches that: one may be ours.
     """
     if one_machine:
-        return loopback()
+        return _loopback()
     try:
         known = [str(one[4][0]) for one in socket.getaddrinfo(socket.gethostname(), None)]
     except OSError:
@@ -31,6 +26,13 @@ def gloo_interface(one_machine: bool, own: str, master: Iterable[str]) -> str:
         return ""
     names = (_interface_of(address) for address in (own, *master) if not _leads_nowhere(address))
     return next(filter(None, names), "")
+
+
+def _loopback() -> str:
+    try:
+        return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
+    except OSError:
+        return ""
 
 
 def _leads_nowhere(address: str) -> bool:

@@ -13,12 +13,13 @@ This module is light: it imports torch only where the ranks are on several machi
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.worlds import starting, wire
 from ddpcheck.worlds.launchers.detection import LauncherEnv
 from ddpcheck.worlds.launchers.rendezvous import PATIENCE, Hello, Joined, gather
+from ddpcheck.worlds.launchers.store import LauncherStore
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -48,7 +50,7 @@ def places(hellos: Sequence[Hello]) -> list[dict[str, Any]]:
         local, size = hello.launch.local_rank, hello.launch.local_world_size
         local = here.index(hello) if local is None else local
         sharing = alike.index(hello), len(alike)
-        found.append({"local_rank": local, "local_world_size": size or len(here), "sharing": sharing})
+        found.append({"local_rank": local, "local_world_size": min(size or len(here), len(hellos)), "sharing": sharing})
     return found
 
 
@@ -58,7 +60,7 @@ def _visible(hello: Hello) -> list[str | None]:
 
 
 class Leader:
-    """The processes of a launch, for worlds: pass it as `hosts`. One world at a time; those of one process aside.
+    """The processes of a launch, for worlds: pass it as `hosts`.
 
     Attributes:
         world_size: How many ranks there are.
@@ -67,31 +69,54 @@ class Leader:
         sharing: How many see the GPUs that this one sees.
     """
 
-    def __init__(self, launch: LauncherEnv, *, timeout: float = PATIENCE) -> None:
-        """Wait for the other processes, which follow; raises as `gather`."""
+    def __init__(
+        self,
+        launch: LauncherEnv,
+        *,
+        timeout: float = PATIENCE,
+        store: LauncherStore | None = None,
+        on_lost: Callable[[int, int | None], object] = lambda rank, pid: None,
+    ) -> None:
+        """Wait for the other processes, which follow; arguments and exceptions as of `gather`.
+
+        `on_lost` is called in another thread when the connection to one has ended, with its process id where that is on
+        this machine.
+        """
         self.world_size = launch.world_size
         self.launcher = launch.launcher
-        self._address = launch.address
-        mine, joined = gather(launch, timeout)
-        self._followers = {follower.rank: follower for follower in map(_Follower, joined)}
+        mine, joined = gather(launch, timeout, store)
+        self._followers = {one[1].launch.rank: _Follower(one, on_lost) for one in joined}
         self.one_machine = all(welcome.shared for _, _, welcome in joined)
-        self._places = places([mine, *(hello for _, hello, _ in joined)])
+        self._hellos = [mine, *(hello for _, hello, _ in joined)]
+        self._stores: dict[str, TCPStore] = {}  # by the directory of the world
+        self._place()
+
+    def _place(self) -> None:
+        self._places = places(self._hellos)
         self.sharing = self._places[0]["sharing"][1]
-        self._stores: dict[str, TCPStore] = {}  # by the directory of the world; that of the last one
+
+    def first(self, contexts: Sequence[wire.ProcessContext]) -> Leader:
+        """The same for a world of the first ranks, one for each context: what is around these processes now."""
+        part = copy.copy(self)
+        part.world_size = len(contexts)
+        part._hellos = [replace(hello, context=one) for hello, one in zip(self._hellos, contexts, strict=False)]
+        part._place()
+        return part
 
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
         """The config of a rank with the context of its own process, and the store of all ranks."""
-        store = None if self.one_machine else (self._address, self._meeting_port(config.directory))
-        config = replace(config, store=store, **self._places[config.rank])
+        hello = self._hellos[config.rank]
+        store = None if self.one_machine else (hello.master or "localhost", self._meeting_port(config.directory))
+        masters = tuple(dict.fromkeys(other.master for other in self._hellos))
+        config = replace(config, store=store, masters=masters, **self._places[config.rank])
         if config.rank == 0:
             return config
-        follower, ours = self._followers[config.rank], config.context
+        theirs, ours = hello.context, config.context
         asked_for = {name: ours.environment[name] for name in ours.explicit}
-        environment = {**follower.context.environment, **asked_for}
         return replace(
             config,
-            directory=follower.directory_for(config.directory),
-            context=replace(follower.context, environment=environment, explicit=ours.explicit),
+            directory=self._followers[config.rank].directory_for(config.directory),
+            context=replace(theirs, environment={**theirs.environment, **asked_for}, explicit=ours.explicit),
         )
 
     def _meeting_port(self, directory: str) -> int:
@@ -99,8 +124,9 @@ class Leader:
         if directory not in self._stores:
             from torch._C._distributed_c10d import TCPStore
 
-            # The one of the world before is not needed any more.
-            self._stores = {directory: TCPStore("localhost", 0, None, True, wait_for_workers=False)}
+            for closed in [other for other in self._stores if not os.path.exists(other)]:
+                del self._stores[closed]
+            self._stores[directory] = TCPStore("localhost", 0, None, True, wait_for_workers=False)
         return self._stores[directory].port
 
     def starter(self, rank: int, own: starting.Starter) -> starting.Starter:
@@ -122,10 +148,10 @@ class Leader:
 class _Follower:
     """One of the other processes."""
 
-    def __init__(self, joined: Joined) -> None:
+    def __init__(self, joined: Joined, on_lost: Callable[[int, int | None], object]) -> None:
         self._sock, hello, welcome = joined
+        self._on_lost = partial(on_lost, hello.launch.rank, hello.pid if welcome.shared else None)
         self.rank = hello.launch.rank
-        self.context = hello.context
         self.lost: float | None = None  # when
         self.worlds: dict[int, RemoteRanks] = {}  # by number
         self._folder = None if welcome.shared else hello.temporary
@@ -158,6 +184,7 @@ class _Follower:
             self.lost = time.monotonic()
             for world in list(self.worlds.values()):
                 world.lose(self.lost)
+            self._on_lost()
 
     def close(self, deadline: float) -> None:
         self._thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,8 +1,11 @@
-"""The group of launched ranks: membership, and values that all ranks gather at the same points.
+"""The group of launched processes: membership, values that all gather at the same points, and ranks that one leads.
 
 Each rank runs the same tests by itself. They gather values at the same points, one test an epoch: `begin`, any number
 of `gather`, `end`. A rank that fails early goes to `end` at once; a rank that waits for it in a gathering then raises,
 and all are in step again in the next epoch. Every wait has a deadline, and names the ranks that did not come.
+
+The process of rank 0 is the leader of worlds, too, and the others follow it in a thread. What needs ranks has them in
+worlds, so that these processes outlive whatever becomes of a rank.
 
 This module is light: it imports torch only when a session is joined.
 """
@@ -13,27 +16,27 @@ import atexit
 import contextlib
 import os
 import pickle
-import shutil
 import signal
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from ddpcheck.findings.errors import DdpcheckError, HangError, RankError
 from ddpcheck.findings.wording import agreeing, format_ranks
-from ddpcheck.worlds.launchers.detection import LauncherEnv
-from ddpcheck.worlds.launchers.interface import gloo_interface, route
-from ddpcheck.worlds.launchers.liveness import Peer, PeerWatch, this_machine
+from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
+from ddpcheck.worlds.launchers.follower import Follower
+from ddpcheck.worlds.launchers.leader import Leader
+from ddpcheck.worlds.launchers.liveness import how_it_ended
 from ddpcheck.worlds.launchers.store import StoreGoneError, open_store
 from ddpcheck.worlds.wire import NO_LAUNCH
 
 _PAUSE = 0.01
 _AFTERMATH = 0.5  # for the reason why the launcher ends us to show
+_LOOK = 0.25  # seconds between looks at the launcher
+_ORPHANED = 5.0  # for this process to end by itself without a launcher
 
 
 @dataclass(slots=True)
@@ -43,27 +46,7 @@ class Epoch:
     number: int
     label: str
     steps: int = 0
-    worlds: int = 0
     out_of_step: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where this rank is among the others.
-
-    Attributes:
-        local_rank: Among those of its machine.
-        first_here: Whether it is the first of them, which removes their directory.
-        one_machine: Whether all ranks are on this machine.
-        interface: Of the network, that gloo must be told of; empty where it finds one by itself.
-        directory: That the ranks of this machine share.
-    """
-
-    local_rank: int
-    first_here: bool
-    one_machine: bool
-    interface: str
-    directory: Path
 
 
 class RankGroup:
@@ -72,8 +55,10 @@ class RankGroup:
     Attributes:
         launch: What the launcher said.
         epoch: The one that this rank is in.
-        placement: Where this rank is among the others.
-        watch: Of the other ranks.
+        gone: Ranks that have ended without leaving, and how, in words; the leader knows all, the others those that they
+            have waited for.
+        terminated: When this process was asked to end or lost its launcher, by `time.monotonic()`; `None` before.
+        leader: On rank 0, the processes of all ranks, for worlds; `None` on the others, which follow.
         broken: Why the ranks cannot work together any more, in a sentence; `None` as long as they can.
     """
 
@@ -89,44 +74,58 @@ class RankGroup:
         self.rank = launch.rank
         self.world_size = launch.world_size
         self.broken: str | None = None
-        self.watch = PeerWatch(launch)
+        self.gone: dict[int, str] = {}
+        self.terminated: float | None = None
+        self.leader: Leader | None = None
         self.epoch = Epoch(0, "the start")
         self._owner = os.getpid()
-        self._clean_ups: list[list[Callable[[], None]]] = [[], []]
+        self._written: list[str] = []  # names of the last two gatherings
         self._busy = False
         self._left = self._announced = False
+        self._released = threading.Event()
+        self._following: Callable[[], bool] = lambda: False  # whether rank 0 leads this one
         self.store, met = open_store(launch, timeout)
         try:
-            self.placement, members = self._meet(timeout)
+            self.gather("the start of the session", None, timeout=timeout)
         finally:
             met()  # a rank that is not there yet has no time left
-        self.watch.start(members, self.store, self.placement.directory, on_bug=self.mark_broken)
+        threading.Thread(target=self._watch_launcher, args=(os.getppid(),), daemon=True).start()
+        if self.rank == 0:
+            self.leader = Leader(launch, timeout=timeout, store=self.store, on_lost=self._note_lost)
+        else:
+            follower = Follower(launch, timeout=timeout, store=self.store)
+            thread = threading.Thread(target=self._follow, args=(follower,), daemon=True)
+            thread.start()
+            self._following = thread.is_alive
+            if not launch.agent:  # a store that has ended is not asked: torch writes a page each time
+                self.store.kept = self._following
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_terminate)
         os.environ[NO_LAUNCH] = str(self._owner)
         atexit.register(self._at_exit)
 
-    def _meet(self, timeout: float) -> tuple[Placement, dict[int, Peer]]:
-        own, master = route(*self.store.address)
-        offered = tempfile.mkdtemp(prefix="ddpcheck-launched-")
-        me = (Peer(this_machine(), os.getpid()), offered, master)
-        try:
-            peers: list[tuple[Peer, str, str]] = self.gather("the start of the session", me, timeout=timeout)
-        except BaseException:
-            shutil.rmtree(offered, ignore_errors=True)
-            raise
-        here = [rank for rank, (peer, *_) in enumerate(peers) if peer.machine == me[0].machine]
-        one_machine = len(here) == self.world_size
-        placement = Placement(
-            here.index(self.rank) if self.launch.local_rank is None else self.launch.local_rank,
-            here[0] == self.rank,
-            one_machine,
-            gloo_interface(one_machine, own, [theirs for *_, theirs in peers]),
-            Path(peers[here[0]][1]),
-        )
-        if not placement.first_here:
-            os.rmdir(offered)
-        return placement, {rank: peer for rank, (peer, *_) in enumerate(peers)}
+    # --- In threads of their own --------------------------------------------------------------------------------------
+
+    def _note_lost(self, rank: int, pid: int | None) -> None:
+        """The leader has lost the connection to a rank."""
+        with contextlib.suppress(StoreGoneError):
+            if not self._left and not self.store.has(f"left/{rank}"):
+                self.gone[rank] = how_it_ended(rank, pid)
+                self.store.put(f"gone/{rank}", self.gone[rank].encode())
+
+    def _follow(self, follower: Follower) -> None:
+        if not follower.serve() and not self._left:
+            self.gone[0] = how_it_ended(0, follower.welcome.pid if follower.welcome.shared else None)
+
+    def _watch_launcher(self, launcher: int) -> None:
+        """End this process where its launcher has been killed: nobody else would, should it be stuck."""
+        while os.getppid() == launcher or self.launch.launcher == BY_HAND:
+            if self._released.wait(_LOOK):
+                return
+        self.terminated = time.monotonic()
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not self._released.wait(_ORPHANED):
+            os._exit(128 + signal.SIGTERM)
 
     # --- Gathering --------------------------------------------------------------------------------------------------
 
@@ -150,7 +149,7 @@ class RankGroup:
             raise RankError(self.epoch.out_of_step)
         self.epoch.steps += 1
         try:
-            return self._gather(self.point, what, value, timeout)
+            return self._gather(f"{self.epoch.number}/{self.epoch.steps}", what, value, timeout)
         except (RankError, HangError) as error:
             self.epoch.out_of_step = str(error)
             raise
@@ -170,32 +169,28 @@ class RankGroup:
         self.epoch = Epoch(self.epoch.number + 1, f"what follows {self.epoch.label}")
         return found
 
-    def name_world(self) -> str:
-        """A name for one more world: the same on every rank as long as they are in step."""
-        self.epoch.worlds += 1
-        return f"world{self.epoch.number}-{self.epoch.worlds}"
-
-    @property
-    def point(self) -> str:
-        """A name for where this rank is, the same for ranks in step, and never the same again."""
-        return f"{self.epoch.number}/{self.epoch.steps}"
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """A block that ends by itself where the launcher ends this process: it says what happened."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
 
     def _gather(self, name: str, what: str, value: object, timeout: float) -> list[Any]:
         names = {rank: f"gather/{name}/{rank}" for rank in range(self.world_size)}
-        self._busy = True
         try:
-            self.store.put(names[self.rank], pickle.dumps((what, value)))
-            self._await(what, names, timeout)
-            found = [pickle.loads(self.store.get(each)) for each in names.values()]
+            with self.working():
+                self.store.put(names[self.rank], pickle.dumps((what, value)))
+                self._await(what, names, timeout)
+                found = [pickle.loads(self.store.get(each)) for each in names.values()]
         except StoreGoneError as error:
-            raise self.lost_store(error) from error
-        finally:
-            self._busy = False
-        for clean_up in self._clean_ups.pop(0):
-            with contextlib.suppress(OSError, StoreGoneError):
-                clean_up()
-        # Every rank that comes to a gathering after the next one has read it.
-        self._clean_ups.append([lambda: self.store.remove(names[self.rank])])
+            raise self._lost_store() from error
+        self._written.append(names[self.rank])
+        if len(self._written) > 2:  # every rank that comes to a gathering after the next one has read it
+            with contextlib.suppress(StoreGoneError):
+                self.store.remove(self._written.pop(0))
         self.check_in_step([at for at, _ in found])
         return [each for _, each in found]
 
@@ -212,7 +207,7 @@ class RankGroup:
         """Wait until all of these are there."""
 
         def check(missing: list[int]) -> None:
-            if missing and (reason := self._why_not(missing)):
+            if missing and (reason := self.why_not(missing)):
                 raise RankError(reason)
             ended = [rank for rank in missing if self.store.has(f"gather/{self.epoch.number}/end/{rank}")]
             # A rank may have been here before it ended.
@@ -233,10 +228,6 @@ class RankGroup:
                 said.append(f"rank {rank} was last in {self.store.get(f'at/{rank}').decode()}")
         return "; " + ", ".join(said) if said else ""
 
-    def clean_up_later(self, clean_up: Callable[[], None]) -> None:
-        """Call `clean_up` as soon as every rank has come to two more gatherings."""
-        self._clean_ups[-1].append(clean_up)
-
     # --- Others that are not there any more ------------------------------------------------------------------------
 
     def _check(self) -> None:
@@ -253,45 +244,37 @@ class RankGroup:
             self.broken = f"The ranks cannot work together any more, since {self.epoch.label}: {sentence}"
         return self.broken
 
-    def _why_not(self, ranks: Sequence[int]) -> str | None:
+    def why_not(self, ranks: Sequence[int]) -> str | None:
         """Why some of these will never come; breaks the session."""
-        gone = [rank for rank in ranks if rank in self.watch.gone]
-        if gone:
-            return self.mark_broken("; ".join(self.watch.gone[rank][0] for rank in gone) + ".")
+        for rank in ranks:
+            if rank not in self.gone and self.store.has(f"gone/{rank}"):
+                self.gone[rank] = self.store.get(f"gone/{rank}").decode()
+        if gone := [self.gone[rank] for rank in ranks if rank in self.gone]:
+            return self.mark_broken("; ".join(gone) + ".")
         left = [rank for rank in ranks if self.store.has(f"left/{rank}")]
         if left:
             said = [f"rank {rank} has left ({self.store.get(f'left/{rank}').decode()})" for rank in left]
             return self.mark_broken("; ".join(said) + ".")
-        if self.watch.terminated is not None and time.monotonic() > self.watch.terminated + _AFTERMATH:
+        if self.terminated is not None and time.monotonic() > self.terminated + _AFTERMATH:
             return self.mark_broken(f"{self.launch.launcher} has told rank {self.rank} to end.")
         return None
 
-    def lost_store(self, error: StoreGoneError) -> RankError:
+    def _lost_store(self) -> RankError:
         """The exception for a store that does not answer: its keeper has ended, which as a rule is seen soon."""
         deadline = time.monotonic() + _AFTERMATH
-        while self.watch.started and not self.watch.gone and time.monotonic() < deadline:
+        while not self.gone and time.monotonic() < deadline:
             time.sleep(_PAUSE)
-        if self.watch.gone:
-            return RankError(self.mark_broken("; ".join(said for said, _ in self.watch.gone.values()) + "."))
+        if self.gone:
+            return RankError(self.mark_broken("; ".join(self.gone.values()) + "."))
         keeper = self.launch.launcher if self.launch.agent else "rank 0"
         return RankError(self.mark_broken(f"the store that {keeper} keeps does not answer any more."))
-
-    @contextlib.contextmanager
-    def attended(self, task: Callable[[], None]) -> Any:
-        """Have the watching thread call `task` many times a second."""
-        self._busy = True
-        try:
-            with self.watch.calling(task):
-                yield
-        finally:
-            self._busy = False
 
     # --- Leaving ---------------------------------------------------------------------------------------------------
 
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
         """Survive long enough to say what happened: launchers end all ranks as soon as one of them has died."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who means it asks twice
-        self.watch.terminated = time.monotonic()
+        self.terminated = time.monotonic()
         if not self._busy and self.broken is None:
             self.mark_broken(f"{self.launch.launcher} has told rank {self.rank} to end.")
             raise KeyboardInterrupt(self.broken)
@@ -314,34 +297,21 @@ class RankGroup:
         self._left = True
         try:
             self.announce(reason)
-            others = [rank for rank in range(self.world_size) if rank != self.rank]
-            if self.rank:
-                self._linger([0], "left", timeout)
-                self.store.put(f"seen/{self.rank}", b"")
-            elif not self.launch.agent:
-                self._linger([rank for rank in others if self.store.has(f"left/{rank}")], "seen", min(timeout, 5.0))
-        except StoreGoneError:
-            pass
+            deadline = time.monotonic() + timeout
+            while self._following() and self.terminated is None and time.monotonic() < deadline:
+                time.sleep(_PAUSE)
         finally:
             self._release()
 
-    def _linger(self, ranks: Sequence[int], name: str, timeout: float) -> None:
-        """Wait for these to have written this, as far as they still exist."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and self.watch.terminated is None:
-            if all(rank in self.watch.gone or self.store.has(f"{name}/{rank}") for rank in ranks):
-                return
-            time.sleep(_PAUSE)
-
     def _release(self) -> None:
-        self.watch.stop()
+        self._released.set()
+        if self.leader is not None:
+            self.leader.close()
         with contextlib.suppress(ValueError):  # not in the main thread
             if signal.getsignal(signal.SIGTERM) == self._on_terminate:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ.pop(NO_LAUNCH, None)
         atexit.unregister(self._at_exit)
-        if self.placement.first_here or self.broken:
-            shutil.rmtree(self.placement.directory, ignore_errors=True)
 
     def _at_exit(self) -> None:
         self.leave("its process ended", timeout=1.0)

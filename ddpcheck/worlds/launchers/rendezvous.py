@@ -1,7 +1,7 @@
 """The rendezvous of launched processes: one connection from rank 0, the leader, to each of the others.
 
-On one machine a file tells where; on several, a store of torch at the address that the launcher tells. Both sides prove
-that they know a secret before anything is unpickled.
+A store on which the ranks have met tells where. Without one a file does on one machine; on several, a store of torch at
+the address that the launcher tells. Both sides prove that they know a secret before anything is unpickled.
 
 This module is light: it imports torch only where the ranks are on several machines.
 """
@@ -13,10 +13,8 @@ import hmac
 import os
 import secrets
 import socket
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,14 @@ from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds import starting, wire
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 from ddpcheck.worlds.launchers.liveness import this_machine
-from ddpcheck.worlds.launchers.store import StoreGoneError, look_up, meeting_point, open_store, publish
+from ddpcheck.worlds.launchers.store import (
+    LauncherStore,
+    StoreGoneError,
+    look_up,
+    meeting_point,
+    open_store,
+    publish,
+)
 
 PATIENCE = 120.0
 """Seconds that processes wait for each other, which a launcher starts at about the same time."""
@@ -34,6 +39,7 @@ _HANDSHAKE = 10.0  # seconds for one
 _ANSWER = 5.0  # from the leader; somebody else may listen at its port by now, and say nothing
 _HALF = 32  # characters of the token: the first half proves that one may join, the second that one may lead
 _PAUSE = 0.02
+_LOOPBACK = "127.0.0.1"
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 
 
@@ -44,28 +50,26 @@ class Hello:
     Attributes:
         launch: What its launcher said.
         machine: The same for processes that see each other's ids, files and loopback interface.
+        pid: There.
         temporary: The folder for scratch directories.
+        master: The address by which it has reached the machine of rank 0; empty for that itself.
         context: What its rank takes over.
         clock: `time.monotonic()` when this was sent.
     """
 
     launch: LauncherEnv
     machine: str
+    pid: int
     temporary: str
+    master: str
     context: wire.ProcessContext
     clock: float
 
     @classmethod
-    def of(cls, launch: LauncherEnv) -> Hello:
+    def of(cls, launch: LauncherEnv, master: str = "") -> Hello:
         """The message of this process."""
-        context = wire.ProcessContext(
-            environment=starting.inherited_environment(),
-            explicit=frozenset(),
-            cwd=os.getcwd(),
-            path=starting.import_path(),
-            argv=tuple(sys.argv),
-        )
-        return cls(launch, _machine(), tempfile.gettempdir(), context, time.monotonic())
+        context = starting.process_context()
+        return cls(launch, _machine(), os.getpid(), tempfile.gettempdir(), master, context, time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +79,12 @@ class Welcome:
     Attributes:
         shared: Whether it is on the leader's machine.
         offset: What its clock has to be put forward by, in seconds, to be the leader's.
+        pid: Of the leader.
     """
 
     shared: bool
     offset: float
+    pid: int
 
 
 def _machine() -> str:
@@ -103,26 +109,31 @@ Joined = tuple[socket.socket, Hello, Welcome]
 """The leader's side of a connection."""
 
 
-def gather(launch: LauncherEnv, timeout: float = PATIENCE) -> tuple[Hello, list[Joined]]:
+def gather(
+    launch: LauncherEnv, timeout: float = PATIENCE, store: LauncherStore | None = None
+) -> tuple[Hello, list[Joined]]:
     """As rank 0: what there is to tell of this process, and a connection to each other one, in order of rank.
+
+    `store` is one on which the ranks have met already.
 
     Raises:
         UsageError: Nothing tells where to meet.
         HangError: Some did not come.
     """
     deadline = time.monotonic() + timeout
-    mine, token, path = Hello.of(launch), secrets.token_hex(_HALF), _file(launch)
+    mine, token, path = Hello.of(launch), secrets.token_hex(_HALF), _file(launch) if store is None else None
     found: dict[int, Joined] = {}
     with contextlib.ExitStack() as meeting, contextlib.ExitStack() as undo:
-        if path is not None:
-            server = meeting.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
-            publish(path, server.getsockname()[1], token)
-            meeting.callback(path.unlink, missing_ok=True)
-        else:
+        if path is None and store is None:
             store, met = open_store(launch, timeout)
-            server = meeting.enter_context(_listen_everywhere())
-            store.put("hosts", f"{server.getsockname()[1]} {token}".encode())
             meeting.callback(met)
+        server = meeting.enter_context(_listen(_LOOPBACK if launch.one_machine else ""))
+        port = server.getsockname()[1]
+        if path is not None:
+            publish(path, port, token)
+            meeting.callback(path.unlink, missing_ok=True)
+        elif store is not None:
+            store.put("hosts", f"{port} {token}".encode())
         while missing := [rank for rank in range(1, launch.world_size) if rank not in found]:
             server.settimeout(max(1e-3, deadline - time.monotonic()))
             try:
@@ -141,7 +152,7 @@ def gather(launch: LauncherEnv, timeout: float = PATIENCE) -> tuple[Hello, list[
             undo.callback(sock.close)
             shared = hello.machine == mine.machine
             offset = 0.0 if shared else time.monotonic() - hello.clock
-            found[hello.launch.rank] = sock, hello, Welcome(shared, offset)
+            found[hello.launch.rank] = sock, hello, Welcome(shared, offset, os.getpid())
         for sock, _, welcome in found.values():
             sock.sendall(wire.pack(welcome))
             sock.settimeout(None)
@@ -149,10 +160,11 @@ def gather(launch: LauncherEnv, timeout: float = PATIENCE) -> tuple[Hello, list[
     return mine, [found[rank] for rank in sorted(found)]
 
 
-def _listen_everywhere() -> socket.socket:
-    if socket.has_dualstack_ipv6():
+def _listen(address: str) -> socket.socket:
+    """A socket at an address, which is empty for all of this machine."""
+    if not address and socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=128)
+    return socket.create_server((address, 0), backlog=128)
 
 
 def _admitted(sock: socket.socket, token: bytes, launch: LauncherEnv) -> Hello | None:
@@ -171,17 +183,23 @@ def _admitted(sock: socket.socket, token: bytes, launch: LauncherEnv) -> Hello |
 # --- The others' side ------------------------------------------------------------------------------------------------
 
 
-def join(launch: LauncherEnv, timeout: float = PATIENCE) -> tuple[socket.socket, Welcome]:
-    """As another rank than 0: find the leader.
+def join(
+    launch: LauncherEnv, timeout: float = PATIENCE, store: LauncherStore | None = None
+) -> tuple[socket.socket, Welcome]:
+    """As another rank than 0: find the leader; `store` as of `gather`.
 
     Raises:
         UsageError: Nothing tells where to meet.
         DdpcheckError: The leader did not show up.
     """
     deadline = time.monotonic() + timeout
-    path = _file(launch)
-    look = partial(look_up, path) if path is not None else _read_board(launch, timeout)
-    address = "127.0.0.1" if path is not None else launch.address
+    path = _file(launch) if store is None else None
+    if path is not None:
+        look = partial(look_up, path)
+    else:
+        store = store or open_store(launch, timeout)[0]
+        look = partial(_read_from, store)
+    address = _LOOPBACK if launch.one_machine or store is None else store.address[0]
     while time.monotonic() < deadline:
         port, token = look()
         if port and (sock := _introduced(address, port, token.encode(), launch)) is not None:
@@ -201,17 +219,13 @@ def join(launch: LauncherEnv, timeout: float = PATIENCE) -> tuple[socket.socket,
     )
 
 
-def _read_board(launch: LauncherEnv, timeout: float) -> Callable[[], tuple[int, str]]:
-    store, _ = open_store(launch, timeout)
-
-    def look() -> tuple[int, str]:
-        try:
-            port, _, token = (store.get("hosts") if store.has("hosts") else b"0").decode().partition(" ")
-        except StoreGoneError as error:
-            raise DdpcheckError("Rank 0 has ended before all ranks were there.") from error
-        return int(port), token
-
-    return look
+def _read_from(store: LauncherStore) -> tuple[int, str]:
+    """The port and the token of the leader, 0 and `""` as long as it has not written them."""
+    try:
+        port, _, token = (store.get("hosts") if store.has("hosts") else b"0").decode().partition(" ")
+    except StoreGoneError as error:
+        raise DdpcheckError("Rank 0 has ended before all ranks were there.") from error
+    return int(port), token
 
 
 def _introduced(address: str, port: int, token: bytes, launch: LauncherEnv) -> socket.socket | None:
@@ -223,7 +237,7 @@ def _introduced(address: str, port: int, token: bytes, launch: LauncherEnv) -> s
         sock.settimeout(_ANSWER)
         sock.sendall(token[:_HALF])
         if hmac.compare_digest(_read(sock), token[_HALF:]):
-            sock.sendall(wire.pack(Hello.of(launch)))
+            sock.sendall(wire.pack(Hello.of(launch, sock.getpeername()[0])))
             return sock
     except OSError:
         pass
@@ -239,7 +253,8 @@ def _read(sock: socket.socket) -> bytes:
 
 
 def _stay_connected(sock: socket.socket) -> None:
-    """Notice within half a minute where the other machine is not there any more."""
+    """Notice within half a minute where the other machine is not there any more, and at once where its process is."""
+    os.register_at_fork(after_in_child=sock.close)  # a connection ends with the last process that holds it
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():

@@ -47,15 +47,12 @@ class LauncherStore:
 
     Attributes:
         store: Of torch; also what process groups meet on.
-        reopen: Makes another connection to it.
         kept: Whether the process that keeps it still exists.
     """
 
-    def __init__(self, store: Store, prefix: str, reopen: Callable[[], Store]) -> None:
+    def __init__(self, store: Store, prefix: str) -> None:
         from torch._C._distributed_c10d import PrefixStore
 
-        self.reopen = reopen
-        self.prefix = prefix
         self.store = PrefixStore(prefix, store)
         self.kept: Callable[[], bool] = lambda: True
         self._over = False
@@ -152,11 +149,11 @@ def open_store(
             path.unlink(missing_ok=True)
 
     if by_file and launch.rank == 0:
-        store, reopen = _keep_on_loopback(path, timeout)
+        store = _keep_on_loopback(path, timeout)
     elif by_file:
-        store, reopen = _find_on_loopback(path, launch, deadline)
+        store = _find_on_loopback(path, launch, deadline)
     elif launch.address:
-        store, reopen = _at_address(launch, timeout)
+        store = _at_address(launch, timeout)
     elif launch.one_machine:
         raise UsageError(
             f"{launch.launcher} does not say which job this is, so two jobs could meet; "
@@ -171,12 +168,12 @@ def open_store(
     job = hashlib.sha256(f"{launch.launcher} {launch.job}".encode()).hexdigest()[:16]
     try:
         # pytest may run again in one job
-        number = LauncherStore(store, f"ddpcheck/{job}", reopen).next(f"joined/{launch.rank}")
+        number = LauncherStore(store, f"ddpcheck/{job}").next(f"joined/{launch.rank}")
     except StoreGoneError as error:
         raise DdpcheckError(
             f"The store of rank 0 has ended just as rank {launch.rank} came; see what the output of rank 0 says."
         ) from error
-    return LauncherStore(store, f"ddpcheck/{job}/{number}", reopen), met
+    return LauncherStore(store, f"ddpcheck/{job}/{number}"), met
 
 
 def _placed(launch: LauncherEnv, as_told: bool) -> LauncherEnv:
@@ -214,11 +211,11 @@ def connect(address: str, port: int, timeout: float, keep: bool = False, listene
     )
 
 
-def _at_address(launch: LauncherEnv, timeout: float) -> tuple[Store, Callable[[], Store]]:
+def _at_address(launch: LauncherEnv, timeout: float) -> Store:
     address, port = launch.address, launch.port
     keep = launch.rank == 0 and not launch.agent
     try:
-        return connect(address, port, timeout, keep), lambda: connect(address, port, timeout)
+        return connect(address, port, timeout, keep)
     except Exception as error:
         what = "keep a store" if keep else "reach the store of rank 0"
         raise DdpcheckError(
@@ -281,17 +278,17 @@ def answers(port: int) -> bool:
     return True
 
 
-def _keep_on_loopback(path: Path, timeout: float) -> tuple[Store, Callable[[], Store]]:
+def _keep_on_loopback(path: Path, timeout: float) -> Store:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = connect("127.0.0.1", port, timeout, keep=True, listener=listener.detach())
     token = secrets.token_hex(16)
     store.set("ddpcheck/token", token)
     publish(path, port, token)
-    return store, lambda: connect("127.0.0.1", port, timeout)
+    return store
 
 
-def _find_on_loopback(path: Path, launch: LauncherEnv, deadline: float) -> tuple[Store, Callable[[], Store]]:
+def _find_on_loopback(path: Path, launch: LauncherEnv, deadline: float) -> Store:
     from torch.distributed import DistError
 
     while (left := deadline - time.monotonic()) > 0:
@@ -302,7 +299,7 @@ def _find_on_loopback(path: Path, launch: LauncherEnv, deadline: float) -> tuple
                 store = connect("127.0.0.1", port, min(left, 10.0))
                 if store.check(["ddpcheck/token"]) and bytes(store.get("ddpcheck/token")) == token.encode():
                     _joined.add(token)
-                    return store, partial(connect, "127.0.0.1", port, 10.0)
+                    return store
         time.sleep(_PAUSE)
     raise DdpcheckError(
         f"Rank 0 of {launch.launcher} did not show up at {path} in time; does every rank run the same command, "
