@@ -72,11 +72,13 @@ class DdpCheckCallback(WatchCallback, pl.Callback):
         except UsageError:
             if trainer.world_size > 1:
                 kind = type(trainer.strategy).__name__
-                text = f"DdpCheckCallback: {kind} does not use DistributedDataParallel; nothing is checked"
+                text = (
+                    f"DdpCheckCallback: {kind} uses neither DistributedDataParallel nor fully_shard; nothing is checked"
+                )
                 warnings.warn(text, stacklevel=2)
             return
         options = self._options
-        if wrapper.static_graph and not pl_module.automatic_optimization:
+        if getattr(wrapper, "static_graph", False) and not pl_module.automatic_optimization:
             # here the reduction of the first backward pass comes after it, when the strategy asks for it
             options = replace(options, check_consistency_every=0, check_parity_every=0)
         self._watch = Watch(wrapper, options, reported=self._found)

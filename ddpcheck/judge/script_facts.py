@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated, OptimizerEnd, OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
+from ddpcheck.findings.wording import group_by
 from ddpcheck.judge.gradients.script_alone import are_apart
 from ddpcheck.judge.gradients.script_gradients import all_gradients_agree
 from ddpcheck.judge.replicas.replicas import differing_names
@@ -48,6 +49,12 @@ class WatchedWrapper:
     def of(self, kind: type[_Kind]) -> list[list[_Kind]]:
         """The entries of a kind on this wrapper, by rank of its group."""
         return [[one for one in entries_of(rank, kind) if _is_on(one, self.number)] for rank in self.ranks]
+
+    @property
+    def values_built(self) -> list[Mapping[str, int]]:
+        """By rank, what its parameters were built with before they were sharded; empty for DDP."""
+        contexts = [rank.wrappers[self.number].context.sharded for rank in self.ranks]
+        return [one.values_built for one in contexts if one is not None]
 
     @property
     def losses(self) -> list[list[LossDifferentiated]]:
@@ -161,9 +168,10 @@ class ScriptFacts:
     def parameters_part(self) -> bool:
         """Whether the parameters of a wrapper differ between its ranks in a step that was compared."""
         return any(
-            differing_names([one.state.values.parameters for one in same])
+            differing_names([one.state.values.parameters for one in replicas])
             for wrapper in self.wrappers
             for same in self.captured(wrapper.number).values()
+            for replicas in group_by(same, lambda one: one.shard).values()
         )
 
     def captured(self, wrapper: int) -> dict[int, list[ReplicaCaptured]]:
@@ -214,8 +222,14 @@ class ScriptFacts:
 
     @cached_property
     def shards(self) -> int:
-        """How many parameters of optimizers are shards (`fully_shard`), of which nothing is compared."""
+        """How many parameters of an optimizer are shards."""
         return max((one.shards for rank in self.ranks for one in entries_of(rank, OptimizerStep)), default=0)
+
+    @cached_property
+    def unwatched_shards(self) -> bool:
+        """Whether shards are held by optimizers that are those of no module that is watched."""
+        every = [one for rank in self.ranks for one in entries_of(rank, OptimizerStep)]
+        return any(one.shards > len(one.held) for one in every)
 
     @cached_property
     def trains_apart(self) -> bool:

@@ -54,6 +54,7 @@ from ddpcheck.judge.gradients.script_losses import (
     judge_summed_again,
     judge_sums,
 )
+from ddpcheck.judge.gradients.sharded import judge_shard_scales
 from ddpcheck.judge.loop.script_optimizers import (
     judge_metrics,
     judge_optimizer_options,
@@ -87,8 +88,9 @@ def not_here(missing: Sequence[int]) -> str:
     return f"not compared with {format_ranks(missing)}, of which nothing is here" if missing else ""
 
 
-NOT_WATCHED = (
-    "parameters that fully_shard has sharded are not watched: their values, gradients and state are not compared"
+NOT_WATCHED = "shards of parameters are not watched: their values, gradients and state are not compared"
+_NOT_REDUCED = (
+    "gradients that are split among more than 8 ranks, or along several dimensions, are not compared with the average"
 )
 
 
@@ -110,6 +112,10 @@ _PARTS = {  # by heading: the families of rules, and what was compared
     "reducer": (("DDP302", "DDP303", "DDP310"), "gradients against the average of the ranks' own, {times}"),
     "loop": (("DDP305", "DDP5"), "forward and backward passes, no_sync and optimizer steps, in {steps}"),
 }
+_OF_SHARDS = {
+    "replicas": "modules and buffers of the ranks{built}, {times}",
+    "loop": "forward and backward passes, switches of the reduction and optimizer steps, in {steps}",
+}
 
 
 def _of_wrappers(facts: ScriptFacts) -> Verdicts:
@@ -122,7 +128,16 @@ def _of_wrappers(facts: ScriptFacts) -> Verdicts:
     of_hooks, told = _of_hooks(facts, captured, found)
     missing = sorted({rank for wrapper in facts.wrappers for rank in wrapper.missing})
     verdicts = {}
+    sharded = [one.made.context.sharded for one in facts.wrappers]
     for heading, (families, what) in _PARTS.items():
+        if sharded and all(sharded):
+            known = all(
+                of_rank.keys() >= {*one.made.context.trainable}
+                for one in facts.wrappers
+                for of_rank in one.values_built
+            )
+            built = ", and values before fully_shard" if known else ""
+            what = _OF_SHARDS.get(heading, what).replace("{built}", built)
         made = told if heading == "reducer" else times
         said = what.format(steps=counted(facts.steps, "step"), times=f"compared {counted(made, 'time')}")
         lacking = not_here(missing)
@@ -133,6 +148,8 @@ def _of_wrappers(facts: ScriptFacts) -> Verdicts:
             said = said if made else ""
             if heading == "replicas" and any(facts.hook_that_leaves_own(one.number) for one in facts.wrappers):
                 said = said.replace(", buffers and gradients", " and buffers")
+        if heading == "reducer" and any(sharded) and not all(map(_has_own, captured)):
+            said, lacking = said if any(map(_has_own, captured)) else "", lacking or _NOT_REDUCED
         own = [finding for finding in found if finding.code.startswith(families)]
         verdicts[heading] = Verdict(own, "" if missing else said, lacking) if facts.steps else Verdict(own)
     return verdicts
@@ -153,6 +170,11 @@ def _of_hooks(
         return ["the gradients differ between ranks"], 0
     times = max((max(map(len, of_ranks)) for of_ranks in told), default=0)
     return list(dict.fromkeys(why)), times
+
+
+def _has_own(captured: Sequence[Sequence[ReplicaCaptured]]) -> bool:
+    """Whether each rank has kept something of its own gradients."""
+    return all(any(one.own for one in of_rank) for of_rank in captured)
 
 
 def _tells(one: ReplicaCaptured) -> bool:
@@ -224,7 +246,7 @@ def _optimizers(facts: ScriptFacts) -> Verdicts:
     wrapped, clips, losses = bool(facts.wrappers), facts.of(GradientsClipped), facts.of(LossDifferentiated)
     held = {name for one in entries_of(facts.ranks[0], OptimizerStep) for name in one.held}
     for one in known:
-        of_one = judge_optimizer_options(one.steps) + judge_pace(one.steps, one.ends)
+        of_one = judge_optimizer_options(one.steps) + judge_pace(one.steps, one.ends) + judge_shard_scales(one.steps)
         apart = bool(judge_optimizer_state(one.steps))
         of_one += [] if apart else judge_step_gradients(one.steps, clips)
         if not apart and not of_one:
@@ -237,7 +259,9 @@ def _optimizers(facts: ScriptFacts) -> Verdicts:
         for first in zip(*firsts, strict=True):
             found += judge_optimizer_options([first]) or (judge_parts(first) if facts.parameters_part else [])
     steps = sum(len(one.steps) for one in known)
-    compared, lacking = ("options", NOT_WATCHED) if facts.shards else ("options, state and gradients", "")
+    of_shards = "options and pace, and scale of the shards' gradients,"
+    compared = of_shards if facts.shards else "options, state and gradients"
+    lacking = NOT_WATCHED if facts.unwatched_shards else ""
     what = f"{compared} of {counted(len(known), 'optimizer')}, in {counted(steps, 'step')}" if steps else ""
     return {"optimizers": Verdict(found, what, lacking)}
 
@@ -380,7 +404,9 @@ _OF_A_WATCH = (
     *("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP310"),
     *("DDP501", "DDP502", "DDP503", "DDP508", "DDP509", "DDP513", "DDP514", "DDP515", "DDP517"),
 )
-_OF_OPTIMIZERS = (*("DDP208", "DDP223", "DDP301", "DDP303", "DDP305", "DDP501", "DDP504", "DDP507", "DDP508"),)
+_OF_OPTIMIZERS = (
+    *("DDP208", "DDP223", "DDP301", "DDP303", "DDP305", "DDP306", "DDP501", "DDP504", "DDP507", "DDP508"),
+)
 _OF_MODULES = (
     *("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP209"),
     *("DDP211", "DDP212", "DDP213", "DDP221"),

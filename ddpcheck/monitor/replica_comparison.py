@@ -13,7 +13,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.collectives.allreduce import average_over_ranks
-from ddpcheck.gather.ddp.ddp_wrapper import hook_loss
+from ddpcheck.gather.ddp.ddp_wrapper import group_of, hook_loss
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, norm
 from ddpcheck.judge.loop.watched_steps import judge_replica_states
@@ -57,16 +57,16 @@ class ReplicaComparison:
         return judge_replica_states(states, self._recorder.context, step, after_backward=after_backward, first=not key)
 
     def _differences_from_average(
-        self, local: Mapping[str, torch.Tensor], wrapper: nn.parallel.DistributedDataParallel
+        self, local: Mapping[str, torch.Tensor], wrapper: nn.Module
     ) -> tuple[Difference, ...]:
         """Differences of `.grad` from the average of the ranks' own gradients, made by an all-reduce of ddpcheck's.
 
         Every rank of the wrapper's group has to call this. Nothing is compared where a gradient is not finite.
         """
         known = self._recorder.parameters.keys()
-        parameters = {name: p for name, p in named_parameters(wrapper.module).items() if name in known}
+        parameters = {name: p for name, p in named_parameters(self._recorder.module).items() if name in known}
         mine = [local.get(name) for name in parameters]
-        group = wrapper.process_group
+        group = group_of(wrapper)
         averaged = average_over_ranks(mine, list(parameters.values()), group=group)
         sizes = torch.tensor([0.0 if g is None else norm(g) ** 2 for g in mine], dtype=torch.float64)
         sizes = sizes.to(next(iter(parameters.values())).device)

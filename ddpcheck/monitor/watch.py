@@ -13,10 +13,11 @@ from weakref import WeakSet
 
 from torch import nn
 
+from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.source_lines import exception_location, making_of
-from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper
+from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper, group_of, is_ddp
 from ddpcheck.judge.loop.watched_steps import judge_reports
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.options import OnFinding, WatchOptions
@@ -41,13 +42,14 @@ def watch(
     ignore: Sequence[str] = (),
     timeout: float = 60.0,
 ) -> Watch:
-    """Watch a training loop under `DistributedDataParallel` until `close`; every rank of its group has to.
+    """Watch a training loop under `DistributedDataParallel` or `fully_shard` until `close`; every rank of it has to.
 
     The watch lives as long as the module in the wrapper, whoever holds it: also where the wrapper is dropped and
     training goes on without it, which is reported (DDP501).
 
     Args:
-        wrapper: The `DistributedDataParallel`, or a module that holds one (a compiled one, say) or is in one.
+        wrapper: The `DistributedDataParallel`, or a module that holds one (a compiled one, say) or is in one; or the
+            outermost module that `fully_shard` was called on, or one that holds it.
         detect_anomalous_params: Find parameters that do not take part in the loss as DDP expects (DDP101 to DDP108),
             before a rank hangs on one. A step that misses a parameter goes on with a gradient of zeros for it, as
             under `find_unused_parameters`.
@@ -67,7 +69,8 @@ def watch(
         The watch, which is a context manager.
 
     Raises:
-        UsageError: There is no DDP in `wrapper`, or an argument is none of its choices.
+        UsageError: There is no DDP in `wrapper` and no sharded module, or an argument is none of its choices; parity is
+            asked for of a sharded module, of which each rank has a part.
     """
     return Watch(
         wrapper,
@@ -103,8 +106,13 @@ class Watch:
             began_alike: Whether parameters are known to have been the same on all ranks when the wrapper was made.
         """
         wrapper = find_wrapper(wrapper)
+        if options.check_parity_every and not is_ddp(wrapper):
+            raise UsageError(
+                "check_parity_every compares what DDP's reducer leaves in .grad; under fully_shard that is a shard on "
+                "each rank"
+            )
         self._options = options
-        self._alarms = AlarmBoard(wrapper.process_group, options.timeout)
+        self._alarms = AlarmBoard(group_of(wrapper), options.timeout)
         first = self._alarms.rank == self._alarms.ranks[0]
         self._reporter = FindingReporter(options, shows_warnings=first, locate=self._locate, reported=reported)
         self._recorder = StepRecorder(
@@ -239,6 +247,9 @@ class Watch:
         """Say that steps cannot be followed."""
         if self._alarms.rank == self._alarms.ranks[0]:
             warnings.warn(FindingWarning(_HIDDEN), stacklevel=2)
+
+    def absent(self, report: RankReport) -> None:
+        """The alarm has been posted; should the reduction end, the ranks exchange reports."""
 
     def reduced(self, ended: EndedStep) -> None:
         """Exchange reports and compare replicas, if it is their turn or a rank has posted an alarm."""

@@ -165,7 +165,7 @@ def _entered(facts: ScriptFacts) -> CheckResult:
         if any(rank.constructs for rank in ranks):
             why = "the constructor of DistributedDataParallel has not come to its end"
         return CheckResult("ranks", "skipped", detail=why)
-    if not facts.wrappers and facts.shards:
+    if not facts.wrappers and facts.unwatched_shards:
         return CheckResult("ranks", "skipped", detail=f"no DistributedDataParallel was constructed; {NOT_WATCHED}")
     watched = _wrappers(facts) or f"no DistributedDataParallel, {counted(steps, 'optimizer step')}"
     detail = f"{counted(size, 'rank')} ({ranks[0].started.backend}), {watched}"

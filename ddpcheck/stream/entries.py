@@ -104,12 +104,14 @@ class StepsReported(Struct, frozen=True):
         report: Of the rank.
         closing: Whether the watch ends with it.
         alone: Whether it shows a fault whatever the other ranks report.
+        begun: Whether its step has only begun: what the step itself reports takes its place.
     """
 
     wrapper: int
     report: RankReport
     closing: bool = False
     alone: bool = False
+    begun: bool = False
 
 
 class ReplicaCaptured(Struct, frozen=True):
@@ -119,11 +121,13 @@ class ReplicaCaptured(Struct, frozen=True):
         wrapper: The number of the wrapper.
         step: How many had ended before.
         state: Of the replica.
-        own: Of the rank's own gradients; empty where they were not kept.
+        own: Of the rank's own gradients; empty where they were not kept. Of parts of them, which are reduced onto
+            other ranks each, by "number of the shard/name".
         averaged: Of what the wrapper left in `.grad`.
         eps: The machine epsilon of each parameter's dtype, or what a communication hook loses, if that is more.
         hook: The name of the communication hook.
         own_hook: Whether it is none of torch's.
+        shard: The number of the rank's shard of each parameter; negative where it has the whole of them.
     """
 
     wrapper: int
@@ -134,6 +138,7 @@ class ReplicaCaptured(Struct, frozen=True):
     eps: Mapping[str, float] = field(default_factory=dict)
     hook: str = ""
     own_hook: bool = False
+    shard: int = -1
 
 
 class NotCompared(Struct, frozen=True):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from msgspec import Struct, field
+from msgspec.structs import force_setattr
 
-from ddpcheck.findings.evidence.modules import ModuleDescription, WrapperFacts
+from ddpcheck.findings.evidence.modules import ModuleDescription, ShardedFacts, WrapperFacts
 from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent
 from ddpcheck.findings.wording import Names
@@ -122,6 +123,7 @@ class WatchContext(Struct, frozen=True):
         trainable: The parameters that it synchronises, in their order.
         began_alike: Whether parameters are known to have been the same on all ranks when it was constructed.
         own_hook: Whether the communication hook is none of torch's.
+        sharded: `wrapper`, where `fully_shard` has sharded the module.
     """
 
     names: Names
@@ -132,3 +134,8 @@ class WatchContext(Struct, frozen=True):
     trainable: tuple[str, ...] = ()
     began_alike: bool = False
     own_hook: bool = False
+    sharded: ShardedFacts | None = None
+
+    def __post_init__(self) -> None:
+        if self.sharded is not None:  # as whose base class `wrapper` has been read from a log
+            force_setattr(self, "wrapper", self.sharded)

@@ -68,7 +68,7 @@ def runs() -> list[Run]:
     """Each script of examples/scripts and its twin, and loops that are healthy."""
     scripts = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples" / "scripts").glob("*.py"))]
     faults = [Run(script, arguments) for script in scripts for arguments in ((), ("--fixed",))]
-    return [*faults, Run("tests/healthy_loops.py"), Run("tests/healthy_evaluations.py")]
+    return [*faults, *(Run(f"tests/healthy_{name}.py") for name in ("loops", "evaluations", "shards"))]
 
 
 def written(run: Run, ending: Ending, ranks: Sequence[WatchedRank]) -> str:

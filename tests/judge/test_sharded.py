@@ -1,21 +1,29 @@
 """Judges of modules that `fully_shard` has sharded, on evidence made by hand."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
+
+import pytest
 
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.gradients import Difference
-from ddpcheck.findings.evidence.modules import ShardedFacts
+from ddpcheck.findings.evidence.modules import ModuleDescription, ShardedFacts
 from ddpcheck.findings.evidence.parameters import StepEvidence
+from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent, ShardedStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
-from ddpcheck.judge.gradients.sharded import judge_sharded, why_not_updated
+from ddpcheck.judge.gradients.sharded import judge_shard_scales, judge_sharded, judge_switched_off, why_not_updated
 from ddpcheck.judge.judge_context import JudgeContext
+from ddpcheck.judge.loop.script_wrappers import _judge_replicas
 from ddpcheck.judge.parameters.parameters import judge_parameters
 from ddpcheck.judge.replicas.replicas import judge_values_before_sharding
+from ddpcheck.stream.entries import ReplicaCaptured, Sketch, WrapperMade
+from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 
 SHARDED = ShardedFacts(is_ddp=False)
 KNOWN = JudgeContext(Names(), SHARDED, world_size=2)
@@ -123,3 +131,74 @@ def test_shards_that_meet_tensors_in_the_loss_are_a_forward_that_was_bypassed() 
     assert (finding.code, finding.location) == ("DDP501", Location("loss.py", 3))
     in_optimizer = [RankFailure(rank, "raised", message, 0.0, place="step 0: optimizer") for rank in (0, 1)]
     assert judge_wrapper_error(in_optimizer, {}, KNOWN) == []
+
+
+def of_optimizer(*scales: dict[str, float]) -> list[OptimizerStep]:
+    where = Location("train.py", 9)
+    return [OptimizerStep(0, 3, {}, where, shards=2, shard_scales=of_rank) for of_rank in scales]
+
+
+@pytest.mark.parametrize(
+    "scales",
+    [
+        ({"0/w": 0.5, "0/b": 0.5}, {"0/w": 0.5, "0/b": 0.50001}),  # clipped by the norm of the whole
+        ({"0/w": 0.5, "0/b": 0.7}, {"0/w": 0.2, "0/b": 0.9}),  # each element by itself
+        ({"0/w": 0.5}, {"0/w": 0.2}),  # of one shard nothing is known
+        ({"0/w": 0.5, "0/b": 0.5}, {}),
+        ({"0/w": math.inf, "0/b": math.inf}, {"0/w": 1.0, "0/b": 1.0}),
+    ],
+)
+def test_gradients_that_ranks_do_not_scale_each_by_its_own_factor_are_no_finding(
+    scales: tuple[dict[str, float], ...],
+) -> None:
+    assert judge_shard_scales([of_optimizer(*scales)]) == []
+
+
+def test_a_factor_of_each_rank_for_all_its_shards_is_that_of_their_norm() -> None:
+    alike = of_optimizer({"0/w": 1.0, "0/b": 1.0}, {"0/w": 1.0, "0/b": 1.0})
+    apart = of_optimizer({"0/w": 0.5, "0/b": 0.5}, {"0/w": 0.2, "0/b": 0.2})
+    finding = only(judge_shard_scales([alike, apart]))
+    assert (finding.code, finding.steps, finding.location) == ("DDP306", (3,), Location("train.py", 9))
+
+
+def test_steps_without_a_gradient_are_told_at_the_switch_that_is_off() -> None:
+    passes = (LoopEvent("forward"), LoopEvent("backward", "train.py:7"), LoopEvent("step", "train.py:8"))
+    loop = [DdpStepEvidence(rank, 0, events=(OFF, *passes)) for rank in (0, 1)]
+    finding = only(judge_switched_off(loop))
+    assert (finding.code, str(finding.location), finding.ranks) == ("DDP502", OFF.location, ())
+    unknown = only(judge_switched_off([DdpStepEvidence(0, 0, events=passes)]))
+    assert str(unknown.location) == "train.py:8"
+    reduced = (LoopEvent("forward", synchronises=True), *passes[1:])
+    assert judge_switched_off([DdpStepEvidence(0, 0, events=(OFF, ON, *reduced))]) == []
+
+
+def captured(rank: int, shard: int, value: int, *, own: Sequence[float], reduced: Sequence[float]) -> ReplicaCaptured:
+    """One of four ranks, two of which hold each shard of `w`; `own`: a number of its gradient for each of them."""
+    values = DdpStepEvidence(rank, 2, {"w": 10 + shard}, {"w": value}, buffers={"seen": 1})
+    parts = {f"{number}/w": Sketch("f", [one]) for number, one in enumerate(own)}
+    left, eps = {"w": Sketch("f", reduced)}, {"w": 1e-7}
+    return ReplicaCaptured(0, 2, ReplicaState(ModuleDescription(), values), parts, left, eps, shard=shard)
+
+
+def judged(*ranks: ReplicaCaptured) -> list[Finding]:
+    context = WatchContext(Names(), SHARDED, 4, trainable=("w",))
+    made = WrapperMade("Net", (0, 1, 2, 3), context, None, by_library=False, classes={})
+    return _judge_replicas(made, 2, ranks, first=True)
+
+
+OWN = ((1.0, 5.0), (2.0, 6.0), (3.0, 7.0), (4.0, 8.0))  # their average is 2.5 and 6.5
+
+
+def test_what_is_reduced_onto_a_shard_is_the_average_of_that_part_on_all_ranks() -> None:
+    right = [captured(n, n % 2, n % 2, own=own, reduced=[(2.5, 6.5)[n % 2]]) for n, own in enumerate(OWN)]
+    assert judged(*right) == []
+    summed = [captured(n, n % 2, n % 2, own=own, reduced=[(10.0, 26.0)[n % 2]]) for n, own in enumerate(OWN)]
+    assert only(judged(*summed)).code == "DDP303"
+
+
+def test_replicas_of_one_shard_that_differ_are_told_by_their_ranks() -> None:
+    apart = [
+        captured(n, n % 2, 7 if n == 2 else n % 2, own=own, reduced=[(2.5, 6.5)[n % 2]]) for n, own in enumerate(OWN)
+    ]
+    finding = only(judged(*apart))
+    assert (finding.code, finding.subjects) == ("DDP306", ("w",)) and set(finding.ranks) <= {0, 2}

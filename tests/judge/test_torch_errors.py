@@ -84,6 +84,12 @@ def test_a_graph_that_static_graph_forbids() -> None:
     assert judged("Your training graph has changed in this iteration").code == "DDP513"
 
 
+def test_an_operation_on_a_shard_is_one_outside_of_forward() -> None:
+    found = judged("aten.addmm.default got mixed torch.Tensor and DTensor, need to convert all", ("all_gather_single",))
+    assert (found.code, found.location) == ("DDP501", Location.parse(LINE))
+    assert "register_fsdp_forward_method" in found.what_to_do
+
+
 def test_a_timeout_that_is_shorter_than_the_work_of_a_rank() -> None:
     waited = raised(1, "Timed out waiting 4000ms for recv operation to complete.", when=10.0)
     lost = raised(0, "Connection closed by peer", when=15.0)

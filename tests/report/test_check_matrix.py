@@ -75,6 +75,40 @@ def test_a_layer_in_two_reentrant_checkpoints_needs_static_graph() -> None:
 
 
 @pytest.mark.slow
+def test_fully_shard_is_tried_in_the_place_of_ddp_and_with_replicas_on_four_ranks(recipe) -> None:
+    path = recipe(
+        """
+model = lambda: nn.Linear(8, 6)
+batch = lambda step: torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+loss = lambda model, x: model(x).square().mean()
+"""
+    )
+    for world_size, replicas in ((2, []), (4, ["fully_shard, 2 replicas of 2 shards"])):
+        rows = ddpcheck.check_matrix(str(path), world_size=world_size, steps=2, step_times=False).rows
+        found = {row.title: row.verdict for row in rows if row.label}
+        assert found == dict.fromkeys(["fully_shard", *replicas], "right")
+
+
+@pytest.mark.slow
+def test_a_model_that_fully_shard_refuses_is_right_under_ddp_all_the_same(recipe) -> None:
+    path = recipe(
+        """
+def model():
+    net = nn.Linear(8, 6)
+    net.weight = nn.Parameter(torch.ones(8, 6).t())
+    return net
+
+batch = lambda step: torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+loss = lambda model, x: model(x).square().mean()
+"""
+    )
+    matrix = ddpcheck.check_matrix(str(path), steps=2, step_times=False)
+    (row,) = (row for row in matrix.rows if row.label)
+    assert matrix.ok and matrix.error is None
+    assert (row.title, row.verdict) == ("fully_shard", "stops") and "non-contiguous" in row.reason
+
+
+@pytest.mark.slow
 def test_no_option_mends_a_loss_that_sums() -> None:
     matrix = matrix_of(broken("gradients/summed_loss"))
     assert {row.code for row in matrix.rows if row.verdict != "skipped"} == {"DDP305"}

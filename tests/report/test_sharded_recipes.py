@@ -426,15 +426,6 @@ def test_replicate_is_compared_as_a_wrapper(kind: str) -> None:
     assert_healthy(ddpcheck.check(recipe(wrap), steps=2))
 
 
-@pytest.mark.ddp(world_size=1, timeout=60)
-def test_watch_says_that_what_is_sharded_is_not_watched() -> None:
-    sharded = fsdp.fully_shard(mlp(), mesh=line())
-    with pytest.raises(ddpcheck.UsageError, match="what fully_shard has sharded is not watched"):
-        ddpcheck.watch(sharded)
-    with pytest.raises(ddpcheck.UsageError, match=r"there is none for Sequential$"):
-        ddpcheck.watch(mlp())
-
-
 @pytest.mark.ddp(world_size=2, timeout=60)
 def test_the_policy_of_mixed_precision_is_read_and_where_it_cannot_be_counts_as_bfloat16(monkeypatch: Any) -> None:
     from ddpcheck.gather.ddp.sharding import mixed_precision

@@ -132,6 +132,13 @@ def test_healthy_evaluations_that_look_like_faults_are_clean() -> None:
     assert watched.returncode == 0 and "ddpcheck: clean: 2 ranks (gloo), " in watched.stderr, watched.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "loops"), [(2, []), (4, ["hybrid"]), (3, ["layers", "accumulated"])])
+def test_healthy_loops_of_shards_are_clean(ranks: int, loops: Sequence[str]) -> None:
+    watched = run(DDPCHECK, str(ROOT / "tests" / "healthy_shards.py"), *loops, ranks=ranks)
+    assert watched.returncode == 0 and f"ddpcheck: clean: {ranks} ranks (gloo), " in watched.stderr, watched.stderr
+
+
 _SHARDED = """
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -154,19 +161,19 @@ _WRAPPED = {
 
 
 @pytest.mark.parametrize("shards", share([True, False], [True]))
-def test_there_is_no_tick_over_what_fully_shard_has_sharded(shards: bool, tmp_path: Path) -> None:
+def test_the_check_lines_say_what_is_compared_of_shards(shards: bool, tmp_path: Path) -> None:
     script, file = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(_SHARDED.format(wrapped=_WRAPPED[shards]), encoding="utf-8")
     ended = run(DDPCHECK, "--check-output", str(file), str(script))
     report = json.loads(file.read_text(encoding="utf-8"))
     checks = {check["name"]: (check["status"], check["detail"]) for check in report["checks"]}
     assert (ended.returncode, report["findings"]) == (0, [])
-    for name in ("ranks", "optimizers"):
-        status, detail = checks[name]
-        assert status == ("skipped" if shards else "passed"), checks
-        assert ("parameters that fully_shard has sharded are not watched" in detail) is shards
+    assert checks["ranks"] == ("passed", "2 ranks (gloo), Linear (3 steps)")
+    for name in ("parameters", "replicas", "reducer", "loop", "optimizers", "data"):
+        assert checks[name][0] == "passed", checks
     assert ("state and gradients of 1 optimizer" in checks["optimizers"][1]) is not shards
-    assert report["status"] == ("incomplete" if shards else "clean")
+    assert ("values before fully_shard" in checks["replicas"][1]) is shards
+    assert report["status"] == "clean"
 
 
 def test_a_script_is_watched_under_another_launcher() -> None:

@@ -103,6 +103,11 @@ class WrapperFacts(Struct, frozen=True):
         return False
 
     @property
+    def goes_on_without(self) -> bool:
+        """Whether training goes on without a parameter that no rank uses: then only all steps tell whether any does."""
+        return self.tolerates_unused or self.sharded
+
+    @property
     def tolerates_absence(self) -> bool:
         """Whether a parameter may be unused on some ranks alone."""
         return self.find_unused_parameters

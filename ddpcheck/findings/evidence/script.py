@@ -192,7 +192,9 @@ class OptimizerStep(Struct, frozen=True):
             backward pass; `None` where there was none.
         restored_at: The line that has last given it a state, by `load_state_dict`.
         rescaled_at: The line that scales gradients by the number of ranks, in the functions that lead to the step.
-        shards: How many of its parameters are shards of this rank (DTensor), of which nothing is compared.
+        shards: How many parameters that it trains are shards of this rank (DTensor), with norms and state of a part.
+        shard_scales: By what factor the gradient of each of them has grown since its reduction, as far as that is
+            known, in its norm.
     """
 
     optimizer: int
@@ -221,6 +223,7 @@ class OptimizerStep(Struct, frozen=True):
     restored_at: Location | None = None
     rescaled_at: Location | None = None
     shards: int = 0
+    shard_scales: Mapping[str, float] = field(default_factory=dict)
 
 
 class OptimizerEnd(Struct, frozen=True):

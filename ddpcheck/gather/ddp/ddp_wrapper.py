@@ -8,7 +8,7 @@ import inspect
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,9 @@ from ddpcheck.findings.errors import OptionsDifferError, UsageError
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.gather.autograd.autograd_graph import gradient_nodes
 from ddpcheck.gather.collectives.store_exchange import StoreExchange
-from ddpcheck.gather.ddp.sharding import is_sharded
+from ddpcheck.gather.ddp.sharding import is_sharded, mesh_of, sharded_facts
 from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.state.module_state import sharding_classes
 from ddpcheck.gather.steps.gradient_distance import eps_of
 from ddpcheck.worlds import rank as this_rank
 
@@ -55,24 +56,62 @@ def find_ddp(wrapped: nn.Module) -> nn.Module:
     return inside[0] if len(inside) == 1 else wrapped
 
 
-def find_wrapper(module: nn.Module) -> nn.parallel.DistributedDataParallel:
-    """The one `DistributedDataParallel` that `module` is or holds, or that has been made around it.
+def find_wrapper(module: nn.Module) -> nn.Module:
+    """The wrapper that `module` is or holds: one `DistributedDataParallel`, or the outermost sharded module.
+
+    Also the `DistributedDataParallel` that has been made around it.
 
     Raises:
         UsageError: There is none, or there are several.
     """
-    found = _wrappers_in(module) if isinstance(module, nn.Module) else []
+    found: list[Any] = [*_wrappers_in(module)] if isinstance(module, nn.Module) else []
     if not found:
         found = [wrapper for wrapper in living_wrappers() if vars(wrapper)["_modules"].get("module") is module]
+    if not found and isinstance(module, nn.Module):
+        found = outermost_sharded(module)
     if len(found) != 1:
-        many = f"{len(found)} of them" if found else "none"
-        is_shards = isinstance(module, nn.Module) and is_sharded(module)
-        more = ", and what fully_shard has sharded is not watched" if is_shards else ""
         raise UsageError(
-            "watch needs a DistributedDataParallel, or a module that holds one or is in one; there is "
-            f"{many} for {type(module).__name__}{more}"
+            "watch needs a DistributedDataParallel, or a module that holds one or is in one, or one that fully_shard "
+            f"has sharded; there is {f'{len(found)} of them' if found else 'none'} for {type(module).__name__}"
         )
-    return found[0]
+    return cast("nn.Module", found[0])
+
+
+def outermost_sharded(module: nn.Module) -> list[nn.Module]:
+    """The modules in `module` that `fully_shard` was called on and that are in no other such module."""
+    if isinstance(module, sharding_classes()) and is_sharded(module):
+        return [module]
+    return [found for child in module.children() for found in outermost_sharded(child)]
+
+
+def is_ddp(wrapper: nn.Module) -> bool:
+    """Whether it is a `DistributedDataParallel`, and not a module that `fully_shard` has sharded."""
+    return isinstance(wrapper, nn.parallel.DistributedDataParallel)
+
+
+def inner_module(wrapper: nn.Module) -> nn.Module:
+    """What is wrapped: of a sharded module, itself."""
+    return wrapper.module if isinstance(wrapper, nn.parallel.DistributedDataParallel) else wrapper
+
+
+def group_of(wrapper: nn.Module) -> Any:
+    """The process group that averages gradients; `None` for the default one, or where a mesh has several."""
+    if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+        return wrapper.process_group
+    mesh = mesh_of(wrapper)
+    return mesh.get_group() if mesh.ndim == 1 and mesh.size() < dist.get_world_size() else None
+
+
+def ranks_of(wrapper: nn.Module) -> tuple[int, ...]:
+    """The ranks whose gradients are averaged."""
+    if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+        return tuple(dist.get_process_group_ranks(wrapper.process_group or dist.group.WORLD))
+    return tuple(mesh_of(wrapper).mesh.flatten().tolist())
+
+
+def joins(wrapper: nn.Module) -> bool:
+    """Whether ranks without further batches may have left the loop (`Join`)."""
+    return isinstance(wrapper, nn.parallel.DistributedDataParallel) and bool(wrapper._join_config.enable)
 
 
 # Its options
@@ -202,6 +241,8 @@ def spelled_option(value: object) -> str:
 
 def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:
     """The arguments of a `DistributedDataParallel`, or of what stands in its place; `names` are by identity."""
+    if not is_ddp(wrapper) and is_sharded(wrapper):
+        return sharded_facts(wrapper, {})
     tables = [m for m in wrapper.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     delayed = {names[id(p)] for p in getattr(wrapper, "_delay_all_reduce_params", ()) if id(p) in names}
     ignored = frozenset(getattr(wrapper, "parameters_to_ignore", ())) - delayed

@@ -20,9 +20,10 @@ from ddpcheck.findings.evidence.modules import ShardedFacts
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.collectives.collective_log import unlogged
-from ddpcheck.gather.patching import CALLER, patched
+from ddpcheck.gather.patching import CALLER, Patch, patched
 from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.gather.state.module_state import ModuleState, capture_attributes, sharding_classes
+from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.gather.steps.gradient_distance import eps_of
 
 _SYNCHRONISING = ("set_requires_gradient_sync", "set_requires_all_reduce")
@@ -34,35 +35,25 @@ def is_sharded(module: nn.Module) -> bool:
     return any(map(is_shard, module.parameters()))
 
 
-def is_shard(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a `DTensor`."""
-    dtensor = _dtensor()
-    return dtensor is not None and isinstance(tensor, dtensor)
-
-
-def _dtensor() -> Any:
-    """The class `DTensor`, if it has been imported."""
-    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-
-
-def sharded_facts(module: nn.Module, built: Mapping[str, torch.Tensor], settings: Iterable[LoopEvent]) -> ShardedFacts:
+def sharded_facts(module: nn.Module, built: Mapping[str, int], settings: Iterable[LoopEvent] = ()) -> ShardedFacts:
     """The facts on a module that is sharded.
 
     Args:
-        module: What `wrap` has returned.
-        built: The parameters as this rank has built them, by name.
+        module: What `fully_shard` was called on last.
+        built: The fingerprints of parameters as this rank has built them and still has its shard of, by name.
         settings: What `recorded_settings` has recorded until now.
     """
     unused = [event.synchronises for event in settings if event.kind == _FOR_UNUSED]
+    in_force = any(getattr(group, "reduce_scatter_unused_params", False) for group in parameter_groups(module))
     return ShardedFacts(
         is_ddp=False,
         ignored=frozenset(name for name, p in module.named_parameters() if not is_shard(p)),
-        reduces_unused=unused[-1:] == [True],
-        values_built=_own_values(module, built),
+        reduces_unused=unused[-1:] == [True] or in_force,
+        values_built=built,
     )
 
 
-def _own_values(module: nn.Module, built: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def values_kept(module: nn.Module, built: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Fingerprints of the parameters in `built`, on this rank, of which `module` still holds this rank's shard."""
     tensor_module: Any = sys.modules.get("torch.distributed.tensor")
     kept = {}
@@ -125,17 +116,68 @@ def recorded_settings() -> Iterator[list[LoopEvent]]:
     """Record the calls in the block that decide whether gradients are reduced; `synchronises` says what was set."""
     events: list[LoopEvent] = []
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    with contextlib.ExitStack() as stack:
+        for patch in note_settings(fsdp, events.append):
+            stack.enter_context(patch)
+        yield events
+
+
+def note_settings(fsdp: Any, sink: Callable[[LoopEvent], object]) -> list[Patch]:
+    """Hand each such call of a method of `FSDPModule` to `sink`, until what is returned is undone."""
 
     def note(name: str, _module: nn.Module, value: bool = True, **given: Any) -> None:
         where = user_location(sys._getframe(CALLER))
         value = next((one for key, one in given.items() if key == name.removeprefix("set_")), value)
-        events.append(LoopEvent(name, str(where) if where else "", synchronises=bool(value)))
+        sink(LoopEvent(name, str(where) if where else "", synchronises=bool(value)))
 
-    with contextlib.ExitStack() as stack:
-        for name in (*_SYNCHRONISING, _FOR_UNUSED):
-            if hasattr(fsdp, name):
-                stack.enter_context(patched(fsdp, name, functools.partial(note, name)))
-        yield events
+    names = [name for name in (*_SYNCHRONISING, _FOR_UNUSED) if hasattr(fsdp, name)]
+    return [patched(fsdp, name, functools.partial(note, name)) for name in names]
+
+
+def parameter_groups(module: nn.Module) -> list[Any]:
+    """The groups in which `fully_shard` gathers and reduces the parameters of `module`; none where torch hides them.
+
+    Private to torch. Of a group are read: `reduce_grads`, `all_reduce_grads`, `reduce_scatter_unused_params` and the
+    mesh of `mesh_info`.
+    """
+    found: list[Any] = []
+    for part in module.modules():
+        if isinstance(part, sharding_classes()):
+            with contextlib.suppress(AttributeError):
+                state: Any = part._get_fsdp_state()  # type: ignore[operator]
+                found += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return list({id(group): group for group in found if group is not None}.values())
+
+
+def reduces(groups: Iterable[Any]) -> bool:
+    """Whether a backward pass reduces the gradients of all of these groups, as they are set now."""
+    return all(getattr(group, name, True) for group in groups for name in ("reduce_grads", "all_reduce_grads"))
+
+
+def mesh_of(module: nn.Module) -> Any:
+    """The mesh over which `fully_shard` has sharded `module`, and perhaps replicated it.
+
+    Where torch hides that, it is the mesh of a parameter, which under tensor parallelism has another dimension.
+    """
+    meshes = [getattr(getattr(group, "mesh_info", None), "mesh", None) for group in parameter_groups(module)]
+    shards: list[Any] = [parameter for parameter in module.parameters() if is_shard(parameter)]
+    return next((mesh for mesh in meshes if mesh is not None), shards[0].device_mesh)
+
+
+def shard_number(shard: Any) -> int:
+    """The number of a rank's shard of a parameter: the same one on ranks that hold replicas of it."""
+    number = 0
+    mesh = shard.device_mesh
+    for size, place, placement in zip(mesh.shape, mesh.get_coordinate(), shard.placements, strict=True):
+        number = number if placement.is_replicate() else number * size + place
+    return number
+
+
+def split_of(shard: Any) -> tuple[int, int] | None:
+    """Into how many parts a parameter is split, and along which dimension; `None` where several dimensions split it."""
+    split = [(size, p.dim) for size, p in zip(shard.device_mesh.shape, shard.placements, strict=True) if p.is_shard()]
+    plain = all(placement.is_replicate() or placement.is_shard() for placement in shard.placements)
+    return (split or [(1, 0)])[0] if plain and len(split) < 2 else None
 
 
 def mixed_precision(module: nn.Module) -> torch.dtype | None:

@@ -36,6 +36,7 @@ from ddpcheck.gather.ddp.sharding import (
     is_sharded,
     recorded_settings,
     sharded_facts,
+    values_kept,
 )
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
@@ -185,7 +186,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     if not facts.is_ddp:  # before anything is gathered, for which all ranks have to come
         compare_options({"fully_shard": str(is_sharded(wrapper))})
     if not facts.is_ddp and is_sharded(wrapper):
-        facts = sharded_facts(wrapper, dict(reference.named_parameters()), settings)
+        facts = sharded_facts(wrapper, values_kept(wrapper, dict(reference.named_parameters())), settings)
     for name, parameter in reference.named_parameters():
         parameter.requires_grad_(name in trainable)  # wrap may have frozen some
     optimizer = state.recipe.build_optimizer(p for p in wrapped.parameters() if p.requires_grad)

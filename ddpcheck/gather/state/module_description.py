@@ -15,6 +15,7 @@ from ddpcheck.findings.figures import MOST_MODULES, ModuleEntry
 from ddpcheck.findings.replace import replace
 from ddpcheck.gather.autograd.autograd_graph import all_names, held_state
 from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.state.module_state import original_class
 from ddpcheck.gather.state.tensor_values import shape_of
 
 _LAZY = (UninitializedParameter, UninitializedBuffer)
@@ -84,10 +85,12 @@ def module_entries(module: nn.Module) -> tuple[ModuleEntry, ...]:
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of its class; of a module that is compiled or scripted, of the class as it is written."""
+    """The name of its class; of a module that is compiled, scripted or sharded, of the class as it is written."""
     while (inner := dict(module.named_children()).get("_orig_mod")) is not None:
         module = inner
-    return module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__qualname__
+    if isinstance(module, torch.jit.ScriptModule):
+        return module.original_name
+    return original_class(module).__qualname__
 
 
 def _options(module: nn.Module) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -9,14 +12,29 @@ PLAIN = (torch.Tensor, nn.Parameter)
 """The types of tensors that hold their values themselves."""
 
 
+def is_shard(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a `DTensor`, of which a rank holds a shard or a replica."""
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return dtensor is not None and isinstance(tensor, dtensor)
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, detached; of a `DTensor`, what this rank holds of it, in the same memory."""
+    detached: Any = tensor.detach()
+    local: torch.Tensor = detached.to_local() if is_shard(detached) else detached
+    return local
+
+
 def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
     """The values of `tensor` as dense tensors: one, or those of a nested one's parts; none where there are none.
+
+    Of a `DTensor` they are what this rank holds; an operation on the whole may be a collective.
 
     There are none on the meta device, in a fake tensor, in one whose memory has been freed, and in a subclass that does
     not compute what is asked of it here. Such tensors are compared by what they have: shape and dtype.
     """
     try:
-        value = tensor.detach()
+        value = own_part(tensor)
         if (
             type(value) is torch.Tensor
             and value.layout == torch.strided

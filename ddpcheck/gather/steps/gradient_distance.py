@@ -11,6 +11,7 @@ import torch
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.replace import replace
 from ddpcheck.gather.state.tensor_rows import in_rows, numbers_of
+from ddpcheck.gather.state.tensor_values import own_part
 
 _EPS_MULTIPLE = 16.0
 _NOISE_MULTIPLE = 3.0
@@ -20,8 +21,8 @@ _LARGEST = 1e30  # stands for what is not finite, since JSON has no infinity
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached, strided copy or view of `tensor`."""
-    tensor = tensor.detach()
+    """A detached, strided copy or view of `tensor`; of a `DTensor`, of what this rank holds."""
+    tensor = own_part(tensor)
     return tensor.to_dense() if tensor.layout != torch.strided else tensor
 
 

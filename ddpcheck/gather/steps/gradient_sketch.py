@@ -50,6 +50,21 @@ class Kept:
         return Kept(self.value + other.value, self.is_sketch)
 
 
+@dataclass(slots=True)
+class KeptParts:
+    """What is kept of the parts of a gradient, each of which is reduced onto other ranks."""
+
+    parts: list[Kept]
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor, count: int, dim: int) -> KeptParts:
+        """Keep so many parts of it, along a dimension, as `torch.chunk` makes them."""
+        return cls([Kept.of(part) for part in gradient.chunk(count, dim)])
+
+    def __add__(self, other: KeptParts) -> KeptParts:
+        return KeptParts([one + more for one, more in zip(self.parts, other.parts, strict=True)])
+
+
 def sketches(gradients: Mapping[str, torch.Tensor] | Mapping[str, Kept]) -> dict[str, tuple[float, ...]]:
     """The sketch of each, as `sketch` gives it but for rounding, with one transfer from each device.
 

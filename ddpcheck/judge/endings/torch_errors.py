@@ -220,12 +220,29 @@ def _forwards(facts: RaisedFacts) -> int:
     return count
 
 
+def _given_shards(facts: RaisedFacts, _text: str) -> list[Finding]:
+    """DDP501: an operation on a shard, outside of the forward in which the whole parameter is there."""
+    return one_finding(
+        "DDP501",
+        ("forward",),
+        "An operation is given a plain tensor and a shard (DTensor): outside of the forward of a module that "
+        "fully_shard was called on, each rank has its shards of the parameters only.",
+        ranks=unless_all(facts.ranks, len(facts.logs)),
+        location=Location.parse(facts.first.location),
+        evidence=[facts.first.message],
+        fix="Call the module and not another method of it, or name that method in "
+        "torch.distributed.fsdp.register_fsdp_forward_method(module, name). What is computed of parameters beside it "
+        "takes parameter.full_tensor(), before forward.",
+    )
+
+
 _TIMED_OUT = r"[Tt]imed out waiting (\d+) ?ms|Timeout\(ms\)=(\d+)|timed out after (\d+) ?ms"
 _SENTENCES = {
     "mark a variable ready only once": _marked_twice,
     "modified by an inplace operation": _overwritten,
     "training graph has changed in this iteration": _graph_changed,
     "Expected to have finished reduction in the prior iteration": _not_finished,
+    "got mixed torch.Tensor and DTensor": _given_shards,
     _TIMED_OUT: _timed_out,
 }
 """By a pattern of torch's message: what it comes from. Torch's errors have no codes, but texts."""

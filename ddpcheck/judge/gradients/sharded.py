@@ -1,10 +1,12 @@
 """DDP111, 301, 302, 303, 306 and 502 under `fully_shard`: the gradients that it has left, gathered from their shards.
 
-Pure functions from `findings.evidence.steps` (gathered by `gather.phases.ddp_step`) to findings.
+Pure functions from `findings.evidence.steps` (gathered by `gather.phases.ddp_step`) to findings; of scripts, where no
+rank gathers anything, from `findings.evidence.script` (recorded by `record.optimizers`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent, ShardedStep
@@ -16,7 +18,9 @@ from ddpcheck.judge.gradients.reducer import (
     explain_by_missing_reduction,
     judge_unexplained_mismatch,
 )
+from ddpcheck.judge.gradients.script_gradients import Steps
 from ddpcheck.judge.judge_context import JudgeContext, first_explanation, group_by_step, worst_first
+from ddpcheck.stream.ledger import Ledger
 
 NOT_COMPARED = (
     "under fully_shard these are not compared: the reducer's buckets, its broadcast of parameters and buffers, and its "
@@ -74,6 +78,62 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
             *map(str, worst_first(by_name.values())[:3]),
         ],
         fix="Compute norms, means and the like of the DTensor, or all_reduce those of the shards over the shard group.",
+    )
+
+
+def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
+    """DDP306: after the reduction each rank scales the gradients of its shards by another factor: by a norm of theirs.
+
+    Args:
+        steps: Of one optimizer.
+    """
+    for of_ranks in steps:
+        factors = [_factor([*one.shard_scales.values()]) for one in of_ranks]
+        known = [factor for factor in factors if factor is not None]
+        if len(known) < len(of_ranks) or max(known) - min(known) <= _ANOTHER * max(known):
+            continue
+        first = of_ranks[0]
+        return one_finding(
+            "DDP306",
+            ("gradients",),
+            "The gradients of the shards are scaled after their reduction, by another factor on each rank: what it is "
+            "computed from is that of a shard, and not of the whole.",
+            steps=(first.count,),
+            location=first.location,
+            evidence=[f"rank {rank}: a norm of {factor:.6g} times that" for rank, factor in enumerate(known[:4])],
+            fix="Compute the norm of the DTensors (clip_grad_norm_ does), or all_reduce the squares of the shards' "
+            "norms over the ranks, before the root is taken.",
+        )
+    return []
+
+
+_ANOTHER = 1e-3
+_THE_SAME = 1e-4
+
+
+def _factor(scales: Sequence[float]) -> float | None:
+    """The one factor in all of these, which are at least two; `None` where they have several."""
+    one = len(scales) > 1 and 0.0 < max(scales) < math.inf and max(scales) - min(scales) <= _THE_SAME * max(scales)
+    return sum(scales) / len(scales) if one else None
+
+
+def judge_switched_off(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
+    """DDP502: optimizer steps for which no shard has a gradient: the reduction is switched off."""
+    told = [(item, one) for item in evidence for one in Ledger(item.events).used_unreduced]
+    if not told:
+        return []
+    item, last = told[-1]
+    off = _switched_off(item.events)
+    kind = off.kind if off is not None else "set_requires_gradient_sync"
+    return one_finding(
+        "DDP502",
+        (kind,),
+        f"{kind}(False) is in force in every backward pass, so {_SWITCHES[kind]}: the shards have no gradient, and the "
+        "optimizer's steps change nothing.",
+        ranks=unless_all(sorted({one.rank for one, _ in told}), len(evidence)),
+        location=Location.parse(off.location if off is not None and off.location else last.ended_by.location),
+        evidence=[f"the optimizer steps at {last.ended_by.location}"] if last.ended_by.location else [],
+        fix=f"Call {kind}(True) before the last backward of a step, or leave it out.",
     )
 
 

@@ -13,23 +13,25 @@ from operator import mul
 from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.parameters import StepEvidence
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, select_findings
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.source_lines import assignment_in_classes, last_assignment
-from ddpcheck.findings.wording import one_finding
+from ddpcheck.findings.wording import group_by, one_finding
 from ddpcheck.judge.causes import ReportedCauses
 from ddpcheck.judge.gradients.script_losses import are_sums
 from ddpcheck.judge.gradients.target_weights import severity_of_targets
 from ddpcheck.judge.loop.watched_steps import judge_replica_states, judge_reports
 from ddpcheck.judge.replicas.replica_state import AVERAGE_THEM, never_averaged
-from ddpcheck.judge.replicas.replicas import differing_names
+from ddpcheck.judge.replicas.replicas import differing_names, judge_values_before_sharding
 from ddpcheck.judge.replicas.script_changes import at_the_change
 from ddpcheck.judge.replicas.wrapper_construction import COUNTED, judge_constructions
 from ddpcheck.judge.script_facts import ScriptFacts, WatchedWrapper
-from ddpcheck.stream.entries import ReplicaCaptured, StepsReported, TrainedApart, WrapperMade
-from ddpcheck.stream.rank_report import RankReport
+from ddpcheck.stream.entries import ReplicaCaptured, Sketch, StepsReported, TrainedApart, WrapperMade
+from ddpcheck.stream.rank_report import RankReport, ReplicaState
 
 _FEWEST_MARKS = 3  # of ranks that train apart: where that began, and after two steps
 _TOLERANCE = 1e-3  # of a sketch in float32, whose sums of many elements are rounded
@@ -85,11 +87,13 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
                 closing.append(entry.report)
             elif entry.alone:
                 alone.append(entry.report)
-            else:
+            elif not entry.begun or rank.counts[wrapper.number][1] <= entry.report.step:
                 reports.setdefault(entry.report.step, {}).setdefault(rank.started.rank, []).append(entry.report)
     captured: dict[int, list[ReplicaCaptured]] = {}
     for one in chain.from_iterable(wrapper.of(ReplicaCaptured)):
         captured.setdefault(one.step, []).append(one)
+    if not wrapper.missing and (built := wrapper.values_built):
+        reported.add(select_findings(judge_values_before_sharding(built, {})), locate)
     for step in () if wrapper.missing else sorted(reports.keys() | captured.keys()):
         found = _judge_step(wrapper, step, reports[step]) if step in reports else []
         if len(captured.get(step, ())) == len(wrapper.ranks):
@@ -149,6 +153,8 @@ def _judge_step(wrapper: WatchedWrapper, step: int, reports: Mapping[int, Sequen
 
 
 def _judge_replicas(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
+    if everyone[0].shard >= 0:
+        return _judge_shards(made, step, everyone, first=first)
     states = [one.state for one in everyone]
     differences = _differences(everyone)
     alike = len({repr(replace(state, values=replace(state.values, rank=0))) for state in states}) == 1
@@ -163,6 +169,59 @@ def _judge_replicas(made: WrapperMade, step: int, everyone: Sequence[ReplicaCapt
     context = replace(made.context, wrapper=wrapper, own_hook=hook.own_hook)
     found = judge_replica_states(states, context, step, after_backward=True, first=first)
     return [one if first or one.code != "DDP222" else replace(one, steps=(step,)) for one in found]
+
+
+def _judge_shards(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
+    """What all ranks have alike under `fully_shard`, what was reduced onto each, and the shards that are replicas."""
+    whole = [
+        replace(
+            one,
+            shard=-1,
+            own={},
+            state=replace(one.state, values=replace(one.state.values, gradients={}, parameters={})),
+        )
+        for one in everyone
+    ]
+    found = _judge_replicas(made, step, whole, first=first)
+    values = []
+    for place, one in enumerate(everyone):
+        parts = [  # of the others, what was reduced is that of other parts
+            replace(other, own=_own_of(other, one.shard), averaged=one.averaged if other is one else {})
+            for other in everyone
+        ]
+        against = tuple(_differences(parts)[place])
+        values.append(DdpStepEvidence(one.state.values.rank, step, against_local=against))
+    if any(difference.bad for value in values for difference in value.against_local):
+        states = [ReplicaState(ModuleDescription(), value) for value in values]
+        found += judge_replica_states(states, made.context, step, after_backward=True, first=first)
+    apart: dict[str, Finding] = {}
+    for replicas in group_by(everyone, lambda one: one.shard).values():
+        theirs = [
+            replace(
+                one, shard=-1, own={}, state=ReplicaState(ModuleDescription(), replace(one.state.values, buffers={}))
+            )
+            for one in replicas
+        ]
+        ranks = [one.state.values.rank for one in theirs]  # of which findings and their evidence have the places
+        for finding in _judge_replicas(made, step, theirs, first=first) if len(theirs) > 1 else []:
+            known = apart.get(finding.code)
+            most = finding if known is None or len(known.subjects) < len(finding.subjects) else known
+            places = {ranks[place] for place in finding.ranks} | set(() if known is None else known.ranks)
+            fix = _ALIKE if finding.code == "DDP208" else finding.fix
+            apart[finding.code] = replace(most, ranks=tuple(sorted(places)), evidence=(), fix=fix)
+    return [*found, *apart.values()]
+
+
+_ALIKE = (
+    "fully_shard broadcasts nothing: give all replicas the same values before it, or hand rank 0's values out after it "
+    "(set_model_state_dict with broadcast_from_rank0)."
+)
+
+
+def _own_of(one: ReplicaCaptured, shard: int) -> dict[str, Sketch]:
+    """The sketches of the parts of a rank's own gradients that are reduced onto one shard."""
+    parts = ((*name.partition("/"), numbers) for name, numbers in one.own.items())
+    return {name: numbers for number, _, name, numbers in parts if number == str(shard)}
 
 
 def _differences(everyone: Sequence[ReplicaCaptured]) -> list[list[Difference]]:

@@ -11,6 +11,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, format_steps, join_names, plural_verb
 from ddpcheck.judge.gradients.reducer import judge_reducer
+from ddpcheck.judge.gradients.sharded import judge_switched_off
 from ddpcheck.judge.gradients.target_weights import judge_normalisation
 from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.loop.training_loop import judge_loop, judge_values_changed
@@ -41,7 +42,9 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
     for finding in judge_parameters(evidence, wrapper, context.names, ends_here=False):
         if finding.code == "DDP109" and not settled:
             continue
-        if finding.code in _ABSENT and not finding.steps and not (context.wrapper.tolerates_unused and settled):
+        if wrapper.sharded and not settled and finding.code in _ON_NO_RANK:  # of a branch, or an idle expert
+            continue
+        if finding.code in _ABSENT and not finding.steps and not (context.wrapper.goes_on_without and settled):
             finding = replace(finding, steps=seen)
         if finding.code == "DDP101" and not settled and reports[0].step < _FEW:
             message = f"{finding.message[:-1]} in {format_steps(seen or (0,))}."
@@ -51,7 +54,7 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
         findings += judge_changes([report.changes for report in reports])
     if any(report.events for report in reports):
         loop = [DdpStepEvidence(report.probed.rank, report.step, events=report.events) for report in reports]
-        findings += judge_loop(loop, unequal=True)
+        findings += judge_switched_off(loop) if wrapper.sharded else judge_loop(loop, unequal=True)
     return findings + judge_normalisation([report.micro_batches for report in reports])
 
 
@@ -61,6 +64,7 @@ _IDLE = (
     "times its output where it is idle. If no step does, use it, remove it, or freeze it with requires_grad_(False) "
     "before wrapping."
 )
+_ON_NO_RANK = ("DDP101", "DDP102", "DDP103")
 _ABSENT = ("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP513")
 
 
@@ -70,7 +74,7 @@ def _evidence(
     """The reports as evidence for the judges of parameters: every rank in each step with a missing parameter."""
     trainable = [name for name in context.trainable if name not in changed]
     steps = sorted({step for report in reports for step in report.missing})[:_MOST_STEPS]
-    if context.wrapper.tolerates_unused and settled:
+    if context.wrapper.goes_on_without and settled:
         steps = [step for step in range(reports[0].step + 1) if is_probed(step)]
     elif steps and steps[0] > 0:
         steps.insert(0, steps[0] - 1)  # in which they took part
@@ -78,7 +82,7 @@ def _evidence(
     for report in reports:
         for index, step in enumerate(steps or [report.step]):
             missing = set(report.missing.get(step, ()))
-            if context.wrapper.tolerates_unused and settled:
+            if context.wrapper.goes_on_without and settled:
                 missing |= set(report.never_used) | set(report.sometimes_missing if index == 0 else ())
             states: dict[str, GradientState] = {
                 name: "missing" if name in missing else report.probed.states.get(name, "contributes")

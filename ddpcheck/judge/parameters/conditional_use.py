@@ -189,12 +189,13 @@ def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
         return []
     step = min(min(absence.steps) for absence in partial)
     evidence = _evidence(use)
-    message = _describe_first([absence for absence in partial if step in absence.steps], step, use.facts.names)
+    do = "reduce" if use.facts.wrapper.sharded else "wait for"
+    message = _describe_first([absence for absence in partial if step in absence.steps], step, use.facts.names, do)
     if use.all_at_once:
         evidence = ["what the loss is made of there depends on no parameter, as a constant for an empty batch does"]
         message = (
             f"No parameter has a part in the loss of {format_ranks(partial[0].ranks)} in step {step}, while the "
-            "other ranks wait for the gradients."
+            f"other ranks {do} the gradients."
         )
     return use.one_finding("DDP104", message, evidence, sorted({rank for item in partial for rank in item.ranks}))
 
@@ -240,14 +241,14 @@ def _evidence(use: ConditionalUse) -> list[str]:
     return lines + _reasons(use)
 
 
-def _describe_first(absences: Sequence[MissingOn], step: int, names: Names) -> str:
-    """The first step in which ranks disagree, in a sentence."""
+def _describe_first(absences: Sequence[MissingOn], step: int, names: Names, do: str) -> str:
+    """The first step in which ranks disagree, in a sentence; `do`: what the others do with the gradient."""
     parts = [
         f"{join_names(names.subjects(item.names))} did not contribute on {format_ranks(item.ranks)}"
         for item in absences
     ]
     if len(parts) == 1:
-        return f"{parts[0]} in step {step}, while the other ranks wait for the gradient."
+        return f"{parts[0]} in step {step}, while the other ranks {do} the gradient."
     more = f" (and {len(parts) - 2} more)" if len(parts) > 2 else ""
     return f"In step {step} {parts[0]}, and {parts[1]}{more}: the ranks wait for each other's gradients."
 

@@ -12,6 +12,7 @@ from ddpcheck.findings.evidence.evaluation import RowsCompared
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.patching import Patch, patched
+from ddpcheck.gather.state.tensor_values import is_shard
 
 _METHODS = ("__sub__", "__rsub__", "__eq__", "__ne__", "sub", "eq", "ne")
 _FUNCTIONS = ("sub", "eq", "ne", "dist", "isclose")
@@ -52,7 +53,7 @@ class ComparisonRecorder:
 
     def _meet(self, one: Any = None, other: Any = None, *_arguments: Any, **named: Any) -> None:
         one, other = named.get("input", one), named.get("other", named.get("target", other))
-        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or is_shard(one) or is_shard(other):
             return
         count = one.numel()
         if count != other.numel() or not _FEWEST <= count <= _MOST or count % max(1, self._size):

@@ -11,8 +11,10 @@ from torch import nn
 
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.ddp.ddp_wrapper import is_ddp
 from ddpcheck.gather.ddp.loop_events import noted_no_sync
 from ddpcheck.gather.patching import Patch
+from ddpcheck.record.loop import shard_switches
 from ddpcheck.stream.ledger import Ledger
 
 FORWARDS = (LoopEvent("forward"), LoopEvent("forward", synchronises=True))
@@ -42,7 +44,9 @@ class LoopRecord:
         self._last_step: tuple[LoopEvent, ...] = ()
 
     def attach(self, wrapper: nn.Module) -> None:
-        """Record each `no_sync` of `wrapper`, its begin and its end."""
+        """Record each `no_sync` of `wrapper`, its begin and its end; of shards, what switches their reduction off."""
+        if not is_ddp(wrapper):
+            shard_switches.follow()
         if not _patches:
             _patches.append(Patch(_DDP, "no_sync", lambda original: noted_no_sync(original, _note_of)))
         _records[wrapper] = ref(self)
@@ -53,6 +57,7 @@ class LoopRecord:
             _records.pop(wrapper, None)
         if _patches and not _records:
             _patches.pop().undo()
+            shard_switches.leave()
 
     def note(self, kind: str) -> None:
         """Record an event of a kind, with the line of the user's code; begin and end of `no_sync` without."""

@@ -21,6 +21,7 @@ from ddpcheck.stream.ledger import AROUND, Contribution
 from ddpcheck.stream.rank_report import is_probed
 
 _FEWEST = 3  # optimizer steps on gradients that have not been averaged, before that is told without the other ranks
+_MANY = 16  # likewise, of shards that have been reduced before: a loop may step more often than it reduces
 _SPARING = LoopEvent("step", spares_unreduced=True)
 
 
@@ -118,7 +119,10 @@ class OptimizerSteps:
             self._alone = 0  # each parameter
             self._loop.add(STEP)
             return
-        self._step_unreduced(_parameters_of(optimizer), alone=not reductions)
+        if self._tracker.parameters.is_sharded:
+            self._step_without_gradients(alone=not reductions)
+        else:
+            self._step_unreduced(_parameters_of(optimizer), alone=not reductions)
 
     def _note_unanswered(self) -> None:
         """Have parameters looked at after 3, 6, 12 ... steps: DDP may wait for tensors that nobody uses."""
@@ -157,6 +161,15 @@ class OptimizerSteps:
                 times, self._tracker.hooks_parameters = 0, True
         if times == _FEWEST and not there & parameters_in_wrappers(but=self._tracker.wrapper):  # wrapped again
             self._tell(own[-1] if own else None)
+
+    def _step_without_gradients(self, *, alone: bool) -> None:
+        """A step on shards, for which nothing was reduced (`alone`): what is not reduced is none of their gradients."""
+        ledger = self._loop.ledger
+        waits = [one for one in ledger.open if not one.reduced]
+        self._loop.note("step")
+        self._alone = self._alone + 1 if alone and waits else 0
+        if waits and self._alone == (_MANY if self._tracker.number else _FEWEST):
+            self._tell(waits[-1])
 
     def _is_there(self, held: set[int]) -> bool:
         """Whether an optimizer of these parameters is about to use what was not reduced: it was not zeroed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,14 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddpcheck.findings.evidence.modules import ShardedFacts
 from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.findings.wording import Names
 from ddpcheck.gather.autograd.autograd_graph import all_names
-from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, facts_of, trains_apart
+from ddpcheck.gather.ddp.ddp_wrapper import (
+    broadcasts_buffers,
+    facts_of,
+    inner_module,
+    joins,
+    ranks_of,
+    trains_apart,
+)
+from ddpcheck.gather.ddp.sharding import split_of
+from ddpcheck.gather.steps.gradient_sketch import KeptParts
 from ddpcheck.gather.steps.training_step import visible_tensors
+from ddpcheck.record.loop import shard_switches
 from ddpcheck.record.loop.forward_snapshot import Snapshot
 from ddpcheck.record.loop.loop_record import LoopRecord
 from ddpcheck.record.loop.optimizer_steps import OptimizerSteps
@@ -29,6 +40,8 @@ from ddpcheck.record.parameters.step_probe import StepProbe
 from ddpcheck.record.replicas.replica_capture import ReplicaCapture
 from ddpcheck.stream.ledger import Contribution
 from ddpcheck.stream.rank_report import FIRST_SETTLED, RankReport, WatchContext, is_probed, is_settled
+
+_MOST_PARTS = 8  # of a gradient that is reduced onto as many ranks, of each of which something is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +57,8 @@ class RecorderOptions:
         completes: Gives zeros to DDP where it waits for gradients that do not come.
         settles_at_end: Judges what an option allows for by all steps, and not before.
         parameters_later: Whether what parameters are in a step is left to the door to take.
+        shards: Whether the values of shards are captured with those of a replica.
+        hooks_shards: Whether forward passes of a sharded module are noticed by hooks; else the door tells of them.
         bypassed: How the wrapper is, where gradients come to its parameters without it.
     """
 
@@ -55,6 +70,8 @@ class RecorderOptions:
     completes: bool = True
     settles_at_end: bool = False
     parameters_later: bool = False
+    shards: bool = False
+    hooks_shards: bool = True
     bypassed: Callable[[], LoopEvent] = lambda: LoopEvent("forward inside")
 
 
@@ -89,6 +106,9 @@ class Door(Protocol):
     def cannot_follow(self) -> None:
         """Backward passes run under compiled autograd: no step of it will end here."""
 
+    def absent(self, report: RankReport) -> None:
+        """Shards have no part in the backward pass that begins; where others have, its reductions will not match."""
+
     def reduced(self, ended: EndedStep) -> None:
         """A step has ended; may wait for the other ranks, and raise `FindingsError`."""
 
@@ -106,16 +126,18 @@ class StepRecorder(StepListener):
         context: The wrapper as it is when this begins.
         replica: Its values.
         history: Of the parameters.
+        is_sharded: Whether the wrapper is a module that `fully_shard` has sharded.
     """
 
     def __init__(
         self,
-        wrapper: nn.parallel.DistributedDataParallel,
+        wrapper: nn.Module,
         door: Door,
         options: RecorderOptions,
         *,
         began_alike: bool,
         keeps_start: bool,
+        built: Mapping[str, int] | None = None,
         listeners: Sequence[StepListener] = (),
     ) -> None:
         """Make it; nothing is recorded until `attach`.
@@ -126,11 +148,12 @@ class StepRecorder(StepListener):
             options: What is recorded.
             began_alike: Whether parameters are known to have been the same on all ranks when the wrapper was made.
             keeps_start: Whether what they were then is kept.
+            built: Fingerprints of parameters before they were sharded, by name, as far as they are known.
             listeners: Others that are told of the steps, after the recorder.
         """
-        self.module: nn.Module = wrapper.module
+        self.module = inner_module(wrapper)
         self.rank = dist.get_rank()
-        self.ranks = tuple(dist.get_process_group_ranks(wrapper.process_group or dist.group.WORLD))
+        self.ranks = ranks_of(wrapper)
         self._door = door
         self._options = options
         self._began = time.monotonic()
@@ -138,11 +161,18 @@ class StepRecorder(StepListener):
         self.tracker = StepTracker(wrapper, self.loop, (self, *listeners), completes=options.completes)
         synced = self.tracker.parameters
         self.parameters = dict(zip(synced.names, synced.tensors, strict=True))
-        self.context = _context_of(wrapper, synced.names, began_alike=began_alike)
+        self.is_sharded = synced.is_sharded
+        self.context = _context_of(wrapper, synced.names, built or {}, began_alike=began_alike)
         self.history = ParameterHistory(self.rank, self.module, self.parameters, self.context.wrapper)
         self.replica = ReplicaCapture(
-            self.module, self.rank, keeps_start=keeps_start, with_parameters=not options.parameters_later
+            self.module,
+            self.rank,
+            keeps_start=keeps_start and not self.is_sharded,
+            with_parameters=not options.parameters_later,
+            shards=self.parameters if self.is_sharded else None,
+            with_shards=options.shards,
         )
+        self._splits = {n: split_of(p) for n, p in self.parameters.items()} if self.is_sharded else {}
         self._probe: StepProbe | None = None
         self._micro_batches = MicroBatches(synced.tensors) if options.normalisation else None
         self._optimizer_steps = OptimizerSteps(
@@ -152,7 +182,8 @@ class StepRecorder(StepListener):
     def attach(self) -> None:
         """Begin to record."""
         self._optimizer_steps.attach()
-        self.tracker.attach()
+        if self._options.hooks_shards or not self.is_sharded:
+            self.tracker.attach()
         if self.wrapper is not None:
             self.loop.attach(self.wrapper)
 
@@ -168,7 +199,7 @@ class StepRecorder(StepListener):
             self._probe = None
 
     @property
-    def wrapper(self) -> nn.parallel.DistributedDataParallel | None:
+    def wrapper(self) -> nn.Module | None:
         """The wrapper; `None` once nobody holds it."""
         return self.tracker.wrapper
 
@@ -185,7 +216,7 @@ class StepRecorder(StepListener):
     @property
     def joins(self) -> bool:
         """Whether ranks without further batches may have left the loop (`Join`)."""
-        return self.wrapper is not None and bool(self.wrapper._join_config.enable)
+        return self.wrapper is not None and joins(self.wrapper)
 
     @property
     def are_apart(self) -> bool:
@@ -197,7 +228,8 @@ class StepRecorder(StepListener):
         if self.joins:  # a rank without further batches makes the steps of a sharded optimizer for the others
             return
         around = self._options.bypassed(), LoopEvent("step", location=str(user_location() or ""))
-        self.tell(*(around if used is None else used.events))
+        switches = shard_switches.calls if self.is_sharded else ()
+        self.tell(*switches, *(around if used is None else used.events))
 
     def tell_replaced(self) -> None:
         """Tell of parameters in the place of those that DDP knows, and waits for."""
@@ -220,11 +252,17 @@ class StepRecorder(StepListener):
 
     def step_begins(self, step: int) -> None:
         """Probe the step, if it is its turn."""
-        keeps = self._options.keeps(step) and not self.are_apart
+        few = all(split is not None and split[0] <= _MOST_PARTS for split in self._splits.values())
+        keeps = self._options.keeps(step) and not self.are_apart and few
         if self._probe is not None:
             self._probe.attach()
         elif (self._options.parameters and self._reports(step)) or keeps:
-            self._probe = StepProbe(self.module, self.parameters, keep=self._options.keep if keeps else None)
+            leaves = self.tracker.parameters.leaves
+            self._probe = StepProbe(self.module, self.parameters, leaves, keep=self._keep if keeps else None)
+
+    def _keep(self, name: str, gradient: torch.Tensor) -> Any:
+        split = self._splits.get(name)
+        return self._options.keep(gradient) if split is None else KeptParts.of(gradient, *split)
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
         """Measure the micro-batch, and probe a forward pass of the step."""
@@ -232,7 +270,9 @@ class StepRecorder(StepListener):
             self.replica.forward_returned()
         if self._micro_batches is not None:
             self._micro_batches.forward_returned(step, output)
-        if synced and self._probe is not None:
+        if (synced or self.is_sharded) and self._probe is not None:
+            if self.is_sharded:  # whose leaves are known now
+                self._probe.attach()
             self._probe.forward_returned(tensors)
         if synced and step == 0 and self._options.parameters and self.context.wrapper.tolerates_unused:
             visible, opaque = visible_tensors([output], static_graph=self.context.wrapper.static_graph)
@@ -250,6 +290,12 @@ class StepRecorder(StepListener):
             self._probe.detach()
         if self._options.parameters and not self.history.is_reported(names):
             self._door.alarm(step)
+
+    def parameters_absent(self, step: int, names: Sequence[str]) -> None:
+        """Have the door take them before their group is reduced, unless all ranks know of these."""
+        if self._options.parameters and not self.history.is_reported(names):
+            self._door.alarm(step)
+            self._door.absent(replace(self._plain_report(step), missing={step: tuple(names)}))
 
     def backward_hidden(self) -> None:
         """Leave no probe behind, and say that nothing is watched."""
@@ -270,7 +316,8 @@ class StepRecorder(StepListener):
         if probe is not None:
             probe.close()
         if self._options.parameters:
-            self.history.step_ended(step, probe, unused, awaited, self.tracker.accumulated)
+            missing = unused if self.is_sharded else awaited
+            self.history.step_ended(step, probe, unused, missing, self.tracker.accumulated)
         reduced = self._options.completes or not awaited
         self.loop.step_ended(step, reduced=reduced)
         compares = self._compares(step) and reduced
@@ -296,7 +343,7 @@ class StepRecorder(StepListener):
             mine = self.history.report(
                 ended.number,
                 probe=ended.probe,
-                snapshot=ended.snapshot,
+                snapshot=None if self.is_sharded else ended.snapshot,  # whose forward pass is of all ranks together
                 settled=is_settled(ended.number),
                 thorough=ended.compares,
             )
@@ -316,21 +363,23 @@ class StepRecorder(StepListener):
     @property
     def settles(self) -> bool:
         """Whether never used parameters are judged at the end, after fewer steps than are waited for before."""
-        tolerates = self.context.wrapper.tolerates_unused and self._options.parameters
-        return tolerates and 2 < self.step and (self._options.settles_at_end or self.step <= FIRST_SETTLED)
+        goes_on = self.context.wrapper.goes_on_without and self._options.parameters
+        return goes_on and 2 < self.step and (self._options.settles_at_end or self.step <= FIRST_SETTLED)
 
 
 def _context_of(
-    wrapper: nn.parallel.DistributedDataParallel, synced: Sequence[str], *, began_alike: bool
+    wrapper: nn.Module, synced: Sequence[str], built: Mapping[str, int], *, began_alike: bool
 ) -> WatchContext:
-    module = wrapper.module
+    module = inner_module(wrapper)
     aliases = {of_one[0]: of_one for of_one in all_names(module).values() if len(of_one) > 1}
+    facts = facts_of(wrapper, {id(p): name for name, p in module.named_parameters()})
     return WatchContext(
         Names(aliases),
-        facts_of(wrapper, {id(p): name for name, p in module.named_parameters()}),
-        world_size=dist.get_world_size(wrapper.process_group),
+        facts,
+        world_size=len(ranks_of(wrapper)),
         broadcasts_buffers=broadcasts_buffers(wrapper),
         wrapper_class=type(wrapper).__name__,
         trainable=tuple(synced),
         began_alike=began_alike,
+        sharded=replace(facts, values_built=built) if isinstance(facts, ShardedFacts) else None,
     )

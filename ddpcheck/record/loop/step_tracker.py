@@ -5,6 +5,9 @@ backward pass the autograd engine is asked which parameters it will reach. Where
 finish: the other ranks would wait in this backward pass, and this one would raise at its next forward pass. So what is
 missing is given a gradient of zeros at the end of the backward pass, which the reducer takes for its own, and the step
 ends on every rank.
+
+Under `fully_shard` a backward pass decides whether gradients are averaged, whichever forward pass it is of, and nothing
+waits for a parameter. But a rank without the gradient of one reduces less than the others, so that is told before.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 from torch import nn
 
 from ddpcheck.gather.autograd.autograd_graph import at_end_of_backward, in_compiled_backward, will_be_reached
+from ddpcheck.gather.ddp.ddp_wrapper import inner_module
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.loop.forward_snapshot import Snapshot, differentiable_tensors, trainable_leaves
 from ddpcheck.record.loop.loop_record import BACKWARD, FORWARDS, LoopRecord
@@ -46,6 +50,9 @@ class StepListener:
 
     def parameters_missing(self, step: int, names: Sequence[str]) -> None:
         """These parameters have no part in the step: DDP gets zeros in their place, or will wait for them."""
+
+    def parameters_absent(self, step: int, names: Sequence[str]) -> None:
+        """The backward pass that begins does not reach these, as far as the engine knows; nothing waits for them."""
 
     def backward_hidden(self) -> None:
         """A backward pass runs under compiled autograd, once: its steps cannot be followed."""
@@ -106,7 +113,7 @@ class StepTracker:
 
     def __init__(
         self,
-        wrapper: nn.parallel.DistributedDataParallel,
+        wrapper: nn.Module,
         loop: LoopRecord,
         listeners: Sequence[StepListener],
         *,
@@ -138,17 +145,18 @@ class StepTracker:
         return self._step.number
 
     @property
-    def wrapper(self) -> nn.parallel.DistributedDataParallel | None:
+    def wrapper(self) -> nn.Module | None:
         """The wrapper; `None` once nobody holds it."""
         return self.parameters.wrapper
 
     def attach(self) -> None:
         """Hang the hooks on the wrapper."""
-        before, after = UnpickledHook(self._before_forward), UnpickledHook(self._after_forward)
+        before, after = UnpickledHook(self.before_forward), UnpickledHook(self.after_forward)
         wrapper: Any = self.wrapper
         self._handles = [
             wrapper.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
             wrapper.register_forward_hook(after),
+            *self.parameters.hooks_for_leaves(),
         ]
 
     def detach(self) -> None:
@@ -160,7 +168,8 @@ class StepTracker:
 
     # Forward
 
-    def _before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """The wrapper is called."""
         self.settle()
         self.in_forward = True
         self._backward = Backward.NONE  # also where the last backward pass has raised
@@ -171,9 +180,9 @@ class StepTracker:
             return
         for listener in self._listeners:
             listener.forward_begins()
-        if wrapper.require_backward_grad_sync:
+        if self.parameters.is_sharded or self.parameters.are_averaged:
             self._begin()
-            self._step.snapshot = Snapshot.take(wrapper.module, arguments, named, thorough=self.number < 1)
+            self._step.snapshot = Snapshot.take(inner_module(wrapper), arguments, named, thorough=self.number < 1)
         else:
             self._loop.add(FORWARDS[False])
 
@@ -183,9 +192,10 @@ class StepTracker:
             for listener in self._listeners:
                 listener.step_begins(self.number)
 
-    def _after_forward(self, wrapper: Any, _arguments: Any, output: Any) -> None:
+    def after_forward(self, _wrapper: Any, _arguments: Any, output: Any) -> None:
+        """It has returned."""
         self.in_forward = False
-        synced = bool(wrapper.require_backward_grad_sync)
+        synced = self.parameters.are_averaged
         if torch.is_grad_enabled() and (synced or not self._expected_inside):
             self._expect_backward(output, synced=synced)
 
@@ -193,7 +203,7 @@ class StepTracker:
         """Take `loss` for what a forward pass has returned: where a framework calls backward inside of it."""
         self._step.snapshot = None
         self._expected_inside = True
-        synced = torch.is_grad_enabled() and bool(getattr(self.wrapper, "require_backward_grad_sync", False))
+        synced = torch.is_grad_enabled() and self.parameters.are_averaged
         if synced:
             self._begin()
         else:
@@ -202,10 +212,11 @@ class StepTracker:
 
     def _expect_backward(self, output: Any, *, synced: bool) -> None:
         """Notice the backward pass of a forward pass; of one after which DDP does not average, by a hook of its own."""
-        tensors = differentiable_tensors(output)
-        if synced:
+        tensors, sharded = differentiable_tensors(output), self.parameters.is_sharded
+        if synced or sharded:
             self._step.ready = True
-            self._loop.add(FORWARDS[True])
+            if not sharded:
+                self._loop.add(FORWARDS[True])
             self._hook_leaves(output)
             self._step.roots.append([tensor.grad_fn for tensor in tensors])
         for listener in self._listeners:
@@ -213,10 +224,10 @@ class StepTracker:
         if self._is_hidden:
             return
         for tensor in tensors:
-            tensor.register_hook(self._hook if synced else self._no_sync_hook)
-        if synced and (self.hooks_parameters or not tensors):  # backward does not come through these tensors
+            tensor.register_hook(self._hook if synced or sharded else self._no_sync_hook)
+        if (synced or sharded) and (self.hooks_parameters or not tensors):  # backward comes through none of these
             remove_hooks(self._pass_handles)
-            self._pass_handles = [p.register_hook(self._hook) for p in self.parameters.tensors if p.requires_grad]
+            self._pass_handles = [p.register_hook(self._hook) for p in self.parameters.leaves if p.requires_grad]
 
     def _hook_leaves(self, output: Any) -> None:
         """Notice a backward pass that ends in what the forward pass has returned: a loss made for an empty batch."""
@@ -245,6 +256,8 @@ class StepTracker:
             if at_end_of_backward(UnpickledHook(self._after_no_sync_backward)):
                 self._backward = Backward.NO_SYNC
             self.unreduced |= added
+            if self.parameters.is_sharded:
+                self._loop.add(FORWARDS[False])
             self._loop.add(BACKWARD)
 
     def _after_no_sync_backward(self) -> None:
@@ -258,6 +271,11 @@ class StepTracker:
     def _on_gradient(self, _gradient: torch.Tensor, *, is_grad: bool = True) -> None:
         if self._backward in _TO_DDP or self._hides():
             return
+        if sharded := self.parameters.is_sharded:
+            self._step.ready = True
+            if self._backward is Backward.NO_SYNC or not self.parameters.are_averaged:
+                self._on_no_sync_gradient(_gradient)
+                return
         self._backward = Backward.SYNCED
         self._has_end_callbacks = at_end_of_backward(UnpickledHook(self._at_end))
         self._took_part = reached = self.parameters.reached(root for roots in self._step.roots for root in roots)
@@ -270,6 +288,8 @@ class StepTracker:
             if is_grad and not reached:
                 self._backward = Backward.GRAD
         if self._backward is Backward.SYNCED:
+            if sharded:
+                self._loop.add(FORWARDS[True])
             if self._step.ready:
                 self._loop.add(BACKWARD)
             for listener in self._listeners:
@@ -278,6 +298,10 @@ class StepTracker:
             return
         self._note_arrivals(reached)
         self._step.still_expected = NONE if self._backward is Backward.GRAD else self._may_still_come(reached)
+        absent = self.parameters.all - reached - self._step.still_expected - self.unreduced
+        if sharded and absent and self._backward is Backward.SYNCED:
+            for listener in self._listeners:
+                listener.parameters_absent(self.number, sorted(self.parameters.names_of(absent)))
 
     def _hides(self) -> bool:
         if not self._is_hidden and in_compiled_backward():
@@ -290,7 +314,7 @@ class StepTracker:
         """Hang a hook on each parameter that the engine does not speak of: a re-entrant checkpoint may reach it."""
         self._took_part = arrived = set(reached)
         for index in self.parameters.all - reached:
-            parameter = self.parameters.tensors[index]
+            parameter = self.parameters.leaves[index]
             if parameter.requires_grad:
                 arrive = partial(_add, arrived, index)
                 self._pass_handles.append(parameter.register_post_accumulate_grad_hook(arrive))
@@ -348,6 +372,8 @@ class StepTracker:
 
     def _finish(self) -> None:
         step, unused = self._step, self._step.unused
+        if self.parameters.is_sharded:  # which reduces what earlier backward passes have left, whatever the last one is
+            unused = unused - self.unreduced
         number, snapshot, awaited = step.number, step.snapshot, self.parameters.awaited(unused)
         self.parameters.step_ended(unused)
         self.accumulated = self.parameters.names_of(self.unreduced)

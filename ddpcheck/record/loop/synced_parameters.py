@@ -1,12 +1,14 @@
 """The parameters that a wrapper synchronises, and what the autograd engine says of them in a backward pass.
 
 A parameter has the same index here as in the list of parameters that `DistributedDataParallel` makes when it is
-constructed.
+constructed. Under `fully_shard` the parameters are shards, and backward accumulates into others, the whole ones, which
+are in their place while a module that was sharded runs forward, and are the same ones in every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -14,6 +16,11 @@ import torch
 from torch import nn
 
 from ddpcheck.gather.autograd.autograd_graph import gradient_node, walk_graph, will_be_reached
+from ddpcheck.gather.ddp.ddp_wrapper import inner_module, is_ddp
+from ddpcheck.gather.ddp.sharding import parameter_groups, reduces
+from ddpcheck.gather.state.module_state import sharding_classes
+from ddpcheck.gather.state.tensor_values import is_shard
+from ddpcheck.record.module_hooks import UnpickledHook
 
 NONE: Set[int] = frozenset()
 
@@ -24,29 +31,63 @@ class SyncedParameters:
     Attributes:
         names: In DDP's order.
         tensors: The parameters, in the same order.
+        leaves: What backward accumulates into: the parameters themselves, or the whole of each as far as it is known.
         all: Their indices.
+        is_sharded: Whether they are shards.
     """
 
-    def __init__(self, wrapper: nn.parallel.DistributedDataParallel) -> None:
+    def __init__(self, wrapper: nn.Module) -> None:
         self._wrapper = ref(wrapper)  # which holds this by its hooks, and is freed when nobody else holds it
-        self._finds_unused = bool(wrapper.find_unused_parameters)
+        self._finds_unused = bool(getattr(wrapper, "find_unused_parameters", False))
         self._unused_first: Set[int] | None = None  # in the first step: static_graph expects the same of all others
+        self.is_sharded = not is_ddp(wrapper)
+        module = inner_module(wrapper)
         ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
-        found = {n: p for n, p in wrapper.module.named_parameters() if p.requires_grad and n not in ignored}
+        found = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
+        if self.is_sharded:
+            found = {name: p for name, p in found.items() if is_shard(p)}
         self.names = list(found)
         self.tensors = list(found.values())
+        self.leaves: list[torch.Tensor] = [*self.tensors]
         self.all: Set[int] = frozenset(range(len(found)))
         self._nodes = [gradient_node(parameter) for parameter in self.tensors]
+        self._groups = parameter_groups(module) if self.is_sharded else []
+        self._unknown = dict(zip(self.names, range(len(found)), strict=True)) if self.is_sharded else {}
         self._sparse = {  # as DDP finds them
             id(part.weight)
-            for part in wrapper.module.modules()
+            for part in module.modules()
             if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
         }
 
     @property
-    def wrapper(self) -> nn.parallel.DistributedDataParallel | None:
+    def wrapper(self) -> nn.Module | None:
         """The wrapper; `None` once nobody holds it."""
         return self._wrapper()
+
+    @property
+    def are_averaged(self) -> bool:
+        """Whether a backward pass averages: DDP decides that in forward, `fully_shard` in backward."""
+        wrapper: Any = self.wrapper
+        return reduces(self._groups) if self.is_sharded else bool(getattr(wrapper, "require_backward_grad_sync", False))
+
+    def hooks_for_leaves(self) -> list[Any]:
+        """Handles of hooks that find the leaves of a sharded module, in whose forward they stand for the shards."""
+        if not self.is_sharded or (wrapper := self.wrapper) is None:
+            return []
+        added = sharding_classes()
+        parts: list[tuple[str, Any]] = [(path, p) for path, p in wrapper.named_modules() if isinstance(p, added)]
+        return [
+            part.register_forward_pre_hook(UnpickledHook(partial(self.look_for_leaves, f"{path}." if path else "")))
+            for path, part in parts
+        ]
+
+    def look_for_leaves(self, prefix: str, part: nn.Module, _arguments: Any = ()) -> None:
+        """The forward pass of `part` begins, whose parameters have this prefix; it may be the first one."""
+        for name, parameter in part.named_parameters() if self._unknown else ():
+            index = self._unknown.get(prefix + name)
+            if index is not None and not is_shard(parameter) and parameter.requires_grad:
+                self.leaves[index], self._nodes[index] = parameter, gradient_node(parameter)
+                del self._unknown[prefix + name]
 
     def names_of(self, indices: Iterable[int]) -> frozenset[str]:
         """The names of the parameters with these indices."""
@@ -62,13 +103,13 @@ class SyncedParameters:
             if roots is None:
                 return self.all
             leaves = {id(leaf) for leaf in walk_graph([], nodes=roots).leaves}
-            reached = [id(parameter) in leaves for parameter in self.tensors]
+            reached = [id(leaf) in leaves for leaf in self.leaves]
         return self.all if all(reached) else {index for index, yes in enumerate(reached) if yes}
 
     def reached_by_another_node(self, indices: Iterable[int]) -> set[int]:
         """The parameters that backward reaches by another node than the one on which DDP waits: they have been cast."""
         found = set()
-        for index in indices:
+        for index in () if self.is_sharded else indices:
             parameter = self.tensors[index]
             if parameter.requires_grad and (node := gradient_node(parameter)) is not self._nodes[index]:
                 found |= {index} if will_be_reached([node]) == [True] else set()
@@ -76,7 +117,7 @@ class SyncedParameters:
 
     def behind(self, root: Any) -> set[int]:
         """The parameters in the graph behind a node."""
-        index_of = {id(parameter): index for index, parameter in enumerate(self.tensors)}
+        index_of = {id(leaf): index for index, leaf in enumerate(self.leaves)}
         return {index_of[id(leaf)] for leaf in walk_graph([], nodes=[root]).leaves if id(leaf) in index_of}
 
     def add_zero_gradients(self, indices: Iterable[int]) -> None:
@@ -111,7 +152,7 @@ class SyncedParameters:
 
     def awaited(self, unused: Set[int]) -> Set[int]:
         """The parameters in `unused` that DDP waits for, and will not get: an option of the wrapper says so."""
-        if self._finds_unused:
+        if self._finds_unused or self.is_sharded:
             return NONE
         if self.is_static_graph:
             return NONE if self._unused_first is None else unused - self._unused_first

@@ -18,6 +18,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_frame, user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward, made_shapes
 from ddpcheck.gather.patching import guarded, patched
+from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.record.loss.loss_source import LossSource, loss_source, scales_by_world_size
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
@@ -101,6 +102,7 @@ class LossRecorder:
             or before >= _MOST_A_STEP
             or not isinstance(losses, torch.Tensor)
             or losses.numel() > 1
+            or is_shard(losses)
         ):
             return None
         where = user_location()

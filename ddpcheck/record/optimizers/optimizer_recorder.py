@@ -24,10 +24,9 @@ from ddpcheck.findings.source_lines import below_common, lines_of_program, user_
 from ddpcheck.gather.autograd.autograd_graph import in_backward, walk_graph
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
-from ddpcheck.gather.ddp.sharding import is_shard
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
-from ddpcheck.gather.state.tensor_values import version_of
+from ddpcheck.gather.state.tensor_values import is_shard, version_of
 from ddpcheck.gather.steps.gradient_distance import dense, norms
 from ddpcheck.gather.steps.gradient_sketch import sketches
 from ddpcheck.record.loop.leftover_recorder import LeftoverRecorder
@@ -211,12 +210,13 @@ class OptimizerRecorder:
         held = _parameters_of(optimizer)
         wrapped = {id(p): f"{watch.number}/{name}" for watch in watches for name, p in watch.parameters.items()}
         inside = {wrapped[id(p)]: p for p in held if id(p) in wrapped}
+        whole = {name: p for name, p in inside.items() if not is_shard(p)}
         alone = {known.alone[id(p)]: p for p in held if id(p) in known.alone}
         reductions = sum(watch.step for watch in watches)
         idle_watches = [watch for watch in watches if watch.step == known.reduced.get(watch.number, 0)]
         settled = not known.apart and not any(watch.has_unreduced for watch in watches)
         options = optimizer_options(optimizer, {})
-        every = {**inside, **alone}
+        every = {**whole, **alone}
         summed: dict[str, Location | None] = {name: line for name, p in every.items() if (line := self._sum_in(p.grad))}
         summed = summed or self._sums_in_one([(name, p.grad) for name, p in alone.items() if p.grad is not None])
         lines = lines_of_program(sys._getframe(1))
@@ -225,7 +225,7 @@ class OptimizerRecorder:
         known.used = self._backwards, lines
         others = [one for one in self._lines.optimizers() if one not in self._known]
         idle = {wrapped[id(p)] for one in others for p in _parameters_of(one) if id(p) in wrapped}
-        names = {**{id(p): name for name, p in inside.items()}, **{id(p): name for name, p in alone.items()}}
+        names = {**{id(p): name for name, p in whole.items()}, **{id(p): name for name, p in alone.items()}}
         return OptimizerStep(
             known.number,
             known.steps,
@@ -235,7 +235,7 @@ class OptimizerRecorder:
             reductions=reductions if watches and not known.apart else -1,
             averaged=reductions > known.reductions and settled,
             unaveraged=tuple(f"{watch.number}/{n}" for watch in idle_watches for n in watch.parameters),
-            norms=norms({name: p.grad for name, p in inside.items() if p.grad is not None}),
+            norms=norms({name: p.grad for name, p in whole.items() if p.grad is not None}),
             states=norms(
                 {
                     f"{names[id(p)]}: {key}": value
@@ -260,7 +260,8 @@ class OptimizerRecorder:
             late_sum_at=known.late,
             restored_at=self._lines.of_restored(optimizer),
             rescaled_at=known.rescaled_at,
-            shards=sum(map(is_shard, held)),
+            shards=sum(p.requires_grad and is_shard(p) for p in held),
+            shard_scales={name: scale for watch in watches for name, scale in watch.shard_scales().items()},
         )
 
     def _sums_in_one(self, gradients: list[tuple[str, torch.Tensor]]) -> dict[str, Location | None]:

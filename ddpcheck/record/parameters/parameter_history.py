@@ -14,6 +14,7 @@ from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.autograd.gradient_paths import COMPILED_CODE
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, changes
 from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.record.loop.forward_snapshot import Snapshot
 from ddpcheck.record.parameters.step_probe import StepProbe, zero_gradients
 from ddpcheck.stream.rank_report import RankReport
@@ -109,7 +110,7 @@ class ParameterHistory:
             thorough: Whether to look for changes of parameters without a probe, too.
         """
         missing = {name for names in self.not_reported.values() for name in names} - self._reported
-        if self._wrapper.tolerates_unused and (settled or step == _EXPLAINED_EARLY):
+        if self._wrapper.goes_on_without and (settled or step == _EXPLAINED_EARLY):
             missing |= self._never_used - self._reported
         self._ends |= self._explained(missing - self._ends.keys(), snapshot)
         probed = StepEvidence(self._rank, step, {}) if probe is None else self._probed(step, probe, snapshot)
@@ -135,6 +136,9 @@ class ParameterHistory:
     def changed(self) -> dict[str, str]:
         """What has happened to parameters since they were wrapped, in a word, by name."""
         changed = changes(self._at_start, self._module)
+        if self._wrapper.sharded:  # the whole of a parameter may be in the place of its shard for a while
+            whole = {name for name, p in self._module.named_parameters() if not is_shard(p)} - self._wrapper.ignored
+            changed = {name: how for name, how in changed.items() if name not in whole or how == "added"}
         return {name: how for name, how in changed.items() if name not in self._created_in_forward}
 
     def _probed(self, step: int, probe: StepProbe, snapshot: Snapshot | None) -> StepEvidence:

@@ -16,6 +16,7 @@ from ddpcheck.findings.evidence.parameters import PathEnd, UnregisteredTensor
 from ddpcheck.gather.autograd.autograd_graph import gradient_nodes, unregistered_tensors, walk_graph
 from ddpcheck.gather.autograd.gradient_paths import function_returning_none
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
+from ddpcheck.gather.state.tensor_values import is_shard, own_part
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.record.module_hooks import remove_hooks
 
@@ -29,25 +30,34 @@ class StepProbe:
         unregistered: Leaves that receive gradient, that the module holds, and that are no parameters of it.
         created_in_forward: Parameters that the forward pass has made.
         reentrant: Whether a re-entrant checkpoint is in the graph.
-        keep: What is kept of this rank's own gradients, a linear function of each; `None` where nothing is.
-        local: That of this rank's own gradients: what `.grad` held before, and what arrived.
+        keep: What is kept of this rank's own gradients by name, a linear function of each; `None` where nothing is.
+        local: That of this rank's own gradients: what `.grad` held before, and what arrived; of shards, what arrived.
+        held: The gradients that shards had before.
     """
 
     def __init__(
         self,
         module: nn.Module,
         parameters: Mapping[str, nn.Parameter],
+        leaves: Sequence[torch.Tensor],
         *,
-        keep: Callable[[torch.Tensor], Any] | None,
+        keep: Callable[[str, torch.Tensor], Any] | None,
     ) -> None:
+        """Look at the step of `module` that begins, at these of its parameters.
+
+        `leaves` is what backward accumulates into, in their order. It may come to be known in the forward pass only;
+        then `attach` is called again.
+        """
         self.arrivals: dict[str, int] = {}
         self.lost: dict[str, PathEnd] = {}
         self.unregistered: tuple[UnregisteredTensor, ...] = ()
         self.created_in_forward: dict[str, UnregisteredTensor] = {}
         self.reentrant = False
         self.local: dict[str, Any] = {}
+        self.held: dict[str, torch.Tensor] = {}
         self._module = module
         self._parameters = parameters
+        self._leaves = leaves
         self.keep = keep
         self._arrived_none: set[str] = set()
         self._before = {name for name, _ in module.named_parameters()}
@@ -58,7 +68,7 @@ class StepProbe:
     def attach(self) -> None:
         """Hang hooks on the parameters that require grad now."""
         self.detach()
-        nodes = gradient_nodes([*self._parameters.values()])
+        nodes = gradient_nodes(self._leaves)
         self._handles = [  # on the node, which torch.autograd.grad does not run; it would run one on the tensor
             node.register_prehook(self._arrival(name))
             for name, node in zip(self._parameters, nodes, strict=True)
@@ -78,7 +88,7 @@ class StepProbe:
             self.arrivals[name] = self.arrivals.get(name, 0) + 1
             if self.keep is not None:
                 self._keep_held(name)
-                came = self.keep(dense(gradient))
+                came = self.keep(name, dense(gradient))
                 self.local[name] = self.local[name] + came if name in self.local else came
 
         return arrived
@@ -86,8 +96,12 @@ class StepProbe:
     def _keep_held(self, name: str) -> None:
         """Keep what `.grad` holds from backward passes that were not averaged: it goes into this average."""
         held = self._parameters[name].grad
-        if name not in self.local and held is not None and self.keep is not None:
-            self.local[name] = self.keep(dense(held))
+        if name in self.local or name in self.held or held is None or self.keep is None:
+            return
+        if is_shard(held):
+            self.held[name] = dense(held).clone()
+        else:
+            self.local[name] = self.keep(name, dense(held))
 
     def backward_begins(self) -> None:
         """Keep what `.grad` holds; a parameter that is in the loss by another way may have had its gradient."""
@@ -105,7 +119,7 @@ class StepProbe:
             for name, parameter in now.items()
             if name not in self._before
         }
-        known = set(map(id, now.values()))
+        known = {*map(id, now.values()), *map(id, self._leaves)}
         strange = [leaf for leaf in walk.leaves if id(leaf) not in known and leaf.requires_grad]
         if strange:
             held = {id(tensor): name for name, tensor in unregistered_tensors(self._module)}
@@ -124,8 +138,9 @@ class StepProbe:
         """
         self.detach()
         roots, self._roots = self._roots, []
+        leaves = dict(zip(self._parameters, self._leaves, strict=True))
         for name in sorted(self._arrived_none - self.arrivals.keys()):
-            end = function_returning_none(roots, self._parameters[name])
+            end = function_returning_none(roots, leaves[name])
             if _SINK not in end.reason:
                 self.lost[name] = end
 
@@ -140,7 +155,7 @@ _SINK = "_DDPSink"  # of torch/nn/parallel/distributed.py; private to torch
 
 def zero_gradients(parameters: Mapping[str, nn.Parameter]) -> set[str]:
     """The parameters whose gradient exists and is exactly zero."""
-    gradients = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None and p.numel()}
+    gradients = {name: own_part(p.grad) for name, p in parameters.items() if p.grad is not None and p.numel()}
     values = [g.coalesce().values() if g.layout == torch.sparse_coo else g for g in gradients.values()]
     some = torch.stack([value.ne(0).any() for value in values]).tolist() if values else []
     return {name for name, yes in zip(gradients, some, strict=True) if not yes}

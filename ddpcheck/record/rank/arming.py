@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from ddpcheck.record.rank import started_processes
+from ddpcheck.record.rank.module_finder import when_imported
 
 _WITH_GROUPS = "torch.distributed.distributed_c10d"
 _WITH_LINES = (  # whose constructions and seeds are noted, which come before there is a process group too
@@ -41,55 +39,24 @@ stand_ins: list[Callable[..., Any]] = []
 def wait_for_process_group() -> None:
     """Have `rank_watch` begin once this process has joined a process group; that is seen as soon as torch is there."""
     started_processes.mark_first_process()
-    sys.meta_path.insert(0, _Finder())
+    when_imported((_WITH_GROUPS,), _arm)
+    when_imported(_WITH_LINES, _follow_lines)
 
 
-class _Finder(MetaPathFinder):
-    """Finds torch's module of process groups, and a few others, as Python would; a loader goes on to change them."""
-
-    def __init__(self) -> None:
-        self._awaited = {_WITH_GROUPS, *_WITH_LINES}
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in self._awaited:
-            return None
-        self._awaited.discard(fullname)
-        if not self._awaited:
-            sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _LoaderThatArms(spec.loader)
-        return spec
+def _arm(module: ModuleType) -> None:
+    started_processes.follow_ends()
+    # Before `torch.distributed` copies the names, and before user code can take a reference.
+    functions = vars(module)
+    functions["init_process_group"] = _announcing(functions["init_process_group"])
+    for name in _REPLACED:
+        if name in functions:
+            functions[name] = _replaceable(name, functions[name])
 
 
-class _LoaderThatArms(Loader):
-    """Loads a module, then puts the real loader back, which `inspect` and others ask for the source."""
+def _follow_lines(module: ModuleType) -> None:
+    from ddpcheck.record.data import constructions  # not in each Python process
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        if module.__name__ != _WITH_GROUPS:
-            from ddpcheck.record.data import constructions  # not in each Python process
-
-            constructions.follow(module)
-            return
-        started_processes.follow_ends()
-        # Before `torch.distributed` copies the names, and before user code can take a reference.
-        functions = vars(module)
-        functions["init_process_group"] = _announcing(functions["init_process_group"])
-        for name in _REPLACED:
-            if name in functions:
-                functions[name] = _replaceable(name, functions[name])
+    constructions.follow(module)
 
 
 def _replaceable(name: str, original: Any) -> Any:

@@ -41,6 +41,7 @@ from ddpcheck.gather.collectives.collective_log import (
     record_overwritten,
     replace_functions,
 )
+from ddpcheck.gather.ddp.ddp_wrapper import group_of
 from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, accompanied, guarded, patched
 from ddpcheck.record.data.draw_recorder import DrawRecorder
 from ddpcheck.record.data.loader_recorder import LoaderRecorder
@@ -58,6 +59,7 @@ from ddpcheck.record.rank.environment import STACK_SIGNAL, RunOptions, options_o
 from ddpcheck.record.rank.file_recorder import FileRecorder
 from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.rank.shard_recorder import ShardRecorder
 from ddpcheck.record.rank.started_processes import on_end
 from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
 from ddpcheck.record.replicas.write_recorder import WriteRecorder
@@ -140,6 +142,7 @@ class _WatchedRank:
         self._statistics = StatisticsRecorder(log.add, lambda: self._loaders.samples)
         self._constructions = ConstructionRecorder()
         FileRecorder(log)
+        ShardRecorder(lambda module, built: self._watch(module, began_alike=False, built=built))
         for recorder in (evaluations, targets, gathers, losses, self._statistics):
             record_given(guarded(recorder.note_collective))
         record_overwritten(guarded(self._overwritten))
@@ -226,10 +229,14 @@ class _WatchedRank:
             self._raised(error)
         self._ended(failing=error is not None)
 
-    def _watch(self, wrapper: Any, *, began_alike: bool) -> None:
+    def _watch(
+        self, wrapper: nn.Module, *, began_alike: bool, built: Mapping[str, int] | None = None
+    ) -> ScriptWatch | None:
+        if not self._watches_on or os.getpid() != self._process:
+            return None
         try:
             note, where = self._lines.note_changes, lambda: self._loaders.position
-            self._of_group[group := name_of_group(wrapper.process_group)] += 1
+            self._of_group[group := name_of_group(group_of(wrapper) or dist.group.WORLD)] += 1
             of_group = self._of_group[group]  # the same one on all its ranks, which construct it together
             watch = ScriptWatch(
                 wrapper,
@@ -241,6 +248,7 @@ class _WatchedRank:
                 lambda: self._loaders.samples,
                 began_alike=began_alike,
                 of_group=of_group,
+                built=built,
             )
             self._watches.add(watch)
             self._writes.wrapped(watch)
@@ -249,6 +257,8 @@ class _WatchedRank:
             self._draws.begin()
         except Exception as error:
             self._failed(error)
+            return None
+        return watch
 
     def _overwritten(self, call: Call, given: Mapping[str, Any]) -> None:
         """Notice a backward pass that comes through what a collective has overwritten; and gradients that are sums."""

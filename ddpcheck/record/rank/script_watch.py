@@ -22,7 +22,7 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file, user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
-from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of
+from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, group_of, inner_module, is_ddp, joins
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
 from ddpcheck.gather.state.module_description import class_name, module_entries
 from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
@@ -61,7 +61,7 @@ class ScriptWatch(StepListener):
 
     def __init__(
         self,
-        wrapper: nn.parallel.DistributedDataParallel,
+        wrapper: nn.Module,
         every: int,
         log: RankLog,
         number: int,
@@ -71,6 +71,7 @@ class ScriptWatch(StepListener):
         *,
         began_alike: bool,
         of_group: int = 1,
+        built: Mapping[str, int] | None = None,
     ) -> None:
         self._log = log
         self.number = number
@@ -91,6 +92,7 @@ class ScriptWatch(StepListener):
         self._alarmed = False  # a report is due when the step has ended
         self._forward_line: Location | None = None
         self._fresh: dict[str, torch.Tensor] = {}  # parameters whose averaged gradient was not zero
+        self._reduced: dict[str, float] = {}  # norms of gradients of shards, as the last reduction has left them
         self._discarded = 0  # optimizer steps before which all of these were thrown away by it
         self._recorder = StepRecorder(
             wrapper,
@@ -104,10 +106,13 @@ class ScriptWatch(StepListener):
                 completes=False,
                 settles_at_end=True,
                 parameters_later=True,
+                shards=True,
+                hooks_shards=False,
                 bypassed=lambda: self._bypass.event,
             ),
             began_alike=began_alike,
             keeps_start=began_alike,
+            built=built,
             listeners=[self],
         )
         self._replica = ReplicaRecorder(self._recorder, log, number)
@@ -132,6 +137,29 @@ class ScriptWatch(StepListener):
     def module(self) -> nn.Module:
         """What is wrapped."""
         return self._recorder.module
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it is a module that `fully_shard` has sharded."""
+        return self._recorder.is_sharded
+
+    def shards_forward(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """The forward pass of a sharded module is about to run."""
+        self._recorder.tracker.before_forward(wrapper, arguments, named)
+
+    def shards_returned(self, wrapper: nn.Module, output: Any) -> None:
+        """It has returned."""
+        self._recorder.tracker.after_forward(wrapper, (), output)
+
+    def look_for_leaves(self, prefix: str, part: nn.Module) -> None:
+        """The parameters of a part of a sharded module are in the place of their shards."""
+        self._recorder.tracker.parameters.look_for_leaves(prefix, part)
+
+    def shard_scales(self) -> dict[str, float]:
+        """By what factor the norm of each shard's gradient has grown since the reduction, by number and name."""
+        gradients = {name: self.parameters[name].grad for name in self._reduced}
+        now = norms({name: gradient for name, gradient in gradients.items() if gradient is not None})
+        return {f"{self.number}/{name}": size / self._reduced[name] for name, size in now.items()}
 
     @property
     def step(self) -> int:
@@ -184,7 +212,7 @@ class ScriptWatch(StepListener):
     def expects(self, reducer: object, outputs: Any) -> None:
         """`prepare_for_backward` is called by a framework: a backward pass comes, perhaps inside of forward."""
         wrapper = self._recorder.wrapper
-        if wrapper is not None and wrapper.reducer is reducer:
+        if wrapper is not None and getattr(wrapper, "reducer", None) is reducer:
             self._recorder.tracker.expect(outputs)
 
     def gradients_zeroed(self) -> None:
@@ -194,11 +222,13 @@ class ScriptWatch(StepListener):
     def any_backward_begins(self) -> None:
         """A backward pass of the script begins, of whatever."""
         self._through_forward = False
-        self._bypass.backward_begins(self.step, in_forward=self._recorder.tracker.in_forward)
+        if not self.is_sharded:
+            self._bypass.backward_begins(self.step, in_forward=self._recorder.tracker.in_forward)
 
     def any_backward_ended(self) -> None:
-        """It has ended."""
-        self._bypass.backward_ended(self.step, put_off=self._through_forward or self.has_unreduced or self.joins)
+        """It has ended; shards are reduced whichever module's forward it comes through."""
+        if not self.is_sharded:
+            self._bypass.backward_ended(self.step, put_off=self._through_forward or self.has_unreduced or self.joins)
 
     def optimizer_steps(self) -> None:
         """An optimizer with parameters of the wrapper is about to step."""
@@ -227,6 +257,8 @@ class ScriptWatch(StepListener):
         self._bypass.close()
         self._recorder.detach()
         release(self.module, self)
+        if was_attached and not failing and self.is_sharded and self.step:
+            self._replica.write_statistics(self.step)
         if was_attached and not failing and (last := self._recorder.last_report()) is not None:
             self._log.add(StepsReported(self.number, last, closing=self._recorder.settles))
 
@@ -246,6 +278,10 @@ class ScriptWatch(StepListener):
         if any(event.kind in AROUND for event in report.events):
             self._bypass.close()
         self._log.add(StepsReported(self.number, report, alone=True))
+
+    def absent(self, report: RankReport) -> None:
+        """Write it: the reduction may abort this process."""
+        self._log.add(StepsReported(self.number, report, begun=True))
 
     def reduced(self, ended: EndedStep) -> None:
         """Write the report, and the replica, if it is their turn."""
@@ -299,20 +335,22 @@ class ScriptWatch(StepListener):
         """Note the collectives of the reduction that comes."""
         self._through_forward = True
         wrapper = self._recorder.wrapper
-        if wrapper is not None and not wrapper._join_config.enable:
+        if wrapper is not None and is_ddp(wrapper) and not joins(wrapper):  # those of shards are torch's Python
             line = self._forward_line
             place = place_of_backward(self._by_line.get(line, 0), line, self._unsynced, self._log.batch)
-            note_collective(DDP_BACKWARD, self._which, wrapper.process_group, place=place)
+            note_collective(DDP_BACKWARD, self._which, group_of(wrapper), place=place)
         self._log.count(self.number, self.step + 1, self.step)
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
         """Write what the forward pass was given, in steps that are looked at."""
         self._incomplete = bool(awaited)
+        self._reduced = {}
         if not self.joins:
             self._pace.reduced(step)
         if self._is_sampled(step):
             sizes = norms({n: p.grad for n, p in self.parameters.items() if p.grad is not None})
             self._fresh = {name: self.parameters[name] for name, size in sizes.items() if 0 < size < math.inf}
+            self._reduced = {name: sizes[name] for name in self._fresh} if self.is_sharded else {}
             given = None if snapshot is None else (snapshot.arguments, dict(snapshot.named))
             if (
                 given is not None
@@ -338,9 +376,9 @@ def _are_indices(given: Any) -> bool:
     return all(tensor.dim() <= 1 and not tensor.is_floating_point() for tensor in tree_tensors(given))
 
 
-def _classes(wrapper: nn.parallel.DistributedDataParallel) -> dict[str, tuple[tuple[str, str], ...]]:
+def _classes(wrapper: nn.Module) -> dict[str, tuple[tuple[str, str], ...]]:
     found = {}
-    for path, part in wrapper.module.named_modules():
+    for path, part in inner_module(wrapper).named_modules():
         kinds = [(_file_of(kind), kind.__qualname__) for kind in type(part).__mro__]
         if theirs := tuple((file, name) for file, name in kinds if file):
             found[path] = theirs

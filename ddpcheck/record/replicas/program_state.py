@@ -130,7 +130,7 @@ class StateRecorder:
 
     def look(self, optimizer: int, count: int, held: Iterable[torch.Tensor]) -> None:
         """Write down what variables hold before step `count` of an optimizer; all optimizers together hold `held`."""
-        wrapped = [watch.parameters for watch in list(self._watches) if watch.parameters]
+        wrapped = [watch.parameters for watch in list(self._watches) if watch.parameters and not watch.is_sharded]
         wrapped.sort(key=len, reverse=True)  # in a set they have no order; one may hold a part of what another one does
         trained = {id(p) for p in itertools.chain(held, *(of_one.values() for of_one in wrapped))}
         trained.update(id(p) for watch in self._watches for p in watch.wrapped)

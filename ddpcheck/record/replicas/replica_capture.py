@@ -10,6 +10,7 @@ from torch import nn
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.gather.state.module_description import describe, structure_of
+from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.stream.rank_report import ReplicaState
 
 
@@ -20,7 +21,16 @@ class ReplicaCapture:
         count: How often they have been captured.
     """
 
-    def __init__(self, module: nn.Module, rank: int, *, keeps_start: bool, with_parameters: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        rank: int,
+        *,
+        keeps_start: bool,
+        with_parameters: bool,
+        shards: Mapping[str, nn.Parameter] | None = None,
+        with_shards: bool = False,
+    ) -> None:
         """Begin where the wrapper has just been made.
 
         Args:
@@ -28,7 +38,11 @@ class ReplicaCapture:
             rank: This one.
             keeps_start: Whether the fingerprints that parameters have now are kept.
             with_parameters: Whether those that they have in a step are captured with the rest.
+            shards: Its parameters that `fully_shard` has sharded; the whole may be in the place of one for a while.
+            with_shards: Whether those are captured: what two ranks have of one may be other parts of it.
         """
+        self._shards = shards or {}
+        self._with_shards = with_shards
         self.count = 0
         self._with_parameters = with_parameters
         self._module = module
@@ -49,14 +63,18 @@ class ReplicaCapture:
 
     def parameters(self) -> dict[str, int]:
         """The fingerprints of the parameters now."""
-        return fingerprints(self._module.named_parameters())
+        return fingerprints(self._tensors().items())
+
+    def _tensors(self) -> dict[str, nn.Parameter]:
+        whole = {n: p for n, p in self._module.named_parameters() if n not in self._shards and not is_shard(p)}
+        return {**whole, **self._shards} if self._with_shards else whole
 
     def capture(self, step: int, *, after_backward: bool) -> ReplicaState:
         """The replica after so many steps, and `after_backward` another one, before the optimizer's step."""
         parameters, self._in_step = self._in_step, None
         if self._with_parameters and (parameters is None or not after_backward):
             parameters = self.parameters()
-        trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad and after_backward}
+        trained = {name: p for name, p in self._tensors().items() if p.requires_grad and after_backward}
         values = DdpStepEvidence(
             rank=self._rank,
             step=step,

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import sub
+from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.evidence.modules import ModuleDescription
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_loss
+from ddpcheck.gather.ddp.sharding import mixed_precision, shard_number
 from ddpcheck.gather.state.fingerprints import fingerprints
-from ddpcheck.gather.steps.gradient_distance import eps_of
-from ddpcheck.gather.steps.gradient_sketch import sketches
+from ddpcheck.gather.steps.gradient_distance import dense, eps_of
+from ddpcheck.gather.steps.gradient_sketch import KeptParts, sketches
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.record.parameters.step_probe import StepProbe
 from ddpcheck.record.source.updating_line import writing_line
 from ddpcheck.stream.entries import ReplicaCaptured, Sketch
 from ddpcheck.stream.rank_log import RankLog
+from ddpcheck.stream.rank_report import ReplicaState
 
 
 class ReplicaRecorder:
@@ -49,21 +56,35 @@ class ReplicaRecorder:
         buffers = self._own_buffers(state.values.buffers)
         self._note_writes(buffers, step)
         state = replace(state, values=replace(state.values, buffers=buffers))
-        captured = ReplicaCaptured(self._number, step, state)
+        shard = next((shard_number(p) for p in self._recorder.parameters.values() if self._recorder.is_sharded), -1)
+        captured = ReplicaCaptured(self._number, step, state, shard=shard)
         wrapper = self._recorder.wrapper
         if probe is not None and probe.keep is not None and wrapper is not None:
             lossy = hook_loss(wrapper)
             tensors = self._recorder.parameters
             left = {name: p.grad for name, p in tensors.items() if p.grad is not None}
+            coarsest = mixed_precision(self._module) if self._recorder.is_sharded else None
+            lossy = max(lossy, eps_of(coarsest) if coarsest is not None else 0.0)
             eps = {name: max(eps_of(tensor.dtype), lossy) for name, tensor in tensors.items()}
             hook, own_hook = comm_hook_of(wrapper), has_own_hook(wrapper)
             own, averaged = (
                 {name: Sketch("f", numbers) for name, numbers in of_all.items()}
-                for of_all in (sketches(probe.local), sketches(left))
+                for of_all in (sketches(_by_shard(probe.local)), _reduced(left, probe.held))
             )
             captured = replace(captured, own=own, averaged=averaged, eps=eps, hook=hook, own_hook=own_hook)
         self.write()
         self._captured = captured
+
+    def write_statistics(self, step: int) -> None:
+        """Write the running statistics that normalisation layers have after so many steps: the last ones.
+
+        Under `fully_shard` nothing synchronises them, and a script may do that by itself from time to time.
+        """
+        theirs = batch_statistics(self._module)
+        buffers = fingerprints((name, buffer) for name, buffer in self._module.named_buffers() if name in theirs)
+        if buffers:
+            values = DdpStepEvidence(self._recorder.rank, step, buffers=buffers)
+            self._log.add(ReplicaCaptured(self._number, step, ReplicaState(ModuleDescription(), values)))
 
     def _own_buffers(self, values: Mapping[str, int]) -> dict[str, int]:
         theirs = batch_statistics(self._module)
@@ -75,6 +96,27 @@ class ReplicaRecorder:
             where = writing_line(self._module, name)
             self._log.add(ModuleChanged(self._number, "buffer", "", (name,), where, step=step))
         self._buffers, self._written = buffers, self._written | changed
+
+
+def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of gradients, by name; of parts of them by "number of the shard/name"."""
+    return {
+        name: kept
+        for of_all, parts in local.items()
+        for name, kept in (
+            [(f"{number}/{of_all}", part) for number, part in enumerate(parts.parts)]
+            if isinstance(parts, KeptParts)
+            else [(of_all, parts)]
+        )
+    }
+
+
+def _reduced(left: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]) -> dict[str, tuple[float, ...]]:
+    """The sketches of what a reduction has left, without what shards held before."""
+    found, before = sketches({name: dense(gradient) for name, gradient in left.items()}), sketches(held)
+    for name, numbers in before.items():
+        found[name] = tuple(map(sub, found[name], numbers))
+    return found
 
 
 def batch_statistics(module: nn.Module) -> set[str]:

@@ -18,6 +18,7 @@ from ddpcheck.findings.source_lines import lines_of_program, user_location
 from ddpcheck.gather.forward_hooks import after_forward
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.stream.rank_report import is_probed
@@ -60,7 +61,9 @@ class UseRecorder:
         patched(nn.Module, "load_state_dict", self._loads)
 
     def follow(self, module: nn.Module, name: str, location: Location | None, *, wrapped: bool = False) -> None:
-        """Listen to the calls of a module from now on."""
+        """Listen to the calls of a module from now on; not of one of shards, which differ between ranks by right."""
+        if any(map(is_shard, nn.Module.parameters(module))):
+            return
         if module not in self._followed and len(self._followed) < _MOST_MODULES:
             one = _Followed(name, location, wrapped)
             for layer in _layers(module):
@@ -71,7 +74,8 @@ class UseRecorder:
     def follow_wrapped(self) -> None:
         """Listen to those of the modules that are wrapped, too."""
         for watch in list(self._watches):
-            self.follow(watch.module, type(watch.module).__name__, None, wrapped=True)
+            if not watch.is_sharded:
+                self.follow(watch.module, type(watch.module).__name__, None, wrapped=True)
 
     def _loads(self, module: nn.Module, *_arguments: Any, **_named: Any) -> Iterator[None]:
         yield

@@ -18,6 +18,7 @@ _NEVER_TRAINED = ("DDP101", "DDP102")
 
 def advise(rows: Sequence[MatrixRow], *, noise: float | None = None) -> tuple[Advice, ...]:
     """Advice that follows from the rows of a matrix, the most important first; `noise` as in `Matrix`."""
+    rows = [row for row in rows if row.own or not row.label]  # what is sharded has none of these options
     own = next((row for row in rows if row.own), None)
     if own is None:
         return ()

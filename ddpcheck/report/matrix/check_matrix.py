@@ -14,10 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ddpcheck.findings.errors import EXIT_HANG, RankError
+from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import ReportError
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import counted
 from ddpcheck.harness import RankHosts, World
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import decided
@@ -136,6 +138,7 @@ class _MatrixRun:
             self.rows = [self._judged(own, self._own_options(wrapped[0]), own=True)]
             if wrapped[0].facts.is_ddp:
                 self._try_options()
+                self._try_shards()
             if step_times:
                 self._measure_rows()
         report = report_of(own)
@@ -153,8 +156,10 @@ class _MatrixRun:
 
     # Rows
 
-    def _check(self, options: DdpOptions | None, words: str) -> CheckState:
-        """A check under these options, or the recipe's own.
+    def _check(
+        self, options: DdpOptions | None, words: str, wrap: Callable[[], WrappedModule] | None = None
+    ) -> CheckState:
+        """A check under these options, or the recipe's own; or of what `wrap` makes, which they are nearest to.
 
         The single process of the first check that is finished stands for those of the later ones, unless the wrapper
         broadcasts buffers in only one of them: the steps of the ranks, with which it is compared, then begin apart.
@@ -168,7 +173,7 @@ class _MatrixRun:
             self.asked,
             progress=lambda phase: self.progress(f"{words}: {phase}"),
             hosts=self.hosts,
-            wrap=partial(calls.matrix_phases.wrap, options),
+            wrap=wrap or partial(calls.matrix_phases.wrap, options),
             reference=reference,
         ).run()
         stopped = state.log.error is not None or state.log.rest_skipped
@@ -212,6 +217,17 @@ class _MatrixRun:
         for option_set in further_option_sets(self.facts, base, graphs):
             if own.label or option_set.options != own.options:
                 rows.append(self._row(option_set, expected))
+
+    def _try_shards(self) -> None:
+        """`fully_shard` in the place of a wrapper under which the model is right."""
+        size = self.asked.world_size
+        if not self.facts.shards or size < 2 or not any(row.fine for row in self.rows):
+            return
+        for shape in [(size,), *([(2, size // 2)] if size > 3 and size % 2 == 0 else [])]:
+            label = "fully_shard" if len(shape) == 1 else f"fully_shard, 2 replicas of {counted(size // 2, 'shard')}"
+            nearest = DEFAULTS.plus(broadcast_buffers=False)
+            state = self._check(nearest, label, partial(calls.matrix_phases.wrap_in_shards, shape))
+            self.rows.append(replace(self._judged(state, DEFAULTS, own=False), label=label))
 
     def _row(self, option_set: OptionSet, expected: int) -> MatrixRow:
         """One row, whatever happens in it."""
@@ -271,7 +287,7 @@ class _MatrixRun:
 
     def _measure_rows(self) -> None:
         """Measure the step times of the rows that are right, against the plainest one of them."""
-        fine = [row for row in self.rows if row.fine]
+        fine = [row for row in self.rows if row.fine and (row.own or not row.label)]
         baseline = next((row for row in fine if not row.label and row.options == DEFAULTS), fine[0] if fine else None)
         if baseline is None:
             return

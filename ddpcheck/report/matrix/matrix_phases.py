@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import inspect
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from msgspec import structs
 from torch import nn
 
 from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.replace import replace
 from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.patching import Patch
 from ddpcheck.gather.phases import model_build
@@ -29,6 +31,7 @@ from ddpcheck.recipe.recipe import Recipe, call_loss
 from ddpcheck.report.matrix.option_sets import VARIED, DdpOptions, ModelFacts, WrappedRow
 from ddpcheck.worlds import rank as this_rank
 
+_SHARDING = "torch.distributed.fsdp._fully_shard"  # where this torch has it; to import it takes seconds
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 
 
@@ -49,6 +52,23 @@ def wrap(options: DdpOptions | None) -> WrappedRow:
     got = {name: value for name in flags if (value := getattr(wrapper, name, None)) is not None}
     set_by_wrap = {name: value for name, value in got.items() if bool(value) != bool(told.get(name, False))}
     return WrappedRow(**structs.asdict(wrapped), model=model, set_by_wrap=set_by_wrap)
+
+
+def wrap_in_shards(shape: tuple[int, ...]) -> WrappedRow:
+    """Have `fully_shard` shard the module over a mesh of this shape, whatever the recipe does."""
+    state = rank_state()
+    state.recipe = replace(state.recipe, wrap=functools.partial(_sharded, shape))
+    return wrap(None)
+
+
+@passes_on  # what torch refuses is no error of ddpcheck
+def _sharded(shape: tuple[int, ...], module: nn.Module, device: torch.device) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    names = ("replicate", "shard")[-len(shape) :]
+    fully_shard(module, mesh=init_device_mesh(device.type, shape, mesh_dim_names=names))
+    return module
 
 
 @contextlib.contextmanager
@@ -95,7 +115,8 @@ def _model_facts(given: Sequence[Mapping[str, Any]]) -> ModelFacts:
         gradient_bytes=sum(p.numel() * p.element_size() for p in trained),
         bits=max((torch.finfo(p.dtype).bits for p in trained), default=32),
         buffers=sum(1 for _ in state.module.buffers()),
-        nccl=this_rank.current().backend == "nccl",
+        nccl=(nccl := this_rank.current().backend == "nccl"),
+        shards=(nccl or state.device.type == "cpu") and importlib.util.find_spec(_SHARDING) is not None,
     )
 
 

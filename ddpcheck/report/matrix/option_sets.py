@@ -72,6 +72,7 @@ class ModelFacts:
         buffers: How many tensors there are that DDP could broadcast.
         nccl: Whether the process group is one of nccl.
         buffers_differ: Whether the ranks build them with different values.
+        shards: Whether `fully_shard` can stand in the place of the wrapper.
         absent: By (step, rank), whether some parameter took no part in the loss there, and which.
     """
 
@@ -83,6 +84,7 @@ class ModelFacts:
     buffers: int = 0
     nccl: bool = False
     buffers_differ: bool = False
+    shards: bool = False
     absent: Mapping[tuple[int, int], frozenset[str]] = field(default_factory=dict)
 
 

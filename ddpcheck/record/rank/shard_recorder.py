@@ -1,0 +1,98 @@
+"""The modules of a script that `fully_shard` is called on: the outermost of them is what is watched, as a wrapper is.
+
+Which one that is shows in the first forward pass: torch takes the one that is called first for the root, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+
+from ddpcheck.gather.patching import Patch, accompanied, patched
+from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.record.loop import shard_switches
+from ddpcheck.record.rank.module_finder import when_imported
+from ddpcheck.record.rank.script_watch import ScriptWatch
+
+_HOME = "torch.distributed.fsdp._fully_shard._fully_shard"  # private to torch; without it no shard is watched
+_PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param"  # likewise; without it no value from before is known
+
+
+def _nobody() -> None:
+    return None
+
+
+def _never_compiled(original: Any, around: Any) -> Any:
+    """`original` as `patched` replaces it; torch.compile leaves it alone, as it does the original."""
+    return torch.compiler.disable(accompanied(original, around))
+
+
+class ShardRecorder:
+    """Follows the forward passes of sharded modules; has `watch` watch each outermost module, and tells it of its own.
+
+    They are calls of the module, or of methods that `register_fsdp_forward_method` was told. `watch` takes the module
+    and the fingerprints of the values that its parameters were built with, where the rank still has its shard of them.
+    """
+
+    def __init__(self, watch: Callable[[nn.Module, Mapping[str, int]], ScriptWatch | None]) -> None:
+        self._watch = watch
+        self._known: WeakKeyDictionary[nn.Module, tuple[Callable[[], ScriptWatch | None], str]] = WeakKeyDictionary()
+        self._built: dict[int, tuple[Callable[[], Any], int, int]] = {}  # a shard, the whole of it, and itself
+        when_imported((_HOME,), self._follow)
+        when_imported((_PARAMETER,), self._follow_values)
+
+    def _follow(self, home: ModuleType) -> None:
+        shard_switches.follow(vars(home).get("FSDPModule"), to_the_end=True)
+        state = vars(home).get("FSDPState")
+        for name, around in (("_pre_forward", self._before), ("_post_forward", self._after)):
+            if hasattr(state, name):
+                Patch(state, name, functools.partial(_never_compiled, around=around))
+
+    def _follow_values(self, home: ModuleType) -> None:
+        parameter = vars(home).get("FSDPParam")
+        if hasattr(parameter, "_init_sharded_param"):
+            patched(parameter, "_init_sharded_param", self._builds)
+
+    def _builds(self, one: Any, whole: torch.Tensor, *_arguments: Any, **_named: Any) -> Iterator[None]:
+        value = None if whole.is_meta else fingerprint(whole)
+        yield
+        shard = getattr(one, "sharded_param", None)
+        if value is not None and isinstance(shard, torch.Tensor):
+            self._built[id(shard)] = ref(shard), value, fingerprint(shard)
+
+    def _before(self, _state: Any, module: nn.Module, arguments: Any, named: Any) -> Iterator[None]:
+        made, prefix = self._known[module] if module in self._known else self._begin(module)
+        watch = made()
+        if watch is not None and watch.module is module:
+            watch.shards_forward(module, arguments, named)
+        yield
+        if watch is not None:
+            watch.look_for_leaves(prefix, module)
+
+    def _after(self, _state: Any, module: nn.Module, *_arguments: Any) -> Iterator[None]:
+        output = yield
+        watch = self._known[module][0]() if module in self._known else None
+        if watch is not None and watch.module is module:
+            watch.shards_returned(module, output)
+
+    def _begin(self, module: nn.Module) -> tuple[Callable[[], ScriptWatch | None], str]:
+        """Watch a module: the outermost one, for its forward pass is the first of all that are in it."""
+        watch = self._watch(module, self._values_of(module))
+        made: Callable[[], ScriptWatch | None] = _nobody if watch is None else ref(watch)
+        for path, part in module.named_modules():
+            self._known[part] = made, f"{path}." if path else ""
+        return self._known[module]
+
+    def _values_of(self, module: nn.Module) -> dict[str, int]:
+        found = {}
+        for name, shard in module.named_parameters():
+            known, whole, before = self._built.pop(id(shard), (lambda: None, 0, 0))
+            if known() is shard and fingerprint(shard) == before:
+                found[name] = whole
+        return found

@@ -1,0 +1,57 @@
+"""The loss calls a method of the model that is not forward, where each rank has its shards only.
+
+torchrun --standalone --nproc-per-node 2 examples/scripts/sharded_other_method.py
+ddpcheck run --standalone --nproc-per-node 2 examples/scripts/sharded_other_method.py [--fixed]
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+EXPECT = {"code": "DDP501", "subjects": ["forward"], "line": "scores: Tensor = self.head(self.body(x).relu())"}
+FIXED = "--fixed" in sys.argv
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 16)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x).relu())
+        return out
+
+    def score(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.body(x).relu())
+        return scores
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Net()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model.body, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(rank)  # each rank has data of its own
+    if FIXED:
+        register_fsdp_forward_method(model, "score")
+    for _ in range(24):
+        x = torch.randn(4, 8)
+        optimizer.zero_grad()
+        loss = (model.score(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+    print(f"rank {rank}: trained")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The optimizer is made before fully_shard, and holds the parameters in whose place the shards are now.
+
+torchrun --standalone --nproc-per-node 2 examples/scripts/sharded_stale_optimizer.py
+ddpcheck run --standalone --nproc-per-node 2 examples/scripts/sharded_stale_optimizer.py [--fixed]
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+EXPECT = {
+    "code": "DDP504",
+    "subjects": ["body.weight", "body.bias", "head.weight", "head.bias"],
+    "line": "optimizer = torch.optim.SGD(model.parameters(), lr=0.05)",
+}
+FIXED = "--fixed" in sys.argv
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 16)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x).relu())
+        return out
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model.body, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if FIXED:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(rank)  # each rank has data of its own
+    for _ in range(24):
+        x = torch.randn(4, 8)
+        optimizer.zero_grad()
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+    print(f"rank {rank}: trained")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""BatchNorm keeps running statistics of each rank's own samples, which fully_shard never synchronises.
+
+torchrun --standalone --nproc-per-node 2 examples/scripts/sharded_statistics.py
+ddpcheck run --standalone --nproc-per-node 2 examples/scripts/sharded_statistics.py [--fixed]
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+EXPECT = {
+    "code": "DDP214",
+    "subjects": ["norm.running_mean", "norm.running_var"],
+    "severity": "warning",
+    "line": "self.norm = nn.BatchNorm1d(16)",
+}
+FIXED = "--fixed" in sys.argv
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(self.body(x)).relu())
+        return out
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Net()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model.body, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(rank)  # each rank has data of its own
+    for _ in range(24):
+        x = torch.randn(4, 8)
+        optimizer.zero_grad()
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+    if FIXED:
+        for statistic in model.norm.buffers():
+            dist.all_reduce(statistic)
+            statistic.copy_(statistic / dist.get_world_size())
+    print(f"rank {rank}: trained")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
