@@ -1,6 +1,6 @@
 """`detect_anomalous_params`: which parameters take no part in a loss, in any loop that holds one.
 
-The findings are those of `ddpcheck.judge.parameters.parameters`.
+The findings are those of `ddpcheck.judge.parameters.missing_parameters`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import Names
-from ddpcheck.judge.parameters.parameters import judge_parameters
+from ddpcheck.judge.parameters.missing_parameters import judge_parameters
 
 if TYPE_CHECKING:
     from torch import nn

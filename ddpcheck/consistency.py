@@ -1,7 +1,7 @@
 """`check_consistency`: whether a module is the same on every rank, asked over the rendezvous store.
 
 Never by a collective, which would hang on the very mismatch that it looks for. The findings are those of
-`ddpcheck.judge.replicas.replicas`.
+`ddpcheck.judge.replicas.descriptions`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ddpcheck.findings.errors import HangError, UsageError, WrongTypeError
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.gather.collectives.store_exchange import RanksTimedOutError, StoreExchange
-from ddpcheck.judge.replicas.replicas import judge_descriptions, judge_values_after_wrapping
+from ddpcheck.judge.replicas.descriptions import judge_descriptions, judge_values_after_wrapping
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -15,7 +15,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import group_by
 from ddpcheck.judge.gradients.script_alone import are_apart
 from ddpcheck.judge.gradients.script_gradients import all_gradients_agree
-from ddpcheck.judge.replicas.replicas import differing_names
+from ddpcheck.judge.replicas.descriptions import differing_names
 from ddpcheck.stream.entries import ReplicaCaptured, WrapperMade
 from ddpcheck.stream.watched_rank import WatchedRank
 

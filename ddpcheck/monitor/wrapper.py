@@ -20,9 +20,9 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.gather.ddp.ddp_wrapper import constructor_options
 from ddpcheck.gather.state.module_description import describe
-from ddpcheck.judge.parameters.parameters import judge_uninitialised
+from ddpcheck.judge.parameters.missing_parameters import judge_uninitialised
+from ddpcheck.judge.replicas.descriptions import judge_descriptions
 from ddpcheck.judge.replicas.rank_configuration import judge_options
-from ddpcheck.judge.replicas.replicas import judge_descriptions
 from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.reporting import FindingReporter, as_text
 from ddpcheck.monitor.watch import Watch

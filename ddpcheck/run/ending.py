@@ -28,8 +28,8 @@ from ddpcheck.findings.stacks import (
 )
 from ddpcheck.judge.endings.collective_order import judge_collectives, place_of_parting
 from ddpcheck.judge.endings.ending_facts import described_call, lines_of
-from ddpcheck.judge.endings.endings import judge_endings
 from ddpcheck.judge.endings.rank_failure import describe_failure, follows_from_another_rank, judge_failure
+from ddpcheck.judge.endings.stories import judge_endings
 from ddpcheck.judge.endings.timelines import those_that_differ, timelines
 from ddpcheck.judge.endings.torch_errors import RaisedFacts, judge_torch_errors
 from ddpcheck.run.hang_watch import Hang, Unended

@@ -14,7 +14,7 @@ from ddpcheck.findings.evidence.parameters import ParameterChange, PathEnd, Step
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
-from ddpcheck.judge.parameters.parameters import judge_parameters, judge_uninitialised, zero_everywhere
+from ddpcheck.judge.parameters.missing_parameters import judge_parameters, judge_uninitialised, zero_everywhere
 
 torch = pytest.importorskip("torch")
 hypothesis = pytest.importorskip("hypothesis")

@@ -12,7 +12,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.judge.replicas.replicas import (
+from ddpcheck.judge.replicas.descriptions import (
     differing_names,
     judge_descriptions,
     judge_layouts,

@@ -10,7 +10,7 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.causes import cause_of, find_causes, follows_from, goes_on
 from ddpcheck.judge.gradients.loss_terms import BY_NORMALISATION
-from ddpcheck.judge.parameters.parameters import MADE_IN_FORWARD
+from ddpcheck.judge.parameters.missing_parameters import MADE_IN_FORWARD
 
 RELATIONS = [(rule.code, one, code) for rule in RULES.values() for one in rule.explains for code in one.codes]
 APART: dict[When, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {

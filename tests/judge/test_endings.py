@@ -14,7 +14,7 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block, blocks_around
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.judge.endings.endings import judge_endings
+from ddpcheck.judge.endings.stories import judge_endings
 from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, place_of_backward, place_of_handling
 
 PROGRAM = """\

@@ -17,7 +17,7 @@ from ddpcheck.judge.endings.rank_failure import FailureFacts, WrapperErrorFacts
 from ddpcheck.judge.gradients import reducer
 from ddpcheck.judge.gradients.reducer import ReducerFacts
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts, first_explanation
-from ddpcheck.judge.parameters import conditional_use, parameters
+from ddpcheck.judge.parameters import conditional_use, missing_parameters
 from ddpcheck.judge.parameters.conditional_use import ParameterFacts
 from ddpcheck.judge.replicas import replica_state
 from ddpcheck.judge.replicas.replica_state import ReplicaFacts
@@ -187,7 +187,7 @@ def seen(rank: int, at: int = 0, *missing: str, **more: Any) -> StepEvidence:
 )
 def test_a_parameter_that_is_always_missing_is_told_by_its_cause(cause: str, code: str) -> None:
     facts = facts_of(*(seen(rank, 0, "a", path_ends={"a": PathEnd(cause, "detach()")}) for rank in (0, 1)))
-    assert codes(parameters.judge_always_missing(facts)) == [code]
+    assert codes(missing_parameters.judge_always_missing(facts)) == [code]
     assert conditional_use.judge_conditional_use(facts) == []
 
 
@@ -205,10 +205,10 @@ def test_ranks_that_disagree_are_told_before_steps_that_do() -> None:
 def test_a_search_for_unused_parameters_is_judged_under_the_option_for_it() -> None:
     finds = WrapperFacts(find_unused_parameters=True)
     opaque, hidden = seen(0, output_type="Output"), seen(0, hidden_from_ddp=("a",))
-    assert codes(parameters.judge_opaque_output(facts_of(opaque, wrapper=finds))) == ["DDP112"]
-    assert parameters.judge_opaque_output(facts_of(opaque)) == []
-    assert codes(parameters.judge_hidden_parameters(facts_of(hidden, wrapper=finds))) == ["DDP406"]
-    assert parameters.judge_hidden_parameters(facts_of(hidden)) == []
-    assert codes(parameters.judge_repeated_arrival(facts_of(seen(0, arrivals={"a": 2})))) == ["DDP406"]
-    assert codes(parameters.judge_needless_search(facts_of(seen(0), wrapper=finds))) == ["DDP109"]
-    assert parameters.judge_needless_search(facts_of(seen(0, 0, "a"), wrapper=finds)) == []
+    assert codes(missing_parameters.judge_opaque_output(facts_of(opaque, wrapper=finds))) == ["DDP112"]
+    assert missing_parameters.judge_opaque_output(facts_of(opaque)) == []
+    assert codes(missing_parameters.judge_hidden_parameters(facts_of(hidden, wrapper=finds))) == ["DDP406"]
+    assert missing_parameters.judge_hidden_parameters(facts_of(hidden)) == []
+    assert codes(missing_parameters.judge_repeated_arrival(facts_of(seen(0, arrivals={"a": 2})))) == ["DDP406"]
+    assert codes(missing_parameters.judge_needless_search(facts_of(seen(0), wrapper=finds))) == ["DDP109"]
+    assert missing_parameters.judge_needless_search(facts_of(seen(0, 0, "a"), wrapper=finds)) == []

@@ -27,7 +27,7 @@ from ddpcheck.findings.report import Location, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
-from ddpcheck.judge.parameters.parameters import judge_parameters
+from ddpcheck.judge.parameters.missing_parameters import judge_parameters
 from ddpcheck.render import FORMATS, renderer_for
 from tests.faultsuite.breaking import finding_nothing, judges, seeing
 from tests.faultsuite.cases import ROOT, Case, all_cases
@@ -84,7 +84,7 @@ NO_FAULT_NEEDS = {
     **{name: "test_wrapper_construction" for name in judges() if name.startswith("wrapper_construction.")},
     **{name: "test_torch_errors" for name in judges() if name.startswith("torch_errors.")},
     **{name: "test_sharded" for name in judges() if name.startswith("sharded.")},
-    "replicas.judge_values_before_sharding": "test_sharded",
+    "descriptions.judge_values_before_sharding": "test_sharded",
     "rank_failure.explain_by_shards_in_the_loss": "test_sharded",
     "rank_failure.judge_undefined_losses": "test_tensor_kinds::test_a_loss_that_only_some_ranks_cannot_compute",
     "training_loop._judge_bypassed": "test_run_backward_inside::test_how_a_wrapper_is_bypassed_is_said",
@@ -94,7 +94,7 @@ NO_FAULT_NEEDS = {
     "call_sites.judge_call_sites": _BY_LINES,
     "call_sites._finding": _BY_LINES,
     "reducer.judge_compiled": "test_compiled::test_gradients_that_differ_between_ranks_under_compilation_alone",
-    "parameters.judge_hidden_parameters": (
+    "missing_parameters.judge_hidden_parameters": (
         "test_judges_on_evidence::test_a_parameter_that_the_search_for_unused_ones_does_not_find_is_told"
     ),
     "loss_terms._normalising_line": ("test_parity::test_a_line_that_only_scales_what_it_makes_of_a_sample_normalises"),
@@ -243,15 +243,15 @@ def test_the_test_on_evidence_made_by_hand_is_red_without_the_judge(name: str) -
 
 
 def test_judges_are_found_and_broken_in_the_block_alone() -> None:
-    from ddpcheck.judge.parameters.parameters import judge_uninitialised
+    from ddpcheck.judge.parameters.missing_parameters import judge_uninitialised
 
-    assert len(judges()) > 60 and judges()["parameters.judge_uninitialised"] is judge_uninitialised
-    with finding_nothing(judges()["parameters.judge_uninitialised"]):
+    assert len(judges()) > 60 and judges()["missing_parameters.judge_uninitialised"] is judge_uninitialised
+    with finding_nothing(judges()["missing_parameters.judge_uninitialised"]):
         assert judge_uninitialised([("a",)]) == []
     with seeing(judges()) as found:
         assert judge_uninitialised([("a",)])
         assert not judge_uninitialised([()])
-    assert found == {"parameters.judge_uninitialised"}
+    assert found == {"missing_parameters.judge_uninitialised"}
 
 
 def test_a_parameter_that_the_search_for_unused_ones_does_not_find_is_told() -> None:

@@ -24,7 +24,7 @@ from ddpcheck.judge.gradients.single_process import (
     judge_single_process,
 )
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
-from ddpcheck.judge.parameters.parameters import MADE_IN_FORWARD
+from ddpcheck.judge.parameters.missing_parameters import MADE_IN_FORWARD
 from ddpcheck.judge.replicas.replica_state import judge_state
 
 KNOWN = JudgeContext(names=Names(), wrapper=WrapperFacts(), world_size=2, local=LocalFacts(shard_sizes=(4, 4)))

@@ -17,7 +17,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.loop.script_optimizers import judge_optimizer_options, judge_schedule
-from ddpcheck.judge.replicas.replicas import MODE
+from ddpcheck.judge.replicas.descriptions import MODE
 from ddpcheck.judge.replicas.script_changes import at_the_change
 from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.replicas.write_recorder import WriteRecorder

@@ -20,8 +20,8 @@ from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
 from ddpcheck.judge.gradients.sharded import judge_shard_scales, judge_sharded, judge_switched_off, why_not_updated
 from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.loop.script_wrappers import _judge_replicas
-from ddpcheck.judge.parameters.parameters import judge_parameters
-from ddpcheck.judge.replicas.replicas import judge_values_before_sharding
+from ddpcheck.judge.parameters.missing_parameters import judge_parameters
+from ddpcheck.judge.replicas.descriptions import judge_values_before_sharding
 from ddpcheck.stream.entries import ReplicaCaptured, Sketch, WrapperMade
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 

@@ -1,6 +1,6 @@
 """Evidence on a rank's module: as it is built, and as it is wrapped.
 
-Judged in `judge.replicas.replicas` and `judge.replicas.rank_configuration`; gathered in
+Judged in `judge.replicas.descriptions` and `judge.replicas.rank_configuration`; gathered in
 `gather.state.module_description` and `gather.ddp`.
 """
 

@@ -1,7 +1,6 @@
 """Evidence on each parameter's part in the loss.
 
-Judged in `judge.parameters.parameters` and `judge.parameters.conditional_use`; gathered in `gather.phases.local_step`
-and `gather.autograd`.
+Judged in `judge.parameters`; gathered in `gather.phases.local_step` and `gather.autograd`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import capitalized, counted, format_steps, join_names, one_finding, unless_all
 from ddpcheck.judge.judge_context import JudgeContext, first_explanation, format_factor, group_by_step, worst_first
-from ddpcheck.judge.replicas.replicas import differing_names
+from ddpcheck.judge.replicas.descriptions import differing_names
 
 
 @dataclass(frozen=True, slots=True)

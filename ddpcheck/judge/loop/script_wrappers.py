@@ -25,8 +25,8 @@ from ddpcheck.judge.causes import ReportedCauses
 from ddpcheck.judge.gradients.script_losses import are_sums
 from ddpcheck.judge.gradients.target_weights import severity_of_targets
 from ddpcheck.judge.loop.watched_steps import judge_replica_states, judge_reports
+from ddpcheck.judge.replicas.descriptions import differing_names, judge_values_before_sharding
 from ddpcheck.judge.replicas.replica_state import AVERAGE_THEM, never_averaged
-from ddpcheck.judge.replicas.replicas import differing_names, judge_values_before_sharding
 from ddpcheck.judge.replicas.script_changes import at_the_change
 from ddpcheck.judge.replicas.wrapper_construction import COUNTED, judge_constructions
 from ddpcheck.judge.script_facts import ScriptFacts, WatchedWrapper

@@ -14,7 +14,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, one_finding, plural_verb, unless_all
 from ddpcheck.judge.gradients.reducer import BYPASSED
-from ddpcheck.judge.replicas.replicas import differing_names
+from ddpcheck.judge.replicas.descriptions import differing_names
 from ddpcheck.stream.ledger import AROUND, Contribution, Ledger
 
 _Ledgers = Sequence[tuple[DdpStepEvidence, Ledger]]

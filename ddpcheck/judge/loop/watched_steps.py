@@ -15,10 +15,10 @@ from ddpcheck.judge.gradients.sharded import judge_switched_off
 from ddpcheck.judge.gradients.target_weights import judge_normalisation
 from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.loop.training_loop import judge_loop, judge_values_changed
-from ddpcheck.judge.parameters.parameters import judge_parameters
+from ddpcheck.judge.parameters.missing_parameters import judge_parameters
+from ddpcheck.judge.replicas.descriptions import differing_names, judge_descriptions, judge_values_after_wrapping
 from ddpcheck.judge.replicas.rank_configuration import judge_changes
 from ddpcheck.judge.replicas.replica_state import judge_state
-from ddpcheck.judge.replicas.replicas import differing_names, judge_descriptions, judge_values_after_wrapping
 from ddpcheck.stream.rank_report import RankReport, ReplicaState, WatchContext, is_probed
 
 _MOST_STEPS = 8

@@ -26,7 +26,7 @@ from ddpcheck.findings.wording import (
     unless_all,
 )
 from ddpcheck.judge.judge_context import SingleProcessFacts
-from ddpcheck.judge.replicas.replicas import differing_values
+from ddpcheck.judge.replicas.descriptions import differing_values
 
 
 def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) -> list[Finding]:

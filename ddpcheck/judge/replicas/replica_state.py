@@ -13,7 +13,7 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb, unless_all
 from ddpcheck.judge.judge_context import JudgeContext, group_by_step
-from ddpcheck.judge.replicas.replicas import differing_names
+from ddpcheck.judge.replicas.descriptions import differing_names
 
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """The buffers of torch's normalisation layers."""

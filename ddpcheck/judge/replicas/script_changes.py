@@ -11,7 +11,7 @@ from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks
-from ddpcheck.judge.replicas.replicas import MODE
+from ddpcheck.judge.replicas.descriptions import MODE
 
 _OF_VALUES = ("values", "written")
 _ORDER = ("load_state_dict", "apply")  # what sets values for sure, and what may; then what writes parameters in place

@@ -25,14 +25,14 @@ from ddpcheck.judge.endings.rank_failure import judge_undefined_losses
 from ddpcheck.judge.endings.timelines import timelines
 from ddpcheck.judge.gradients.sharded import NOT_COMPARED, why_not_updated
 from ddpcheck.judge.loop.training_loop import judge_values_changed
-from ddpcheck.judge.parameters.parameters import judge_uninitialised, zero_everywhere
-from ddpcheck.judge.replicas.rank_configuration import judge_batches, judge_changes, judge_options
-from ddpcheck.judge.replicas.replicas import (
+from ddpcheck.judge.parameters.missing_parameters import judge_uninitialised, zero_everywhere
+from ddpcheck.judge.replicas.descriptions import (
     judge_descriptions,
     judge_layouts,
     judge_values_after_wrapping,
     judge_values_before_sharding,
 )
+from ddpcheck.judge.replicas.rank_configuration import judge_batches, judge_changes, judge_options
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckState, bug_error
 from ddpcheck.report.checking.check_worlds import CheckStopped, CheckWorlds

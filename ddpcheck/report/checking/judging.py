@@ -19,9 +19,9 @@ from ddpcheck.judge.gradients.sharded import judge_sharded
 from ddpcheck.judge.gradients.single_process import judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
 from ddpcheck.judge.loop.training_loop import judge_draws, judge_loop, judge_optimizer, judge_samples
-from ddpcheck.judge.parameters.parameters import judge_parameters
+from ddpcheck.judge.parameters.missing_parameters import judge_parameters
+from ddpcheck.judge.replicas.descriptions import differing_names
 from ddpcheck.judge.replicas.replica_state import judge_state
-from ddpcheck.judge.replicas.replicas import differing_names
 from ddpcheck.report.checking.check_state import CheckState
 
 _NEAR = 10.0  # times what rounding takes in a single process: on shards it may take more

@@ -18,7 +18,7 @@ from ddpcheck.findings.selection import Suppression, sort_out
 from ddpcheck.findings.wording import agreeing, counted, format_ranks, group_by, one_finding, plural_verb
 from ddpcheck.judge.endings.call_sites import judge_partings
 from ddpcheck.judge.endings.ending_facts import lines_of
-from ddpcheck.judge.endings.endings import judge_endings
+from ddpcheck.judge.endings.stories import judge_endings
 from ddpcheck.judge.endings.timelines import timelines
 from ddpcheck.report.hang.debug_server import DebugServer
 from ddpcheck.report.hang.dump_files import read_dumps
