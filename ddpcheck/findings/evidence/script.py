@@ -58,7 +58,7 @@ class LoaderPass(Struct, frozen=True):
             in a way of their own.
         drawn_by: What draws random numbers for a sample, by its code; "" if nothing is known to.
         chooses: Whether the sampler holds the indices of some of the samples, from which it draws.
-        wrappers: How many wrappers there had been when it began.
+        wrappers: How many wrappers there had been when it ended: shards are known from their first forward pass on.
         data: The number of the dataset, in the order in which they were first gone through.
         made: The line that constructs the sampler beneath, or the loader where that is not known.
         split: The line that makes the `Subset`.

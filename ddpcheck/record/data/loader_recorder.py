@@ -277,6 +277,7 @@ class LoaderRecorder:
             labels=tuple(read.labels),
             classes=tuple(read.classes),
             targets=tuple(read.targets),
+            wrappers=self._wrappers(),
         )
         ended = replace(entry, exhausted=exhausted, trains=trains, order=order, indices=indices, steps=steps)
         if trains:
