@@ -15,7 +15,7 @@ from ddpcheck.findings.errors import EXIT_CLEAN, UsageError
 from ddpcheck.findings.from_json import IncompleteError, parse
 from ddpcheck.findings.json_schema import literal, schema_of
 from ddpcheck.findings.report import Report, Status
-from ddpcheck.findings.wording import suggestion
+from ddpcheck.findings.wording import printable, suggestion
 from ddpcheck.render import DIFFERENCE_FORMATS, FORMATS, MATRIX_FORMATS
 from ddpcheck.render.page.data import data_in
 from ddpcheck.report.matrix.matrix import Matrix
@@ -50,7 +50,7 @@ def load_saved(path: str) -> Report | Matrix:
     except IncompleteError as error:
         raise UsageError(f"{name} is not a complete report: {error}") from error
     except ValueError as error:
-        raise UsageError(f"{name} is not a report: {error}") from error
+        raise UsageError(f"{name} is not a report: {printable(str(error))}") from error
 
 
 def load_report(path: str) -> Report:

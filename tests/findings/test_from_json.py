@@ -166,3 +166,7 @@ def test_a_byte_order_mark_is_no_fault_of_the_report(tmp_path: Path) -> None:
 
 def test_what_was_written_comes_back() -> None:
     assert Report.from_json(REPORT.to_json()) == REPORT and Matrix.from_json(MATRIX.to_json()) == MATRIX
+
+
+def test_a_key_with_a_newline_in_it_is_told_in_one_line(tmp_path: Path) -> None:
+    assert_told(json.dumps({**SAVED["matrix"], "timing": {"\n": None}}), tmp_path)

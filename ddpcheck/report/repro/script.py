@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _PACKAGE = Path(__file__).parents[2]
 SOURCES = (
     *(f"report/repro/demonstrations/{name}.py" for name in ("training", "ranks", "harness")),
-    *(f"gather/state/{name}.py" for name in ("training_mode", "randomness")),
+    *(f"gather/state/{name}.py" for name in ("training_mode", "randomness", "tensor_values")),
     *(f"gather/steps/{name}.py" for name in ("training_step", "gradient_distance")),
     *("gather/autograd/autograd_graph.py", "gather/ddp/sync_batchnorm.py", "recipe/pytree.py"),
 )
