@@ -78,14 +78,15 @@ def current() -> RankContext:
 
 _TEXT = struct.Struct("=2048s")  # what does not fit is cut off, the rest is filled with zeros
 _COMPILING = struct.Struct("=dd")
-_SINCE = struct.Struct("=d")
+_TURNS = struct.Struct("=Q")
 
 
 def set_status(text: str) -> None:
     """Say where this rank is, in words such as `step 1: backward`; nothing happens outside a rank."""
     if _slots is not None:
         _TEXT.pack_into(_slots, 0, text.encode("utf-8", "replace"))
-        _SINCE.pack_into(_slots, 2 * _TEXT.size + _COMPILING.size, time.monotonic())
+        (turns,) = _TURNS.unpack_from(_slots, 2 * _TEXT.size + _COMPILING.size)
+        _TURNS.pack_into(_slots, 2 * _TEXT.size + _COMPILING.size, turns + 1)
 
 
 def set_collective(text: str) -> None:
@@ -110,13 +111,13 @@ def read_compiling(directory: Path, rank: int, now: float) -> float:
     return float(seconds + max(0.0, now - since if since else 0.0))
 
 
-def read_since(directory: Path, rank: int) -> float:
-    """Return since when, by `time.monotonic()`, a rank has been where it says that it is; 0 where it never said it."""
+def read_turns(directory: Path, rank: int) -> int:
+    """Return how often a rank has said where it is."""
     try:
         data = (directory / f"rank{rank}.slots").read_bytes()
-        return float(_SINCE.unpack_from(data, 2 * _TEXT.size + _COMPILING.size)[0])
+        return int(_TURNS.unpack_from(data, 2 * _TEXT.size + _COMPILING.size)[0])
     except (OSError, struct.error):
-        return 0.0
+        return 0
 
 
 def read_slots(directory: Path, rank: int) -> tuple[str, str]:
@@ -305,7 +306,7 @@ def _set_up(config: wire.RankConfig) -> None:
 
 def _open_slots(path: Path) -> mmap.mmap:
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC), "r+b") as file:
-        file.truncate(2 * _TEXT.size + _COMPILING.size + _SINCE.size)
+        file.truncate(2 * _TEXT.size + _COMPILING.size + _TURNS.size)
         return mmap.mmap(file.fileno(), 0)
 
 

@@ -13,7 +13,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds import failures, wire
 from ddpcheck.worlds.deadlock import DeadlockDetector
-from ddpcheck.worlds.rank import read_compiling, read_since, read_slots
+from ddpcheck.worlds.rank import read_compiling, read_slots, read_turns
 from ddpcheck.worlds.rank_processes import RankProcesses
 
 Result = TypeVar("Result")
@@ -21,7 +21,8 @@ Result = TypeVar("Result")
 _GRACE = 0.3  # after the first failure, for others to fail for reasons of their own
 _TICK = 0.25  # between calls of `watch`
 _BRIEF = 0.05  # time in `watch` that is not worth counting
-_FIRST = 0.5  # in which ranks say for the first time where they are
+_LOOK = 0.5  # between looks at where ranks say that they are
+_FIRST = 2 * _LOOK  # in which they say it for the first time
 _LONGEST_COMPILATION = 900.0  # that is not counted as time of a run
 
 
@@ -57,6 +58,8 @@ class RunFuture(Generic[Result]):
         self._started = time.monotonic()
         self._failed_at: float | None = None
         self._next_watch = self._started + _TICK
+        self._next_look = self._got_on = self._started
+        self._turns: list[int] = []  # how often each rank has said where it is
         self._results: list[Result] | None = None
         self._error: BaseException | None = None
 
@@ -117,18 +120,20 @@ class RunFuture(Generic[Result]):
                 self._failed_at = now
             grace = self._failed_at + _GRACE - now
             return grace if running and not self._processes.error and grace > 0 else self._fail(None)
+        if now >= self._next_look:  # by the clock of this process: a rank may have another one
+            turns = [read_turns(self._world.directory, rank.number) for rank in ranks]
+            if turns != self._turns:
+                self._turns, self._got_on = turns, now
+            self._next_look = now + _LOOK
         deadline, headline = self._deadline()
         if now >= deadline:  # what torch.compile takes comes on top; files are read only now
             compiled = sum(read_compiling(self._world.directory, rank.number, now) for rank in ranks)
             deadline += min(compiled, _LONGEST_COMPILATION)  # together they have waited no longer
-            got_on = max(read_since(self._world.directory, rank.number) for rank in ranks) + self._timeout
-            if got_on > deadline + _FIRST:  # ranks that say where they are have as long for each part of their work
-                deadline, headline = got_on, f"{{ranks}} did not get on for {self._timeout:g} s"
         if now >= deadline:
             return self._fail(headline)
         if stuck := self._deadlock.verdict(now):
             return self._fail(stuck)
-        waits = [deadline - now, self._deadlock.wait(now)]
+        waits = [deadline - now, self._deadlock.wait(now), self._next_look - now]
         if self._watch is not None:
             if now >= self._next_watch:
                 finished = frozenset(rank.number for rank in ranks if rank.answer is not None)
@@ -149,7 +154,10 @@ class RunFuture(Generic[Result]):
                 seconds = self._world.startup_timeout
                 return self._processes.born + seconds + self._allowed, f"{{ranks}} did not start within {seconds:g} s"
             started = max(started, rank.ready)
-        return started + self._timeout + self._allowed, f"{{ranks}} did not finish within {self._timeout:g} s"
+        deadline, got_on = started + self._timeout + self._allowed, self._got_on + self._timeout
+        if got_on > deadline + _FIRST:  # a part of the work has as long as the whole
+            return got_on, f"{{ranks}} did not get on for {self._timeout:g} s"
+        return deadline, f"{{ranks}} did not finish within {self._timeout:g} s"
 
     def _settle(self) -> None:
         results = []

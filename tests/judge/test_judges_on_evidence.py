@@ -79,7 +79,11 @@ NO_FAULT_NEEDS = {
         if name.startswith("script_") and not name.startswith(ON_RECORDS)
     },
     **{name: "test_loss_normalisation" for name in judges() if name.startswith("target_weights.")},
-    **{name: "test_endings" for name in judges() if name.partition(".")[0].endswith(("endings", "ending_facts"))},
+    **{
+        name: "test_endings"
+        for name in judges()
+        if name.partition(".")[0].endswith(("endings", "ending_facts", "stories"))
+    },
     "skipped_endings.explain_by_skipped_end": "test_skipped_endings",
     **{name: "test_wrapper_construction" for name in judges() if name.startswith("wrapper_construction.")},
     **{name: "test_torch_errors" for name in judges() if name.startswith("torch_errors.")},

@@ -74,7 +74,7 @@ def _analyse(
             exact: Gradients = torch.load(exact_file, map_location=own.device, weights_only=True)
             whole, _ = total_gradient(ShardRun(own, own.double, step), upcast(batch))
             found = replace(found, rounded=_rounded(own, averaged, exact, whole))
-            if beyond <= set(found.rounded):
+            if found.rounded and beyond <= set(found.rounded):
                 return found
     try:
         shards = [own.recipe.local_batch(batch, rank, world_size) for rank in range(world_size)]
@@ -82,7 +82,7 @@ def _analyse(
         return replace(found, error=summary(error))
     with contextlib.suppress(Exception):
         found = replace(found, rounded=(*found.rounded, *_rounded_on_shards(own, compared, batch, shards, step)))
-        if beyond <= set(found.rounded):
+        if found.rounded and beyond <= set(found.rounded):
             return found
     found = replace(found, against_global=_fit(compared, own.step.gradients))
     size = sum(gradient.numel() for gradient in own.step.gradients.values())
