@@ -3,6 +3,7 @@
 import pytest
 
 from tests.readme import README, ROOT, Block, blocks, comparable, excerpt, output_of
+from tests.tiers import one_of
 
 EXAMPLES = ("examples/digits/", "examples/language_model/")  # whose reports `test_examples.py` compares
 OTHERS = [
@@ -11,7 +12,7 @@ OTHERS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", OTHERS, ids=[f"{block.kind} {block.target}" for block in OTHERS])
+@pytest.mark.parametrize("block", one_of(2, OTHERS), ids=lambda block: f"{block.kind} {block.target}")
 def test_a_page_shows_the_output_of_today(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpcheck.report.matrix.check_matrix._SECONDS_A_ROW", 0.05)  # step times are not compared
     text = excerpt(block.kind, block.target, output_of(block.kind, block.target))

@@ -5,11 +5,14 @@ A test without a mark is in `make test`. What is marked is left to `make test-al
 - `slow`: more of what `make test` has a share of, or the rest of a framework;
 - `launchers`: starts torchrun, Open MPI or SLURM.
 
+Of what is many cases of one thing, `make test-all` runs one in so many (`one_of`); EVERY_CASE=1 runs them all.
+
 `smoke` takes single tests of a file that is marked as a whole into `make test`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Hashable, Iterable
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -28,6 +31,11 @@ def needs(*modules: str) -> pytest.MarkDecorator:
 def share(values: Iterable[Any], in_make_test: Collection[Any]) -> list[Any]:
     """Arguments for `parametrize`: those of `values` that are not in `in_make_test` run in `make test-all` only."""
     return [value if value in in_make_test else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def one_of(count: int, values: Iterable[T]) -> list[T]:
+    """One of so many values, for what takes long; all of them where the variable EVERY_CASE is set."""
+    return list(values)[:: 1 if os.environ.get("EVERY_CASE") else count]
 
 
 def first_of_each(values: Iterable[T], kinds: Callable[[T], Iterable[Hashable]]) -> list[T]:

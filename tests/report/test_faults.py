@@ -1,8 +1,8 @@
 """Every fault of the suite is found by code, subjects, ranks and cause, alone at its severity; every twin is clean.
 
-Here on ranks: `make test` runs the fastest fault of each code and the fastest twin of each family, `make test-all` half
-of the faults and a third of the twins. `judge/test_judges_on_evidence.py` holds the judges to all of them on recorded
-evidence; `make faults` runs all.
+Here on ranks: `make test` runs the fastest fault of each code and the fastest twin of each family, `make test-all` a
+third of the faults and a fifth of the twins. `judge/test_judges_on_evidence.py` holds the judges to all of them on
+recorded evidence; `make faults` runs all.
 """
 
 import re
@@ -19,12 +19,12 @@ from tests.faultsuite.runs import faults_in, faults_in_twin, report_on
 from tests.faultsuite.selection import fastest_of_each_code, fastest_of_each_family
 from tests.faultsuite.steady import TIMES, verdicts
 from tests.reports import shown
-from tests.tiers import share
+from tests.tiers import one_of, share
 
 CASES = all_cases()
 QUICK, QUICK_TWINS = fastest_of_each_code(CASES), fastest_of_each_family(CASES)
-FAULTS = [case for case in CASES[::2] if case not in QUICK]
-TWINS = [case for case in CASES[::3] if case not in QUICK_TWINS]
+FAULTS = [case for case in one_of(3, CASES) if case not in QUICK]
+TWINS = [case for case in one_of(5, CASES) if case not in QUICK_TWINS]
 WITHOUT_FAULT = {
     "DDP207": "two types of device: gather/test_consistency.py",
     "DDP312": "no fault that is known is left unexplained: judge/test_parity.py",
@@ -83,7 +83,7 @@ def test_the_page_of_faults_has_a_row_for_each_case() -> None:
 # What has most to go wrong in it: statistics, random numbers, an analysis of shards. `make steady` does this to all.
 # Four checks at once are load enough: 12 to 20 processes, all of which have something to do.
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", one_of(2, [2, 4]))
 def test_a_verdict_is_the_same_20_times_under_load(world_size: int) -> None:
     case = next(case for case in CASES if str(case) == "gradients/batchnorm")
     heard = verdicts(case, "broken", world_size, TIMES, at_once=4)

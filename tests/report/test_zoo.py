@@ -10,7 +10,7 @@ import pytest
 from ddpcheck.findings.report import Report
 from ddpcheck.report.checking.check import check
 from tests.reports import assert_healthy, comparable, contradictions, shown
-from tests.tiers import share
+from tests.tiers import one_of, share
 
 ZOO = Path(__file__).parents[1] / "zoo"
 HEALTHY = sorted((ZOO / "healthy").glob("*.py"))
@@ -47,6 +47,7 @@ def most_various(paths: list[Path], count: int) -> list[Path]:
 
 # `make test` has these, and every eighth broken one; what is compiled takes its time.
 QUICK = most_various([path for path in HEALTHY if "torch.compile" not in torch_in(path)], IN_MAKE_TEST)
+SOME = [*QUICK, *(path for path in one_of(2, HEALTHY) if path not in QUICK)]
 OTHERS = [path for path in HEALTHY if path.stem in IN_OTHER_WORLDS]
 
 
@@ -73,7 +74,7 @@ def report_on(path: Path, world_size: int = 2) -> Report:
     return check(str(path), world_size=world_size, timeout=20)
 
 
-@pytest.mark.parametrize("path", share(HEALTHY, QUICK), ids=name_of)
+@pytest.mark.parametrize("path", share(SOME, QUICK), ids=name_of)
 def test_a_healthy_recipe_passes_every_check_without_a_finding(path: Path) -> None:
     report = report_on(path)
     assert_healthy(report)

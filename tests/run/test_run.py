@@ -27,7 +27,7 @@ from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.watched_rank import read_logs
 from ddpcheck.worlds.failures import described
 from tests.faultsuite.scripts_page import assert_expected, expected_of
-from tests.tiers import first_of_each, share
+from tests.tiers import first_of_each, one_of, share
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "scripts"
@@ -133,7 +133,7 @@ def test_healthy_evaluations_that_look_like_faults_are_clean() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "loops"), [(2, []), (4, ["hybrid"]), (3, ["layers", "accumulated"])])
+@pytest.mark.parametrize(("ranks", "loops"), [(2, []), (4, ["hybrid"])])
 def test_healthy_loops_of_shards_are_clean(ranks: int, loops: Sequence[str]) -> None:
     watched = run(DDPCHECK, str(ROOT / "tests" / "healthy_shards.py"), *loops, ranks=ranks)
     assert watched.returncode == 0 and f"ddpcheck: clean: {ranks} ranks (gloo), " in watched.stderr, watched.stderr
@@ -221,7 +221,7 @@ ONE_OF_EACH_CODE = first_of_each(SCRIPTS, lambda script: [expected_of(FOLDER / f
 """`make scripts` runs all scripts, and all of their twins."""
 
 
-@pytest.mark.parametrize("script", share(ONE_OF_EACH_CODE, ["barrier_in_save"]))
+@pytest.mark.parametrize("script", share(dict.fromkeys(["barrier_in_save", *one_of(4, ONE_OF_EACH_CODE)]), ["barrier_in_save"]))
 def test_the_fault_of_a_script_is_found(tmp_path: Path, script: str) -> None:
     code, report = report_on(tmp_path, script, "--check-timeout", "3")
     assert_expected(FOLDER / f"{script}.py", code, report)

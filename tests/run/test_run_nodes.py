@@ -26,6 +26,7 @@ from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, StepsReported, WrapperMade
 from ddpcheck.stream.rank_report import RankReport, WatchContext
 from ddpcheck.stream.watched_rank import WatchedRank
+from tests.tiers import one_of
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = WatchContext(Names({}), WrapperFacts(), world_size=4)
@@ -110,6 +111,8 @@ LOWERED = """
 import sys
 from ddpcheck.cli import main
 from ddpcheck.run import node_link
+
+from tests.tiers import one_of
 node_link.WAIT = 6.0
 sys.exit(main(sys.argv[1:]))
 """
@@ -194,7 +197,8 @@ def test_the_first_node_has_the_report_on_all_ranks_of_a_healthy_script(meeting:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "code", "ranks"), [("rate", "DDP223", [2, 3]), ("seed", "DDP208", [2, 3]), ("shard", "DDP505", [0, 2])]
+    ("how", "code", "ranks"),
+    one_of(2, [("rate", "DDP223", [2, 3]), ("seed", "DDP208", [2, 3]), ("shard", "DDP505", [0, 2])]),
 )
 def test_what_differs_between_nodes_is_found(how: str, code: str, ranks: Sequence[int], tmp_path: Path) -> None:
     first, other = run_nodes(tmp_path, how)
@@ -204,7 +208,7 @@ def test_what_differs_between_nodes_is_found(how: str, code: str, ranks: Sequenc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("meeting", [STATIC, DYNAMIC], ids=["static", "dynamic"])
+@pytest.mark.parametrize("meeting", one_of(2, [DYNAMIC, STATIC]))
 def test_ranks_that_wait_for_those_of_another_node_are_ended(meeting: Sequence[str], tmp_path: Path) -> None:
     first, other = run_nodes(tmp_path, "leaves", "--check-timeout=8", meeting=meeting)
     assert (first.code, other.code) == (4, 4), first.said + other.said

@@ -14,7 +14,7 @@ import pytest
 
 from tests import innerpytest
 from tests.innerpytest import Said, Session
-from tests.tiers import share
+from tests.tiers import one_of, share
 
 # What a rank does; `bad` is whether this one is meant.
 KINDS = {
@@ -79,7 +79,7 @@ def source() -> str:
     return "\n".join(parts)
 
 
-@pytest.fixture(scope="module", params=share(MODES, []))
+@pytest.fixture(scope="module", params=share(one_of(2, MODES), []))
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Session:
     folder = tmp_path_factory.mktemp(request.param)
     innerpytest.write(folder, test_matrix=source())
