@@ -221,7 +221,9 @@ ONE_OF_EACH_CODE = first_of_each(SCRIPTS, lambda script: [expected_of(FOLDER / f
 """`make scripts` runs all scripts, and all of their twins."""
 
 
-@pytest.mark.parametrize("script", share(dict.fromkeys(["barrier_in_save", *one_of(4, ONE_OF_EACH_CODE)]), ["barrier_in_save"]))
+@pytest.mark.parametrize(
+    "script", share(dict.fromkeys(["barrier_in_save", *one_of(4, ONE_OF_EACH_CODE)]), ["barrier_in_save"])
+)
 def test_the_fault_of_a_script_is_found(tmp_path: Path, script: str) -> None:
     code, report = report_on(tmp_path, script, "--check-timeout", "3")
     assert_expected(FOLDER / f"{script}.py", code, report)
