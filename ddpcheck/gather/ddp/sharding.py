@@ -150,8 +150,14 @@ def parameter_groups(module: nn.Module) -> list[Any]:
 
 
 def reduces(groups: Iterable[Any]) -> bool:
-    """Whether a backward pass reduces the gradients of all of these groups, as they are set now."""
-    return all(getattr(group, name, True) for group in groups for name in ("reduce_grads", "all_reduce_grads"))
+    """Whether a backward pass reduces the gradients of all of these groups that train, as they are set now."""
+    switches = ("reduce_grads", "all_reduce_grads")
+    return all(getattr(group, name, True) for group in groups if _trains(group) for name in switches)
+
+
+def _trains(group: Any) -> bool:
+    held = (getattr(one, "sharded_param", None) for one in getattr(group, "fsdp_params", ()))
+    return any(getattr(shard, "requires_grad", True) for shard in held)
 
 
 def mesh_of(module: nn.Module) -> Any:

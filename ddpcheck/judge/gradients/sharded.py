@@ -37,7 +37,7 @@ def why_not_updated(item: ShardedStep) -> str:
 
 
 _SWITCHES = {
-    "set_requires_gradient_sync": "no gradient is reduced",
+    "set_requires_gradient_sync": "no gradient of what it is set on is reduced",
     "set_requires_all_reduce": "gradients are reduced within each shard group, and not between the replicas",
 }
 
@@ -128,8 +128,8 @@ def judge_switched_off(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
     return one_finding(
         "DDP502",
         (kind,),
-        f"{kind}(False) is in force in every backward pass, so {_SWITCHES[kind]}: the shards have no gradient, and the "
-        "optimizer's steps change nothing.",
+        f"{kind}(False) is in force in every backward pass, so {_SWITCHES[kind]}: those shards have "
+        "no gradient, and the optimizer's steps do not change them.",
         ranks=unless_all(sorted({one.rank for one, _ in told}), len(evidence)),
         location=Location.parse(off.location if off is not None and off.location else last.ended_by.location),
         evidence=[f"the optimizer steps at {last.ended_by.location}"] if last.ended_by.location else [],
