@@ -67,6 +67,18 @@ def test_a_healthy_loop_of_shards_has_all_its_steps_and_no_finding(held: bool) -
 
 
 @ON_RANKS
+@pytest.mark.parametrize("frozen", [True, False])
+def test_one_part_that_is_never_reduced_is_told_unless_it_is_frozen(frozen: bool) -> None:
+    model = Net()
+    model.body.requires_grad_(not frozen)
+    model = sharded(model)
+    model.get_submodule("body").set_requires_gradient_sync(False)
+    found = train(model, 20)
+    assert [one.code for one in found] == ([] if frozen else ["DDP502"])
+    assert all("of what it is set on" in one.message for one in found)
+
+
+@ON_RANKS
 def test_gradients_that_no_step_has_are_told_with_the_line_that_switched_the_reduction_off() -> None:
     def loop(model: Any, steps: int) -> list[Finding]:
         optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), list[Finding]()
