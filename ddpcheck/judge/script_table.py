@@ -293,8 +293,10 @@ def _unheld(facts: ScriptFacts) -> Verdicts:
         return {}
     every = [one for of_rank in facts.of(OptimizerStep) for one in of_rank]
     named = [name for one in every for name in (*one.held, *one.idle)]
-    made = next((one.made for one in every if one.held), None)
-    return {"optimizers": Verdict(judge_unheld(facts.moved, named, size=len(facts.moved), made=made))}
+    made = next((one.made for one in every if one.held or not named), None)
+    in_vain = bool(every) and not any(one.norms or one.gradients for one in every)
+    found = judge_unheld(facts.moved, named, size=len(facts.moved), made=made, in_vain=in_vain)
+    return {"optimizers": Verdict(found)}
 
 
 # Losses

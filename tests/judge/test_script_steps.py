@@ -126,3 +126,16 @@ def test_gradients_that_are_used_again(own: bool, where: Location) -> None:
 def test_parameters_that_no_optimizer_holds(moved: dict[str, bool], held: list[str], found: list[str]) -> None:
     findings = judge_unheld(moved, held, size=2, made=MADE)
     assert [(one.code, list(one.subjects)) for one in findings] == ([("DDP504", found)] if found else [])
+
+
+@pytest.mark.parametrize(
+    ("moved", "in_vain", "found"),
+    [
+        ({"0/body": False, "0/head": False}, True, ["body", "head"]),  # the optimizer is of another model
+        ({"0/body": False, "0/head": False}, False, []),  # of inputs, say, whose gradients are wanted
+        ({"0/body": True, "0/head": False}, True, []),  # moved by other code
+    ],
+)
+def test_an_optimizer_of_another_model(moved: dict[str, bool], in_vain: bool, found: list[str]) -> None:
+    findings = judge_unheld(moved, [], size=2, made=MADE, in_vain=in_vain)
+    assert [(one.code, list(one.subjects)) for one in findings] == ([("DDP504", found)] if found else [])

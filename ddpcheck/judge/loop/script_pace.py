@@ -108,7 +108,9 @@ def judge_left(left: Sequence[GradientsLeft]) -> list[Finding]:
     return []
 
 
-def judge_unheld(moved: Mapping[str, bool], held: Iterable[str], *, size: int, made: Location | None) -> list[Finding]:
+def judge_unheld(
+    moved: Mapping[str, bool], held: Iterable[str], *, size: int, made: Location | None, in_vain: bool = False
+) -> list[Finding]:
     """DDP504: parameters of wrappers that get gradients in each step, and that no optimizer holds and nothing moves.
 
     Args:
@@ -116,10 +118,15 @@ def judge_unheld(moved: Mapping[str, bool], held: Iterable[str], *, size: int, m
         held: The names of those that an optimizer of any rank holds.
         size: How many parameters get gradients.
         made: The line that constructs the optimizer.
+        in_vain: Whether nothing that an optimizer holds has had a gradient in any step: it holds another model.
     """
     held = set(held)
     left = [name for name, yes in moved.items() if not yes and name not in held]
-    if not left or not held or any(not yes for name, yes in moved.items() if name in held):
+    if (
+        not left
+        or not (held or (in_vain and len(left) == len(moved)))
+        or any(not yes for name, yes in moved.items() if name in held)
+    ):
         return []  # nothing moves: a rate of zero
     names = [name.partition("/")[2] or name for name in left]
     are, get = plural_verb("is", "are", names), plural_verb("it gets", "they get", names)
@@ -129,7 +136,10 @@ def judge_unheld(moved: Mapping[str, bool], held: Iterable[str], *, size: int, m
         f"{join_names(names)} {are} in no optimizer: {get} gradients in each step, which the ranks average, and never "
         f"{plural_verb('moves', 'move', names)}.",
         location=made,
-        evidence=[f"{len(left)} of {counted(size, 'parameter')} with gradients"],
+        evidence=[
+            f"{len(left)} of {counted(size, 'parameter')} with gradients",
+            *(["what the optimizer holds has no gradient in any step: it is of another model"] if not held else []),
+        ],
         severity=Severity.WARNING,
         fix="Give them to the optimizer, and construct it after the module has its last parameter; if they are to stay "
         "as they are, freeze them with requires_grad_(False) before wrapping.",
