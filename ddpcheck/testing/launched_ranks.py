@@ -64,9 +64,11 @@ class LaunchedWorld:
         self._session.check_in_step([at for at, _ in told])
         contexts = [context for _, context in told[: self.world_size]]
         work = partial(self._run, contexts, fn, *args, timeout=seconds)
-        results, error, self._left = once(self._session, "the results of a run", work)
-        if error is not None:
-            raise error
+        with self._session.working():  # a launcher ends all as soon as one has died, which is to be told first
+            results, error, self._left = once(self._session, "the results of a run", work)
+            if error is not None:
+                self._session.why_not(range(self._session.world_size))
+                raise error
         self.failed = False
         return list(results)
 

@@ -182,9 +182,9 @@ class _Follower:
             pass
         finally:
             self.lost = time.monotonic()
+            self._on_lost()  # who is told by a world that a rank has ended can ask how
             for world in list(self.worlds.values()):
                 world.lose(self.lost)
-            self._on_lost()
 
     def close(self, deadline: float) -> None:
         self._thread.join(max(0.0, deadline - time.monotonic()))

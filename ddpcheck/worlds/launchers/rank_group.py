@@ -172,11 +172,11 @@ class RankGroup:
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """A block that ends by itself where the launcher ends this process: it says what happened."""
-        self._busy = True
+        before, self._busy = self._busy, True
         try:
             yield
         finally:
-            self._busy = False
+            self._busy = before
 
     def _gather(self, name: str, what: str, value: object, timeout: float) -> list[Any]:
         names = {rank: f"gather/{name}/{rank}" for rank in range(self.world_size)}
@@ -246,6 +246,12 @@ class RankGroup:
 
     def why_not(self, ranks: Sequence[int]) -> str | None:
         """Why some of these will never come; breaks the session."""
+        try:
+            return self._why_not(ranks)
+        except StoreGoneError:
+            return str(self._lost_store())
+
+    def _why_not(self, ranks: Sequence[int]) -> str | None:
         for rank in ranks:
             if rank not in self.gone and self.store.has(f"gone/{rank}"):
                 self.gone[rank] = self.store.get(f"gone/{rank}").decode()
