@@ -7,20 +7,22 @@ import os
 import shlex
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ddpcheck.cli.agent import examine_options, run_agent
-from ddpcheck.cli.output import ReportOutput, complain, complain_of, say
+from ddpcheck.cli.output import ReportOutput, complain, complain_of, reason_of, say
 from ddpcheck.cli.parsing import HelpFormatter, Parser, examples_of, near_option
 from ddpcheck.cli.saved import load_report
 from ddpcheck.findings.errors import EXIT_USAGE
+from ddpcheck.findings.program_source import ProgramSource
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import join_names
 from ddpcheck.record.rank.environment import RunOptions, environment_for
 from ddpcheck.report.settings import load_settings
 from ddpcheck.run.check_options import add_check_options, examine, split_at_script
@@ -28,7 +30,7 @@ from ddpcheck.run.ending import Ending
 from ddpcheck.run.flight_records import prepare, write_flight_records
 from ddpcheck.run.hang_watch import Hang, Unended
 from ddpcheck.run.node_link import NodeLink
-from ddpcheck.stream.watched_rank import FOLDER, SCRIPT, read_logs
+from ddpcheck.stream.watched_rank import FOLDER, SCRIPT, WatchedRank, read_logs
 
 _AHEAD = 0.5  # seconds after which the agent has started the ranks, which take longer to import torch
 
@@ -114,7 +116,10 @@ def show_report(
     if given.check_flight_recorder is not None:
         write_flight_records(Path(given.check_flight_recorder), ranks, ending)
     selected = {"select": given.check_select, "ignore": given.check_ignore}
-    report = report_on_script(script, ending, ranks, **selected, **accepted)
+    source = ProgramSource()
+    report = report_on_script(script, ending, ranks, **selected, **accepted, source=source)
+    if given.check_record is not None:
+        keep_record(given.check_record, script, ending, ranks, source, report)
     if given.check_output is None and given.check_format is None and (report.status == "clean" or not ranks):
         for note in report.world.get("notes", ()):
             complain(note, kind="note")
@@ -122,6 +127,22 @@ def show_report(
     else:
         output.show(report)
     return report
+
+
+def keep_record(
+    path: str, script: str, ending: Ending, ranks: Sequence[WatchedRank], source: ProgramSource, report: Report
+) -> None:
+    """Write a run into a file, and say whether that still shows what was found."""
+    from ddpcheck.run.run_record import write_record
+
+    try:
+        judged = write_record(Path(path), script, ending, ranks, source)
+    except OSError as error:
+        complain(f"cannot write {path}: {reason_of(error)}")
+        return
+    say(f"what the ranks have left is in {path}, with other names; `ddpcheck render {path}` shows the report on that")
+    if lost := sorted({one.code for one in report.findings} - {one.code for one in judged.findings}):
+        complain(f"without the names of the program {join_names(lost)} is not found in it", kind="note")
 
 
 # On several nodes: the first one has the report on the ranks of all

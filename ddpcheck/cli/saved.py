@@ -20,6 +20,7 @@ from ddpcheck.render import DIFFERENCE_FORMATS, FORMATS, MATRIX_FORMATS
 from ddpcheck.render.page.data import data_in
 from ddpcheck.report.matrix.matrix import Matrix
 from ddpcheck.report.settings import load_settings
+from ddpcheck.run.run_record import is_record, judge_record, unpacked
 
 DOCUMENTS: Mapping[str, tuple[type, Mapping[str, Any]]] = {
     "report": (Report, {"status": literal(Status)}),
@@ -30,7 +31,7 @@ DOCUMENTS: Mapping[str, tuple[type, Mapping[str, Any]]] = {
 
 
 def load_saved(path: str) -> Report | Matrix:
-    """The report or the matrix in a file, JSON or a page; "-" stands for standard input.
+    """The report or the matrix in a file, JSON or a page; of a run in a file, the report on it; "-": standard input.
 
     Raises:
         UsageError: The file cannot be read, or is neither.
@@ -39,10 +40,12 @@ def load_saved(path: str) -> Report | Matrix:
     if path == "-" and sys.stdin is None:
         raise UsageError("cannot read standard input: it is closed")
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
+        text = sys.stdin.read() if path == "-" else unpacked(Path(path).read_bytes()).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {name}: {reason_of(error)}") from error
     try:
+        if is_record(text):
+            return judge_record(text)
         text = data_in(text) or text
         data = parse(text)
         is_matrix = isinstance(data, dict) and data.get("kind") == "matrix"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ddpcheck.findings.program_source import ProgramSource
 from ddpcheck.findings.replace import replace
 
 ENDLESS = -1.0
@@ -52,20 +53,23 @@ class Block:
         return f"{self.path}:{self.line}"
 
 
-def blocks_around(file: Path, shown: str, line: int) -> tuple[Block, ...]:
+def blocks_around(file: str, shown: str, line: int) -> tuple[Block, ...]:
     """The blocks around a line, outermost first; none where the file cannot be read. `shown`: how reports call it."""
-    found = [replace(one, path=shown) for one in _blocks(file) if one.first <= line <= one.last]
+    found = [replace(one, path=shown) for one in _blocks(Path(file)) if one.first <= line <= one.last]
     return tuple(sorted(found, key=lambda one: (one.first, -one.last)))
 
 
-def blocks_of_lines(lines: Iterable[str], files: Mapping[str, str] | None = None) -> dict[str, tuple[Block, ...]]:
+def blocks_of_lines(
+    lines: Iterable[str], files: Mapping[str, str] | None = None, source: ProgramSource | None = None
+) -> dict[str, tuple[Block, ...]]:
     """The blocks around lines ("path:line") and around the heads of these; `files`: by how reports call them."""
+    source = source or ProgramSource()
     found: dict[str, tuple[Block, ...]] = {}
     wanted = set(lines)
     while wanted:
         for line in wanted:
             shown, _, number = line.rpartition(":")
-            found[line] = blocks_around(Path((files or {}).get(shown, shown)), shown, int(number))
+            found[line] = source.ask(blocks_around, (files or {}).get(shown, shown), shown, int(number)) or ()
         wanted = {block.head for line in wanted for block in found[line]} - found.keys()
     return found
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated, OptimizerEnd, OptimizerStep
+from ddpcheck.findings.program_source import ProgramSource
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import group_by
@@ -96,11 +97,13 @@ class ScriptFacts:
     Attributes:
         ranks: In their order.
         ended: Whether every rank came to its end.
+        source: Of the script.
     """
 
-    def __init__(self, ranks: Sequence[WatchedRank], *, ended: bool) -> None:
+    def __init__(self, ranks: Sequence[WatchedRank], *, ended: bool, source: ProgramSource | None = None) -> None:
         self.ranks = ranks
         self.ended = ended
+        self.source = source or ProgramSource()
 
     def of(self, kind: type[_Kind]) -> list[list[_Kind]]:
         """The entries of a kind, by rank."""

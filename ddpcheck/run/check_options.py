@@ -27,6 +27,8 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
     add("--check-output", metavar="FILE", help="write the report there, and not to standard error")
     dumps = "write the last collectives of each rank into this folder, as Flight Recorder's dumps (see ddpcheck hang)"
     add("--check-flight-recorder", metavar="DIR", help=dumps)
+    kept = "write what the ranks have left there, without names, values and source, for a report of a bug"
+    add("--check-record", metavar="FILE", help=f"{kept} (see ddpcheck render)")
     add("--check-format", metavar="FORMAT", help="of the report; by the suffix of the file where there is one")
     add("--debug", action="store_true", help="show the traceback of an error of ddpcheck")
     abbreviated: Any = parser._get_option_tuples

@@ -11,6 +11,7 @@ from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import CollectiveTimeline
 from ddpcheck.findings.program_blocks import Block, blocks_of_lines
+from ddpcheck.findings.program_source import ProgramSource
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
@@ -73,19 +74,22 @@ class Ending:
     doing: Mapping[int, str] = field(default_factory=dict)
 
 
-def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[Finding]) -> list[Finding]:
+def judge_ending(
+    ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[Finding], source: ProgramSource | None = None
+) -> list[Finding]:
     """DDP401 to 404: why ranks failed or waited for each other, where no finding that is `known` is the reason."""
+    source = source or ProgramSource()
     known = [one for one in known if one.severity is Severity.ERROR and one.code.startswith(_MAY_END)]
     found = failures_of(ranks, ending)
     if not ranks or [rank.started.rank for rank in ranks] != list(range(ranks[0].started.world_size)):
         return []  # of ranks on other machines there is no log here
     if not found:
-        return [] if ending.exit_code or known else _judge_silent_mismatch(ranks)
+        return [] if ending.exit_code or known else _judge_silent_mismatch(ranks, source)
     ordered = failures.in_order(found)
     constructs = {rank.started.rank for rank in ranks if rank.constructs}  # DDP raises there on what is not alike
     if known and all(follows_from_another_rank(failure) or failure.rank in constructs for failure in ordered):
         return []
-    if not ending.interrupted and (raised := judge_torch_errors(_raised_facts(ranks, ordered))):
+    if not ending.interrupted and (raised := judge_torch_errors(_raised_facts(ranks, ordered, source))):
         return raised
     failed = {one.rank for one in found}
     finished = [rank.started.rank for rank in ranks if rank.has_ended and rank.started.rank not in failed]
@@ -94,12 +98,12 @@ def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[F
         judged = [finding for finding in judged if finding.code == "DDP403"]
     by_itself = judged and judged[0].code == "DDP401" and not follows_from_another_rank(ordered[0])
     if judged and judged[0].code in _TOLD_AS_STORY and not by_itself:
-        if story := _story(ranks, ending, judged):
+        if story := _story(ranks, ending, judged, source):
             return story
     return [_with_option_of_run(finding) for finding in judged]
 
 
-def _raised_facts(ranks: Sequence[WatchedRank], ordered: Sequence[RankFailure]) -> RaisedFacts:
+def _raised_facts(ranks: Sequence[WatchedRank], ordered: Sequence[RankFailure], source: ProgramSource) -> RaisedFacts:
     """What is known where a rank has raised: also of ranks that were ended at their work."""
     first = next(rank for rank in ranks if rank.started.rank == ordered[0].rank)
     failed = {one.rank for one in ordered}
@@ -114,7 +118,7 @@ def _raised_facts(ranks: Sequence[WatchedRank], ordered: Sequence[RankFailure]) 
         comparable_logs(ranks),
         [entry for entry in first.entries if isinstance(entry, WrapperBegun)],
         {rank: lines for rank, lines in at_work.items() if lines},
-        call_of(_CHECKPOINTS, first.files),
+        source.ask(call_of, _CHECKPOINTS, first.files),
     )
 
 
@@ -126,13 +130,15 @@ def _with_option_of_run(finding: Finding) -> Finding:
     return finding if advice == finding.what_to_do else replace(finding, fix=advice)
 
 
-def _story(ranks: Sequence[WatchedRank], ending: Ending, judged: Sequence[Finding]) -> list[Finding]:
+def _story(
+    ranks: Sequence[WatchedRank], ending: Ending, judged: Sequence[Finding], source: ProgramSource
+) -> list[Finding]:
     """What one rank did and the others did not; what the numbers of their collectives say is evidence of it."""
     at_end = ranks_at_end(ranks, ending)
     numbers = [f"by the collectives of the ranks: {one.message}" for one in judged if one.code == "DDP403"][:1]
     return [
         replace(story, evidence=(*filter(None, story.evidence), *numbers), tags=(*story.tags, *judged[0].tags))
-        for story in judge_endings(at_end, _blocks(ranks, at_end))
+        for story in judge_endings(at_end, _blocks(ranks, at_end, source))
     ]
 
 
@@ -181,21 +187,23 @@ def _with_forward(log: Sequence[Call], failure: RankFailure, lines: tuple[str, .
     return [*log, replace(before[-1], operation=DDP_FORWARD, place="", location=lines[0], callers=lines)]
 
 
-def _blocks(ranks: Sequence[WatchedRank], at_end: Sequence[RankAtEnd]) -> dict[str, tuple[Block, ...]]:
+def _blocks(
+    ranks: Sequence[WatchedRank], at_end: Sequence[RankAtEnd], source: ProgramSource
+) -> dict[str, tuple[Block, ...]]:
     """The blocks of the program around all lines at which ranks were."""
     lines = {line for rank in at_end for call in rank.calls for line in (*lines_of(call), *lines_in(call.place))}
     lines |= {line for rank in at_end for line in rank.lines}
     lines |= {str(one.location) for rank in at_end for one in rank.passes if one.location is not None}
-    return blocks_of_lines(lines, {shown: file for rank in ranks for shown, file in rank.files.items()})
+    return blocks_of_lines(lines, {shown: file for rank in ranks for shown, file in rank.files.items()}, source)
 
 
-def _judge_silent_mismatch(ranks: Sequence[WatchedRank]) -> list[Finding]:
+def _judge_silent_mismatch(ranks: Sequence[WatchedRank], source: ProgramSource) -> list[Finding]:
     """DDP403: collectives that have paired up wrongly, and the script came to its end all the same."""
     if not all(rank.has_ended for rank in ranks):
         return []
     silent = "nothing was raised: what was paired up wrongly has the same size, or waits for nobody"
     found = judge_collectives(comparable_logs(ranks))
-    found = (found and _story(ranks, Ending(), found)) or found
+    found = (found and _story(ranks, Ending(), found, source)) or found
     return [replace(one, evidence=(*one.evidence, silent)) for one in found]
 
 

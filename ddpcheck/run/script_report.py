@@ -10,6 +10,7 @@ from typing import Any
 from ddpcheck import __version__
 from ddpcheck.findings.compiled_names import without_prefix
 from ddpcheck.findings.exception_origin import BUG, as_bug
+from ddpcheck.findings.program_source import ProgramSource
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
 from ddpcheck.findings.selection import Suppression, is_any_selected, sort_out
 from ddpcheck.findings.wording import agreeing, counted, format_ranks, group_by
@@ -31,6 +32,7 @@ def report_on_script(
     ignore: Sequence[str],
     suppress: Sequence[Suppression] = (),
     baseline: Report | None = None,
+    source: ProgramSource | None = None,
 ) -> Report:
     """The report on a script that has ended.
 
@@ -42,12 +44,13 @@ def report_on_script(
         ignore: Those that are not reported.
         suppress: Findings that are shown with a reason, and do not count.
         baseline: An earlier report; what it has is shown as known, and does not count.
+        source: Of the script, where that is not here.
     """
     unended = () if ending.unended is None else ending.unended.ranks
     ended = not ending.exit_code and all(rank.has_ended or rank.started.rank in unended for rank in ranks)
-    facts = ScriptFacts(ranks, ended=ended)
+    facts = ScriptFacts(ranks, ended=ended, source=source)
     judged = judge_all(facts, ROWS)
-    at_end = [*map(without_prefix, judge_ending(ranks, ending, judged.findings))]
+    at_end = [*map(without_prefix, judge_ending(ranks, ending, judged.findings, facts.source))]
     findings = [*judged.findings, *at_end]
     chosen = sort_out(findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     checks = [_entered(facts) if ranks else _none_entered(ending)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from base64 import b64decode
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -17,6 +18,7 @@ from ddpcheck.stream.entries import Entry, Sketch
 
 _LENGTH = struct.Struct("<I")
 _LARGEST = 1 << 63
+_KINDS: dict[str, type[Entry]] = {one.__name__: one for one in get_args(Entry)}
 _EXACTLY: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 
 
@@ -66,8 +68,25 @@ def _frame() -> msgspec.msgpack.Decoder[tuple[str, msgspec.Raw]]:
 
 @functools.cache
 def _decoder(kind: str) -> msgspec.msgpack.Decoder[Entry]:
-    kinds = {one.__name__: one for one in get_args(Entry)}
-    return msgspec.msgpack.Decoder(kinds[kind], dec_hook=lambda _, data: Sketch("f", data))
+    return msgspec.msgpack.Decoder(_KINDS[kind], dec_hook=lambda _, data: Sketch("f", data))
+
+
+def fields_of_entry(entry: Entry) -> tuple[str, Any]:
+    """An entry as the name of its kind, and its fields in lists, strings, numbers and bytes."""
+    fields = msgspec.to_builtins(entry, enc_hook=_plain, builtin_types=(bytes,))
+    return type(entry).__name__, _writable(fields)
+
+
+def entry_from_fields(kind: str, fields: Any) -> Entry | None:
+    """The inverse, with bytes as base64 (RFC 4648); `None` where this version cannot read it."""
+    try:
+        return msgspec.convert(fields, _KINDS[kind], dec_hook=_sketch_of, str_keys=True)
+    except (msgspec.ValidationError, KeyError, ValueError):
+        return None
+
+
+def _sketch_of(_: type, text: str) -> Sketch:
+    return Sketch("f", b64decode(text))
 
 
 def _writable(value: Any) -> Any:

@@ -124,7 +124,7 @@ def judge(*ranks: Sequence[Call] | RankAtEnd, passes: Any = None) -> list[Findin
         for rank, one in enumerate(ranks)
     ]
     numbers = range(1, len(PROGRAM.splitlines()) + 1)
-    blocks: dict[str, Sequence[Block]] = {f"train.py:{n}": blocks_around(FILE, "train.py", n) for n in numbers}
+    blocks: dict[str, Sequence[Block]] = {f"train.py:{n}": blocks_around(str(FILE), "train.py", n) for n in numbers}
     return judge_endings(everyone, blocks)
 
 
@@ -292,7 +292,7 @@ def test_another_order_of_the_same_lines() -> None:
 
 
 def test_the_blocks_around_a_line() -> None:
-    around = blocks_around(FILE, "train.py", 9)
+    around = blocks_around(str(FILE), "train.py", 9)
     assert [(one.kind, one.line) for one in around] == [
         ("function", 1),
         ("loop", 2),
@@ -301,7 +301,7 @@ def test_the_blocks_around_a_line() -> None:
         ("rest", 8),
     ]
     assert around[1].exits == () and around[2].exits == ((11, "break"),) and around[1].times == 2
-    assert blocks_around(FILE.with_name("none.py"), "none.py", 1) == ()
+    assert blocks_around(str(FILE.with_name("none.py")), "none.py", 1) == ()
 
 
 WRAPPER_2 = {"payload": "wrapper 2"}

@@ -43,7 +43,9 @@ def judge_begun(facts: ScriptFacts) -> list[Finding]:
     for finding in judge_constructions(facts.of(WrapperBegun)):
         if COUNTED in finding.tags and finding.location is not None:
             variable = finding.tags[finding.tags.index(COUNTED) + 1]
-            finding = replace(finding, location=last_assignment(finding.location, variable) or finding.location)
+            finding = replace(
+                finding, location=facts.source.ask(last_assignment, finding.location, variable) or finding.location
+            )
         found.append(finding)
     return found
 
@@ -74,7 +76,7 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
         if finding.location or not finding.subjects:
             return finding
         of_loss = wrapper.loss_line if finding.subjects == ("loss",) else None
-        made_at = of_loss or assignment_in_classes(made.classes, finding.subjects[0])
+        made_at = of_loss or facts.source.ask(assignment_in_classes, made.classes, finding.subjects[0])
         return replace(finding, location=made_at or made.location)
 
     reported = ReportedCauses()
