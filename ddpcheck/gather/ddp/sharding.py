@@ -137,8 +137,8 @@ def note_settings(fsdp: Any, sink: Callable[[LoopEvent], object]) -> list[Patch]
 def parameter_groups(module: nn.Module) -> list[Any]:
     """The groups in which `fully_shard` gathers and reduces the parameters of `module`; none where torch hides them.
 
-    Private to torch. Of a group are read: `reduce_grads`, `all_reduce_grads`, `reduce_scatter_unused_params` and the
-    mesh of `mesh_info`.
+    Private to torch. Of a group are read: `reduce_grads`, `all_reduce_grads`, `reduce_scatter_unused_params`, the mesh
+    of `mesh_info`, and `sharded_param` of its `fsdp_params`.
     """
     found: list[Any] = []
     for part in module.modules():
@@ -147,6 +147,12 @@ def parameter_groups(module: nn.Module) -> list[Any]:
                 state: Any = part._get_fsdp_state()  # type: ignore[operator]
                 found += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return list({id(group): group for group in found if group is not None}.values())
+
+
+def shards_in_use(module: nn.Module) -> set[int]:
+    """The identities of the shards that `fully_shard` gathers: also of those that it has taken after `Module.to`."""
+    groups = parameter_groups(module)
+    return {id(getattr(one, "sharded_param", None)) for group in groups for one in getattr(group, "fsdp_params", ())}
 
 
 def reduces(groups: Iterable[Any]) -> bool:

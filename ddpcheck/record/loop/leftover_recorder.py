@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -13,6 +13,7 @@ from ddpcheck.findings.evidence.pace import GradientsLeft
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.state.tensor_refs import tensor_ref
 from ddpcheck.gather.state.tensor_values import version_of
 from ddpcheck.gather.steps.gradient_distance import dense, has_gradient
 
@@ -47,7 +48,7 @@ class LeftoverRecorder:
         if one is None:
             held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             if held and type(held[0].grad) is torch.Tensor:
-                self._known[optimizer] = _Followed(number, ref(held[0]))
+                self._known[optimizer] = _Followed(number, tensor_ref(held[0]))
             return
         mixed, one.mixed = one.mixed, None
         again = mixed is not None and (one.own or mixed[0] != mixed[1])

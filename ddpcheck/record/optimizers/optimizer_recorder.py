@@ -26,6 +26,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
+from ddpcheck.gather.state.tensor_refs import tensor_ref
 from ddpcheck.gather.state.tensor_values import is_shard, version_of
 from ddpcheck.gather.steps.gradient_distance import dense, norms
 from ddpcheck.gather.steps.gradient_sketch import sketches
@@ -127,7 +128,7 @@ class OptimizerRecorder:
         uses = UseRecorder(sink, watches, lambda: self.steps, self._held)
         self.states = StateRecorder(sink, watches, uses, writes.copied)
         self._flat: list[tuple[int, float, Location | None]] = []  # elements, squared norm, line
-        self._sums: dict[int, tuple[ref[torch.Tensor], int, Location | None]] = {}  # version, line, by identity
+        self._sums: dict[int, tuple[Callable[[], Any], int, Location | None]] = {}  # version, line, by identity
 
     def close(self) -> None:
         """The script has ended."""
@@ -146,7 +147,7 @@ class OptimizerRecorder:
             if after and getattr(known.sample(), "grad", None) is tensor is not None:
                 known.late = Location.parse(below_common(callers, known.used[1])) or location
         if type(tensor) is torch.Tensor and self._is_written(self.steps) and len(self._sums) < _MOST_SUMS:
-            self._sums[id(tensor)] = ref(tensor), version_of(tensor), location
+            self._sums[id(tensor)] = tensor_ref(tensor), version_of(tensor), location
             if tensor.is_floating_point():  # of several gradients in one, perhaps
                 self._flat += [(tensor.numel(), float(tensor.norm()) ** 2, location)]
 
@@ -294,7 +295,7 @@ class OptimizerRecorder:
 
     def _look_at(self, optimizer: Any, known: _Optimizer) -> None:
         """At its first step: name its parameters that are in no wrapper, and look at what the script has derived."""
-        known.sample = ref(_parameters_of(optimizer)[0])
+        known.sample = tensor_ref(_parameters_of(optimizer)[0])
         self._schedules.look_for(optimizer)
         if not known.number:
             for table in tables_of_program():
@@ -308,7 +309,7 @@ class OptimizerRecorder:
             names = names_of_parameters({id(p) for p in loose})
             for index, p in enumerate(loose):
                 known.alone[id(p)] = names.get(id(p), f"? {index} {tuple(p.shape)}")
-            known.marked = ref(min(loose, key=torch.Tensor.numel))
+            known.marked = tensor_ref(min(loose, key=torch.Tensor.numel))
 
     # Gradients that are zeroed
 
@@ -349,7 +350,7 @@ class OptimizerRecorder:
     def _note_left(self) -> None:
         for known in self._looked_at():
             gradient = getattr(known.sample(), "grad", None)
-            known.left = (lambda: None, 0) if gradient is None else (ref(gradient), version_of(gradient))
+            known.left = (lambda: None, 0) if gradient is None else (tensor_ref(gradient), version_of(gradient))
 
     def _looked_at(self) -> list[_Optimizer]:
         return [known for known in self._all if known.steps < _MOST_LOOKED_AT] if self.steps < _MOST_STEPS else []

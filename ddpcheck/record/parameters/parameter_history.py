@@ -13,6 +13,7 @@ from ddpcheck.findings.evidence.parameters import GradientState, PathEnd, StepEv
 from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.autograd.gradient_paths import COMPILED_CODE
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, changes
+from ddpcheck.gather.ddp.sharding import shards_in_use
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.record.loop.forward_snapshot import Snapshot
@@ -136,9 +137,14 @@ class ParameterHistory:
     def changed(self) -> dict[str, str]:
         """What has happened to parameters since they were wrapped, in a word, by name."""
         changed = changes(self._at_start, self._module)
-        if self._wrapper.sharded:  # the whole of a parameter may be in the place of its shard for a while
-            whole = {name for name, p in self._module.named_parameters() if not is_shard(p)} - self._wrapper.ignored
+        if self._wrapper.sharded:  # which follows all other changes in the next forward pass
+            changed = {name: how for name, how in changed.items() if how in ("added", "replaced")}
+            parameters = dict(self._module.named_parameters()) if changed else {}
+            used = shards_in_use(self._module) if changed else set()
+            whole = parameters.keys() - self._wrapper.ignored  # may be in the place of the shard for a while
+            whole = {name for name in whole if not is_shard(parameters[name])}
             changed = {name: how for name, how in changed.items() if name not in whole or how == "added"}
+            changed = {name: how for name, how in changed.items() if id(parameters[name]) not in used}
         return {name: how for name, how in changed.items() if name not in self._created_in_forward}
 
     def _probed(self, step: int, probe: StepProbe, snapshot: Snapshot | None) -> StepEvidence:

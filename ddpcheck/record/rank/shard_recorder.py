@@ -16,6 +16,7 @@ from torch import nn
 
 from ddpcheck.gather.patching import Patch, accompanied, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.state.tensor_refs import tensor_ref
 from ddpcheck.record.loop import shard_switches
 from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.rank.script_watch import ScriptWatch
@@ -64,7 +65,7 @@ class ShardRecorder:
         yield
         shard = getattr(one, "sharded_param", None)
         if value is not None and isinstance(shard, torch.Tensor):
-            self._built[id(shard)] = ref(shard), value, fingerprint(shard)
+            self._built[id(shard)] = tensor_ref(shard), value, fingerprint(shard)
 
     def _before(self, _state: Any, module: nn.Module, arguments: Any, named: Any) -> Iterator[None]:
         made, prefix = self._known[module] if module in self._known else self._begin(module)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, last_assignment, parsed_source, relative_path, variables_of
 from ddpcheck.gather.forward_hooks import after_forward
 from ddpcheck.gather.state.fingerprints import fingerprints
+from ddpcheck.gather.state.tensor_refs import tensor_ref
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.rank.script_watch import ScriptWatch
@@ -123,7 +124,7 @@ class StateRecorder:
         self._copy_found = copied
         self._watches = watches
         self._used: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # what forward has been called for
-        self._seen: dict[str, ref[torch.Tensor]] = {}  # by path of a list or dictionary, its first tensor
+        self._seen: dict[str, Callable[[], Any]] = {}  # by path of a list or dictionary, its first tensor
         self._together: Counter[int] = Counter()  # by the memory of a tensor, how often it was reduced or broadcast
         self._first: dict[str, tuple[int, StateHeld]] = {}  # by path, what a copy was that has not been seen again yet
         self._stay: set[str] = set()  # paths of which that tensor has been there twice
@@ -205,7 +206,7 @@ class StateRecorder:
         if not items or not all(issubclass(type(item), torch.Tensor) for item in items):
             return {}, False
         first = items[0]
-        before, self._seen[path] = self._seen.get(path), ref(first)
+        before, self._seen[path] = self._seen.get(path), tensor_ref(first)
         stays = before is not None and before() is first
         if stays:
             self._stay.add(path)

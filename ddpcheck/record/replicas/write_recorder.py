@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, parsed_source, relative_path, user_frame
 from ddpcheck.gather.patching import Patch, guarded
+from ddpcheck.gather.state.tensor_refs import tensor_ref
 from ddpcheck.record.rank.script_watch import ScriptWatch
 
 _MOST_LINES = 64  # of the script
@@ -53,14 +53,14 @@ class WriteRecorder:
     def wrapped(self, watch: ScriptWatch) -> None:
         """A wrapper has been constructed."""
         for name, parameter in watch.module_parameters():  # frozen ones, too
-            self._wrapped[id(parameter)] = ref(parameter), watch.number, name
+            self._wrapped[id(parameter)] = tensor_ref(parameter), watch.number, name
 
     def copied(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
         """A variable holds the parameters of a copy of a wrapped module."""
         for tensor in tensors:
             known = self._wrapped.get(id(tensor))
             if known is None or known[0]() is not tensor:
-                self._wrapped[id(tensor)] = ref(tensor), OF_A_COPY, name
+                self._wrapped[id(tensor)] = tensor_ref(tensor), OF_A_COPY, name
 
     def write(self) -> None:
         """Hand on what has been seen: a step begins, or the script has ended."""

@@ -1,0 +1,49 @@
+"""References to tensors that `torch.utils.swap_tensors` does not refuse, and that follow it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from ddpcheck.gather.state.tensor_refs import tensor_ref
+
+
+def test_tensors_with_references_are_swapped_and_stay_known() -> None:
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))
+    refs = [tensor_ref(first), tensor_ref(first), tensor_ref(second)]
+    torch.utils.swap_tensors(first, second)
+    assert first.sum() == 2 and second.sum() == 0
+    assert [one() for one in refs] == [first, first, second]
+    assert refs[0]() is first
+
+
+def test_a_weak_reference_of_somebody_else_is_refused_as_ever_and_ours_stays() -> None:
+    first, second = torch.zeros(2), torch.ones(2)
+    ours, theirs = tensor_ref(first), weakref.ref(second)
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(first, second)
+    assert ours() is first and theirs() is second
+
+
+def test_a_reference_keeps_nothing_alive() -> None:
+    tensor = torch.zeros(2)
+    known = tensor_ref(tensor)
+    del tensor
+    gc.collect()
+    assert known() is None
+
+
+def test_a_module_is_moved_by_swapping() -> None:
+    module = nn.Linear(2, 2)
+    known = {name: tensor_ref(parameter) for name, parameter in module.named_parameters()}
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(known[name]() is parameter for name, parameter in module.named_parameters())
+    assert module.weight.dtype == torch.float64
