@@ -17,8 +17,9 @@ import torch
 import torchmetrics
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers.logger import Logger
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
@@ -256,6 +257,41 @@ class Gan(Net):
             optimizer.step()
             optimizer.zero_grad()
             self.untoggle_optimizer(optimizer)
+
+
+# Under fully_shard
+
+
+class Body(nn.Sequential):
+    """With a layer that its forward pass may leave out."""
+
+    leaves_out = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self[:-1] if self.leaves_out else self:
+            x = part(x)
+        return x
+
+
+class Sharded(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 2))
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for part in (self.body[0], self.body[2], self.body):
+            fully_shard(part, mesh=mesh)
+
+
+class ShardedUnused(Sharded):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.leaves_out = True
+
+
+def shards() -> ModelParallelStrategy:
+    return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
 
 # Strategies and callbacks

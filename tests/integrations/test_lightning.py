@@ -71,6 +71,13 @@ def test_a_parameter_without_a_part_is_named_in_the_step_itself(model, code, sub
     assert run.warned == []
 
 
+def test_a_layer_that_is_left_out_under_fully_shard_is_found():
+    r = runs()
+    run = r.fit(r.ShardedUnused, max_epochs=3, strategy=r.shards(), check={"on_finding": "warn"})
+    assert run.error is None
+    assert (run.finding.code, run.finding.subjects) == ("DDP102", ("2.weight", "2.bias"))
+
+
 @pytest.mark.smoke
 def test_a_parameter_without_a_part_is_found_in_the_only_step():
     r = runs()
@@ -349,6 +356,7 @@ def test_each_manual_backward_is_a_reduction_of_its_own():
             lambda r: r.fit(r.Manual, strategy=r.DDPStrategy(static_graph=True), check=EVERY), id="manual, static graph"
         ),
         pytest.param(lambda r: r.fit(r.Net, strategy=r.DDPStrategy(static_graph=True), check=EVERY), id="static graph"),
+        pytest.param(lambda r: r.fit(r.Sharded, max_epochs=2, strategy=r.shards()), id="fully_shard"),
         pytest.param(lambda r: r.fit(r.Gan, max_epochs=3, strategy=UNUSED_TRUE), id="gan"),
         pytest.param(lambda r: r.fit(r.Sometimes, max_epochs=3, strategy=UNUSED_TRUE), id="a condition"),
         pytest.param(
