@@ -6,6 +6,7 @@ ddpcheck run --standalone --nproc-per-node 2 tests/healthy_evaluations.py [NAME 
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 
 import torch
@@ -146,6 +147,40 @@ def brought_together_later(model: nn.Module, loader: DataLoader[tuple[Tensor, ..
         torch.save({"accuracy": meter.average}, os.path.join(tempfile.mkdtemp(), "best.pt"))
 
 
+class Rate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.count = 0.0, 0
+
+    def forward(self, value: float) -> float:
+        self.total, self.count = self.total + value, self.count + 1
+        return self.total / self.count
+
+
+def summed_up_later(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], data: TensorDataset) -> None:
+    rate, mean = Rate(), 0.0
+    with torch.no_grad():
+        for number, (x, y) in enumerate(loader, 1):
+            last = float(cross_entropy(model(x), y)) if number == len(loader) else 0.0
+            mean = rate(last)
+    tell(f"so far {mean:.6f}")
+    sums = torch.tensor([rate.count, rate.total], dtype=torch.float64)
+    dist.all_reduce(sums)
+    tell(f"loss {sums[1] / sums[0]:.6f}")
+
+
+def seconds(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], data: TensorDataset) -> None:
+    took, began = 0.0, time.perf_counter()
+    batch_time = Meter()
+    with torch.no_grad():
+        for x, _ in loader:
+            model(x)
+            time.sleep(0.01 * (1 + RANK))
+            batch_time.update(time.perf_counter() - began, 1)
+            took = batch_time.average
+    tell(f"{took:.6f} seconds a batch")
+
+
 def averages_on_rank_0(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], data: TensorDataset) -> None:
     mean = 0.0
     with torch.no_grad():
@@ -235,6 +270,8 @@ LOOPS: dict[str, Callable[[], None]] = {
     "all_of_it_on_each": lambda: evaluate(37, all_of_it_on_each),
     "told_by_each": lambda: evaluate(64, told_by_each),
     "brought_together_later": lambda: evaluate(64, brought_together_later),
+    "summed_up_later": lambda: evaluate(64, summed_up_later),
+    "seconds": lambda: evaluate(64, seconds),
     "averages_on_rank_0": lambda: evaluate(64, averages_on_rank_0),
     "gathered_with_their_labels": lambda: evaluate(64, gathered_with_their_labels),
     "weighted_means": lambda: evaluate(64, weighted_means),

@@ -551,6 +551,19 @@ def compiled_around_the_wrapper() -> None:
 # Weights that each rank moves and puts back, and losses that each rank scales
 
 
+def forward_by_its_name() -> None:
+    """What a wrapper's own forward does is done, and no hook is called."""
+    model = DistributedDataParallel(nn.Sequential(net(), nn.BatchNorm1d(4)))
+    optimizer = sgd(model)
+    batches = own_batches(24)
+    for (x, y), (more, of_more) in zip(batches, batches, strict=True):
+        optimizer.zero_grad()
+        with model.no_sync():
+            (cross_entropy(model.forward(x), y) / 2).backward()
+        (cross_entropy(model.forward(more), of_more) / 2).backward()
+        optimizer.step()
+
+
 def ascents_of_each_rank() -> None:
     """Sharpness-aware minimisation, as its paper has it on several ranks: each ascends by its own gradient."""
     model = DistributedDataParallel(net())
@@ -639,6 +652,7 @@ LOOPS: tuple[Callable[[], None], ...] = (
         adapted_weights,
         odd_variables,
         compiled_around_the_wrapper,
+        forward_by_its_name,
         ascents_of_each_rank,
         weights_that_are_tried,
         smoothed_labels_of_mixed_samples,

@@ -25,10 +25,16 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.evaluation.metrics_of_pairs import OF_NUMBERS, OF_SCORES
 from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
 from ddpcheck.judge.evaluation.script_targets import judge_targets
+from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.data.sample_rows import SampleRows
 from ddpcheck.record.evaluation import evaluation_recorder
 from ddpcheck.record.evaluation.comparison_recorder import ComparisonRecorder
-from ddpcheck.record.evaluation.evaluation_recorder import EvaluationRecorder, _rows_given, _values_given
+from ddpcheck.record.evaluation.evaluation_recorder import (
+    EvaluationRecorder,
+    _rows_given,
+    _values_given,
+    _without_states,
+)
 from ddpcheck.record.loss.target_recorder import _cross_entropies, _place_of
 from ddpcheck.record.source.program_numbers import columns_of, labels_in, number_of
 
@@ -614,3 +620,16 @@ def test_samples_that_two_ranks_have_by_their_own_splits_are_no_padding(parts: s
     passes = [[EvaluationPass(0, 3, 0, {}, {}, {"evaluate": LINE})] for _ in indices]
     given = [[call(2.0)] for _ in indices]
     assert codes(judge_evaluations(loaders, passes, given, [[], []])) == found
+
+
+def test_what_is_saved_of_optimizers_schedules_and_scalers_is_no_result() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    held = {
+        "model": model.state_dict(),
+        "optimizers": [optimizer.state_dict()],
+        "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 1).state_dict(),
+        "scaler": torch.amp.GradScaler("cpu").state_dict(),
+        "best": {"accuracy": 0.75},
+    }
+    assert [leaf for leaf in tree_leaves(_without_states(held)) if type(leaf) is float] == [0.75]

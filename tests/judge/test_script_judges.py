@@ -289,6 +289,7 @@ def test_the_learning_rate_that_parts_later_is_a_schedule() -> None:
     assert codes(judge_optimizer_options([[step(), step()], [step(4), step(4, options=lower)]])) == ["DDP507"]
     assert codes(judge_optimizer_options([[step(), step(options=lower)]])) == ["DDP223"]
     assert not judge_optimizer_options([[step(), step()], [step(4, options=lower), step(4, options=lower)]])
+    assert not judge_optimizer_options([[step(), replace(step(options=lower), reductions=2)]])  # it is its second batch
 
 
 def test_ranks_that_step_on_other_parameters_of_a_wrapper() -> None:

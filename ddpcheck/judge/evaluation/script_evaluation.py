@@ -276,7 +276,7 @@ def _ratios(of_ranks: Sequence[Evaluated]) -> Iterator[tuple[str, list[float], f
 def _is_own(number: ShownNumber, rank: int, values: Sequence[float], together: float) -> bool:
     """Whether a number is that of a rank, which is another one than the others', and than that of all together."""
     own = values[rank]
-    if own == int(own) and not number.text:  # any counter
+    if is_close(own, round(own)) and not number.text:  # any counter, and a sum of fractions that comes near one
         return False
     if not shows(number, own) or shows(number, together):
         return False
@@ -293,6 +293,10 @@ def _is_known(
         return True
     if given and not number.values:
         return True
+    for each in one.exchanged:  # a sum and its count
+        quotients = (a / b for a, b in itertools.permutations(each.numbers, 2) if b)
+        if any(is_close(values[rank], scale * quotient) for quotient in quotients for scale in (1, 100)):
+            return True
     return any(shows(other, together) for _, other in numbers_shown(one))
 
 

@@ -44,11 +44,14 @@ _ABOUT = 0.1
 def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
     """DDP223 or 507: options that are not the same on every rank, in the first step in which that is so.
 
-    Not of an optimizer on parameters that ranks train apart from each other.
+    Not of an optimizer on parameters that ranks train apart from each other; nor in a step that ranks make after more
+    and fewer averaged backward passes (DDP508), for a schedule has other rates then.
     """
     if steps and are_local(steps):
         return []
     for number, of_ranks in enumerate(steps):
+        if len({one.reductions for one in of_ranks}) > 1:
+            continue
         found = judge_options("DDP223", [one.options for one in of_ranks], "The optimizer")
         if not found:
             continue

@@ -10,6 +10,7 @@ import linecache
 import logging
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,7 @@ _MOST_PARTS = 8  # of an object that is gathered
 _ROUNDED = 7  # characters of a number that a program may have rounded
 _DECIMAL = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[+-]?\d+)?(?![\w.]*\w)")
 _GIVEN = ("tensor", "input_tensor", "obj", "object", "self", "input")  # the names of what goes into a collective
+_OF_STATES = ("param_groups", "_last_lr", "growth_factor")  # keys in the states of what is no model
 _WITH_RESULTS = ("reduce", "gather")  # in the names of collectives
 _Entry = EvaluationPass | ResultExchanged | MetricShown | RowsCompared
 
@@ -170,7 +172,7 @@ class EvaluationRecorder:
     def _saves(self, held: Any, *_arguments: Any, **_named: Any) -> None:
         if not self._listens():
             return
-        leaves = itertools.islice((leaf for leaf in tree_leaves(held) if type(leaf) is float), _FEW)
+        leaves = itertools.islice((leaf for leaf in tree_leaves(_without_states(held)) if type(leaf) is float), _FEW)
         self._show("saved", [ShownNumber("", (leaf,)) for leaf in leaves])
         self._show("decides", [ShownNumber("", (value,)) for value in _conditions()])
 
@@ -186,6 +188,13 @@ class EvaluationRecorder:
             alike = {one.text: _like(one.text, held) for one in numbers if one.text}
             numbers = [replace(o, values=tuple({*o.values, *alike[o.text]})) if o.text else o for o in numbers]
         self._sink(MetricShown(self._round, how, _line(), tuple(numbers[:_FEW])))
+
+
+def _without_states(held: Any) -> Any:
+    """What is saved, without states of optimizers, schedules and scalers: rates and factors are no results."""
+    if type(held) in (dict, OrderedDict):
+        return {} if not held.keys().isdisjoint(_OF_STATES) else {key: _without_states(held[key]) for key in held}
+    return [_without_states(item) for item in held] if type(held) in (list, tuple) else held
 
 
 def _line() -> Location | None:

@@ -147,6 +147,9 @@ class _WatchedRank:
             record_given(guarded(recorder.note_collective))
         record_overwritten(guarded(self._overwritten))
         patched(_DDP, "__init__", self._constructed)
+        for name, around in (("_pre_forward", self._enters), ("_post_forward", self._leaves)):
+            if hasattr(_DDP, name):  # private to torch; without them a forward that is called by its name is not known
+                patched(_DDP, name, around)
         if reducer := vars(dist).get("Reducer"):  # private to torch; without it such a pass is not known
             patched(reducer, "prepare_for_backward", self._prepares)
         atexit.register(self._ended)
@@ -164,6 +167,15 @@ class _WatchedRank:
             self._log.turn(begins=False)
         if watched:
             self._watch(wrapper, began_alike=named.get("init_sync", True) is not False)
+
+    def _enters(self, wrapper: nn.Module, /, *arguments: Any, **named: Any) -> None:
+        for watch in list(self._watches):
+            watch.forward_entered(wrapper, arguments, named)
+
+    def _leaves(self, wrapper: nn.Module, *_arguments: Any) -> Iterator[None]:
+        output = yield
+        for watch in list(self._watches):
+            watch.forward_left(wrapper, output)
 
     def _prepares(self, reducer: Any, *outputs: Any) -> None:
         """DDP does this in its forward; a framework, before a backward pass inside of that (Lightning, by hand)."""

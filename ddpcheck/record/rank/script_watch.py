@@ -120,6 +120,7 @@ class ScriptWatch(StepListener):
         self._bypass = BypassRecorder(self.module, self._recorder.tracker.parameters.tensors, self._recorder.loop.add)
         self._recorder.attach()
         hold(self.module, self)
+        self._by_name = False  # the forward pass that runs is a call of `wrapper.forward`, which calls no hook
         self._handle = wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(_note_broadcast, self._which)))
         log.add(
             WrapperMade(
@@ -142,6 +143,20 @@ class ScriptWatch(StepListener):
     def is_sharded(self) -> bool:
         """Whether it is a module that `fully_shard` has sharded."""
         return self._recorder.is_sharded
+
+    def forward_entered(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """DDP's own forward of a wrapper has begun; hooks are not called where the script calls it by its name."""
+        tracker = self._recorder.tracker
+        if self._attached and tracker.wrapper is wrapper and not tracker.in_forward:
+            self._by_name = True
+            tracker.before_forward(wrapper, arguments, named)
+            _note_broadcast(self._which, wrapper, arguments)
+
+    def forward_left(self, wrapper: nn.Module, output: Any) -> None:
+        """It returns."""
+        if self._by_name and self._recorder.wrapper is wrapper:
+            self._by_name = False
+            self._recorder.tracker.after_forward(wrapper, (), output)
 
     def shards_forward(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """The forward pass of a sharded module is about to run."""

@@ -131,7 +131,7 @@ class StateRecorder:
 
     def look(self, optimizer: int, count: int, held: Iterable[torch.Tensor]) -> None:
         """Write down what variables hold before step `count` of an optimizer; all optimizers together hold `held`."""
-        wrapped = [watch.parameters for watch in list(self._watches) if watch.parameters and not watch.is_sharded]
+        wrapped = [one for watch in list(self._watches) if not watch.is_sharded for one in _of_wrapped(watch)]
         wrapped.sort(key=len, reverse=True)  # in a set they have no order; one may hold a part of what another one does
         trained = {id(p) for p in itertools.chain(held, *(of_one.values() for of_one in wrapped))}
         trained.update(id(p) for watch in self._watches for p in watch.wrapped)
@@ -236,6 +236,12 @@ class StateRecorder:
     def _after_forward(self, module: nn.Module, _arguments: Any, output: Any) -> None:
         trains = any(tensor.requires_grad for tensor in tree_tensors(output))
         self._used[module] = "training" if trains else self._used.get(module) or "evaluation"
+
+
+def _of_wrapped(watch: ScriptWatch) -> list[Mapping[str, torch.Tensor]]:
+    """The parameters that a wrapper synchronises, and with frozen ones: a copy may have these or those."""
+    trained, every = watch.parameters, dict(watch.module_parameters())
+    return [one for one in (trained, every if len(every) > len(trained) else {}) if trained and one]
 
 
 def _items(value: Any) -> Iterable[Any]:

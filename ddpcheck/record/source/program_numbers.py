@@ -16,6 +16,7 @@ from torch import nn
 
 from ddpcheck.findings.source_lines import is_installed, is_user_file, variables_of
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS
+from ddpcheck.record.source.clock_variables import clock_variables
 
 _MOST_FRAMES = 6
 _MOST_NUMBERS = 256
@@ -157,6 +158,8 @@ def _sum_of(items: Any) -> float | None:
 def held_by_program(*, wide: bool = False, without: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
     """What the functions of the program hold, the innermost first; and what is in their meters and dictionaries.
 
+    Without what they measure of time.
+
     `wide`: also what is in lists, modules, classes and closures, but for objects whose identity is in `without`; and
     the outermost function first, which has the same names for it whatever it calls.
     """
@@ -164,13 +167,15 @@ def held_by_program(*, wide: bool = False, without: Collection[int] = ()) -> Ite
     most = _MOST_OBJECTS + len(seen)
     frames = list(itertools.islice(program_frames(), _MOST_FRAMES))
     for frame in reversed(frames) if wide else frames:
-        function = frame.f_code.co_name
+        function, times = frame.f_code.co_name, clock_variables(frame.f_code)
         variables = variables_of(frame) if function != "<module>" else dict(frame.f_globals)
         if wide:
             variables = {**frame.f_globals, **variables}
         pending = deque((f"{function}.{name}", value, 0) for name, value in variables.items() if name[:2] != "__")
         while pending and len(seen) < most:
             name, value, depth = pending.popleft()
+            if name[len(function) + 1 :] in times:
+                continue
             try:
                 value.__class__  # noqa: B018 - it fails where it stands for something that is not there
             except Exception:
