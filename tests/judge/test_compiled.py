@@ -34,6 +34,10 @@ def test_gradients_that_are_others_under_compilation_unless_random_numbers_are()
     assert "other random numbers" in tell_compiled([random])
 
 
+def test_a_model_that_draws_the_same_numbers_when_it_is_compiled_is_said_to_leave_the_same_gradients() -> None:
+    assert "the same gradients there, within a relative error of 1e-06" in tell_compiled([replace(EQUAL, drew=True)])
+
+
 def test_names_are_those_of_the_code() -> None:
     assert plain_name("_orig_mod.encoder._orig_mod.weight and x_orig_mod.b") == "encoder.weight and x_orig_mod.b"
     assert plain_name("cut at a.py:1 (in module _orig_mod)") == "cut at a.py:1"

@@ -14,6 +14,7 @@ from torch import nn
 
 from ddpcheck import Recipe
 from tests.models import batches as b
+from tests.models.wraps import WRAPS
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # configurations only: nothing is ever fetched
 
@@ -125,6 +126,8 @@ class Architecture:
         loss: Of model and batch; the model's own by default.
         shard: Where the batch is more than tensors.
         needs: Modules that must be there.
+        unlike: By wrap (`WRAPS`), or by wrap and ranks ("sharded on 4"), the codes that are true there in the place of
+            `expected`.
     """
 
     family: str
@@ -137,6 +140,11 @@ class Architecture:
     loss: Callable[[nn.Module, b.Batch], Any] = None  # type: ignore[assignment]
     shard: Callable[[b.Batch, int, int], b.Batch] | None = None
     needs: tuple[str, ...] = ()
+    unlike: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def expected_in(self, wrap: str, world_size: int) -> Mapping[str, str]:
+        """The codes that are true of it in the wrap of that name, or under plain DDP, on so many ranks."""
+        return self.unlike.get(f"{wrap} on {world_size}", self.unlike.get(wrap, self.expected))
 
     def build(self) -> nn.Module:
         """Make the model with random weights, in train mode."""
@@ -145,9 +153,10 @@ class Architecture:
         module: nn.Module = cls(config)
         return module.train()
 
-    def recipe(self) -> Recipe:
-        """As ddpcheck wants it."""
-        return Recipe(model=self.build, batch=self.batch, loss=self.loss or own_loss, shard=self.shard)
+    def recipe(self, wrap: str = "") -> Recipe:
+        """As ddpcheck wants it, in the wrap of that name or in plain DDP."""
+        loss = self.loss or own_loss
+        return Recipe(model=self.build, batch=self.batch, loss=loss, shard=self.shard, wrap=WRAPS.get(wrap))
 
 
 def own_loss(model: nn.Module, batch: b.Batch) -> torch.Tensor:

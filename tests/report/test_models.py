@@ -10,12 +10,14 @@ from ddpcheck.findings.report import Report
 from tests.models.catalogue import CATALOGUE
 from tests.models.comparing import codes_of, disagreements, report_on
 from tests.models.oracle import Truth, find_truth
+from tests.models.wraps import COMPILED, WRAPS
 from tests.tiers import first_of_each, needs
 
 pytestmark = needs("transformers")  # which the architectures come from
 
 # Every eighth one, and the first with each expectation; `make models` checks them all.
 CHECKED = sorted({*sorted(CATALOGUE)[::8], *first_of_each(CATALOGUE, lambda name: CATALOGUE[name].expected)})
+IN_OTHER_WRAPS = [("bart", "sharded", 2), ("clip", "sharded", 4), ("squeezebert", "sharded", 2), ("t5", "compiled", 2)]
 IN_OTHER_WORLDS = [("gpt2", 3), ("gpt2_padded", 4), ("resnet", 4), ("mixtral", 3)]
 
 
@@ -40,8 +42,17 @@ def test_it_is_the_same_on_more_ranks(name: str, world_size: int) -> None:
     assert disagreements(name, report_on(name, world_size, steps=2), find_truth(CATALOGUE[name], world_size)) == []
 
 
-def test_the_architectures_named_here_exist() -> None:
-    assert {name for name, _ in IN_OTHER_WORLDS} <= set(CATALOGUE)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "wrap", "world_size"), IN_OTHER_WRAPS)
+def test_it_is_what_the_oracle_finds_out_in_another_wrap(name: str, wrap: str, world_size: int) -> None:
+    report = report_on(name, world_size, steps=2, wrap=wrap)
+    assert disagreements(name, report, find_truth(CATALOGUE[name], world_size), wrap) == []
+
+
+def test_the_architectures_and_wraps_named_here_exist() -> None:
+    named = [*IN_OTHER_WORLDS, *IN_OTHER_WRAPS]
+    assert {*(one[0] for one in named), *(name for names in COMPILED.values() for name in names)} <= set(CATALOGUE)
+    assert {where.partition(" on ")[0] for entry in CATALOGUE.values() for where in entry.unlike} <= set(WRAPS)
 
 
 HEALTHY = Truth(frozenset(), frozenset(), frozenset(), gap=1e-15, summed=False, weights=(), exact=True)

@@ -91,6 +91,45 @@ def block_and_whole(mesh: Callable[[], DeviceMesh] = line, **options: Any) -> Wr
     return wrap
 
 
+class Reader(nn.Module):
+    """Attends to what it is given; `key.bias` shifts all scores alike, and its gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        read: Tensor = F.scaled_dot_product_attention(self.query(x), self.key(memory), self.value(memory))
+        return x + read
+
+
+class TwoReaders(nn.Module):
+    """Both read what the encoder has made: under `fully_shard`, what they send back is added up in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Reader()
+        self.readers = nn.ModuleList(Reader() for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.encoder(x, x)
+        for reader in self.readers:
+            x = reader(x, memory)
+        found: Tensor = self.head(x.mean(1))
+        return found
+
+
+def readers_and_whole(module: Any, device: torch.device) -> nn.Module:
+    for reader in module.readers:
+        fsdp.fully_shard(reader, mesh=line())
+    return whole()(module, device)
+
+
+def sequences(step: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(24, 6, 8), torch.randint(0, 3, (24,))
+
+
 def tokens(step: int) -> Tensor:
     return torch.randint(0, 23, (24, 6))
 
@@ -116,6 +155,7 @@ HEALTHY = {
     "by layer, gathered twice": recipe(by_layer(reshard_after_forward=True)),
     "frozen": recipe(by_layer(), model=frozen),
     "tied": recipe(block_and_whole(), **LANGUAGE, optimizer=adam),
+    "two readers": recipe(readers_and_whole, model=TwoReaders, batch=sequences),
     "mixed precision": recipe(block_and_whole(mp_policy=HALF), **LANGUAGE),
 }
 IN_MAKE_TEST = ("whole", "by layer", "tied")
@@ -154,6 +194,18 @@ class ByRank(nn.Module):
         rank = dist.get_rank() if dist.is_initialized() else 0
         found: Tensor = self.first(x)
         return found + self.second(x) if rank < self.ranks else found
+
+
+class ByForward(nn.Module):
+    """Calls the forward of its first layer, past the hooks that gather the parameters; or the layer."""
+
+    def __init__(self, past: bool = True) -> None:
+        super().__init__()
+        self.first, self.second, self.past = nn.Linear(8, 8), nn.Linear(8, 3), past
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(self.first.forward(x) if self.past else self.first(x))
+        return found
 
 
 def used_everywhere() -> nn.Module:
@@ -293,6 +345,11 @@ FAULTS: dict[str, tuple[str, Recipe, Recipe]] = {
     ),
     "in no group": ("DDP111", recipe(first_layer_alone), recipe(by_layer())),
     "outside of forward": ("DDP501", recipe(whole(), model=narrow, loss=outside), recipe(whole(), model=narrow)),
+    "by forward": (
+        "DDP501",
+        recipe(by_layer(), model=ByForward),
+        recipe(by_layer(), model=lambda: ByForward(past=False)),
+    ),
 }
 SOON = (
     "norm of a shard",

@@ -65,7 +65,8 @@ def ddp_step(step: int) -> DdpStepEvidence:
         this_rank.set_status(f"step {step}: {named} comparison")
         gradients = {n: dense(g) for n, g in state.whole((n, p.grad) for n, p in model.trainable.items()).items()}
         lossy = eps_of(precision) if precision is not None else hook_loss(model.wrapper)
-        floor = scales({name: t for name, t in data.averaged.items() if t is not None}) if lossy else {}
+        rounds = lossy or model.facts.sharded  # under fully_shard, gradients are added up in another order
+        floor = scales({name: t for name, t in data.averaged.items() if t is not None}) if rounds else {}
         differences = tuple(
             against_average(
                 name,

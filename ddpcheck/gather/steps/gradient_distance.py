@@ -176,7 +176,7 @@ def against_average(
         world_size: Over so many ranks.
         scale: Of the ranks' own gradients; 0 where it is not known.
         lossy: What a communication hook loses; 0 where there is none.
-        floor: Of the scale, where there is one: a gradient that is nothing but rounding is rounded away with impunity.
+        floor: Of the scale, where the wrapper rounds otherwise: what is nothing but rounding differs with impunity.
         noise: Norm of what another dtype loses, in which the wrapper computes; 0 where it computes in the same.
     """
     if got is None and (want is None or not bool(want.count_nonzero())):

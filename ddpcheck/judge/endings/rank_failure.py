@@ -342,7 +342,7 @@ def explain_by_shards_in_the_loss(facts: WrapperErrorFacts) -> list[Finding]:
         ranks=facts.raised_on,
         location=Location.parse(first.location),
         evidence=[first.message],
-        fix="Call the module and not another method of it, or name that method in "
+        fix="Call the module, and not its forward or another method of it; or name that method in "
         "torch.distributed.fsdp.register_fsdp_forward_method(module, name).",
     )
 

@@ -230,7 +230,7 @@ def _given_shards(facts: RaisedFacts, _text: str) -> list[Finding]:
         ranks=unless_all(facts.ranks, len(facts.logs)),
         location=Location.parse(facts.first.location),
         evidence=[facts.first.message],
-        fix="Call the module and not another method of it, or name that method in "
+        fix="Call the module, and not its forward or another method of it; or name that method in "
         "torch.distributed.fsdp.register_fsdp_forward_method(module, name). What is computed of parameters beside it "
         "takes parameter.full_tensor(), before forward.",
     )

@@ -243,6 +243,12 @@ def explain_by_overwritten_buffers(facts: ReducerFacts) -> list[Finding]:
     )
 
 
+_FIX_UNDER_SHARDING = (
+    "Call zero_grad() before each accumulation; let the last backward pass of a step reduce "
+    "(set_requires_gradient_sync); take off what set_all_reduce_hook has set, and check again."
+)
+
+
 def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
     """DDP302: gradients that are not the average of the ranks' own, for no cause that is known. Last.
 
@@ -262,10 +268,12 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
             fix="Nothing, if the hook compresses. If it is to average, return the sum of bucket.buffer() over the "
             "ranks, divided by their number, in the order of its elements.",
         )
+    sharded = facts.known.wrapper.sharded
     return facts.mismatch(
         "DDP302",
-        f"What the wrapper left in .grad of {counted(len(facts.mismatched), 'parameter')} is not "
-        "the average of the ranks' own gradients.",
+        f"What {'fully_shard' if sharded else 'the wrapper'} left in .grad of "
+        f"{counted(len(facts.mismatched), 'parameter')} is not the average of the ranks' own gradients.",
+        **({"fix": _FIX_UNDER_SHARDING} if sharded else {}),
     )
 
 
@@ -309,7 +317,7 @@ def judge_compiled(evidence: Sequence[CompiledStep], known: JudgeContext) -> lis
                 f"backward, in step {step}; without it they are equal.",
                 steps=(step,),
             )
-        wrong = {} if _drew(items) else {bad.name: bad for item in items for bad in item.differences if bad.bad}
+        wrong = {} if _drew_others(items) else {bad.name: bad for item in items for bad in item.differences if bad.bad}
         if wrong:
             return known.names.one_finding(
                 "DDP302",
@@ -329,11 +337,13 @@ def tell_compiled(evidence: Sequence[CompiledStep]) -> str:
     errors = [difference.error for item in evidence for difference in item.differences]
     apart = (
         "draws other random numbers there"
-        if _drew(evidence)
+        if _drew_others(evidence)
         else f"leaves the same gradients there, within a relative error of {max(errors, default=0.0):.1g}"
     )
     return f"with torch.compile only the wrapper's steps are run again, which {apart}; the rest is run without it"
 
 
-def _drew(evidence: Sequence[CompiledStep]) -> bool:
-    return any(item.drew for item in evidence)
+def _drew_others(evidence: Sequence[CompiledStep]) -> bool:
+    """Whether the model drew random numbers, and gradients differ as if they were others."""
+    differ = any(difference.bad for item in evidence for difference in item.differences)
+    return differ and any(item.drew for item in evidence)

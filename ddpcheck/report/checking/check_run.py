@@ -310,7 +310,8 @@ class CheckRun(CheckWorlds):
             if not found or isinstance(error, HangError) or (error.first is not None and error.first.bug):
                 raise
             self.state.add(found)
-            self._skip_rest(f"{found[0].code}: the wrapper raised")
+            named = "the sharded module" if self.state.wrapper.sharded else "the wrapper"
+            self._skip_rest(f"{found[0].code}: {named} raised")
 
     def _compare_with_single(self, step: int, averaged: Path) -> bool:
         """The averaged gradients against the global batch's; returns whether they differ."""
