@@ -40,7 +40,7 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.data.script_draws import judge_added_noise, judge_step_draws, line_of_selection
-from ddpcheck.judge.data.script_files import judge_files
+from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved
 from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
 from ddpcheck.judge.evaluation.script_targets import judge_targets
 from ddpcheck.judge.gradients.script_alone import are_local, judge_alone, judge_taken
@@ -90,7 +90,8 @@ def not_here(missing: Sequence[int]) -> str:
 
 NOT_WATCHED = "shards of parameters are not watched: their values, gradients and state are not compared"
 _NOT_REDUCED = (
-    "gradients that are split among more than 8 ranks, or along several dimensions, are not compared with the average"
+    "gradients that are split among more than 8 ranks or along several dimensions, or that come to shards by "
+    "operations on them too, are not compared with the average"
 )
 
 
@@ -245,13 +246,15 @@ def _optimizers(facts: ScriptFacts) -> Verdicts:
     known = facts.optimizers
     wrapped, clips, losses = bool(facts.wrappers), facts.of(GradientsClipped), facts.of(LossDifferentiated)
     held = {name for one in entries_of(facts.ranks[0], OptimizerStep) for name in one.held}
+    sharded_at = next((one.made.location for one in facts.wrappers if one.made.context.sharded is not None), None)
     for one in known:
         of_one = judge_optimizer_options(one.steps) + judge_pace(one.steps, one.ends) + judge_shard_scales(one.steps)
         apart = bool(judge_optimizer_state(one.steps))
         of_one += [] if apart else judge_step_gradients(one.steps, clips)
         if not apart and not of_one:
             others = [other.steps for other in known if _are_of_same(one, other)]
-            of_one += judge_alone(one.steps, one.ends, others, wrapped=wrapped) or judge_sums(one.steps, losses)
+            alone = judge_alone(one.steps, one.ends, others, wrapped=wrapped, sharded_at=sharded_at)
+            of_one += alone or judge_sums(one.steps, losses)
         found += of_one + judge_stale(one.steps, facts.moved, held) + judge_schedule(one.ends, len(facts.ranks))
         found += judge_summed_again(one.steps, len(facts.ranks))
     firsts = [first_steps(rank) for rank in facts.ranks]
@@ -365,7 +368,8 @@ def _take_slices(ranks: Sequence[WatchedRank]) -> bool:
 def _files(facts: ScriptFacts) -> Verdicts:
     uses = facts.of(FileUsed)
     paths = {one.path for of_rank in uses for one in of_rank}
-    return {"files": _compared(judge_files(uses), f"uses of {counted(len(paths), 'file')}", len(paths))}
+    found = judge_files(uses) + (judge_shards_saved(uses) if facts.ended else [])
+    return {"files": _compared(found, f"uses of {counted(len(paths), 'file')}", len(paths))}
 
 
 def _evaluation(facts: ScriptFacts) -> Verdicts:
@@ -404,10 +408,10 @@ _OF_A_WATCH = (
     *("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP208", "DDP209"),
     *("DDP211", "DDP212", "DDP213", "DDP214", "DDP215", "DDP216", "DDP222"),
     *("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP310"),
-    *("DDP501", "DDP502", "DDP503", "DDP508", "DDP509", "DDP513", "DDP514", "DDP515", "DDP517"),
+    *("DDP501", "DDP502", "DDP503", "DDP508", "DDP509", "DDP513", "DDP514", "DDP515", "DDP517", "DDP521"),
 )
 _OF_OPTIMIZERS = (
-    *("DDP208", "DDP223", "DDP301", "DDP303", "DDP305", "DDP306", "DDP501", "DDP504", "DDP507", "DDP508"),
+    *("DDP111", "DDP208", "DDP223", "DDP301", "DDP303", "DDP305", "DDP306", "DDP501", "DDP504", "DDP507", "DDP508"),
 )
 _OF_MODULES = (
     *("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP209"),
@@ -425,7 +429,7 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
     Row(_over_ranks(_loop), ("loop",), ("DDP309", "DDP501", "DDP508", "DDP517", "DDP520")),
     Row(_over_ranks(_data), ("data",), ("DDP505", "DDP506", "DDP510", "DDP516", "DDP519")),
     Row(_over_ranks(_statistics), ("replicas",), ("DDP217",)),
-    Row(_over_ranks(_files), ("files",), ("DDP512",)),
+    Row(_over_ranks(_files), ("files",), ("DDP512", "DDP521")),
     Row(_over_ranks(_evaluation), ("evaluation",), ("DDP516", "DDP801", "DDP802", "DDP803", "DDP804", "DDP805")),
     Row(_over_ranks(_unheld), ("optimizers",), ("DDP504",), unless=("DDP504",)),
     Row(_over_ranks(_copies), ("replicas",), ("DDP214", "DDP306"), unless=_REPLICAS_PART),

@@ -128,6 +128,7 @@ class ReplicaCaptured(Struct, frozen=True):
         hook: The name of the communication hook.
         own_hook: Whether it is none of torch's.
         shard: The number of the rank's shard of each parameter; negative where it has the whole of them.
+        parts: The names of the parameters of which it is a part, whose elements are not all the same.
     """
 
     wrapper: int
@@ -139,6 +140,7 @@ class ReplicaCaptured(Struct, frozen=True):
     hook: str = ""
     own_hook: bool = False
     shard: int = -1
+    parts: tuple[str, ...] = ()
 
 
 class NotCompared(Struct, frozen=True):

@@ -12,6 +12,10 @@ DDP_BACKWARD = "DistributedDataParallel.backward"
 """Stands in a log for the collectives that DDP makes in one backward pass."""
 DDP_FORWARD = "DistributedDataParallel.forward"
 """Likewise, for the broadcast of buffers with which a forward pass begins."""
+SHARD_FORWARD = "fully_shard.forward"
+"""Likewise, for what a forward pass of a sharded module is about to gather; each gathering stands in the log, too."""
+PASSES = (DDP_BACKWARD, SHARD_FORWARD)
+"""Those of which the `place` says which pass it is, of which batch."""
 
 _PLACE = re.compile(
     r"forward pass (?P<forward>\d+)(?: \((?P<unsynced>\d+) under no_sync\))?(?: at (?P<line>.+?:\d+))?"
@@ -35,7 +39,7 @@ def place_of_handling(kind: str, line: Location | None, text: str) -> str:
 
 def handled_in(call: Call) -> tuple[str, str, str] | None:
     """The exception that was handled where a collective was called: its type, its line and its text."""
-    match = _HANDLING.fullmatch(call.place) if call.operation != DDP_BACKWARD else None
+    match = _HANDLING.fullmatch(call.place) if call.operation not in PASSES else None
     return (match["kind"], match["line"] or "", match["text"] or "") if match else None
 
 
@@ -47,7 +51,7 @@ def lines_in(place: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """A backward pass that DDP has averaged.
+    """A backward pass that DDP has averaged; or a forward pass of shards, which are reduced after it.
 
     Attributes:
         call: In the log.
@@ -67,8 +71,8 @@ class Backward:
 
 
 def backward_of(call: Call) -> Backward | None:
-    """A call as a backward pass that DDP has averaged; `None` for another one."""
-    if call.operation != DDP_BACKWARD or not (match := _PLACE.fullmatch(call.place)):
+    """A call as a backward pass that DDP has averaged, or a forward pass of shards; `None` for another one."""
+    if call.operation not in PASSES or not (match := _PLACE.fullmatch(call.place)):
         return None
     batch = (int(match["number"]), int(match["batch"])) if match["loader"] else (0, 0)
     unsynced, loader = int(match["unsynced"] or 0), int(match["loader"] or -1)

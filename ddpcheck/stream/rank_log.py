@@ -27,6 +27,7 @@ class RankLog:
     Attributes:
         collectives: How many of all ranks have been made, or are.
         waited: Whether this rank has waited for others since the last of them, in another way.
+        loads: How many files `torch.load` has read.
         batch: The loader, the pass over it and the number of the batch that was taken last; "" before the first.
     """
 
@@ -44,6 +45,7 @@ class RankLog:
         self._world_size = started.world_size
         self.collectives = 0
         self.waited = False
+        self.loads = 0
         self._file = HeldFile(self.path)
         self._stacks: HeldFile | None = None
         self.add(started)

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-EXPECT = {"code": "DDP303", "subjects": ["head.bias", "head.weight"], "line": "self.head = nn.Linear(16, 1)"}
+EXPECT = {
+    "code": "DDP303",
+    "subjects": ["head.bias", "head.weight"],
+    "line": "model.set_gradient_divide_factor(float(dist.get_world_size() * (1 if FIXED else 2)))",
+}
 FIXED = "--fixed" in sys.argv
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 EXPECT = {
     "code": "DDP405",
-    "subjects": ["all_gather_single"],
+    "subjects": ["the forward of the sharded module"],
     "ranks": [1],
     "line": "for _ in range(24 if FIXED else 24 - rank):",
 }

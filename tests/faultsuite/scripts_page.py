@@ -39,15 +39,16 @@ class Ran:
     stderr: str
 
 
-def run(*command: str) -> Ran:
+def run(*command: str, patience: float = PATIENCE) -> Ran:
     """Run a command, once more where gloo has aborted a healthy process at its exit, as it now and then does."""
-    ran = _run(*command)
-    return _run(*command) if "terminate called without an active exception" in ran.stderr else ran
+    ran = _run(*command, patience=patience)
+    return _run(*command, patience=patience) if "terminate called without an active exception" in ran.stderr else ran
 
 
-def _run(*command: str) -> Ran:
+def _run(*command: str, patience: float) -> Ran:
     """Run a command in a session of its own, which is ended when its time is over."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", *command],
@@ -59,7 +60,7 @@ def _run(*command: str) -> Ran:
         start_new_session=True,
     )
     try:
-        _, stderr = process.communicate(timeout=PATIENCE + 60 if "ddpcheck" in command else PATIENCE)
+        _, stderr = process.communicate(timeout=patience + 60 if "ddpcheck" in command else patience)
         return Ran(process.returncode, time.monotonic() - began, stderr)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)  # the agent ends its ranks

@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block, blocks_around
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.endings.stories import judge_endings
-from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, place_of_backward, place_of_handling
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, place_of_backward, place_of_handling
 
 PROGRAM = """\
 def main():
@@ -103,6 +103,7 @@ MAIN = len(PROGRAM.splitlines())  # the line that calls what the test is about
 FILE = Path(tempfile.mkdtemp(), "train.py")
 FILE.write_text(PROGRAM)
 CODES = {"b": DDP_BACKWARD, "f": DDP_FORWARD, "|": "barrier", "r": "all_reduce", "c": "broadcast", "v": "recv"}
+CODES["s"] = SHARD_FORWARD
 
 
 def call(code: str, *lines: int, group: str = "0", members: Sequence[int] = (0, 1), **more: Any) -> Call:

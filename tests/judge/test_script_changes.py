@@ -18,7 +18,7 @@ from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.loop.script_optimizers import judge_optimizer_options, judge_schedule
 from ddpcheck.judge.replicas.descriptions import MODE
-from ddpcheck.judge.replicas.script_changes import at_the_change
+from ddpcheck.judge.replicas.script_changes import at_the_change, judge_ignored
 from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.replicas.write_recorder import WriteRecorder
 
@@ -216,3 +216,17 @@ def test_the_calls_of_eval_that_are_written_down() -> None:
         made.append(EVALUATES)
         recorder._seen.clear()
     assert [one.names for one in made if one is not EVALUATES] == [("",), ("0",)]
+
+
+def test_an_assignment_to_data_of_a_shard_is_told_and_other_changes_are_not() -> None:
+    ignored = replace(LOADED, what="ignored", how=".data")
+    (found,) = judge_ignored([[ignored], [ignored]])
+    assert (found.code, found.subjects, found.location) == ("DDP503", ("head.weight",), LOADS)
+    assert judge_ignored([[LOADED, THAWED], [RESET]]) == []
+
+
+def test_gradients_that_are_scaled_are_told_where_the_divisor_was_set() -> None:
+    set_there = ModuleChanged(0, "scale", "set_gradient_divide_factor", ("head.weight",), LOADS)
+    assert at_the_change(finding("DDP303"), [[set_there], [set_there]], None).location == LOADS
+    others = replace(set_there, names=("body.weight",))
+    assert at_the_change(finding("DDP303"), [[others], [others]], None) == finding("DDP303")

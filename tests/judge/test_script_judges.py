@@ -33,7 +33,7 @@ from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.data.script_data import judge_inputs, judge_loaders, judge_tables
-from ddpcheck.judge.data.script_files import _at_the_same_time, judge_files
+from ddpcheck.judge.data.script_files import _at_the_same_time, judge_files, judge_shards_saved
 from ddpcheck.judge.gradients.script_alone import judge_alone
 from ddpcheck.judge.gradients.script_clips import judge_clips, judge_rescaled, judge_step_gradients
 from ddpcheck.judge.gradients.script_losses import judge_losses, judge_summed_again, judge_sums
@@ -697,3 +697,21 @@ def test_a_checkpoint_that_is_loaded_onto_the_device_of_another_rank() -> None:
     assert codes(judge_files([[], [read(6, mapped=False, **other)]])) == ["DDP512"]
     assert not judge_files([[], [read(6, **other)]])
     assert not judge_files([[], [read(6, mapped=False, **own)]])
+
+
+def saved(*shards: int) -> list[list[FileUsed]]:
+    """By rank of three, what saves its shard of two; negative of a rank that saves something else."""
+    return [[replace(write(5, 5), shard=(shard, 2) if shard >= 0 else None)] for shard in shards]
+
+
+def test_shards_that_some_ranks_alone_save() -> None:
+    (found,) = judge_shards_saved([*saved(0, -1), []])
+    assert (found.code, found.ranks, found.location) == ("DDP521", (0,), LINE)
+    assert codes(judge_shards_saved(saved(1, 1, -1))) == ["DDP521"]
+    assert judge_shards_saved(saved(0, 1, -1)) == judge_shards_saved(saved(-1, -1, -1)) == []
+
+
+def test_parameters_in_no_group_of_shards() -> None:
+    steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, 2, 3.0), alone(1, 3, 6.0)]]
+    (found,) = judge_alone(steps, [], wrapped=True, sharded_at=LINE)
+    assert (found.code, found.location) == ("DDP111", LINE) and "DistributedDataParallel" not in found.message

@@ -19,11 +19,13 @@ from ddpcheck.findings.wording import Names
 from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
 from ddpcheck.judge.gradients.sharded import judge_shard_scales, judge_sharded, judge_switched_off, why_not_updated
 from ddpcheck.judge.judge_context import JudgeContext
-from ddpcheck.judge.loop.script_wrappers import _judge_replicas
+from ddpcheck.judge.loop.script_wrappers import _judge_replicas, judge_meshes, judge_repeated
 from ddpcheck.judge.parameters.missing_parameters import judge_parameters
 from ddpcheck.judge.replicas.descriptions import judge_values_before_sharding
-from ddpcheck.stream.entries import ReplicaCaptured, Sketch, WrapperMade
+from ddpcheck.judge.script_facts import WatchedWrapper
+from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, Sketch, WrapperMade
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
+from ddpcheck.stream.watched_rank import WatchedRank
 
 SHARDED = ShardedFacts(is_ddp=False)
 KNOWN = JudgeContext(Names(), SHARDED, world_size=2)
@@ -203,3 +205,49 @@ def test_replicas_of_one_shard_that_differ_are_told_by_their_ranks() -> None:
     ]
     finding = only(judged(*apart))
     assert (finding.code, finding.subjects) == ("DDP306", ("w",)) and set(finding.ranks) <= {0, 2}
+
+
+def shard_of(
+    rank: int, shard: int, step: int = 0, *, parts: tuple[str, ...] = ("w",), **values: int
+) -> ReplicaCaptured:
+    state = ReplicaState(ModuleDescription(), DdpStepEvidence(rank, step, parameters=values))
+    return ReplicaCaptured(0, step, state, shard=shard, parts=parts)
+
+
+def test_ranks_that_all_hold_the_same_shard_are_told() -> None:
+    finding = only(judge_repeated([shard_of(0, 0, w=7, one=1), shard_of(1, 1, w=7, one=1)]))
+    assert (finding.code, finding.subjects) == ("DDP521", ("w",))
+    several = ("w", "v")
+    healthy = [
+        [shard_of(0, 0, w=7), shard_of(1, 1, w=8)],
+        [shard_of(0, 0, w=7), shard_of(1, 0, w=7)],  # replicas
+        [shard_of(0, 0, parts=(), w=7), shard_of(1, 1, parts=(), w=7)],  # zeros, say
+        [shard_of(n, n, parts=several, w=7, v=n) for n in (0, 1)],  # one parameter is made of equal blocks
+        [shard_of(0, 0, w=7), shard_of(1, 1, parts=(), w=8)],
+    ]
+    assert not any(map(judge_repeated, healthy))
+
+
+def meshes(*last: int, first: tuple[int, ...] = (1, 2, 1, 2), sharded: ShardedFacts | None = SHARDED) -> list[Finding]:
+    """Four ranks with a mesh for each two of them, by their values of `w` before the first step and the last one."""
+    wrappers = []
+    for ranks in ((0, 1), (2, 3)):
+        context = WatchContext(Names(), SHARDED, 2, trainable=("w",), sharded=sharded)
+        made = WrapperMade("Net", ranks, context, Location("train.py", 3), by_library=False, classes={})
+        logs = [
+            WatchedRank(
+                RankStarted(n, 4, "gloo"),
+                [made, shard_of(n, n % 2, 0, w=first[n]), shard_of(n, n % 2, 8, w=last[n])],
+                [],
+            )
+            for n in ranks
+        ]
+        wrappers.append(WatchedWrapper(0, made, logs))
+    return judge_meshes(wrappers, 4)
+
+
+def test_meshes_that_train_one_model_apart_are_a_warning() -> None:
+    finding = only(meshes(3, 4, 5, 6))
+    assert (finding.code, finding.severity, str(finding.location)) == ("DDP301", Severity.WARNING, "train.py:3")
+    assert meshes(3, 4, 3, 4) == []  # averaged in another way
+    assert meshes(3, 4, 5, 6, first=(1, 2, 8, 9)) == []  # two models

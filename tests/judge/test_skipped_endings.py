@@ -8,8 +8,10 @@ import pytest
 
 from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
+from ddpcheck.stream.places import place_of_backward
 from tests.judge.test_endings import MAIN, backward, call, judge, only
 
 
@@ -108,3 +110,21 @@ def test_a_loop_that_a_rank_comes_to_later_is_none_that_it_has_left() -> None:
     rank_0 = RankAtEnd(0, [call("c", 20), *passes, call("|", 16)], doing="has run to its end", ended=True)
     rank_1 = RankAtEnd(1, [*passes, call("|", 16)], doing="has run to its end", ended=True)
     assert only(judge(rank_0, rank_1)).code == "DDP403"
+
+
+def of_shards(number: int, batch: int) -> Call:
+    taken = f"batch {batch} of pass 0 over loader 0"
+    return call("s", 6, place=place_of_backward(number, Location("train.py", 6), 0, taken))
+
+
+def test_a_batch_that_a_rank_skips_under_fully_shard() -> None:
+    """The others wait in the gathering of their last forward pass, before its backward pass."""
+    rank_0 = [of_shards(n, n) for n in (1, 2, 3, 4)]
+    rank_1 = [of_shards(1, 1), of_shards(2, 2), of_shards(3, 4), call("|", 16)]
+    finding = only(judge(rank_0, rank_1))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), Location("train.py", 5))
+    assert "the forward pass of batch 3" in finding.message
+    shorter = {0: of_loader(4, exhausted=False), 1: of_loader(3, exhausted=True)}
+    finding = only(judge(rank_0, [*rank_0[:3], call("|", 16)], passes=shorter))
+    assert (finding.code, finding.location) == ("DDP405", Location("train.py", 3))
+    assert "Join" not in finding.what_to_do

@@ -20,7 +20,8 @@ class ModuleChanged(Struct, frozen=True):
         wrapper: The number of the wrapper; `OF_A_COPY` for one, which `names` names.
         what: "values" (loaded, or set by a function that was applied), "written" (in place, or as `.data`, outside of
             an optimizer's step), "buffer" (one has another value), "requires_grad", "parameters" (others are
-            registered now), or "mode" (to evaluation).
+            registered now), "mode" (to evaluation), "scale" (what a reduction divides
+            by), or "ignored" (`.data` of a shard was assigned, which has left it as it was).
         how: The name of what was called, or assigned.
         names: Of the parameters; empty where they are not known. Of the submodule, where its mode is changed.
         location: The line of the script.

@@ -192,6 +192,7 @@ class OptimizerStep(Struct, frozen=True):
             backward pass; `None` where there was none.
         restored_at: The line that has last given it a state, by `load_state_dict`.
         rescaled_at: The line that scales gradients by the number of ranks, in the functions that lead to the step.
+        norm_at: The line that takes a norm of the shards of gradients, likewise.
         shards: How many parameters that it trains are shards of this rank (DTensor), with norms and state of a part.
         shard_scales: By what factor the gradient of each of them has grown since its reduction, as far as that is
             known, in its norm.
@@ -222,6 +223,7 @@ class OptimizerStep(Struct, frozen=True):
     late_sum_at: Location | None = None
     restored_at: Location | None = None
     rescaled_at: Location | None = None
+    norm_at: Location | None = None
     shards: int = 0
     shard_scales: Mapping[str, float] = field(default_factory=dict)
 
@@ -385,6 +387,7 @@ class FileUsed(Struct, frozen=True):
             collective of some of them, at the store.
         by_torch: Whether it is a file of `torch.save`; of others it is only known that they were opened: to be written,
             to be read soon after somebody had written them, or, with `waited`, to be there (a lock, a mark).
+        shard: Of a file that has all shards of a model which this rank holds: the number of its shard, and of how many.
     """
 
     path: str
@@ -397,3 +400,4 @@ class FileUsed(Struct, frozen=True):
     mapped: bool = False
     waited: bool = False
     by_torch: bool = True
+    shard: tuple[int, int] | None = None

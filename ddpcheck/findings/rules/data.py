@@ -107,6 +107,35 @@ torch.save(ddp.state_dict(), path)       # by every rank; right: if rank == 0, a
 """,
     ),
     Rule(
+        code="DDP521",
+        name="shard-as-whole",
+        severity=ERROR,
+        summary="A rank's shard of the parameters is saved, loaded or filled as if it was the whole of them.",
+        why=(
+            "Under fully_shard each parameter is a DTensor, of which a rank holds one part; state_dict() and "
+            "to_local() give that part. A file of rank 0 alone lacks the parts of the others. Loaded on every rank, it "
+            "makes each parameter one part, repeated; so do values that every rank draws for its part from the same "
+            "seed. Shapes agree, so nothing is raised. (PyTorch docs, torch.distributed.checkpoint.state_dict.)"
+        ),
+        fix=(
+            "Save get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)), which "
+            "all ranks call, on rank 0; load it by set_model_state_dict(..., options=StateDictOptions("
+            "full_state_dict=True, broadcast_from_rank0=True)). Or let torch.distributed.checkpoint save all parts."
+        ),
+        detected=(
+            "`ddpcheck run` looks at what torch.save is given: all shards of a model, of some ranks only, when every "
+            "rank has come to its end, are reported. It compares the shards of the ranks in sampled steps and in the "
+            "first step after torch.load: where all that are not of one value only are the same on ranks that should "
+            "have different parts, that is reported."
+        ),
+        ignore="If the file is for inspection only, or if a model of repeated blocks is meant to begin so.",
+        example="""\
+fully_shard(model)
+if rank == 0:
+    torch.save(model.state_dict(), path)     # right: get_model_state_dict(model, options=FULL), on every rank
+""",
+    ),
+    Rule(
         code="DDP516",
         name="rank-dependent-program-data",
         severity=ERROR,

@@ -336,11 +336,13 @@ def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Ca
 
 
 def _group_of(given: Any) -> tuple[str, tuple[int, ...]]:
-    """Name and members of a process group, however it is given: as such, by name, or as a mesh of one dimension."""
+    """Name and members of a process group, given as such, by name, or as a mesh or a dimension of one."""
     import torch.distributed as dist
 
     with contextlib.suppress(Exception):  # what is no group, the call itself will complain of
         group: Any = dist.group.WORLD if given is None else given
+        if isinstance(group, tuple) and len(group) == 2 and hasattr(group[0], "get_group"):
+            group = group[0].get_group(group[1])
         group = group.get_group() if hasattr(group, "get_group") else group
         if isinstance(group, str):
             group = vars(dist.distributed_c10d)["_resolve_process_group"](group)  # private to torch

@@ -23,11 +23,13 @@ from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.patching import CALLER, Patch, patched
 from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.gather.state.module_state import ModuleState, capture_attributes, sharding_classes
-from ddpcheck.gather.state.tensor_values import is_shard
+from ddpcheck.gather.state.tensor_values import is_shard, own_part
 from ddpcheck.gather.steps.gradient_distance import eps_of
 
 _SYNCHRONISING = ("set_requires_gradient_sync", "set_requires_all_reduce")
 _FOR_UNUSED = "set_reduce_scatter_unused_params"
+SCALING = ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor", "set_force_sum_reduction_for_comms")
+"""Methods of `FSDPModule` that decide what a reduction divides by."""
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -190,6 +192,49 @@ def split_of(shard: Any) -> tuple[int, int] | None:
     split = [(size, p.dim) for size, p in zip(shard.device_mesh.shape, shard.placements, strict=True) if p.is_shard()]
     plain = all(placement.is_replicate() or placement.is_shard() for placement in shard.placements)
     return (split or [(1, 0)])[0] if plain and len(split) < 2 else None
+
+
+def uneven_parts(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """The names of those of which this rank has a part, whose elements are not all the same."""
+    found = []
+    for name, parameter in parameters.items():
+        split = split_of(parameter) if is_shard(parameter) else None
+        if split is not None and split[0] > 1:
+            part = own_part(parameter).flatten()
+            if part.numel() > 1 and bool((part != part[0]).any()):
+                found.append(name)
+    return tuple(found)
+
+
+def shard_held(value: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
+    """The number of this rank's shard, and of how many, where a nest of values holds all shards of `parameters`.
+
+    They are `DTensor`s by the names of the parameters, or plain tensors of the shapes of the shards.
+    """
+    split = {name: p for name, p in parameters.items() if is_shard(p) and own_part(p).shape != p.shape}
+    if not split or not any(_holds(one, split) for one in _dictionaries(value)):
+        return None
+    first = next(iter(split.values()))
+    return shard_number(first), (split_of(first) or (1, 0))[0]
+
+
+def _holds(values: Mapping[Any, Any], split: Mapping[str, torch.Tensor]) -> bool:
+    return all(_is_part(values.get(name), parameter) for name, parameter in split.items())
+
+
+def _is_part(value: Any, parameter: torch.Tensor) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    held = own_part(value) if is_shard(value) else value
+    return held.shape == own_part(parameter).shape
+
+
+def _dictionaries(value: Any, depth: int = 2) -> Iterator[Mapping[Any, Any]]:
+    """A dictionary, and those that are in it."""
+    if isinstance(value, Mapping):
+        yield value
+        for one in value.values() if depth else ():
+            yield from _dictionaries(one, depth - 1)
 
 
 def mixed_precision(module: nn.Module) -> torch.dtype | None:

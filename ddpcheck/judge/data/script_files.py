@@ -1,4 +1,4 @@
-"""DDP512: files that several ranks write, or that one reads while another one writes.
+"""DDP512 and 521: files that several ranks write, or that one reads while another writes; shards that one saves.
 
 Pure functions from `findings.evidence.script` (gathered by `record.rank.file_recorder`) to findings.
 """
@@ -13,7 +13,7 @@ from pathlib import PurePath
 from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import format_ranks, one_finding
+from ddpcheck.findings.wording import format_ranks, one_finding, plural_verb
 
 
 def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
@@ -59,6 +59,32 @@ def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
                 fix="Call dist.barrier() on every rank after the one has written it and before the others read it.",
             )
     return [finding for findings in found.values() for finding in findings] + _judge_devices(uses)
+
+
+def judge_shards_saved(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
+    """DDP521: all shards of a model that some ranks hold were saved, and those of the others were not.
+
+    Args:
+        uses: By rank, each of which has come to its end.
+    """
+    saved = {rank: [one for one in of_rank if one.shard is not None] for rank, of_rank in enumerate(uses)}
+    every = [one for of_rank in saved.values() for one in of_rank]
+    numbers = {one.shard[0] for one in every if one.shard is not None}
+    parts = max((one.shard[1] for one in every if one.shard is not None), default=0)
+    if not every or len(numbers) == parts:
+        return []
+    ranks = [rank for rank, of_rank in saved.items() if of_rank]
+    first = every[0]
+    return one_finding(
+        "DDP521",
+        (PurePath(first.path).name,),
+        f"{format_ranks(ranks).capitalize()} {plural_verb('saves', 'save', ranks)} its own shard of each parameter, "
+        f"and no other rank saves its own: {len(numbers)} of {parts} parts of the model "
+        f"{plural_verb('is', 'are', [*numbers])} in a file.",
+        ranks=ranks,
+        location=first.location,
+        evidence=[f"the file is {first.path}"],
+    )
 
 
 def _at_the_same_time(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int, FileUsed, int, FileUsed]]:

@@ -21,7 +21,7 @@ from ddpcheck.judge.endings.ending_facts import (
     named,
     told,
 )
-from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, backward_of, handled_in
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, PASSES, backward_of, handled_in
 
 
 def explain_by_exception(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
@@ -96,7 +96,7 @@ def _is_same_pass(facts: EndingFacts, loop: Block, stays: Position, leaves: Posi
     assert stays.call is not None
     ends_by_itself = loop.word == "for" and not loop.exits and not facts.around(stays.lines, "try")
     of_loader = any(str(one.location) == loop.head for rank in facts.ranks for one in rank.passes)
-    return ends_by_itself and not of_loader and stays.call.operation not in (DDP_BACKWARD, DDP_FORWARD)
+    return ends_by_itself and not of_loader and stays.call.operation not in (DDP_FORWARD, *PASSES)
 
 
 def _comes_first(one: Sequence[str], other: Sequence[str], before: Sequence[str]) -> bool:

@@ -13,11 +13,11 @@ from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.wording import agreeing, format_ranks, group_by
-from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, Backward, backward_of
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, Backward, backward_of
 
 
 def backwards_of(rank: RankAtEnd) -> list[Backward]:
-    """The backward passes of a rank that DDP has averaged, as far as they are known."""
+    """The backward passes of a rank that DDP has averaged, or its forward passes of shards, where they are known."""
     return [found for call in rank.calls if (found := backward_of(call)) is not None]
 
 
@@ -99,9 +99,14 @@ def described_call(call: Call) -> str:
 
 def named(call: Call) -> str:
     """What a call is to a reader."""
-    return {DDP_BACKWARD: "backward", DDP_FORWARD: "the forward of DistributedDataParallel"}.get(
-        call.operation, call.operation
-    )
+    return _NAMES.get(call.operation, call.operation)
+
+
+_NAMES = {
+    DDP_BACKWARD: "backward",
+    DDP_FORWARD: "the forward of DistributedDataParallel",
+    SHARD_FORWARD: "the forward of the sharded module",
+}
 
 
 def and_told(facts: EndingFacts, ranks: Sequence[int]) -> str:

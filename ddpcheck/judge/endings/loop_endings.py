@@ -24,7 +24,7 @@ from ddpcheck.judge.endings.ending_facts import (
     own_branches,
     told,
 )
-from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, lines_in
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, lines_in
 
 # A loader that ended earlier
 
@@ -52,16 +52,25 @@ def explain_by_loader(facts: EndingFacts, one: Position, other: Position) -> lis
                 *(f"rank {rank}: {shard_in_words(one)}" for rank, one in passes.items()),
                 *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks),
             ],
-            fix=_FIX_OF_LOADER,
+            fix=_fix_of_loader(facts),
         )
     return []
 
 
 _FIX_OF_LOADER = (
     "Give every rank the same number of batches: DistributedSampler pads the shards (drop_last=True cuts them); for "
-    "shards that are made by hand, cut each to the length of the shortest one. Or enter `with Join([model]):` around "
-    "the loop, so that a rank that has ended takes part in the averages of the others."
+    "shards that are made by hand, cut each to the length of the shortest one."
 )
+_JOIN = (
+    " Or enter `with Join([model]):` around the loop, so that a rank that has ended takes part in the averages of the "
+    "others."
+)
+
+
+def _fix_of_loader(facts: EndingFacts) -> str:
+    """With `Join`, which only DDP has."""
+    sharded = any(call.operation == SHARD_FORWARD for rank in facts.ranks for call in rank.calls)
+    return _FIX_OF_LOADER if sharded else _FIX_OF_LOADER + _JOIN
 
 
 def _has_parted(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, LoaderPass]) -> bool:
@@ -134,9 +143,9 @@ def _made(rank: RankAtEnd, call: Call) -> int:
 def _times_made(rank: RankAtEnd, call: Call) -> str:
     """How often a rank has come to the lines of a call, in words that say what is counted."""
     times = _made(rank, call)
-    if call.operation not in (DDP_BACKWARD, DDP_FORWARD):
+    if call.operation not in (DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD):
         return f"{counted(times, 'call')} of {named(call)}"
-    of_forward = call.operation == DDP_FORWARD and any(one.operation == DDP_FORWARD for one in rank.calls)
+    of_forward = call.operation != DDP_BACKWARD and any(one.operation == call.operation for one in rank.calls)
     return f"{times} {'forward' if of_forward else 'backward'} pass{'' if times == 1 else 'es'}"
 
 
@@ -184,7 +193,7 @@ def _left(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> l
         if exits and (by_exit or where)
         else _FIX_OF_CONDITION
         if loop.word == "while"
-        else _FIX_OF_LOADER,
+        else _fix_of_loader(facts),
     )
 
 

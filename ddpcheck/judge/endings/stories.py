@@ -19,7 +19,7 @@ from ddpcheck.judge.endings.collective_order import first_mismatch
 from ddpcheck.judge.endings.ending_facts import EndingFacts, Position, calls_there, lines_of, named, own_branches, told
 from ddpcheck.judge.endings.loop_endings import explain_by_loader, explain_by_loop
 from ddpcheck.judge.endings.skipped_endings import explain_by_skipped_end, explain_by_skipped_pass
-from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD
 
 _MOST_CLASSES = 8  # of ranks that have called the same, whose calls are compared with those of all others
 
@@ -209,6 +209,11 @@ def _fix_of_call(call: Call | None, what: str, where: str, branch: Block | None)
             "DDP broadcasts buffers in forward, in eval mode too, and every rank has to take part. On one rank, call "
             f"the inner module at {where}: model.module(x) instead of model(x). Or run it on every rank{out}, with the "
             "same number of batches."
+        )
+    if call.operation == SHARD_FORWARD:
+        return (
+            "fully_shard gathers parameters in each forward pass, in eval mode and under no_grad too, and every rank "
+            f"has to take part: run it at {where} on every rank{out}, with the same number of batches."
         )
     if call.operation == DDP_BACKWARD:
         return f"Make the backward pass at {where} on every rank{out}, or compute it without the wrapper, in no_sync."

@@ -1,4 +1,4 @@
-"""DDP501, 208: parameters that an optimizer holds and no wrapper does, and that ranks train apart from each other.
+"""DDP111, 208, 501: parameters that an optimizer holds and no wrapper does, and that ranks train apart from each other.
 
 Pure functions from `findings.evidence.script` (gathered by `record`) to findings.
 """
@@ -19,7 +19,12 @@ _FEWEST_TAKEN = 3  # looks at what torch.autograd.grad gives
 
 
 def judge_alone(
-    steps: Sequence[Steps], ends: Sequence[OptimizerEnd], others: Sequence[Sequence[Steps]] = (), *, wrapped: bool
+    steps: Sequence[Steps],
+    ends: Sequence[OptimizerEnd],
+    others: Sequence[Sequence[Steps]] = (),
+    *,
+    wrapped: bool,
+    sharded_at: Location | None = None,
 ) -> list[Finding]:
     """DDP501 or 208: parameters in no wrapper that ranks train apart from each other.
 
@@ -28,6 +33,7 @@ def judge_alone(
         ends: Of this optimizer, by rank; as many as have come to their end.
         others: The optimizers of the same parameters, in the order in which they were made, this one too.
         wrapped: Whether the script has a wrapper at all.
+        sharded_at: Where `fully_shard` is called, if that is what it has.
     """
     of_ranks = [one for one in steps if one and all(each.alone.keys() == one[0].alone.keys() for each in one)]
     if len(of_ranks) < 2 or not of_ranks[0][0].alone or len(of_ranks) < len(steps):
@@ -51,6 +57,8 @@ def judge_alone(
     if local and _few_agree(of_ranks):
         if late := next((at for one in of_ranks for each in one if (at := each.late_sum_at)), None):
             return _averaged_late(local, of_ranks, late)
+        if sharded_at is not None:
+            return _in_no_group(local, of_ranks, sharded_at)
         where = "is in no DistributedDataParallel" if wrapped else "is averaged by nothing in this script"
         return _alone(
             "DDP501",
@@ -76,6 +84,19 @@ def judge_alone(
             "Broadcast the parameters from rank 0 before the first step, or seed their construction equally.",
         )
     return []
+
+
+def _in_no_group(names: Sequence[str], steps: Sequence[Steps], sharded_at: Location) -> list[Finding]:
+    return one_finding(
+        "DDP111",
+        names,
+        f"{join_names(names)} {plural_verb('is', 'are', names)} trained, and no group of fully_shard holds "
+        f"{plural_verb('it', 'them', names)}: every rank trains {plural_verb('it', 'them', names)} on its own "
+        "gradients.",
+        location=sharded_at,
+        evidence=[f"the optimizer steps at {steps[0][0].location}", _PARTED],
+        fix="Call fully_shard on the root module as well, last, and without these in ignored_params.",
+    )
 
 
 def _averaged_late(names: Sequence[str], steps: Sequence[Steps], late: Location) -> list[Finding]:

@@ -99,8 +99,11 @@ def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
             "The gradients of the shards are scaled after their reduction, by another factor on each rank: what it is "
             "computed from is that of a shard, and not of the whole.",
             steps=(first.count,),
-            location=first.location,
-            evidence=[f"rank {rank}: a norm of {factor:.6g} times that" for rank, factor in enumerate(known[:4])],
+            location=first.norm_at or first.location,
+            evidence=[
+                *(f"rank {rank}: a norm of {factor:.6g} times that" for rank, factor in enumerate(known[:4])),
+                *([f"the optimizer steps at {first.location}"] if first.norm_at is not None else []),
+            ],
             fix="Compute the norm of the DTensors (clip_grad_norm_ does), or all_reduce the squares of the shards' "
             "norms over the ranks, before the root is taken.",
         )

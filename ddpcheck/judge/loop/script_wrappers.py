@@ -9,25 +9,27 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import mul
+from pathlib import PurePath
 
 from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.parameters import StepEvidence
+from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, select_findings
+from ddpcheck.findings.report import Finding, Location, select_findings
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.source_lines import assignment_in_classes, last_assignment
-from ddpcheck.findings.wording import group_by, one_finding
+from ddpcheck.findings.wording import capitalized, counted, format_ranks, group_by, join_names, one_finding, plural_verb
 from ddpcheck.judge.causes import ReportedCauses
 from ddpcheck.judge.gradients.script_losses import are_sums
 from ddpcheck.judge.gradients.target_weights import severity_of_targets
 from ddpcheck.judge.loop.watched_steps import judge_replica_states, judge_reports
 from ddpcheck.judge.replicas.descriptions import differing_names, judge_values_before_sharding
 from ddpcheck.judge.replicas.replica_state import AVERAGE_THEM, never_averaged
-from ddpcheck.judge.replicas.script_changes import at_the_change
+from ddpcheck.judge.replicas.script_changes import at_the_change, judge_ignored
 from ddpcheck.judge.replicas.wrapper_construction import COUNTED, judge_constructions
 from ddpcheck.judge.script_facts import ScriptFacts, WatchedWrapper
 from ddpcheck.stream.entries import ReplicaCaptured, Sketch, StepsReported, TrainedApart, WrapperMade
@@ -66,6 +68,51 @@ def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
             where = f"in the {made.module} that is wrapped{f' at {made.location}' if made.location else ''}"
             findings = [replace(finding, evidence=(*finding.evidence, where)) for finding in findings]
         found += findings
+    for same in group_by(facts.wrappers, lambda wrapper: wrapper.number).values():
+        found += judge_meshes(same, facts.world_size)
+    return found
+
+
+def judge_meshes(same: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
+    """DDP301: groups of ranks that shard the same model, each over a mesh of its own, and train it apart.
+
+    A warning: some train several models of one start on purpose. `same`: one model of a script, by group of its ranks.
+    """
+    ranks = [wrapper.made.ranks for wrapper in same]
+    if len(same) < 2 or any(one.made.context.sharded is None for one in same) or sum(map(len, ranks)) < world_size:
+        return []
+    captured = [chain.from_iterable(wrapper.of(ReplicaCaptured)) for wrapper in same]
+    by_step: dict[int, list[list[ReplicaCaptured]]] = {}
+    for group, of_group in enumerate(captured):
+        for one in of_group:
+            if one.shard >= 0:
+                by_step.setdefault(one.step, [[] for _ in same])[group].append(one)
+    complete = [step for step, groups in by_step.items() if [*map(len, groups)] == [*map(len, ranks)]]
+    if len(complete) < 2 or _shards_that_differ(by_step[min(complete)]):
+        return []
+    apart = _shards_that_differ(by_step[max(complete)])
+    first = by_step[min(complete)][0][0].state.values.parameters
+    if apart < first.keys() or not apart:
+        return []
+    groups = join_names([format_ranks(one) for one in ranks])
+    return one_finding(
+        "DDP301",
+        ("mesh",),
+        f"{capitalized(groups)} have a mesh each: they begin with the same model and train it apart, for nothing "
+        "averages gradients between them.",
+        severity=Severity.WARNING,
+        location=same[0].made.location,
+        evidence=[f"alike before step {min(complete)}, and all of them other values before step {max(complete)}"],
+        fix="Give fully_shard a mesh of all ranks: of one dimension, or of two, of which the first one replicates "
+        '(init_device_mesh(..., mesh_dim_names=("replicate", "shard"))).',
+    )
+
+
+def _shards_that_differ(groups: Sequence[Sequence[ReplicaCaptured]]) -> set[str]:
+    """The parameters of which groups of ranks have other values in the same shard."""
+    found = set()
+    for replicas in group_by(chain.from_iterable(groups), lambda one: one.shard).values():
+        found |= {*differing_names([one.state.values.parameters for one in replicas])}
     return found
 
 
@@ -116,7 +163,20 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
     kept = [one for one in reported.findings if one.code != "DDP107" or moved.isdisjoint(one.subjects)]
     severity = _severity_of_means(wrapper, reports)
     kept = [replace(one, severity=severity) if one.code == "DDP305" else one for one in kept]
-    return [at_the_change(one, wrapper.of(ModuleChanged), made.location) for one in kept]
+    kept = [_at_the_load(one, facts.of(FileUsed), made.location) if one.code == "DDP521" else one for one in kept]
+    changes = wrapper.of(ModuleChanged)
+    return [*judge_ignored(changes), *(at_the_change(one, changes, made.location) for one in kept)]
+
+
+def _at_the_load(finding: Finding, uses: Sequence[Sequence[FileUsed]], made: Location | None) -> Finding:
+    """A finding at the one line by which every rank has loaded the same file; else where the model was made."""
+    read = [{(use.path, use.location) for use in of_rank if use.by_torch and not use.writes} for of_rank in uses]
+    alike = set.intersection(*read)
+    if len({line for _, line in alike}) != 1:
+        return replace(finding, location=made)
+    path, line = min(alike, key=str)
+    told = f"every rank has loaded {PurePath(path).name} there"
+    return replace(finding, location=line, evidence=(told, *finding.evidence))
 
 
 def judge_apart(apart: Sequence[Sequence[TrainedApart]]) -> list[Finding]:
@@ -196,6 +256,7 @@ def _judge_shards(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptur
     if any(difference.bad for value in values for difference in value.against_local):
         states = [ReplicaState(ModuleDescription(), value) for value in values]
         found += judge_replica_states(states, made.context, step, after_backward=True, first=first)
+    found += judge_repeated(everyone)
     apart: dict[str, Finding] = {}
     for replicas in group_by(everyone, lambda one: one.shard).values():
         theirs = [
@@ -212,6 +273,30 @@ def _judge_shards(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptur
             fix = _ALIKE if finding.code == "DDP208" else finding.fix
             apart[finding.code] = replace(most, ranks=tuple(sorted(places)), evidence=(), fix=fix)
     return [*found, *apart.values()]
+
+
+def judge_repeated(everyone: Sequence[ReplicaCaptured]) -> list[Finding]:
+    """DDP521: ranks have the same values where each should have another part of the parameters.
+
+    Of all parameters whose shards have values of several kinds: zeros and ones are the same by right, and a model may
+    have single parameters that are made of equal blocks.
+    """
+    count = len({one.shard for one in everyone})
+    names = list(dict.fromkeys(name for one in everyone for name in one.parts))
+    values = [one.state.values.parameters for one in everyone]
+    if count < 2 or not names or any(len({of_rank.get(name) for of_rank in values}) > 1 for name in names):
+        return []
+    return one_finding(
+        "DDP521",
+        names,
+        f"Every rank has the same shard of {counted(len(names), 'parameter')}, where each should have another part: "
+        f"{plural_verb('it is', 'they are', names)} one part, {count} times.",
+        steps=(everyone[0].step,),
+        evidence=[
+            "a file with the shards of one rank that every rank loads leaves them so, and so do values that each "
+            "rank draws for its shards from the same seed"
+        ],
+    )
 
 
 _ALIKE = (

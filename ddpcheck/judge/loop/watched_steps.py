@@ -51,7 +51,7 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
             finding = replace(finding, message=message, fix=_IDLE)
         findings.append(finding)
     if changed:
-        findings += judge_changes([report.changes for report in reports])
+        findings += judge_changes([report.changes for report in reports], sharded=wrapper.sharded)
     if any(report.events for report in reports):
         loop = [DdpStepEvidence(report.probed.rank, report.step, events=report.events) for report in reports]
         findings += judge_switched_off(loop) if wrapper.sharded else judge_loop(loop, unequal=True)

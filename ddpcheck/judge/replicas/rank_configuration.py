@@ -151,7 +151,7 @@ def _around_difference(values: Sequence[str]) -> list[str]:
     return [f"{'...' if start else ''}{value[start : start + _LONGEST_VALUE]}..." for value in values]
 
 
-def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
+def judge_changes(changes: Sequence[Mapping[str, str]], *, sharded: bool = False) -> list[Finding]:
     """DDP503: what happened to parameters since the wrapper's construction ("frozen", "added"), by name and rank."""
     found = dict.fromkeys((name, what) for of_rank in changes for name, what in of_rank.items())
     if not found:
@@ -159,9 +159,12 @@ def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
     by_what = {what: [name for name, _ in of] for what, of in group_by(found, lambda change: change[1]).items()}
     ranks = tuple(rank for rank, of_rank in enumerate(changes) if of_rank)
     changed = [f"{join_names(names)} {plural_verb('was', 'were', names)} {what}" for what, names in by_what.items()]
+    still = "after wrapping; the reducer still has the old ones"
+    if sharded:
+        still = "after fully_shard, whose groups still gather the old ones"
     return one_finding(
         "DDP503",
         list(dict.fromkeys(name for names in by_what.values() for name in names)),
-        f"{join_names(changed)} after wrapping; the reducer still has the old ones.",
+        f"{join_names(changed)} {still}.",
         ranks=unless_all(ranks, len(changes)),
     )

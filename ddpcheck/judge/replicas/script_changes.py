@@ -5,15 +5,17 @@ Pure functions from `findings.evidence.changes` (gathered by `record.rank.line_r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_ranks
+from ddpcheck.findings.wording import counted, format_ranks, one_finding
 from ddpcheck.judge.replicas.descriptions import MODE
 
 _OF_VALUES = ("values", "written")
+_OTHERS = (*_OF_VALUES, "buffer", "scale", "ignored")
 _ORDER = ("load_state_dict", "apply")  # what sets values for sure, and what may; then what writes parameters in place
 
 Changes = Sequence[Sequence[ModuleChanged]]
@@ -25,7 +27,9 @@ def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> 
     if finding.code == "DDP503":
         every = [one for of_rank in changes for one in of_rank]
         loads = [one for one in every if one.how == "load_state_dict"]  # with assign=True, say
-        return _at_first(finding, [*(one for one in every if one.what not in (*_OF_VALUES, "buffer")), *loads])
+        return _at_first(finding, [*(one for one in every if one.what not in _OTHERS), *loads])
+    if finding.code == "DDP303":
+        return _at_scale(finding, [one for of_rank in changes for one in of_rank if one.what == "scale"])
     if finding.code in ("DDP208", "DDP515"):
         found = _at_values(finding, changes, after_forward=False)
         return replace(found, location=made) if found is finding and finding.code == "DDP515" else found
@@ -34,6 +38,37 @@ def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> 
     if finding.code == "DDP222":
         return _at_mode(finding, changes)
     return _at_values(finding, changes, after_forward=True) if finding.code == "DDP306" else finding
+
+
+def judge_ignored(changes: Changes) -> list[Finding]:
+    """DDP503: `.data` of shards was assigned, to no effect: a DTensor goes on to hold the part that it had."""
+    found: dict[Location | None, list[str]] = {}
+    for one in itertools.chain.from_iterable(changes):
+        if one.what == "ignored":
+            found.setdefault(one.location, []).extend(one.names)
+    return [
+        finding
+        for where, names in found.items()
+        for finding in one_finding(
+            "DDP503",
+            list(dict.fromkeys(names)),
+            f"An assignment to .data of {counted(len(set(names)), 'parameter')} that fully_shard has sharded has no "
+            "effect: a DTensor goes on to hold the values that it had.",
+            location=where,
+            fix="Write values in place, under torch.no_grad(): parameter.copy_(values), parameter.mul_(factor); or "
+            "load them by set_model_state_dict.",
+        )
+    ]
+
+
+def _at_scale(finding: Finding, calls: Sequence[ModuleChanged]) -> Finding:
+    """At the last call that decides what the reduction of these gradients divides by."""
+    theirs = [one for one in calls if not set(one.names).isdisjoint(finding.subjects)]
+    if not theirs:
+        return finding
+    return replace(
+        finding, location=theirs[-1].location, evidence=(*finding.evidence, f"{theirs[-1].how} is called there")
+    )
 
 
 def _at_mode(finding: Finding, changes: Changes) -> Finding:

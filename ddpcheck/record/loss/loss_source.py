@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -266,7 +267,7 @@ def gradients_scaled_at(frame: FrameType | None) -> Location | None:
         scope = None if frame is None else scope_of_frame(frame)
         if frame is None or scope is None:
             break
-        for inner, given in ((scope, {}), *_called_in(scope)):
+        for inner, given in ((scope, {}), *called_in(scope)):
             for node in ast.walk(inner.body):
                 if isinstance(node, ast.Assign | ast.AugAssign | ast.Expr) and ".grad" in ast.unparse(node):
                     factors = [factor for one in ast.walk(node) for factor in _factors(one)]
@@ -278,11 +279,14 @@ def gradients_scaled_at(frame: FrameType | None) -> Location | None:
     return None
 
 
-def _called_in(scope: Scope) -> Iterator[tuple[Scope, dict[str, ast.expr]]]:
+def called_in(scope: Scope) -> Iterator[tuple[Scope, dict[str, ast.expr]]]:
     """The functions of the script that a function calls, each with what it is given, by name."""
     for node in ast.walk(scope.body):
         if isinstance(node, ast.Call):
-            code, outer = function_of(resolved(scope, node.func))
+            called = resolved(scope, node.func)
+            code, outer = function_of(called)
+            if code is None:  # an object that can be called
+                code, outer = function_of(inspect.getattr_static(type(called), "__call__", None))
             body = None if code is None else body_of(code)
             if code is not None and body is not None:
                 names = code.co_varnames[: code.co_argcount]

@@ -35,6 +35,7 @@ from ddpcheck.record.loss.loss_source import gradients_scaled_at
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.optimizers.clip_recorder import ClipRecorder
 from ddpcheck.record.optimizers.schedule_recorder import ScheduleRecorder
+from ddpcheck.record.optimizers.shard_norm_source import shard_norm_at
 from ddpcheck.record.rank.line_recorder import (
     LineRecorder,
     assignment_in_program,
@@ -76,6 +77,7 @@ class _Optimizer:
     used: tuple[int, tuple[str, ...]] = (-1, ())  # backward passes until its last step, and the lines that led to it
     late: Location | None = None  # of an all_reduce of gradients that this step had used
     rescaled_at: Location | None = None  # the line that scales gradients by the number of ranks
+    norm_at: Location | None = None  # the line that takes a norm of the shards of gradients
     for_inputs: bool = False  # a backward pass since the last step was for inputs (an attack, a penalty)
     watches: tuple[tuple[int, ...], list[ref[ScriptWatch]]] = field(default=((), []))  # of wrappers, by what was there
 
@@ -223,6 +225,7 @@ class OptimizerRecorder:
         lines = lines_of_program(sys._getframe(1))
         if not known.steps:
             known.rescaled_at = gradients_scaled_at(user_frame(sys._getframe(1)))
+            known.norm_at = shard_norm_at(user_frame(sys._getframe(1))) if any(map(is_shard, held)) else None
         known.used = self._backwards, lines
         others = [one for one in self._lines.optimizers() if one not in self._known]
         idle = {wrapped[id(p)] for one in others for p in _parameters_of(one) if id(p) in wrapped}
@@ -261,6 +264,7 @@ class OptimizerRecorder:
             late_sum_at=known.late,
             restored_at=self._lines.of_restored(optimizer),
             rescaled_at=known.rescaled_at,
+            norm_at=known.norm_at,
             shards=sum(p.requires_grad and is_shard(p) for p in held),
             shard_scales={name: scale for watch in watches for name, scale in watch.shard_scales().items()},
         )

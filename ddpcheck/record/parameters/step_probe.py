@@ -33,6 +33,7 @@ class StepProbe:
         keep: What is kept of this rank's own gradients by name, a linear function of each; `None` where nothing is.
         local: That of this rank's own gradients: what `.grad` held before, and what arrived; of shards, what arrived.
         held: The gradients that shards had before.
+        beside: Shards to which a gradient came by another way than the reduction: an operation on the DTensor itself.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class StepProbe:
         self.reentrant = False
         self.local: dict[str, Any] = {}
         self.held: dict[str, torch.Tensor] = {}
+        self.beside: set[str] = set()
         self._module = module
         self._parameters = parameters
         self._leaves = leaves
@@ -74,6 +76,14 @@ class StepProbe:
             for name, node in zip(self._parameters, nodes, strict=True)
             if node is not None
         ]
+        shards = {name: p for name, p in self._parameters.items() if self.keep and p.requires_grad and is_shard(p)}
+        self._handles += [p.register_post_accumulate_grad_hook(self._beside(name)) for name, p in shards.items()]
+
+    def _beside(self, name: str) -> Callable[[torch.Tensor], None]:
+        def arrived(_shard: torch.Tensor) -> None:
+            self.beside.add(name)
+
+        return arrived
 
     def detach(self) -> None:
         """Take the hooks off: gradients that arrive from now on are not the loop's own."""

@@ -8,7 +8,7 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -17,8 +17,10 @@ import torch
 from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location
+from ddpcheck.gather.ddp.sharding import shard_held
 from ddpcheck.gather.patching import guarded, patched
 from ddpcheck.recipe.pytree import tree_tensors
+from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.stream.rank_log import RankLog
 
 _MOST_USES = 4096  # distinct ones: by path, how, line, and collectives before
@@ -34,9 +36,10 @@ _WRITERS = re.compile(r"-packages.(numpy|pandas|yaml|joblib|omegaconf|safetensor
 class FileRecorder:
     """Follows `torch.save`, `torch.load` and `open`; writes each use of a file to the log of the rank."""
 
-    def __init__(self, log: RankLog) -> None:
-        """Begin."""
+    def __init__(self, log: RankLog, watches: Iterable[ScriptWatch]) -> None:
+        """Begin; `watches` are those on the wrappers."""
         self._log = log
+        self._watches = watches
         self._known: set[tuple[object, ...]] = set()
         patched(torch, "save", self._saves)
         patched(torch, "load", self._loads)
@@ -54,16 +57,29 @@ class FileRecorder:
 
         sys.addaudithook(hear)
 
-    def _saves(self, _held: Any, f: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
+    def _saves(self, held: Any, f: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
         began = self._log.collectives, self._log.waited
         yield
-        self._note(f, began, None, writes=True)
+        sharded = [watch.parameters for watch in list(self._watches) if watch.is_sharded]
+        shards = [found for one in sharded if (found := shard_held(held, one)) is not None]
+        self._note(f, began, None, writes=True, shard=next(iter(shards), None))
 
     def _loads(self, f: Any, map_location: Any = _NOT_GIVEN, *_arguments: Any, **_named: Any) -> Iterator[None]:
         began = self._log.collectives, self._log.waited
-        self._note(f, began, (yield), writes=False, mapped=map_location is not _NOT_GIVEN)
+        loaded = yield
+        self._log.loads += 1
+        self._note(f, began, loaded, writes=False, mapped=map_location is not _NOT_GIVEN)
 
-    def _note(self, file: Any, before: tuple[int, bool], loaded: Any, *, writes: bool, mapped: bool = True) -> None:
+    def _note(
+        self,
+        file: Any,
+        before: tuple[int, bool],
+        loaded: Any,
+        *,
+        writes: bool,
+        mapped: bool = True,
+        shard: tuple[int, int] | None = None,
+    ) -> None:
         path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
         if not isinstance(path, str | os.PathLike) or not stat.S_ISREG(os.stat(path).st_mode):
             return
@@ -79,6 +95,7 @@ class FileRecorder:
                 device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu",
                 mapped=mapped,
                 waited=before[1],
+                shard=shard,
             )
         )
 

@@ -141,8 +141,8 @@ class _WatchedRank:
         gathers = GatherRecorder(log.add, lambda: self._optimizers.steps)
         self._statistics = StatisticsRecorder(log.add, lambda: self._loaders.samples)
         self._constructions = ConstructionRecorder()
-        FileRecorder(log)
-        ShardRecorder(lambda module, built: self._watch(module, began_alike=False, built=built))
+        FileRecorder(log, self._watches)
+        ShardRecorder(lambda module, built, at: self._watch(module, began_alike=False, built=built, at=at))
         for recorder in (evaluations, targets, gathers, losses, self._statistics):
             record_given(guarded(recorder.note_collective))
         record_overwritten(guarded(self._overwritten))
@@ -242,7 +242,12 @@ class _WatchedRank:
         self._ended(failing=error is not None)
 
     def _watch(
-        self, wrapper: nn.Module, *, began_alike: bool, built: Mapping[str, int] | None = None
+        self,
+        wrapper: nn.Module,
+        *,
+        began_alike: bool,
+        built: Mapping[str, int] | None = None,
+        at: Location | None = None,
     ) -> ScriptWatch | None:
         if not self._watches_on or os.getpid() != self._process:
             return None
@@ -261,6 +266,7 @@ class _WatchedRank:
                 began_alike=began_alike,
                 of_group=of_group,
                 built=built,
+                at=at,
             )
             self._watches.add(watch)
             self._writes.wrapped(watch)

@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.script import Inputs
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file, user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, group_of, inner_module, is_ddp, joins
+from ddpcheck.gather.ddp.sharding import mesh_of
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
 from ddpcheck.gather.state.module_description import class_name, module_entries
 from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
@@ -40,7 +42,7 @@ from ddpcheck.record.module_hooks import UnpickledHook, hold, release
 from ddpcheck.record.replicas.replica_recorder import ReplicaRecorder
 from ddpcheck.stream.entries import NotCompared, StepsReported, TrainedApart, WrapperMade
 from ddpcheck.stream.ledger import AROUND
-from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, place_of_backward
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, place_of_backward
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.rank_report import RankReport, is_probed, is_sampled
 
@@ -72,6 +74,7 @@ class ScriptWatch(StepListener):
         began_alike: bool,
         of_group: int = 1,
         built: Mapping[str, int] | None = None,
+        at: Location | None = None,
     ) -> None:
         self._log = log
         self.number = number
@@ -93,6 +96,7 @@ class ScriptWatch(StepListener):
         self._forward_line: Location | None = None
         self._fresh: dict[str, torch.Tensor] = {}  # parameters whose averaged gradient was not zero
         self._reduced: dict[str, float] = {}  # norms of gradients of shards, as the last reduction has left them
+        self._loads = 0  # of files, before the last step that has ended
         self._discarded = 0  # optimizer steps before which all of these were thrown away by it
         self._recorder = StepRecorder(
             wrapper,
@@ -116,6 +120,10 @@ class ScriptWatch(StepListener):
             listeners=[self],
         )
         self._replica = ReplicaRecorder(self._recorder, log, number)
+        mesh = mesh_of(wrapper) if self.is_sharded else None
+        self._gathers_in = mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
+        of_all = len(self._recorder.ranks) == dist.get_world_size()
+        self._gathers_together = mesh is not None and (of_all or self._gathers_in is not None)
         self._paths = {id(part): path for path, part in self.module.named_modules()}
         self._bypass = BypassRecorder(self.module, self._recorder.tracker.parameters.tensors, self._recorder.loop.add)
         self._recorder.attach()
@@ -127,7 +135,7 @@ class ScriptWatch(StepListener):
                 class_name(self.module),
                 self._recorder.ranks,
                 self._recorder.context,
-                user_location(),
+                at or user_location(),
                 is_called_by_a_package(),
                 _classes(wrapper),
                 module_entries(self.module) if number == 0 and dist.get_rank() == 0 else (),
@@ -159,12 +167,23 @@ class ScriptWatch(StepListener):
             self._recorder.tracker.after_forward(wrapper, (), output)
 
     def shards_forward(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """The forward pass of a sharded module is about to run."""
+        """The forward pass of a sharded module is about to run, and to gather its parameters."""
+        if self._gathers_together:
+            line = user_location()
+            number = self._by_line.get(line, 0) + 1
+            place = place_of_backward(number, line, self._unsynced, self._log.batch) if torch.is_grad_enabled() else ""
+            note_collective(SHARD_FORWARD, self._which, self._gathers_in, place=place)
         self._recorder.tracker.before_forward(wrapper, arguments, named)
 
     def shards_returned(self, wrapper: nn.Module, output: Any) -> None:
         """It has returned."""
         self._recorder.tracker.after_forward(wrapper, (), output)
+
+    def note_scale(self, name: str, part: nn.Module, where: Location | None) -> None:
+        """A method of a sharded module is called that decides what its reduction divides by."""
+        theirs = {id(p) for p in part.parameters()}
+        names = tuple(n for n, p in self.module_parameters() if id(p) in theirs)
+        self._log.add(ModuleChanged(self.number, "scale", name, names, where, self.forwards, self.step))
 
     def look_for_leaves(self, prefix: str, part: nn.Module) -> None:
         """The parameters of a part of a sharded module are in the place of their shards."""
@@ -315,6 +334,7 @@ class ScriptWatch(StepListener):
         elif self._is_due(step) and self.are_apart and not self._told_apart:
             self._told_apart = True
             self._log.add(NotCompared(self.number, _JOINED if self.joins else _APART))
+        self._loads = self._log.loads
 
     # As a listener
 
@@ -341,7 +361,8 @@ class ScriptWatch(StepListener):
         self._log.add(NotCompared(self.number, _HIDDEN))
 
     def _is_due(self, step: int) -> bool:
-        return bool(self._every) and is_sampled(step, self._every)
+        loaded = self.is_sharded and self._log.loads > self._loads
+        return bool(self._every) and (loaded or is_sampled(step, self._every))
 
     def _is_sampled(self, step: int) -> bool:
         return is_probed(step) or (self._is_due(step) and not self.are_apart)

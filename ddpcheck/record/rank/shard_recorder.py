@@ -14,6 +14,9 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.ddp.sharding import SCALING
 from ddpcheck.gather.patching import Patch, accompanied, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.tensor_refs import tensor_ref
@@ -37,23 +40,44 @@ def _never_compiled(original: Any, around: Any) -> Any:
 class ShardRecorder:
     """Follows the forward passes of sharded modules; has `watch` watch each outermost module, and tells it of its own.
 
-    They are calls of the module, or of methods that `register_fsdp_forward_method` was told. `watch` takes the module
-    and the fingerprints of the values that its parameters were built with, where the rank still has its shard of them.
+    They are calls of the module, or of methods that `register_fsdp_forward_method` was told. `watch` takes the module,
+    the fingerprints of the values that its parameters were built with, where the rank still has its shard of them, and
+    the line that shards it.
     """
 
-    def __init__(self, watch: Callable[[nn.Module, Mapping[str, int]], ScriptWatch | None]) -> None:
+    def __init__(self, watch: Callable[[nn.Module, Mapping[str, int], Location | None], ScriptWatch | None]) -> None:
         self._watch = watch
+        self._lines: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # that shard a module
+        self._scales: WeakKeyDictionary[nn.Module, list[tuple[str, Location | None]]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[nn.Module, tuple[Callable[[], ScriptWatch | None], str]] = WeakKeyDictionary()
         self._built: dict[int, tuple[Callable[[], Any], int, int]] = {}  # a shard, the whole of it, and itself
         when_imported((_HOME,), self._follow)
         when_imported((_PARAMETER,), self._follow_values)
 
     def _follow(self, home: ModuleType) -> None:
-        shard_switches.follow(vars(home).get("FSDPModule"), to_the_end=True)
-        state = vars(home).get("FSDPState")
+        sharded, state = vars(home).get("FSDPModule"), vars(home).get("FSDPState")
+        shard_switches.follow(sharded, to_the_end=True)
+        for name in SCALING:
+            if hasattr(sharded, name):
+                patched(sharded, name, functools.partial(self._scaled, name))
+        if hasattr(state, "init"):
+            patched(state, "init", self._sharded)
         for name, around in (("_pre_forward", self._before), ("_post_forward", self._after)):
             if hasattr(state, name):
                 Patch(state, name, functools.partial(_never_compiled, around=around))
+
+    def _sharded(self, _state: Any, modules: Any, *_arguments: Any, **_named: Any) -> None:
+        where = user_location()
+        for module in modules:
+            self._lines[module] = where
+
+    def _scaled(self, name: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
+        where = user_location()
+        watch = self._known[module][0]() if module in self._known else None
+        if watch is not None:
+            watch.note_scale(name, module, where)
+        else:
+            self._scales.setdefault(module, []).append((name, where))
 
     def _follow_values(self, home: ModuleType) -> None:
         parameter = vars(home).get("FSDPParam")
@@ -84,10 +108,13 @@ class ShardRecorder:
 
     def _begin(self, module: nn.Module) -> tuple[Callable[[], ScriptWatch | None], str]:
         """Watch a module: the outermost one, for its forward pass is the first of all that are in it."""
-        watch = self._watch(module, self._values_of(module))
+        watch = self._watch(module, self._values_of(module), self._lines.get(module))
         made: Callable[[], ScriptWatch | None] = _nobody if watch is None else ref(watch)
         for path, part in module.named_modules():
             self._known[part] = made, f"{path}." if path else ""
+            for name, where in self._scales.pop(part, ()):
+                if watch is not None:
+                    watch.note_scale(name, part, where)
         return self._known[module]
 
     def _values_of(self, module: nn.Module) -> dict[str, int]:

@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_loss
-from ddpcheck.gather.ddp.sharding import mixed_precision, shard_number
+from ddpcheck.gather.ddp.sharding import mixed_precision, shard_number, uneven_parts
 from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.gather.steps.gradient_distance import dense, eps_of
 from ddpcheck.gather.steps.gradient_sketch import KeptParts, sketches
@@ -48,7 +48,8 @@ class ReplicaRecorder:
         captured, self._captured = self._captured, None
         if captured is not None:
             values = replace(captured.state.values, parameters=self._recorder.replica.parameters())
-            self._log.add(replace(captured, state=replace(captured.state, values=values)))
+            parts = uneven_parts(self._recorder.parameters) if captured.shard >= 0 else ()
+            self._log.add(replace(captured, state=replace(captured.state, values=values), parts=parts))
 
     def capture(self, step: int, probe: StepProbe | None) -> None:
         """Keep what there is after the backward pass of a step, until it is written."""
@@ -67,9 +68,10 @@ class ReplicaRecorder:
             lossy = max(lossy, eps_of(coarsest) if coarsest is not None else 0.0)
             eps = {name: max(eps_of(tensor.dtype), lossy) for name, tensor in tensors.items()}
             hook, own_hook = comm_hook_of(wrapper), has_own_hook(wrapper)
+            local = {name: kept for name, kept in probe.local.items() if name not in probe.beside}
             own, averaged = (
                 {name: Sketch("f", numbers) for name, numbers in of_all.items()}
-                for of_all in (sketches(_by_shard(probe.local)), _reduced(left, probe.held))
+                for of_all in (sketches(_by_shard(local)), _reduced(left, probe.held))
             )
             captured = replace(captured, own=own, averaged=averaged, eps=eps, hook=hook, own_hook=own_hook)
         self.write()

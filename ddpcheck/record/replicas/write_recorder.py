@@ -19,17 +19,20 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, parsed_source, relative_path, user_frame
 from ddpcheck.gather.patching import Patch, guarded
 from ddpcheck.gather.state.tensor_refs import tensor_ref
+from ddpcheck.gather.state.tensor_values import is_shard, own_part
+from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.rank.script_watch import ScriptWatch
 
 _MOST_LINES = 64  # of the script
 _MOST_TIMES = 256  # that one line is looked at: a loop over parameters comes to it for each of them
 _OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
 _NO_VALUES = frozenset({"requires_grad_", "detach_", "rename_", "share_memory_", "retain_grad"})
+_IGNORED = ".data ="
 _Key = tuple[int, Location]  # the number of a wrapper, and a line
 
 
 class WriteRecorder:
-    """Follows the methods of `nn.Parameter` that write in place, and its `data`; hands what it sees to `sink`.
+    """Follows the methods of parameters and shards that write in place, and their `data`; hands it all to `sink`.
 
     Attributes:
         stepping: Whether an optimizer does, by whose step parameters are to change.
@@ -44,11 +47,15 @@ class WriteRecorder:
         self._lines: dict[tuple[Any, int], int] = {}  # by code and number: how often it was come to
         self._open: dict[_Key, ModuleChanged] = {}
         self._told: set[_Key] = set()
-        kind: Any = nn.Parameter
-        for name in dir(torch.Tensor):
+        self._follow(nn.Parameter)
+        when_imported(("torch.distributed.tensor",), lambda home: self._follow(vars(home).get("DTensor")))
+
+    def _follow(self, kind: Any) -> None:
+        for name in dir(torch.Tensor) if kind is not None else ():
             if name in _OPERATORS or (name.endswith("_") and not name.startswith("_") and name not in _NO_VALUES):
                 Patch(kind, name, functools.partial(self._followed, name))
-        Patch(kind, "data", self._followed_data)
+        if kind is not None:
+            Patch(kind, "data", self._followed_data)
 
     def wrapped(self, watch: ScriptWatch) -> None:
         """A wrapper has been constructed."""
@@ -99,12 +106,12 @@ class WriteRecorder:
         def put(parameter: Any, value: Any) -> None:
             original.__set__(parameter, value)
             if id(parameter) in wrapped and not self.stepping:
-                note(".data", parameter)
+                note(_IGNORED if _is_ignored(parameter, value) else ".data", parameter)
 
         return property(get, put)
 
     def _written(self, how: str, parameter: Any) -> None:
-        """A parameter is written; or its data are asked for (`how` is empty), which the script may write."""
+        """A parameter is written, or is not (`_IGNORED`); or its data are asked for (`how` is empty)."""
         known, number, name = self._wrapped[id(parameter)]
         caller = sys._getframe(_CALLER)
         line = caller.f_code, caller.f_lineno
@@ -113,6 +120,8 @@ class WriteRecorder:
             return
         self._lines[line] = times + 1
         if not how and not (how := _method_on_data(caller)):
+            return
+        if how == _IGNORED and not is_user_file(caller.f_code.co_filename):
             return
         frame = user_frame(caller)
         if frame is None:
@@ -125,7 +134,14 @@ class WriteRecorder:
         watch = next((one for one in list(self._watches) if one.number == number), None)
         if watch is not None or number == OF_A_COPY:
             when = (0, 0) if watch is None else (watch.forwards, watch.step)
-            self._open[key] = ModuleChanged(number, "written", how, names, where, *when)
+            what = "ignored" if how == _IGNORED else "written"
+            self._open[key] = ModuleChanged(number, what, how, names, where, *when)
+
+
+def _is_ignored(parameter: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a shard has not taken what was assigned to its `.data`."""
+    part = own_part(parameter) if is_shard(parameter) else None
+    return part is not None and part.numel() > 0 and part.data_ptr() != own_part(value).data_ptr()
 
 
 _CALLER = 3  # frames from what notes a write to the line that makes it

@@ -1,0 +1,58 @@
+"""Rank 0 alone saves `state_dict()`, in which it has its shards of the parameters, and not those of the others.
+
+torchrun --standalone --nproc-per-node 2 examples/scripts/sharded_saved_by_one.py
+ddpcheck run --standalone --nproc-per-node 2 examples/scripts/sharded_saved_by_one.py [--fixed]
+"""
+
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+EXPECT = {"code": "DDP521", "ranks": [0], "line": 'torch.save(state, f"{folder}/model.pt")'}
+FIXED = "--fixed" in sys.argv
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 16)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x).relu())
+        return out
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Net()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model.body, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(rank)  # each rank has data of its own
+    for _ in range(24):
+        x = torch.randn(4, 8)
+        optimizer.zero_grad()
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options) if FIXED else model.state_dict()
+    if rank == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save(state, f"{folder}/model.pt")
+    print(f"rank {rank}: trained")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,543 @@
+"""Faults of training with `fully_shard`, one function each, and the same loop without its fault.
+
+    ddpcheck run --standalone --nproc-per-node 2 tests/sharded_faults.py NAME ... [--fixed]
+    torchrun --standalone --nproc-per-node 2 tests/sharded_faults.py NAME ... [--fixed] --parity
+
+Each is a loop that hands out its model after each step. With `--parity` it runs once more on a replica (DDP, as torch's
+own tests have it), in step with the sharded one, and torch's `check_sharded_parity` compares the two after each step;
+torch needs expecttest for that. `FAULTS` says of each what `ddpcheck run` is to tell.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+
+Loop = Callable[[], Iterator[nn.Module]]
+FIXED = "--fixed" in sys.argv
+STEPS = 12
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is to be said of a fault: by which rule, at which line; and how many ranks it needs."""
+
+    loop: Loop
+    code: str
+    line: str
+    ranks: int
+
+
+FAULTS: dict[str, Expected] = {}
+_sharding = True  # a replica is trained where it is not
+
+
+def fault(code: str, line: str, *, ranks: int = 2) -> Callable[[Loop], Loop]:
+    def note(loop: Loop) -> Loop:
+        FAULTS[loop.__name__] = Expected(loop, code, line, ranks)
+        return loop
+
+    return note
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.up(self.norm(x)).relu())
+        return out
+
+
+class Model(nn.Module):
+    """A classifier of 4 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(16, 4)
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.features(x))
+        return out
+
+
+def build(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def shard(model: Any, mesh: DeviceMesh | None = None, **options: Any) -> Any:
+    """Shard it block by block; or replicate it, for the comparison."""
+    if not _sharding:
+        replicate(model, find_unused_parameters=True)
+        with torch.no_grad():  # which it hangs its hooks in
+            model(torch.zeros(1, 8))
+        return model
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh or line(), **options)
+    return fully_shard(model, mesh=mesh or line(), **options)
+
+
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def grid() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+
+
+def local(tensor: Any) -> Tensor:
+    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part
+
+
+def part_of(whole: Tensor, of: Any) -> Tensor:
+    """What a rank holds of a tensor that every rank has, if it is split as another one is."""
+    split = isinstance(of, DTensor)
+    return distribute_tensor(whole, of.device_mesh, of.placements, src_data_rank=None) if split else whole
+
+
+def batches(rows: int = 8, steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
+    """Those of this rank."""
+    drawn = torch.Generator().manual_seed(100 + dist.get_rank())
+    for _ in range(steps):
+        x = torch.randn(rows, 8, generator=drawn)
+        yield x, x[:, :4].argmax(1)
+
+
+def train(model: Any, optimizer: Any = None) -> Iterator[nn.Module]:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
+    for x, y in batches():
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        yield model
+
+
+# Replicas and meshes
+
+
+@fault("DDP208", "self.down = nn.Linear(2 * width, width)", ranks=4)
+def replicas_start_differently() -> Iterator[nn.Module]:
+    """Each group of replicas of an HSDP mesh seeds the model by its own number."""
+    yield from train(shard(build(seed=0 if FIXED else dist.get_rank() // 2), grid()))
+
+
+@fault("DDP301", "return fully_shard(model, mesh=mesh or line(), **options)", ranks=4)
+def mesh_misses_ranks() -> Iterator[nn.Module]:
+    """The mesh is the inner dimension of a grid: two pairs of ranks, which train apart."""
+    yield from train(shard(build(), grid() if FIXED else grid()["shard"]))
+
+
+@fault("DDP301", "return fully_shard(model, mesh=mesh or line(), **options)")
+def mesh_of_one_rank() -> Iterator[nn.Module]:
+    """The mesh is the dimension of a grid that has one rank: each trains alone."""
+    mesh = line() if FIXED else init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "model"))["model"]
+    yield from train(shard(build(), mesh))
+
+
+# Synchronisation
+
+
+@fault("DDP502", "model.set_requires_gradient_sync(FIXED and last)")
+def sync_left_off() -> Iterator[nn.Module]:
+    """Micro-batches are counted from 1, so that none is the last one."""
+    model = shard(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in batches():
+        optimizer.zero_grad()
+        for number, (part, wanted) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
+            last = number == 1
+            if _sharding:
+                model.set_requires_gradient_sync(FIXED and last)
+            (cross_entropy(model(part), wanted) / 2).backward()
+        optimizer.step()
+        yield model
+
+
+@fault("DDP502", "model.set_requires_all_reduce(FIXED)", ranks=4)
+def all_reduce_left_off() -> Iterator[nn.Module]:
+    """The all-reduce between the replicas is switched off, and never on again."""
+    model = shard(build(), grid())
+    if _sharding:
+        model.set_requires_all_reduce(FIXED)
+    yield from train(model)
+
+
+@fault("DDP303", "model.set_gradient_divide_factor(1.0)")
+def divide_factor() -> Iterator[nn.Module]:
+    """Gradients are divided by 1 in place of the number of ranks: the reduction is a sum."""
+    model = shard(build())
+    if _sharding and not FIXED:
+        model.set_force_sum_reduction_for_comms(True)
+        model.set_gradient_divide_factor(1.0)
+    yield from train(model, torch.optim.SGD(model.parameters(), lr=0.02))
+
+
+# Forward, and what takes part in it
+
+
+@fault("DDP501", "x = self.stem(x)")
+def other_method() -> Iterator[nn.Module]:
+    """The loss of a warm-up calls `features` of the model, of which no hook gathers the parameters."""
+    model = build()
+    if not _sharding:
+        model.forward = model.features
+    model = shard(model)
+    if _sharding and FIXED:
+        register_fsdp_forward_method(model, "features")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, _ in batches():
+        optimizer.zero_grad()
+        (model.features if _sharding else model)(x).square().mean().backward()
+        optimizer.step()
+        yield model
+
+
+class Gated(Model):
+    """Its last block is only for batches with a large value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = x.max()
+        if FIXED:
+            dist.all_reduce(large, dist.ReduceOp.MAX)
+        x = self.blocks[0](self.stem(x))
+        out: Tensor = self.head(self.blocks.get_submodule("1")(x) if large > 2.2 else x)
+        return out
+
+
+@fault("DDP403", "(x) if large > 2.2 else x")
+def block_unused_on_a_rank() -> Iterator[nn.Module]:
+    """A rank leaves out a block, which has a group of its own, by what its own batch says."""
+    torch.manual_seed(0)
+    yield from train(shard(Gated()))
+
+
+@fault("DDP111", "fully_shard(block, mesh=line())")
+def module_in_no_group() -> Iterator[nn.Module]:
+    """Only the blocks are sharded: nothing averages the gradients of the stem and the head."""
+    model = build()
+    if _sharding and not FIXED:
+        for block in model.blocks:
+            fully_shard(block, mesh=line())
+    else:
+        shard(model)
+    yield from train(model, torch.optim.SGD(model.parameters(), lr=0.05))
+
+
+@fault("DDP501", "+ 0.001 * penalty")
+def tensors_mixed() -> Iterator[nn.Module]:
+    """A penalty on the parameters, which are DTensors, is added to the loss, which is a tensor."""
+    model = shard(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in batches():
+        optimizer.zero_grad()
+        penalty = sum(p.square().sum() for p in model.parameters())
+        if FIXED and isinstance(penalty, DTensor):
+            penalty = penalty.full_tensor()
+        (cross_entropy(model(x), y) + 0.001 * penalty).backward()
+        optimizer.step()
+        yield model
+
+
+# What is computed of a shard
+
+
+class Clipper:
+    """Scales gradients to a norm of at most `largest`."""
+
+    def __init__(self, largest: float) -> None:
+        self.largest = largest
+
+    def __call__(self, parameters: Any) -> None:
+        gradients = [local(p.grad) for p in parameters]
+        square = torch.stack([part.square().sum() for part in gradients]).sum()
+        if FIXED and _sharding:
+            dist.all_reduce(square)
+        for part in gradients:
+            part.mul_(self.largest / max(float(square.sqrt()), self.largest))
+
+
+@fault("DDP306", "square = torch.stack")
+def norm_of_a_shard() -> Iterator[nn.Module]:
+    """A helper clips by the norm of the shards of its rank."""
+    model = shard(build())
+    optimizer, clip = torch.optim.SGD(model.parameters(), lr=0.05), Clipper(0.1)
+    for x, y in batches():
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        clip(model.parameters())
+        optimizer.step()
+        yield model
+
+
+@fault("DDP508", "if size < 1.05:")
+def metric_of_a_shard() -> Iterator[nn.Module]:
+    """A step is left out where the gradient is large, by the norm that a rank has of its shards."""
+    model = shard(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in batches():
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        square = torch.stack([local(p.grad).square().sum() for p in model.parameters()]).sum()
+        if FIXED and _sharding:
+            dist.all_reduce(square)
+        size = float(square.sqrt()) * (1.0 if FIXED or not _sharding else 2**0.5)
+        if size < 1.05:
+            optimizer.step()
+        yield model
+
+
+# The loss
+
+
+@fault("DDP305", "loss = errors.sum() / number")
+def loss_per_rank() -> Iterator[nn.Module]:
+    """Each rank divides its loss by the number of its own targets that count."""
+    model = shard(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in batches():
+        optimizer.zero_grad()
+        errors = cross_entropy(model(x), torch.where(x[:, 4] > 0.3, y, -100), ignore_index=-100, reduction="none")
+        number = (x[:, 4] > 0.3).sum().float()
+        if FIXED:
+            dist.all_reduce(number, dist.ReduceOp.AVG)
+        loss = errors.sum() / number.clamp(min=0.5)
+        loss.backward()
+        optimizer.step()
+        yield model
+
+
+# Optimizers and values
+
+
+class Trainer:
+    """Makes its optimizer first, and shards the model when it fits it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = shard(model) if FIXED else model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def fit(self) -> Iterator[nn.Module]:
+        if not FIXED:
+            shard(self.model)
+        yield from train(self.model, self.optimizer)
+
+
+@fault("DDP504", "self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)")
+def optimizer_before_sharding() -> Iterator[nn.Module]:
+    """A trainer makes its optimizer when it is built, and shards the model when it fits it."""
+    yield from Trainer(build()).fit()
+
+
+@fault("DDP503", "p.data = p.data * 0.9")
+def data_assigned() -> Iterator[nn.Module]:
+    """Weights are decayed by an assignment to `.data`, which leaves a DTensor as it was."""
+    model = shard(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in batches():
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        for p in model.parameters():
+            if FIXED:
+                p.data.mul_(0.9)
+            else:
+                p.data = p.data * 0.9
+        yield model
+
+
+@fault("DDP306", "local(p.data).add_", ranks=4)
+def data_differs_between_replicas() -> Iterator[nn.Module]:
+    """Noise of each rank's own seed is added to the shards, of which other ranks have replicas."""
+    model = shard(build(), grid())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    noise = torch.Generator().manual_seed(0 if FIXED else dist.get_rank())
+    for step, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if step == 3:
+            for p in model.parameters():
+                drawn = 0.01 * torch.randn(p.shape, generator=noise)
+                local(p.data).add_(local(part_of(drawn, p)))
+        yield model
+
+
+# Checkpoints
+
+
+def folder() -> Path:
+    made: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made)
+    return Path(made[0])
+
+
+@fault("DDP521", "torch.save(state, path)")
+def shard_saved_as_the_whole() -> Iterator[nn.Module]:
+    """Rank 0 saves `state_dict()`, as under DDP: it has a shard of each parameter, and no other rank saves its own."""
+    model = shard(build())
+    yield from train(model)
+    state = {name: value.full_tensor() if FIXED and _sharding else value for name, value in model.state_dict().items()}
+    path = folder() / "model.pt"
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+    dist.barrier()
+
+
+@fault("DDP521", "state = torch.load(own if FIXED or not _sharding else")
+def shard_of_rank_0_loaded() -> Iterator[nn.Module]:
+    """Every rank loads the shards that rank 0 has saved: the second half of each parameter is its first one again."""
+    model = shard(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    place = folder()
+    for epoch in range(2):
+        for x, y in batches(steps=STEPS // 2):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            yield model
+        if epoch == 0:
+            own = place / f"{dist.get_rank()}.pt"
+            torch.save({name: local(p) for name, p in model.named_parameters()}, own)
+            dist.barrier()
+            state = torch.load(own if FIXED or not _sharding else place / "0.pt")
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    local(p).copy_(state[name])
+
+
+# Collectives that a rank skips
+
+
+class Listed(Dataset[tuple[Tensor, Tensor]]):
+    """The batches of this rank."""
+
+    def __init__(self) -> None:
+        self.batches = list(batches())
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        return self.batches[number]
+
+
+@fault("DDP508", "continue")
+def batch_skipped() -> Iterator[nn.Module]:
+    """A rank skips a batch by what is in it: the others wait in the next gathering, or take its next one for it."""
+    model = shard(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in DataLoader(Listed(), batch_size=None):
+        if not FIXED and bool(x.max() > 3.0):
+            continue
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        yield model
+    dist.barrier()
+
+
+@fault("DDP403", "size = float(sum")
+def gathered_by_one_rank() -> Iterator[nn.Module]:
+    """Rank 0 alone gathers parameters, to print their size."""
+    model = shard(build())
+    for step, one in enumerate(train(model)):
+        if step % 4 == 3 and (FIXED or dist.get_rank() == 0):
+            size = float(sum(p.full_tensor().square().sum() if _sharding else p.sum() for p in model.parameters()))
+            if dist.get_rank() == 0:
+                print(f"size {size:.3f}")
+        yield one
+
+
+@fault("DDP403", "out = model(x)")
+def evaluated_by_one_rank() -> Iterator[nn.Module]:
+    """Rank 0 alone evaluates, as it may under DDP."""
+    model = shard(build())
+    for step, one in enumerate(train(model)):
+        yield one
+        if step % 4 == 3 and (FIXED or dist.get_rank() == 0):
+            with torch.no_grad():
+                for x, _ in batches(steps=2):
+                    out = model(x)
+                    out.argmax(1)
+
+
+# Parts that are frozen
+
+
+@fault("DDP305", "loss = cross_entropy(model(x), y, reduction")
+def sum_of_unequal_batches() -> Iterator[nn.Module]:
+    """With a frozen stem: each rank divides its sum by the size of its own batch, and the sizes differ."""
+    model = build()
+    model.stem.requires_grad_(False)
+    model = shard(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for x, y in batches(rows=6 + 4 * dist.get_rank()):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y, reduction="sum") / (8 if FIXED else len(y))
+        loss.backward()
+        optimizer.step()
+        yield model
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    names = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
+    for name in names:
+        if "--parity" in sys.argv:
+            compare(FAULTS[name].loop)
+        else:
+            deque(FAULTS[name].loop(), maxlen=0)
+    dist.destroy_process_group()
+
+
+def compare(loop: Loop) -> None:
+    """Run a loop with shards and with a replica, and compare the two after each step."""
+    from torch.testing._internal.common_fsdp import check_sharded_parity
+    from torch.testing._internal.common_utils import TestCase
+
+    global _sharding
+    of_shards, of_replica = loop(), loop()
+    for step in itertools.count():
+        models = []
+        for _sharding, one in ((False, of_replica), (True, of_shards)):
+            models.append(next(one, None))
+        replicated, sharded = models
+        if replicated is None or sharded is None:
+            break
+        try:
+            check_sharded_parity(TestCase(), replicated, sharded)  # type: ignore[no-untyped-call]
+        except AssertionError as error:
+            raise AssertionError(f"after step {step}: {str(error).partition(chr(10))[0]}") from None
+
+
+if __name__ == "__main__":
+    main()
