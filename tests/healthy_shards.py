@@ -246,6 +246,32 @@ def by_another_method() -> None:
         optimizer.step()
 
 
+def unfrozen_later() -> None:
+    model = Net()
+    model.body.requires_grad_(False)
+    model = sharded(model)
+    train(model)
+    model.body.requires_grad_(True)
+    train(model, first=2)
+    model.head.requires_grad_(False)
+    train(model, first=4)
+
+
+def moved() -> None:
+    model = sharded().to("cpu")
+    optimizer = train(model)
+    model.to("cpu")
+    train(model, optimizer, first=2)
+
+
+def loaded_by_assignment() -> None:
+    model = sharded()
+    train(model)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+    train(model, first=2)
+
+
 LOOPS: dict[str, Callable[[], object]] = {
     "whole": lambda: train(sharded(layers=False)),
     "layers": lambda: train(sharded(), clips=True, scheduled=True),
@@ -269,11 +295,15 @@ LOOPS: dict[str, Callable[[], object]] = {
     "two_models": two_models,
     "branch_of_all_ranks": branch_of_all_ranks,
     "by_another_method": by_another_method,
+    "moved": moved,
+    "loaded_by_assignment": loaded_by_assignment,
     "hybrid": lambda: train(sharded(shape=(2, WORLD // 2)), clips=True) if WORLD > 3 else None,
 }
 
+BY_NAME: dict[str, Callable[[], object]] = {"unfrozen_later": unfrozen_later}
+"""Only run where they are named: clean, but not all of their optimizers' parameters are watched."""
+
 if __name__ == "__main__":
-    for name, loop in LOOPS.items():
-        if not sys.argv[1:] or name in sys.argv[1:]:
-            loop()
+    for name in sys.argv[1:] or LOOPS:
+        (LOOPS | BY_NAME)[name]()
     dist.destroy_process_group()

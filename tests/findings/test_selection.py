@@ -141,7 +141,9 @@ def test_the_line_of_a_script_says_that_nothing_counts() -> None:
 def test_a_clean_script_still_tells_which_suppression_is_unused(tmp_path: Path, monkeypatch, capsys) -> None:
     clean = replace(PASSED, world={"notes": ["the suppression of DDP101 matched no finding of this check"]})
     monkeypatch.setattr(script_report, "report_on_script", lambda *args, **options: clean)
-    given = argparse.Namespace(**dict.fromkeys(f"check_{name}" for name in ("flight_recorder", "output", "format")))
+    given = argparse.Namespace(
+        **dict.fromkeys(f"check_{name}" for name in ("flight_recorder", "record", "output", "format"))
+    )
     given.check_select = given.check_ignore = ()
     run_command.show_report("train.py", Ending(), tmp_path, given, run_command.report_output(given))
     assert capsys.readouterr().err.splitlines() == [

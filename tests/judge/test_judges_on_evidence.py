@@ -51,6 +51,7 @@ _BY_LINES = "test_hang::test_where_operations_part_after_lines_the_lines_are_the
 _TEST_OF_SCRIPT = {
     "script_losses.judge_accumulated": "test_script_steps",
     "script_optimizers.judge_schedule": "test_script_changes",
+    "script_changes.judge_ignored": "test_script_changes",
     "script_clips.judge_changed": "test_script_steps",
     "script_alone.judge_taken": "test_script_taken",
     "script_states.judge_uses": "test_script_states",

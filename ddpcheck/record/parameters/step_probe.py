@@ -6,6 +6,7 @@ whose gradients are to be compared.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -77,13 +78,15 @@ class StepProbe:
             if node is not None
         ]
         shards = {name: p for name, p in self._parameters.items() if self.keep and p.requires_grad and is_shard(p)}
-        self._handles += [p.register_post_accumulate_grad_hook(self._beside(name)) for name, p in shards.items()]
+        nodes = gradient_nodes([*shards.values()])  # where the engine accumulates, and torch's reduction does not
+        self._handles += [
+            node.register_prehook(functools.partial(self._beside, name))
+            for name, node in zip(shards, nodes, strict=True)
+            if node is not None
+        ]
 
-    def _beside(self, name: str) -> Callable[[torch.Tensor], None]:
-        def arrived(_shard: torch.Tensor) -> None:
-            self.beside.add(name)
-
-        return arrived
+    def _beside(self, name: str, _gradients: Any) -> None:
+        self.beside.add(name)
 
     def detach(self) -> None:
         """Take the hooks off: gradients that arrive from now on are not the loop's own."""

@@ -27,6 +27,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, group_of, inner_module
 from ddpcheck.gather.ddp.sharding import mesh_of
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
 from ddpcheck.gather.state.module_description import class_name, module_entries
+from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
 from ddpcheck.gather.steps.gradient_sketch import Kept
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
@@ -165,6 +166,14 @@ class ScriptWatch(StepListener):
         if self._by_name and self._recorder.wrapper is wrapper:
             self._by_name = False
             self._recorder.tracker.after_forward(wrapper, (), output)
+
+    def has_other_shards(self) -> bool:
+        """Whether a sharded module has other parameters now, as after `load_state_dict(assign=True)`, and uses them."""
+        name, known = next(iter(self.parameters.items()), ("", None))
+        here: Any = self.module
+        for part in name.split("."):
+            here = getattr(here, part, None)
+        return here is not known and isinstance(here, torch.Tensor) and is_shard(here)
 
     def shards_forward(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """The forward pass of a sharded module is about to run, and to gather its parameters."""

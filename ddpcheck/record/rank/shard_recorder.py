@@ -68,7 +68,7 @@ class ShardRecorder:
 
     def _sharded(self, _state: Any, modules: Any, *_arguments: Any, **_named: Any) -> None:
         where = user_location()
-        for module in modules:
+        for module in (modules,) if isinstance(modules, nn.Module) else modules:  # torch 2.4 gives one
             self._lines[module] = where
 
     def _scaled(self, name: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
@@ -94,6 +94,10 @@ class ShardRecorder:
     def _before(self, _state: Any, module: nn.Module, arguments: Any, named: Any) -> Iterator[None]:
         made, prefix = self._known[module] if module in self._known else self._begin(module)
         watch = made()
+        if watch is not None and watch.module is module and watch.has_other_shards():
+            watch.close()
+            made, prefix = self._begin(module)
+            watch = made()
         if watch is not None and watch.module is module:
             watch.shards_forward(module, arguments, named)
         yield
