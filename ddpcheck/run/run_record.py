@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
 import zlib
 from base64 import b64encode
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ def write_record(
     left = {
         "kind": "run",
         "ddpcheck": __version__,
-        "script": script.split()[0] if script.split() else "",  # its arguments may hold anything
+        "script": next(iter(shlex.split(script)), ""),  # its arguments may hold anything
         "ending": msgspec.to_builtins(ending),
         "source": source.answers,
         "ranks": [_fields_of(rank) for rank in ranks],
