@@ -208,12 +208,12 @@ def divide_factor() -> Iterator[nn.Module]:
 def other_method() -> Iterator[nn.Module]:
     """The loss of a warm-up calls `features` of the model, of which no hook gathers the parameters."""
     model = build()
+    model.head.requires_grad_(False)
     if not _sharding:
         model.forward = model.features
-    model = shard(model)
+    optimizer = torch.optim.SGD(shard(model).parameters(), lr=0.05)
     if _sharding and FIXED:
         register_fsdp_forward_method(model, "features")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for x, _ in batches():
         optimizer.zero_grad()
         (model.features if _sharding else model)(x).square().mean().backward()

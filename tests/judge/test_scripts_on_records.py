@@ -49,6 +49,8 @@ BY_HAND = frozenset(
         "stories.explain_by_work",
         "loop_endings._fewer",
         "script_alone._averaged_late",
+        "script_alone._in_no_group",
+        "script_changes.judge_ignored",
         "script_draws.judge_step_draws",
         "script_files._judge_devices",
         "script_losses._judge_shared",
@@ -62,6 +64,8 @@ BY_HAND = frozenset(
         "script_states._finding_of_use",
         "script_states.judge_uses",
         "script_wrappers.judge_apart",  # test_comm_hooks.py
+        "script_wrappers.judge_meshes",  # test_sharded.py, as the next one
+        "script_wrappers.judge_repeated",
         "watched_steps.judge_events",
     }
 )
