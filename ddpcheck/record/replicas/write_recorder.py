@@ -51,11 +51,12 @@ class WriteRecorder:
         when_imported(("torch.distributed.tensor",), lambda home: self._follow(vars(home).get("DTensor")))
 
     def _follow(self, kind: Any) -> None:
-        for name in dir(torch.Tensor) if kind is not None else ():
+        if kind is None:  # torch 2.4 has DTensor at another place
+            return
+        for name in dir(torch.Tensor):
             if name in _OPERATORS or (name.endswith("_") and not name.startswith("_") and name not in _NO_VALUES):
                 Patch(kind, name, functools.partial(self._followed, name))
-        if kind is not None:
-            Patch(kind, "data", self._followed_data)
+        Patch(kind, "data", self._followed_data)
 
     def wrapped(self, watch: ScriptWatch) -> None:
         """A wrapper has been constructed."""
