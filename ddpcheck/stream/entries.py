@@ -207,6 +207,10 @@ class WatchingFailed(Struct, frozen=True):
     error: str
 
 
+class PeerReceived(Struct, frozen=True):
+    """The script has received a tensor or an object from one other rank, for the first time."""
+
+
 class GroupDestroyed(Struct, frozen=True):
     """The script has destroyed its default process group."""
 
@@ -255,6 +259,7 @@ Entry = (
     | ExitCalled
     | RankRaised
     | WatchingFailed
+    | PeerReceived
     | GroupDestroyed
     | ProgramEnded
 )

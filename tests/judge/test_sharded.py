@@ -23,7 +23,7 @@ from ddpcheck.judge.loop.script_wrappers import _judge_replicas, judge_meshes, j
 from ddpcheck.judge.parameters.missing_parameters import judge_parameters
 from ddpcheck.judge.replicas.descriptions import judge_values_before_sharding
 from ddpcheck.judge.script_facts import WatchedWrapper
-from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, Sketch, WrapperMade
+from ddpcheck.stream.entries import Entry, PeerReceived, RankStarted, ReplicaCaptured, Sketch, WrapperMade
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 from ddpcheck.stream.watched_rank import WatchedRank
 
@@ -228,7 +228,12 @@ def test_ranks_that_all_hold_the_same_shard_are_told() -> None:
     assert not any(map(judge_repeated, healthy))
 
 
-def meshes(*last: int, first: tuple[int, ...] = (1, 2, 1, 2), sharded: ShardedFacts | None = SHARDED) -> list[Finding]:
+def meshes(
+    *last: int,
+    first: tuple[int, ...] = (1, 2, 1, 2),
+    sharded: ShardedFacts | None = SHARDED,
+    others: tuple[Entry, ...] = (),
+) -> list[Finding]:
     """Four ranks with a mesh for each two of them, by their values of `w` before the first step and the last one."""
     wrappers = []
     for ranks in ((0, 1), (2, 3)):
@@ -237,7 +242,7 @@ def meshes(*last: int, first: tuple[int, ...] = (1, 2, 1, 2), sharded: ShardedFa
         logs = [
             WatchedRank(
                 RankStarted(n, 4, "gloo"),
-                [made, shard_of(n, n % 2, 0, w=first[n]), shard_of(n, n % 2, 8, w=last[n])],
+                [made, shard_of(n, n % 2, 0, w=first[n]), shard_of(n, n % 2, 8, w=last[n]), *others],
                 [],
             )
             for n in ranks
@@ -251,3 +256,4 @@ def test_meshes_that_train_one_model_apart_are_a_warning() -> None:
     assert (finding.code, finding.severity, str(finding.location)) == ("DDP301", Severity.WARNING, "train.py:3")
     assert meshes(3, 4, 3, 4) == []  # averaged in another way
     assert meshes(3, 4, 5, 6, first=(1, 2, 8, 9)) == []  # two models
+    assert meshes(3, 4, 5, 6, others=(PeerReceived(),)) == []  # stages of one model, of the same seed

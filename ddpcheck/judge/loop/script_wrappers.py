@@ -31,8 +31,8 @@ from ddpcheck.judge.replicas.descriptions import differing_names, judge_values_b
 from ddpcheck.judge.replicas.replica_state import AVERAGE_THEM, never_averaged
 from ddpcheck.judge.replicas.script_changes import at_the_change, judge_ignored
 from ddpcheck.judge.replicas.wrapper_construction import COUNTED, judge_constructions
-from ddpcheck.judge.script_facts import ScriptFacts, WatchedWrapper
-from ddpcheck.stream.entries import ReplicaCaptured, Sketch, StepsReported, TrainedApart, WrapperMade
+from ddpcheck.judge.script_facts import ScriptFacts, WatchedWrapper, entries_of
+from ddpcheck.stream.entries import PeerReceived, ReplicaCaptured, Sketch, StepsReported, TrainedApart, WrapperMade
 from ddpcheck.stream.rank_report import RankReport, ReplicaState
 
 _FEWEST_MARKS = 3  # of ranks that train apart: where that began, and after two steps
@@ -76,9 +76,12 @@ def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
 def judge_meshes(same: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
     """DDP301: groups of ranks that shard the same model, each over a mesh of its own, and train it apart.
 
-    A warning: some train several models of one start on purpose. `same`: one model of a script, by group of its ranks.
+    A warning: some train several models of one start on purpose. Ranks that send tensors to each other have a stage of
+    a model each. `same`: one model of a script, by group of its ranks.
     """
     ranks = [wrapper.made.ranks for wrapper in same]
+    if any(entries_of(rank, PeerReceived) for wrapper in same for rank in wrapper.ranks):
+        return []
     if len(same) < 2 or any(one.made.context.sharded is None for one in same) or sum(map(len, ranks)) < world_size:
         return []
     captured = [chain.from_iterable(wrapper.of(ReplicaCaptured)) for wrapper in same]

@@ -63,7 +63,15 @@ from ddpcheck.record.rank.shard_recorder import ShardRecorder
 from ddpcheck.record.rank.started_processes import on_end
 from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
 from ddpcheck.record.replicas.write_recorder import WriteRecorder
-from ddpcheck.stream.entries import ExitCalled, GroupDestroyed, ProgramEnded, RankRaised, RankStarted, WatchingFailed
+from ddpcheck.stream.entries import (
+    ExitCalled,
+    GroupDestroyed,
+    PeerReceived,
+    ProgramEnded,
+    RankRaised,
+    RankStarted,
+    WatchingFailed,
+)
 from ddpcheck.stream.places import place_of_handling
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.worlds.failures import described
@@ -100,6 +108,7 @@ class _WatchedRank:
     def __init__(self, options: RunOptions, replacements: dict[str, Callable[..., Any]]) -> None:
         self._process = os.getpid()
         self._watches_on = True
+        self._receives = False  # from one other rank
         self._has_ended = False
         self._count = 0
         self._of_group: Counter[str] = Counter()  # wrappers, by their process group
@@ -207,7 +216,13 @@ class _WatchedRank:
             yield
             self._log.waited = True
 
-        replace_functions(("recv", "irecv", "recv_object_list"), lambda _, original: accompanied(original, waits))
+        def receives(*_arguments: Any, **_named: Any) -> Iterator[None]:
+            if not self._receives:
+                self._receives = True
+                self._log.add(PeerReceived())
+            yield from waits()
+
+        replace_functions(("recv", "irecv", "recv_object_list"), lambda _, original: accompanied(original, receives))
         store: Any = vars(dist.distributed_c10d)["Store"]
         with contextlib.suppress(AttributeError, TypeError):  # a class made in C++
             for name in ("wait", "get"):
