@@ -18,8 +18,10 @@ import time
 from pathlib import Path
 
 from ddpcheck.cli.output import complain, complain_of
-from ddpcheck.cli.run import read_accepted, report_output, show_report
+from ddpcheck.cli.run import read_baseline, report_output, show_report
 from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError
+from ddpcheck.report.settings import Settings
+from ddpcheck.run.check_options import examine
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.flight_records import prepare
 from ddpcheck.run.hang_watch import HangWatch
@@ -36,18 +38,18 @@ def main() -> None:
     folder, launcher, given = Path(sys.argv[1]), int(sys.argv[2]), argparse.Namespace(**json.loads(sys.argv[3]))
     if given.check_flight_recorder is not None:
         prepare(Path(given.check_flight_recorder))
+    settings, known = Settings(), None
     try:
-        accepted = read_accepted(given)
+        settings, known = examine(given), read_baseline(given)
     except DdpcheckError as error:  # the script runs already: it gets its report all the same
         complain(f"{error}; nothing is suppressed or known")
-        accepted = {}
     watch = HangWatch(folder, given.check_timeout, lambda: _end(folder))
     try:
         _wait(folder, launcher)
         watch.stop()
         with report_output(given) as output:
             script = shlex.join([given.script, *given.arguments])
-            show_report(script, _ending(folder, watch), folder, given, output, **accepted)
+            show_report(script, _ending(folder, watch), folder, given, output, settings, known)
     except Exception as error:
         if given.debug:
             raise

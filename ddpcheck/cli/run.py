@@ -9,7 +9,6 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -21,10 +20,9 @@ from ddpcheck.findings.errors import EXIT_USAGE
 from ddpcheck.findings.program_source import ProgramSource
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
-from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import join_names
 from ddpcheck.record.rank.environment import RunOptions, environment_for
-from ddpcheck.report.settings import load_settings
+from ddpcheck.report.settings import Settings
 from ddpcheck.run.check_options import add_check_options, examine, split_at_script
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.flight_records import prepare, write_flight_records
@@ -52,9 +50,9 @@ def run_script(arguments: argparse.Namespace) -> int:
     given.training_script_args = script[1:]
     given.command_line = arguments.command_line
     given.debug = arguments.debug = arguments.debug or given.debug
-    examine(given)
+    settings = examine(given)
     examine_options(given)
-    accepted = read_accepted(given)
+    known = read_baseline(given)
     if given.check_flight_recorder is not None:
         prepare(Path(given.check_flight_recorder))
     made = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
@@ -71,9 +69,8 @@ def run_script(arguments: argparse.Namespace) -> int:
             return exit_code
         ending, exit_code = collected(nodes, ending), EXIT_USAGE
         try:
-            report = show_report(shlex.join(script), ending, Path(folder), given, output, **accepted)
-            fail_on = None if given.check_fail_on == "never" else Severity(given.check_fail_on)
-            exit_code = ending.exit_code or report.exit_code(fail_on)
+            report = show_report(shlex.join(script), ending, Path(folder), given, output, settings, known)
+            exit_code = ending.exit_code or report.exit_code(settings.fail_on)
         except Exception as error:
             if given.debug or not ending.exit_code:
                 raise
@@ -95,19 +92,23 @@ def report_output(given: argparse.Namespace) -> ReportOutput:
     return ReportOutput(given, None, to_stderr=True)
 
 
-def read_accepted(given: argparse.Namespace) -> dict[str, Any]:
-    """What does not count, as arguments of `report_on_script`: suppressed in pyproject.toml, or known from a baseline.
+def read_baseline(given: argparse.Namespace) -> Report | None:
+    """The report of which the findings are known.
 
     Raises:
-        ConfigError: pyproject.toml is wrong.
-        UsageError: The baseline is no report.
+        UsageError: It is no report.
     """
-    known = None if given.check_baseline is None else load_report(given.check_baseline)
-    return {"suppress": load_settings().suppress, "baseline": known}
+    return None if given.check_baseline is None else load_report(given.check_baseline)
 
 
 def show_report(
-    script: str, ending: Ending, folder: Path, given: argparse.Namespace, output: ReportOutput, **accepted: Any
+    script: str,
+    ending: Ending,
+    folder: Path,
+    given: argparse.Namespace,
+    output: ReportOutput,
+    settings: Settings,
+    baseline: Report | None,
 ) -> Report:
     """Show the report on a script that has ended; of a clean one a line, unless a form of the report was asked for."""
     from ddpcheck.run.script_report import report_on_script
@@ -115,9 +116,9 @@ def show_report(
     ranks = read_logs(folder)
     if given.check_flight_recorder is not None:
         write_flight_records(Path(given.check_flight_recorder), ranks, ending)
-    selected = {"select": given.check_select, "ignore": given.check_ignore}
+    wanted = {name: getattr(settings, name) for name in ("select", "ignore", "suppress")}
     source = ProgramSource()
-    report = report_on_script(script, ending, ranks, **selected, **accepted, source=source)
+    report = report_on_script(script, ending, ranks, **wanted, baseline=baseline, source=source)
     if given.check_record is not None:
         keep_record(given.check_record, script, ending, ranks, source, report)
     if given.check_output is None and given.check_format is None and (report.status == "clean" or not ranks):

@@ -19,6 +19,7 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 
 SCHEMA_VERSION = 1
+_UNTOLD = 0.5  # a tolerance from which on a comparison tells nothing: the smallest fault that was measured is as large
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,11 @@ class ParityEntry:
     def is_beyond(self) -> bool:
         """Whether the error is more than it may be; NaN is."""
         return not self.relative_error <= self.tolerance
+
+    @property
+    def tells(self) -> bool:
+        """Whether the tolerance is so small that a gradient within it is known to be near its reference."""
+        return self.tolerance < _UNTOLD
 
     @property
     def excess(self) -> float:

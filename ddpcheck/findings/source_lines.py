@@ -62,7 +62,6 @@ _REAL_STDLIB = os.path.realpath(_STDLIB) + os.sep
 
 
 @functools.cache
-@functools.cache
 def is_user_file(name: str) -> bool:
     """Whether the source file `name` belongs neither to torch or pytest, nor to Python itself, nor to ddpcheck."""
     if name.startswith(("<", _OWN_FOLDER)):

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ddpcheck.findings.errors import EXIT_USAGE, UsageError
+from ddpcheck.findings.errors import EXIT_USAGE, ConfigError, UsageError
 from ddpcheck.record.rank.environment import RunOptions, environment_for
 from ddpcheck.run.check_options import add_check_options, examine, split_at_script
 from ddpcheck.stream.watched_rank import FOLDER, SCRIPT
@@ -80,6 +80,6 @@ def _launcher() -> str:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except UsageError as error:
+    except (ConfigError, UsageError) as error:
         print(f"ddpcheck: error: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE)

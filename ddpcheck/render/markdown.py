@@ -81,7 +81,7 @@ def _names(names: Sequence[str]) -> str:
 
 def escaped(text: str) -> str:
     """A text without meaning in Markdown."""
-    return _SPECIAL.sub(r"\\\1", printable(text, "\n")).replace("\n", "<br>")
+    return _SPECIAL.sub(r"\\\1", printable(text))
 
 
 def code_span(text: str) -> str:

@@ -95,10 +95,10 @@ class TerminalRenderer(TextRenderer):
             worst = max(entries, key=lambda entry: entry.excess)
             table.add_row(
                 styled(reference),
-                styled(broken(worst.parameter, room)),
+                broken(worst.parameter, room),
                 str(worst.step),
                 styled((f"{worst.relative_error:.1e}", "red" if worst.is_beyond else "green")),
-                f"{worst.tolerance:.1e}",
+                f"{worst.tolerance:.1e}" if worst.tells else "any",
                 str(len(entries)),
             )
         yield indented(table)

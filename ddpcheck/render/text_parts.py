@@ -94,7 +94,7 @@ def styled(*parts: str | tuple[str, str]) -> Text:
     text = Text(overflow="fold")
     for part in parts:
         content, style = (part, "") if isinstance(part, str) else part
-        text.append(printable(content, "\n"), style or None)
+        text.append(printable(content), style or None)
     return text
 
 
@@ -120,14 +120,14 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + (f" and {left} more" if left > 0 else "")
 
 
-def broken(name: str, columns: int) -> str:
+def broken(name: str, columns: int) -> Text:
     """A dotted name on lines of so many columns, broken after dots where that can be."""
     lines = [""]
-    for part in name.replace(".", ".\n").split("\n"):
+    for part in printable(name).replace(".", ".\n").split("\n"):
         if lines[-1] and len(lines[-1]) + len(part) > columns:
             lines.append("")
         lines[-1] += part
-    return "\n".join(lines)
+    return Text("\n".join(lines), overflow="fold")
 
 
 def indented(content: RenderableType, columns: int = 2) -> Padding:

@@ -70,6 +70,7 @@ def load_settings(
     environ: Mapping[str, str] | None = None,
     start: Path | None = None,
     defaults: Mapping[str, Any] | None = None,
+    prefix: str = "--",
 ) -> Settings:
     """Decide every setting: the first that has it of flags, ini, environment, `[tool.ddpcheck]` and default.
 
@@ -79,6 +80,7 @@ def load_settings(
         environ: The environment, `os.environ` when absent.
         start: The folder from which the nearest pyproject.toml is searched upwards, the current one when absent.
         defaults: Instead of those of `Settings`, by field name.
+        prefix: Of the options on the command line.
 
     Raises:
         UsageError: A flag has a value that cannot be.
@@ -92,7 +94,7 @@ def load_settings(
     for field, value in _given(ini).items():
         chosen[field] = _parse(field, value, f"ini option ddp_{field}", ConfigError)
     for field, value in _given(flags).items():
-        chosen[field] = _parse(field, value, "--" + field.replace("_", "-"), UsageError)
+        chosen[field] = _parse(field, value, prefix + field.replace("_", "-"), UsageError)
     return Settings(**{**(defaults or {}), **chosen})
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.report.settings import rule_patterns
+from ddpcheck.report.settings import Settings, load_settings
 
 
 def add_check_options(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
     add("--check-select", action="append", default=[], metavar="RULES", help=f"report only these rules, {rules}")
     add("--check-ignore", action="append", default=[], metavar="RULES", help=f"do not report these rules, {rules}")
     levels = ["error", "warning", "note", "never"]
-    add("--check-fail-on", default="error", choices=levels, help="exit with 1 from this severity on (default error)")
+    add("--check-fail-on", choices=levels, help="exit with 1 from this severity on (default error)")
     known = "an earlier report, saved as JSON: its findings are shown as known, and only new ones count"
     add("--check-baseline", metavar="REPORT.json", help=known)
     add("--check-output", metavar="FILE", help="write the report there, and not to standard error")
@@ -64,15 +64,16 @@ def _takes_next(parser: argparse.ArgumentParser, word: str) -> bool:
     return bool(actions) and actions[0].nargs != 0
 
 
-def examine(given: argparse.Namespace) -> None:
-    """Look whether they can be followed, and those of rules in their parts.
+def examine(given: argparse.Namespace) -> Settings:
+    """Look whether they can be followed; the settings, of which pyproject.toml and the environment give the rest.
 
     Raises:
-        UsageError: One of them is out of its range.
+        ConfigError: pyproject.toml or the environment is wrong.
+        UsageError: One of the options is out of its range.
     """
-    given.check_select = rule_patterns("--check-select", given.check_select)
-    given.check_ignore = rule_patterns("--check-ignore", given.check_ignore)
     if given.check_every < 0:
         raise UsageError(f"--check-every is a number of steps, or 0 for never, not {given.check_every}")
     if not 0 < given.check_timeout < float("inf"):
         raise UsageError(f"--check-timeout is a number of seconds above 0, not {given.check_timeout:g}")
+    names = ("select", "ignore", "fail_on")
+    return load_settings({name: getattr(given, f"check_{name}") for name in names}, prefix="--check-")

@@ -23,8 +23,9 @@ from ddpcheck.findings.selection import Suppression, sort_out
 from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.verdict import Verdict, status_of
 from ddpcheck.render import Medium, renderer_for
-from ddpcheck.report.settings import load_settings
+from ddpcheck.report.settings import Settings, load_settings
 from ddpcheck.run import script_report
+from ddpcheck.run.check_options import add_check_options, examine
 from ddpcheck.run.ending import Ending
 
 AUX = Finding("DDP101", ("aux.bias", "aux.weight"), "Never read.", Severity.ERROR, location=Location("net.py", 7))
@@ -144,8 +145,8 @@ def test_a_clean_script_still_tells_which_suppression_is_unused(tmp_path: Path, 
     given = argparse.Namespace(
         **dict.fromkeys(f"check_{name}" for name in ("flight_recorder", "record", "output", "format"))
     )
-    given.check_select = given.check_ignore = ()
-    run_command.show_report("train.py", Ending(), tmp_path, given, run_command.report_output(given))
+    output = run_command.report_output(given)
+    run_command.show_report("train.py", Ending(), tmp_path, given, output, Settings(), None)
     assert capsys.readouterr().err.splitlines() == [
         "ddpcheck: note: the suppression of DDP101 matched no finding of this check",
         "ddpcheck: clean: ",
@@ -153,6 +154,19 @@ def test_a_clean_script_still_tells_which_suppression_is_unused(tmp_path: Path, 
 
 
 # Settings
+
+
+def test_the_settings_of_a_project_hold_for_a_script(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.ddpcheck]\nignore = ["DDP802"]\nfail_on = "note"\n')
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser(prog="ddpcheck run")
+    add_check_options(parser)
+    settings = examine(parser.parse_args([]))
+    assert (settings.ignore, settings.fail_on) == (("DDP802",), Severity.NOTE)
+    settings = examine(parser.parse_args(["--check-ignore", "DDP1", "--check-fail-on", "never"]))
+    assert (settings.ignore, settings.fail_on) == (("DDP1",), None)
+    with pytest.raises(UsageError, match=r"^--check-select: no rule"):
+        examine(parser.parse_args(["--check-select", "DDP9999"]))
 
 
 @pytest.mark.parametrize(

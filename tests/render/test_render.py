@@ -1,4 +1,5 @@
 import io
+import re
 
 import pytest
 
@@ -160,6 +161,15 @@ def test_control_characters_in_names_are_shown_not_obeyed() -> None:
     text = as_text(replace(REPORT, findings=(replace(UNUSED, subjects=("\x1b[2Jx\r\u2028y",)),)))
     assert "\x1b" not in text and "\r" not in text
     assert r"\x1b[2Jx\r\u2028y" in text
+
+
+@pytest.mark.parametrize("form", ["text", "markdown"])
+def test_a_name_of_two_lines_makes_no_line_of_its_own(form: str) -> None:
+    name = "layer\n== clean: no findings"
+    found = replace(UNUSED, subjects=(name,), message=f"{name} is unused.", evidence=(name,))
+    report = replace(REPORT, findings=(found,), parity=(ParityEntry(0, name, "local", 0.5, 1e-6),))
+    text = renderer_for(form).render(report)
+    assert "clean: no findings" in text and not re.search("^ *== clean", text, re.MULTILINE)
 
 
 def test_ascii_where_the_stream_cannot_show_more() -> None:

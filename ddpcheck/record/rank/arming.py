@@ -74,12 +74,13 @@ def _announcing(original: Any) -> Any:
         started_processes.leave_agent_store(arguments, named)
         original(*arguments, **named)
         collects = gc.isenabled()
-        gc.disable()  # to go through all objects of torch would take half as long again as the import
+        gc.disable()  # to go through all objects of torch would take half as long again as the imports
         try:
             from ddpcheck.record.rank import rank_watch
+
+            rank_watch.begin(replacements, stand_ins)  # imports what DDP's constructor would import
         finally:
             if collects:
                 gc.enable()
-        rank_watch.begin(replacements, stand_ins)
 
     return init_process_group

@@ -170,9 +170,12 @@ def location_in(scope: Scope, line: int) -> Location:
     return Location(relative_path(scope.file), line)
 
 
-def program_files() -> Iterator[str]:
+def program_files() -> tuple[str, ...]:
     """The source files of the program that have been imported."""
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None) or ""
-        if file.endswith(".py") and is_user_file(file) and not is_installed(file):
-            yield file
+    return _program_files(len(sys.modules))
+
+
+@functools.lru_cache(1)
+def _program_files(_modules: int) -> tuple[str, ...]:
+    files = (getattr(module, "__file__", None) or "" for module in list(sys.modules.values()))
+    return tuple(file for file in files if file.endswith(".py") and is_user_file(file) and not is_installed(file))

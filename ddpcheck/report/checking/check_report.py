@@ -40,9 +40,6 @@ HEADINGS: Mapping[str, tuple[str, ...]] = {
 }
 """The checks of a report, and the codes that each may give."""
 
-UNTOLD = 0.5
-"""A tolerance from which on a comparison tells nothing: the smallest fault that was measured is as large."""
-
 _WORLD = ("world_size", "backend", "device", "steps", "seed", "timeout")
 _ENDINGS = ("DDP401", "DDP402", "DDP403", "DDP404")
 _NEAR = 0.01  # an error that is no fault under any tolerance
@@ -187,7 +184,7 @@ def _kind(entry: ParityEntry) -> str:
     if not entry.reference_norm and not entry.absolute_error:
         return "zero"
     near = entry.relative_error <= _NEAR  # whatever the yardstick says, which may have routed otherwise
-    return "held" if near or entry.tolerance < UNTOLD else "untold"
+    return "held" if near or entry.tells else "untold"
 
 
 def _verdict(state: CheckState, name: str) -> Verdict:
