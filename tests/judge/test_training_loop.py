@@ -6,7 +6,14 @@ import pytest
 
 from ddpcheck.findings.evidence.modules import WrappedModule, WrapperFacts
 from ddpcheck.findings.evidence.parameters import StepEvidence
-from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, LoopEvent, RandomDraws, SharedDraw
+from ddpcheck.findings.evidence.steps import (
+    SYNC_SETTING,
+    DdpStepEvidence,
+    LocalStep,
+    LoopEvent,
+    RandomDraws,
+    SharedDraw,
+)
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
@@ -67,6 +74,13 @@ def test_a_micro_batch_after_the_reduction(before: tuple[LoopEvent, ...], names:
     told = f"{' '.join(finding.evidence)} {finding.what_to_do}"
     assert ("train.py:3" in finding.evidence[0] and "train.py:3" in finding.what_to_do) is names
     assert ("require_backward_grad_sync" in told) is not names
+
+
+def test_the_line_that_sets_the_flag_is_the_one_to_edit() -> None:
+    events = (*SYNCED, LOCAL, BACKWARD, event("step", 9), event(SYNC_SETTING, 2))
+    finding = only(judge_loop(steps(*events), unequal=True))
+    assert (finding.code, finding.location) == ("DDP502", Location("train.py", 2))
+    assert "the optimizer steps at train.py:9" in finding.evidence
 
 
 @pytest.mark.parametrize(

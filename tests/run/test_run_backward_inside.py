@@ -54,6 +54,28 @@ dist.destroy_process_group()
 BACKWARD = 1 + SCRIPT.splitlines().index("            loss.backward()")
 
 
+BY_FLAG = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+torch.manual_seed(dist.get_rank())
+for micro in range(12):
+    net.require_backward_grad_sync = micro % 3 == (0 if "first" in sys.argv else 2)
+    net(torch.randn(8, 4)).square().mean().div(3).backward()
+    if micro % 3 == 2:
+        optimizer.step()
+        optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+FLAG = 1 + next(n for n, line in enumerate(BY_FLAG.splitlines()) if "grad_sync =" in line)
+
+
 AROUND = """
 import sys
 import torch
@@ -104,6 +126,14 @@ def test_a_pass_around_the_wrapper_counts_where_no_later_one_averages_it(
 ) -> None:
     report = reported(tmp_path, when, source=AROUND)
     assert sorted(finding["code"] for finding in report["findings"]) == codes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["first", "last"])
+def test_the_flag_that_averages_another_micro_batch_is_told_at_its_line(when: str, tmp_path: Path) -> None:
+    report = reported(tmp_path, when, source=BY_FLAG)
+    found = [(finding["code"], finding["location"]["line"]) for finding in report["findings"]]
+    assert found == ([("DDP502", FLAG)] if when == "first" else [])
 
 
 @pytest.mark.parametrize(

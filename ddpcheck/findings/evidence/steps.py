@@ -132,6 +132,10 @@ class NoExplanation(Struct, frozen=True):
     detail: str = ""
 
 
+SYNC_SETTING = "require_backward_grad_sync"
+"""The attribute of a wrapper by which a forward pass decides whether the next backward pass is averaged."""
+
+
 class LoopEvent(Struct, frozen=True):
     """One call of the training loop in a step under the wrapper.
 
@@ -140,7 +144,7 @@ class LoopEvent(Struct, frozen=True):
             "leave no_sync", "zero_grad", "step" (of an optimizer, on what the backward passes before it have left) or
             "apart" (gradients are averaged over a part of the ranks only, by the communication hook); a
             backward pass around the wrapper is "forward inside" (of the module in it, which is called) or "backward
-            inside" (of the wrapper's forward).
+            inside" (of the wrapper's forward). Last comes SYNC_SETTING, with the one line that assigns it.
         location: The line of the user's code, as "path:line"; empty where ddpcheck itself did it.
         synchronises: Of a forward: whether DDP will average the gradients of the next backward.
         discarded: Of a `zero_grad`: the parameters whose gradients go before anybody has used them; empty where not all

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.modules import WrappedModule
-from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, LoopEvent, SharedDraw
+from ddpcheck.findings.evidence.steps import SYNC_SETTING, DdpStepEvidence, LocalStep, LoopEvent, SharedDraw
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, one_finding, plural_verb, unless_all
@@ -166,6 +166,7 @@ def _judge_unreduced(ledgers: _Ledgers) -> list[Finding]:
             location=Location.parse(entered.location or step.location),
         )
     called = unreduced[-1].under
+    set_at = next((event.location for event in item.events if event.kind == SYNC_SETTING), "") if called is None else ""
     several = f"{len(unreduced)} backward passes" if len(unreduced) > 1 else "A backward pass"
     kind = "ones" if len(unreduced) > 1 else "one"
     at_step = f" at {step.location}" if step.location else ""
@@ -177,8 +178,11 @@ def _judge_unreduced(ledgers: _Ledgers) -> list[Finding]:
         if len(unreduced) < len(of_step)
         else "No gradient of the step is averaged: DDP was not to synchronise after any of its forward passes.",
         ranks=_ranks(found, ledgers),
-        location=Location.parse(step.location or unreduced[-1].backward.location),
-        evidence=["whether a backward pass is averaged was decided in its forward, by require_backward_grad_sync"]
+        location=Location.parse(set_at or step.location or unreduced[-1].backward.location),
+        evidence=[
+            "whether a backward pass is averaged was decided in its forward, by require_backward_grad_sync",
+            *([f"the optimizer steps{at_step}"] if set_at and at_step else []),
+        ]
         if called is None
         else [f"the last forward before the step{at_step} ran under the no_sync() at {called}"],
         fix="Have the forward of the last micro-batch before a step run outside of no_sync, with "

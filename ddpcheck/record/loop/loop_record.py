@@ -9,12 +9,13 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
-from ddpcheck.findings.evidence.steps import LoopEvent
+from ddpcheck.findings.evidence.steps import SYNC_SETTING, LoopEvent
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.ddp.ddp_wrapper import is_ddp
 from ddpcheck.gather.ddp.loop_events import noted_no_sync
 from ddpcheck.gather.patching import Patch
 from ddpcheck.record.loop import shard_switches
+from ddpcheck.record.source.updating_line import assignment_in_program
 from ddpcheck.stream.ledger import Ledger
 
 FORWARDS = (LoopEvent("forward"), LoopEvent("forward", synchronises=True))
@@ -71,7 +72,10 @@ class LoopRecord:
     def report(self, step: int) -> None:
         """Report the events so far, which show a fault, when `step` has ended."""
         if not self.to_report:
-            self.to_report = (*self._last_step, *self._events)
+            events = (*self._last_step, *self._events)
+            off = any(event.kind == "forward" and not event.synchronises for event in events)
+            line = assignment_in_program(SYNC_SETTING, value=False) if off else None
+            self.to_report = events if line is None else (*events, LoopEvent(SYNC_SETTING, str(line)))
             self._alarm(step)
 
     def step_ended(self, step: int, *, reduced: bool) -> None:

@@ -36,11 +36,7 @@ from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.optimizers.clip_recorder import ClipRecorder
 from ddpcheck.record.optimizers.schedule_recorder import ScheduleRecorder
 from ddpcheck.record.optimizers.shard_norm_source import shard_norm_at
-from ddpcheck.record.rank.line_recorder import (
-    LineRecorder,
-    assignment_in_program,
-    lines_left_out_by,
-)
+from ddpcheck.record.rank.line_recorder import LineRecorder, lines_left_out_by
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.replicas.program_state import (
     StateRecorder,
@@ -49,6 +45,7 @@ from ddpcheck.record.replicas.program_state import (
 )
 from ddpcheck.record.replicas.state_uses import UseRecorder
 from ddpcheck.record.replicas.write_recorder import WriteRecorder
+from ddpcheck.record.source.updating_line import assignment_in_program
 from ddpcheck.stream.rank_report import is_sampled
 
 _MOST_MARKS = _MOST_SUMS = 4096

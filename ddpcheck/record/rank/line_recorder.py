@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -18,14 +17,12 @@ from ddpcheck.findings.program_blocks import left_out_by
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
     file_of,
-    parsed_source,
-    relative_path,
     user_location,
 )
 from ddpcheck.gather.patching import CALLER, patched
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.rank.script_watch import ScriptWatch
-from ddpcheck.record.source.source_scope import program_files
+from ddpcheck.record.source.updating_line import assignment_in_program
 
 _MOST_CHANGES = 256
 _MOST_TIMES = 8  # that a line with `eval` is looked at: of a model that is in no wrapper, say, in each step
@@ -132,35 +129,8 @@ def _path_in(watch: ScriptWatch, module: nn.Module) -> str | None:
 
 
 @functools.cache
-def assignment_in_program(name: str, value: bool | None = None) -> Location | None:
-    """The one line of the program that assigns an attribute or an item of this name; `None` where there are others.
-
-    `value`: that it may assign, as far as it is spelled out.
-    """
-    found = {
-        Location(relative_path(file), node.lineno)
-        for file in program_files()
-        for node in ast.walk(parsed_source(file) or ast.Module([], []))
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if _is_of(target, name) and _may_be(node.value, value)
-    }
-    return found.pop() if len(found) == 1 else None
-
-
-@functools.cache
 def lines_left_out_by(step: tuple[str, ...], backward: tuple[str, ...]) -> tuple[Location, ...]:
     """What decides whether a step is made after a backward pass, by the lines of their stacks."""
     files = {line.rpartition(":")[0]: file_of(line) for line in (*step, *backward)}
     found = left_out_by(step, backward, files) if backward else ()
     return tuple(Location(block.path, block.line) for block in found)
-
-
-def _may_be(node: ast.expr | None, value: bool | None) -> bool:
-    return value is None or not isinstance(node, ast.Constant) or node.value is value
-
-
-def _is_of(target: ast.expr, name: str) -> bool:
-    if isinstance(target, ast.Subscript):
-        return isinstance(target.slice, ast.Constant) and target.slice.value == name
-    return isinstance(target, ast.Attribute) and target.attr == name

@@ -1,4 +1,4 @@
-"""The line of a program that gives a variable a new value made of its old one."""
+"""The line of a program that assigns an attribute, or gives a variable a new value made of its old one."""
 
 from __future__ import annotations
 
@@ -39,6 +39,23 @@ def updating_line(path: str, holder: type, *, own: bool = False) -> Location | N
         found = [one for name in names[-2:] for kind in (object, NoneType) for one in _assignments(name, kind)]
     found = [one for one in found if one[0][0]] if own else found
     return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+@functools.cache
+def assignment_in_program(name: str, value: bool | None = None) -> Location | None:
+    """The one line of the program that assigns an attribute or an item of this name; `None` where there are others.
+
+    `value`: that it may assign, as far as it is spelled out.
+    """
+    found = {
+        Location(relative_path(file), node.lineno)
+        for file in program_files()
+        for node in ast.walk(parsed_source(file) or ast.Module([], []))
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if _is_of(target, name) and _may_be(node.value, value)
+    }
+    return found.pop() if len(found) == 1 else None
 
 
 def _assignments(name: str, holder: type) -> Iterator[tuple[tuple[bool, bool, bool], Location]]:
@@ -91,3 +108,13 @@ def _is(node: ast.expr, name: str, holder: type) -> bool:
     if issubclass(holder, _BY_ITEM):
         return isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value == name
     return isinstance(node, ast.Attribute) and node.attr == name
+
+
+def _may_be(node: ast.expr | None, value: bool | None) -> bool:
+    return value is None or not isinstance(node, ast.Constant) or node.value is value
+
+
+def _is_of(target: ast.expr, name: str) -> bool:
+    if isinstance(target, ast.Subscript):
+        return isinstance(target.slice, ast.Constant) and target.slice.value == name
+    return isinstance(target, ast.Attribute) and target.attr == name
