@@ -39,7 +39,7 @@ from ddpcheck.findings.evidence.state_uses import StateUsed
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
-from ddpcheck.judge.data.script_draws import judge_added_noise, judge_step_draws, line_of_selection
+from ddpcheck.judge.data.script_draws import judge_added_noise, judge_step_draws
 from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved
 from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
 from ddpcheck.judge.evaluation.script_targets import judge_targets
@@ -345,8 +345,8 @@ def _data(facts: ScriptFacts) -> Verdicts:
     found += of_draws
     if not of_draws and not any(finding.code == "DDP505" for finding in found):
         for wrapper in facts.wrappers:
-            of_group = [entries_of(rank, StepDraw) for rank in wrapper.ranks]
-            found += judge_inputs(wrapper.of(Inputs), line_of_selection(of_group))
+            by_number = {rank.started.rank: entries_of(rank, StepDraw) for rank in wrapper.ranks}
+            found += judge_inputs(dict(zip(by_number, wrapper.of(Inputs), strict=True)), by_number)
     tables = facts.of(DerivedTable)
     found += judge_tables(tables, passes)
     taken = [one for one in passes[0] if one.trains]

@@ -221,10 +221,28 @@ def test_the_inputs_of_a_wrapper() -> None:
     def given(*samples: tuple[int, ...]) -> list[Inputs]:
         return [Inputs(0, step, one, LINE) for step, one in enumerate(samples)]
 
+    def judged(*by_rank: list[Inputs]) -> list[Finding]:
+        return judge_inputs(dict(enumerate(by_rank)))
+
     mine, theirs = ((1, 2), (3, 4), (5, 6)), ((2, 1), (4, 3), (6, 5))
-    assert codes(judge_inputs([given(*mine), given(*theirs)])) == ["DDP505"]
-    assert not judge_inputs([given(*mine), given((1, 2), (3, 4), (5, 7))])
-    assert not judge_inputs([given((1,), (1,), (1,)), given((1,), (1,), (1,))])  # a grid that is always the same
+    assert codes(judged(given(*mine), given(*theirs))) == ["DDP505"]
+    assert not judged(given(*mine), given((1, 2), (3, 4), (5, 7)))
+    assert not judged(given((1,), (1,), (1,)), given((1,), (1,), (1,)))  # a grid that is always the same
+
+
+def test_some_ranks_are_given_the_same_inputs_or_all_are_for_a_while() -> None:
+    """The first rank alone evaluates, and draws more random numbers than the others."""
+
+    def given(*samples: int) -> list[Inputs]:
+        return [Inputs(0, step, (one, -one), LINE) for step, one in enumerate(samples)]
+
+    (of_some,) = judge_inputs({0: given(7, 8, 9, 10), 1: given(1, 2, 3, 4), 2: given(1, 2, 3, 4), 3: given(1, 2, 3, 4)})
+    assert of_some.ranks == (1, 2, 3) and of_some.message.startswith("The forward passes of ranks 1 to 3 are given")
+    (for_a_while,) = judge_inputs({0: given(1, 2, 3, 8), 1: given(1, 2, 3, 4)})
+    assert for_a_while.ranks == () and "in the first 3 steps" in for_a_while.message
+    assert "from step 3 on they differ" in for_a_while.evidence
+    assert not judge_inputs({0: given(1, 2, 8, 9), 1: given(1, 2, 3, 4)})  # too few to tell
+    assert not judge_inputs({0: given(5, 6, 7, 8), 1: given(1, 2, 3, 4), 2: given(9, 2, 3, 4)})
 
 
 @pytest.mark.parametrize(

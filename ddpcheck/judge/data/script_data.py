@@ -9,12 +9,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, Inputs, LoaderPass
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import counted, format_ranks, group_by_value, minority_ranks, one_finding
+from ddpcheck.findings.wording import counted, format_ranks, group_by, group_by_value, minority_ranks, one_finding
+from ddpcheck.judge.data.script_draws import line_of_selection
 from ddpcheck.judge.data.script_rows import (
     have_same_labels,
     judge_labels,
@@ -241,27 +244,37 @@ def judge_worker_seeds(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     )
 
 
-def judge_inputs(inputs: Sequence[Sequence[Inputs]], line: Location | None = None) -> list[Finding]:
-    """DDP505: a wrapper that is given the same samples on every rank in each step, and others in the next.
+def judge_inputs(
+    inputs: Mapping[int, Sequence[Inputs]], draws: Mapping[int, Sequence[StepDraw]] = MappingProxyType({})
+) -> list[Finding]:
+    """DDP505: a wrapper that is given the same samples on several ranks in each step, and others in the next.
 
     Args:
         inputs: By rank of the wrapper's group, of the same steps.
-        line: At which they are drawn, or the generator is seeded from which they are.
+        draws: By rank, by which samples may be chosen.
     """
-    steps = [of_ranks for of_ranks in zip(*inputs, strict=False) if len({one.step for one in of_ranks}) == 1]
-    varying = len({of_ranks[0].samples for of_ranks in steps}) > 1
-    same = [of_ranks for of_ranks in steps if len({tuple(sorted(one.samples)) for one in of_ranks}) == 1]
-    if len(inputs) < 2 or len(same) < FEWEST_INPUTS or len(same) < len(steps) or not varying:
+    steps = [of_ranks for of_ranks in zip(*inputs.values(), strict=False) if len({one.step for one in of_ranks}) == 1]
+    given = {rank: [tuple(sorted(of_ranks[place].samples)) for of_ranks in steps] for place, rank in enumerate(inputs)}
+    first = group_by(given, lambda rank: tuple(given[rank][:FEWEST_INPUTS]))
+    same = next((ranks for ranks in first.values() if len(ranks) > 1), [])
+    of_same = [{given[rank][place] for rank in same} for place in range(len(steps))]
+    held = next((place for place, samples in enumerate(of_same) if len(samples) > 1), len(steps))
+    if held < FEWEST_INPUTS or not same or len(set.union(*of_same[:held])) == 1:
         return []
+    line, forward = line_of_selection([draws.get(rank, ()) for rank in same]), steps[0][0].location
+    every = len(same) == len(inputs)
+    who = "Every rank's forward pass is" if every else f"The forward passes of {format_ranks(same)} are"
+    when = f"{'all' if held == len(steps) else 'the first'} {held} steps that were compared"
     return one_finding(
         "DDP505",
         ("forward",),
-        f"Every rank's forward pass is given the same samples, in all {len(same)} steps that were compared; "
-        "so together the ranks do the work of one.",
-        location=line or same[0][0].location,
+        f"{who} given the same samples, in {when}; so together {'the' if every else 'these'} ranks do the work of one.",
+        ranks=() if every else tuple(same),
+        location=line or forward,
         evidence=[
-            "their bits are equal on all ranks, and others in other steps",
-            *([f"forward is called at {same[0][0].location}"] if line else []),
+            f"their bits are equal on {'all' if every else 'these'} ranks, and others in other steps",
+            *([f"from step {steps[held][0].step} on they differ"] if held < len(steps) else []),
+            *([f"forward is called at {forward}"] if line else []),
         ],
         fix="Take other samples on each rank: by a DistributedSampler, by rank and world size, or from a generator "
         "that is seeded with seed + rank.",
