@@ -435,12 +435,10 @@ def uneven_and_sharded() -> None:
     """As above, with a sharded optimizer, whose steps a rank that has left the loop makes for the others."""
     model = DistributedDataParallel(net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
-    x, y = samples()
     for _ in range(2):
         with Join([model, optimizer]):
-            for number in range(4 + 4 * RANK):
-                part = slice(8 * number, 8 * number + 8)
-                train(model, optimizer, x[part], y[part])  # type: ignore[arg-type]
+            for x, y in own_batches(4 + 4 * RANK):
+                train(model, optimizer, x, y)  # type: ignore[arg-type]
 
 
 def tensor_as_dataset() -> None:

@@ -25,6 +25,7 @@ from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun, WrapperPace
 from ddpcheck.findings.evidence.running_statistics import RunningStatistic
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
+    Evaluated,
     FileUsed,
     GradientsClipped,
     GradientsZeroed,
@@ -39,7 +40,7 @@ from ddpcheck.findings.evidence.state_uses import StateUsed
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
-from ddpcheck.judge.data.script_draws import judge_added_noise, judge_step_draws
+from ddpcheck.judge.data.script_draws import judge_added_noise, judge_step_draws, judge_streams
 from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved
 from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
 from ddpcheck.judge.evaluation.script_targets import judge_targets
@@ -346,7 +347,9 @@ def _data(facts: ScriptFacts) -> Verdicts:
     if not of_draws and not any(finding.code == "DDP505" for finding in found):
         for wrapper in facts.wrappers:
             by_number = {rank.started.rank: entries_of(rank, StepDraw) for rank in wrapper.ranks}
-            found += judge_inputs(dict(zip(by_number, wrapper.of(Inputs), strict=True)), by_number)
+            given = dict(zip(by_number, wrapper.of(Inputs), strict=True))
+            evaluated = dict(zip(by_number, wrapper.of(Evaluated), strict=True))
+            found += judge_inputs(given, by_number) or judge_streams(by_number, given, evaluated)
     tables = facts.of(DerivedTable)
     found += judge_tables(tables, passes)
     taken = [one for one in passes[0] if one.trains]

@@ -27,6 +27,7 @@ from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun
 from ddpcheck.findings.evidence.running_statistics import RunningStatistic
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
+    Evaluated,
     FileUsed,
     GradientsClipped,
     GradientsZeroed,
@@ -228,6 +229,7 @@ Entry = (
     | NotCompared
     | TrainedApart
     | Inputs
+    | Evaluated
     | LoaderPass
     | DerivedTable
     | StepDraw

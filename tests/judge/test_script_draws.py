@@ -9,10 +9,16 @@ import pytest
 import torch
 
 from ddpcheck.findings.evidence.draws import StepDraw
-from ddpcheck.findings.evidence.script import Inputs
+from ddpcheck.findings.evidence.script import Evaluated, Inputs
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.data.script_draws import _cosine, judge_added_noise, judge_step_draws, line_of_selection
+from ddpcheck.judge.data.script_draws import (
+    _cosine,
+    judge_added_noise,
+    judge_step_draws,
+    judge_streams,
+    line_of_selection,
+)
 from ddpcheck.record.data.added_noise import added_to, kept_samples
 
 FORWARD, DRAW, SEED = (Location("train.py", line) for line in (30, 20, 3))
@@ -119,3 +125,37 @@ def test_what_is_added_to_samples_is_known_past_scales_and_offsets() -> None:
     other = torch.randn(8, 32, generator=generator)
     assert abs(_cosine(plain, added_to(kept, [x + other]))) < 0.5
     assert abs(_cosine(added_to(kept, [x + noise[:1]]), added_to([other], [other + noise[:1]]))) < 0.5  # for all alike
+
+
+# Samples that another rank has drawn before
+
+
+def streams(*, choice: str = "choice", order: tuple[int, ...] = (0, 1, 2), own: bool = False) -> list[Any]:
+    """Rank 0 has evaluated on what rank 1 trains on, in an `order`; both draw from one state, or from their `own`."""
+    inputs = given()
+    evaluated = [Evaluated(0, 0, inputs[1][step].samples) for step in order]
+    return [dict(enumerate(drawn(4, choice, own=own))), dict(enumerate(inputs)), {0: evaluated, 1: []}]
+
+
+def test_what_one_rank_trains_on_another_has_drawn_before() -> None:
+    (found,) = judge_streams(*streams())
+    assert (found.code, found.ranks, found.location) == ("DDP505", (1,), SEED)
+    assert "steps 0 to 2" in found.evidence[0]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"own": True},  # other random numbers: the evaluation goes through the training data in the order of a rank
+        {"choice": "noise"},
+        {"order": (0, 2, 1)},
+        {"order": (0, 1)},  # too few to tell
+    ],
+)
+def test_what_is_evaluated_may_be_trained_on_by_another_rank(more: dict[str, Any]) -> None:
+    assert not judge_streams(*streams(**more))
+
+
+def test_ranks_that_train_on_the_same_samples_are_told_of_that_alone() -> None:
+    draws, _, evaluated = streams()
+    assert not judge_streams(draws, dict(enumerate(given(alike=True))), evaluated)

@@ -32,6 +32,7 @@ from ddpcheck.findings.evidence.script import (
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.data.script_data import judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.data.script_files import _at_the_same_time, judge_files, judge_shards_saved
 from ddpcheck.judge.gradients.script_alone import judge_alone
@@ -240,6 +241,7 @@ def test_some_ranks_are_given_the_same_inputs_or_all_are_for_a_while() -> None:
     assert of_some.ranks == (1, 2, 3) and of_some.message.startswith("The forward passes of ranks 1 to 3 are given")
     (for_a_while,) = judge_inputs({0: given(1, 2, 3, 8), 1: given(1, 2, 3, 4)})
     assert for_a_while.ranks == () and "in the first 3 steps" in for_a_while.message
+    assert (of_some.severity, for_a_while.severity) == (Severity.ERROR, Severity.WARNING)
     assert "from step 3 on they differ" in for_a_while.evidence
     assert not judge_inputs({0: given(1, 2, 8, 9), 1: given(1, 2, 3, 4)})  # too few to tell
     assert not judge_inputs({0: given(5, 6, 7, 8), 1: given(1, 2, 3, 4), 2: given(9, 2, 3, 4)})

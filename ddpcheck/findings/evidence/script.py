@@ -146,6 +146,20 @@ class Inputs(Struct, frozen=True):
     added: tuple[float, ...] = ()
 
 
+class Evaluated(Struct, frozen=True):
+    """What a wrapper's forward was given without gradients, in one of its first passes of that kind.
+
+    Attributes:
+        wrapper: The number of the wrapper.
+        step: How many averaged backward passes had ended before.
+        samples: As `Inputs.samples`.
+    """
+
+    wrapper: int
+    step: int
+    samples: tuple[int, ...]
+
+
 OF_A_LIST = ".index()"
 """Ends the name of the table of a list."""
 

@@ -271,6 +271,7 @@ def judge_inputs(
         f"{who} given the same samples, in {when}; so together {'the' if every else 'these'} ranks do the work of one.",
         ranks=() if every else tuple(same),
         location=line or forward,
+        severity=None if held == len(steps) else Severity.WARNING,  # may be a warm-up
         evidence=[
             f"their bits are equal on {'all' if every else 'these'} ranks, and others in other steps",
             *([f"from step {steps[held][0].step} on they differ"] if held < len(steps) else []),

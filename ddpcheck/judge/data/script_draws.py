@@ -1,22 +1,24 @@
-"""DDP510: random numbers that every rank draws alike in its training steps, for samples of its own.
+"""DDP510, and DDP505: random numbers that ranks draw alike in training steps, for samples of their own.
 
 Pure functions from `findings.evidence.draws` and `findings.evidence.script` to findings.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ddpcheck.findings.evidence.draws import StepDraw
-from ddpcheck.findings.evidence.script import Inputs
+from ddpcheck.findings.evidence.script import Evaluated, Inputs
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, one_finding
+from ddpcheck.findings.wording import counted, format_steps, one_finding
 
 _FEWEST = 2  # intervals between optimizer steps in which the same line draws
 _KEYS = 624  # a count is known up to a multiple of it
 _BLOCK = 16  # numbers that `randn` draws once more at the end
+_FEWEST_AGAIN = 3  # steps on what another rank has been given before
 _FEWEST_ADDED = 3  # steps in which what is added to samples is known
 _ALIKE = 0.6  # the cosine of noise from which that of the samples has been taken away; of other noise it is near 0
 _FIX = (
@@ -100,6 +102,46 @@ def judge_added_noise(draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequ
                 *([f"forward is called at {steps[0][0].location}"] if line != steps[0][0].location else []),
             ],
             fix=_FIX,
+        )
+    return []
+
+
+def judge_streams(
+    draws: Mapping[int, Sequence[StepDraw]],
+    inputs: Mapping[int, Sequence[Inputs]],
+    evaluated: Mapping[int, Sequence[Evaluated]],
+) -> list[Finding]:
+    """DDP505: a rank trains on what another one has drawn before, for an evaluation: from the same random numbers.
+
+    All by rank of a wrapper's group. In a step the ranks have other samples, since one has drawn more than the others.
+    """
+    drawn: dict[tuple[int, ...], tuple[int, int]] = {}  # by the samples, which rank has evaluated on them first, when
+    for ahead in inputs:
+        for place, one in enumerate(evaluated.get(ahead, ())):
+            drawn.setdefault(tuple(sorted(one.samples)), (ahead, place))
+    given = {rank: {one.step: tuple(sorted(one.samples)) for one in of_rank} for rank, of_rank in inputs.items()}
+    for rank, own in given.items() if drawn else ():
+        again = {step: drawn[one] for step, one in own.items() if one in drawn}
+        ahead = next((ahead for ahead, _ in again.values()), rank)
+        places = {step: at for step, (of, at) in again.items() if of == ahead and own[step] != given[ahead].get(step)}
+        in_order = all(a < b for a, b in itertools.pairwise(places.values()))
+        if ahead == rank or len(places) < _FEWEST_AGAIN or not in_order:
+            continue
+        line = line_of_selection([[one for one in draws.get(of, ()) if one.kind == "choice"] for of in (rank, ahead)])
+        if line is None:
+            continue
+        return one_finding(
+            "DDP505",
+            ("forward",),
+            f"Rank {rank} trains on samples that rank {ahead} has drawn before: both choose them by the same random "
+            "numbers, of which one rank has drawn more.",
+            ranks=(rank,),
+            location=line,
+            evidence=[
+                f"rank {ahead} has evaluated on what rank {rank} is given in {format_steps(places)}, in that order",
+                f"forward is called at {inputs[rank][0].location}",
+            ],
+            fix="Seed the generator by which samples are chosen with seed + rank.",
         )
     return []
 

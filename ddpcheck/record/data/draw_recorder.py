@@ -23,7 +23,7 @@ from ddpcheck.record.module_hooks import UnpickledHook
 _MOST_INTERVALS = (
     7  # from the first wrapper, and between optimizer steps, of which there may be two in a step of training
 )
-_MOST_CALLS = 1 << 18  # of any function; then the interval is not followed to its end
+_MOST_CALLS = 1 << 18  # of any function; what comes after them in the interval is not followed
 _MOST_DRAWS = 32  # of an interval
 _NOISE = frozenset(
     {
@@ -54,7 +54,7 @@ class DrawRecorder:
         self._steps = steps
         self._intervals = self._calls = 0
         self._draws: list[StepDraw] = []  # of this interval
-        self._used = 0  # of these, by a backward pass that has begun
+        self._used: int | None = None  # of these, by a backward pass that has begun
         self._began: Mapping[str, _State] = {}
         self._own: list[bytes] = []  # the states of generators of the program's own, when it began
         self._pending: tuple[Any, Mapping[str, _State]] | None = None
@@ -69,9 +69,12 @@ class DrawRecorder:
 
     def close(self) -> None:
         """The script has ended."""
+        self._leave()
+        self._began = {}
+
+    def _leave(self) -> None:
         if self._began and sys.getprofile() is self._profile:
             sys.setprofile(None)
-        self._began = {}
 
     def _after_step(self, *_arguments: Any) -> None:
         self._follow()
@@ -80,7 +83,7 @@ class DrawRecorder:
         if self._intervals >= _MOST_INTERVALS or self._began or sys.getprofile() is not None:
             return
         self._intervals += 1
-        self._calls = self._used = 0
+        self._calls, self._used = 0, None
         self._draws = []
         self._began, self._pending = _states(others=True), None
         self._own = [state_of_own(generator) for generator, _ in generators]
@@ -91,7 +94,7 @@ class DrawRecorder:
         self.close()
         if not began:
             return
-        del self._draws[self._used :]  # what comes after backward is for gradients or weights: equal on all ranks
+        del self._draws[self._used or 0 :]  # what comes after backward is for gradients or weights: equal on all ranks
         now = _states(others=True)
         for name in ("python", "numpy"):
             if name in began and name in now and began[name] != now[name]:
@@ -111,7 +114,9 @@ class DrawRecorder:
             elif name == _BACKWARD:
                 self._used = len(self._draws)
             elif self._calls > _MOST_CALLS:
-                self.close()
+                self._leave()
+                if self._used is None:
+                    self._used = len(self._draws)
         elif self._pending is not None and event in ("c_return", "c_exception"):
             called, before = self._pending
             if called == function:  # a method of a tensor is another object each time

@@ -6,7 +6,6 @@ missing. What it writes is judged with the logs of the other ranks when the scri
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import math
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.evidence.changes import ModuleChanged
-from ddpcheck.findings.evidence.script import Inputs
+from ddpcheck.findings.evidence.script import Evaluated, Inputs
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file, user_location
@@ -53,6 +52,7 @@ _APART = "the communication hook lets ranks train apart for some steps"
 _HIDDEN = "backward passes run under compiled autograd, in which steps cannot be followed"
 _MOST_PARTS = 16  # tensors that forward is given
 _MOST_MARKS = 4096
+_MOST_EVALUATED = 64  # forward passes without gradients, of which is known what they were given
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
 
 
@@ -130,7 +130,8 @@ class ScriptWatch(StepListener):
         self._recorder.attach()
         hold(self.module, self)
         self._by_name = False  # the forward pass that runs is a call of `wrapper.forward`, which calls no hook
-        self._handle = wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(_note_broadcast, self._which)))
+        self._evaluated = 0  # forward passes without gradients
+        self._handle = wrapper.register_forward_pre_hook(UnpickledHook(self._forward_runs), with_kwargs=True)
         log.add(
             WrapperMade(
                 class_name(self.module),
@@ -159,7 +160,14 @@ class ScriptWatch(StepListener):
         if self._attached and tracker.wrapper is wrapper and not tracker.in_forward:
             self._by_name = True
             tracker.before_forward(wrapper, arguments, named)
-            _note_broadcast(self._which, wrapper, arguments)
+            self._forward_runs(wrapper, arguments, named)
+
+    def _forward_runs(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        _note_broadcast(self._which, wrapper)
+        if not torch.is_grad_enabled() and self._evaluated < _MOST_EVALUATED:
+            self._evaluated += 1
+            if samples := _samples_of((arguments, dict(named))):
+                self._log.add(Evaluated(self.number, self.step, samples))
 
     def forward_left(self, wrapper: nn.Module, output: Any) -> None:
         """It returns."""
@@ -397,11 +405,7 @@ class ScriptWatch(StepListener):
             self._fresh = {name: self.parameters[name] for name, size in sizes.items() if 0 < size < math.inf}
             self._reduced = {name: sizes[name] for name in self._fresh} if self.is_sharded else {}
             given = None if snapshot is None else (snapshot.arguments, dict(snapshot.named))
-            if (
-                given is not None
-                and not _are_indices(given)
-                and (samples := sample_fingerprints(given) or batch_fingerprint(given))
-            ):
+            if given is not None and (samples := _samples_of(given)):
                 tensors = itertools.islice(tree_tensors(given), _MOST_PARTS)
                 parts = tuple((fingerprint(tensor), tensor.numel()) for tensor in tensors if tensor.numel())
                 added = added_to(self._samples(), given)
@@ -409,15 +413,19 @@ class ScriptWatch(StepListener):
         self._log.count(self.number, step + 1, step + 1)
 
 
-def _note_broadcast(which: str, wrapper: nn.Module, _arguments: Any) -> None:
+def _note_broadcast(which: str, wrapper: nn.Module) -> None:
     """Log the broadcast of buffers with which a forward pass of DDP's begins."""
     if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
         if not wrapper._join_config.enable:  # a rank that has no batch any more takes part without a forward pass
             note_collective(DDP_FORWARD, which, wrapper.process_group)
 
 
+def _samples_of(given: Any) -> tuple[int, ...]:
+    """Fingerprints of the samples that forward was given; none of indices alone: the module itself may hold those."""
+    return () if _are_indices(given) else sample_fingerprints(given) or batch_fingerprint(given)
+
+
 def _are_indices(given: Any) -> bool:
-    """Whether these are indices alone, of samples that the module itself may hold."""
     return all(tensor.dim() <= 1 and not tensor.is_floating_point() for tensor in tree_tensors(given))
 
 

@@ -1,0 +1,34 @@
+"""Which draws of an interval between optimizer steps are written down."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddpcheck.findings.evidence.draws import StepDraw
+from ddpcheck.record.data import draw_recorder
+from ddpcheck.record.data.draw_recorder import DrawRecorder
+
+
+@pytest.mark.parametrize("most", [1 << 18, 200])
+@pytest.mark.parametrize("after_backward", [False, True])
+def test_draws_before_the_backward_pass_are_written_down_however_long_the_interval_is(
+    most: int, after_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"):
+        monkeypatch.setattr(draw_recorder, name, lambda hook: None)
+    monkeypatch.setattr(draw_recorder, "_MOST_CALLS", most)
+    written: list[StepDraw] = []
+    recorder = DrawRecorder(written.append, lambda: 0)
+    weight = torch.zeros(3, requires_grad=True)
+    recorder.begin()
+    torch.randint(9, (4,))
+    if after_backward:
+        weight.sum().backward()
+        torch.randint(9, (5,))
+    for _ in range(300):
+        len("")
+    if not after_backward:
+        weight.sum().backward()
+    recorder._before_step()
+    assert [one.count for one in written if one.kind == "choice"] == [4]
