@@ -583,6 +583,22 @@ def ascents_of_each_rank() -> None:
         optimizer.zero_grad()
 
 
+def surgery_after_a_warm_up() -> None:
+    """DDP averages the first steps; later each task's gradient is taken past the wrapper, and averaged by hand."""
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    for number, (x, y) in enumerate(own_batches(24)):
+        if number < 8:
+            train(model, optimizer, x, y)
+            continue
+        parameters = list(model.module.parameters())
+        taken = torch.autograd.grad(cross_entropy(model.module(x), y), parameters)
+        for parameter, gradient in zip(parameters, taken, strict=True):
+            dist.all_reduce(gradient)
+            parameter.grad = gradient / WORLD
+        optimizer.step()
+
+
 def weights_that_are_tried() -> None:
     """Each rank looks at what an own change of the weights does, and loads what it had kept of them."""
     model = DistributedDataParallel(net())
@@ -652,6 +668,7 @@ LOOPS: tuple[Callable[[], None], ...] = (
         compiled_around_the_wrapper,
         forward_by_its_name,
         ascents_of_each_rank,
+        surgery_after_a_warm_up,
         weights_that_are_tried,
         smoothed_labels_of_mixed_samples,
         files_after_a_message,

@@ -242,7 +242,7 @@ class ScriptFacts:
     def averages_by_hand(self, wrapper: int) -> bool:
         """Whether gradients that a wrapper has not averaged are the same on all ranks in the optimizers' steps.
 
-        It has averaged none, or a communication hook has left each rank its own.
+        It has averaged none in these steps, or a communication hook has left each rank its own.
         """
         steps = [
             of_ranks
@@ -250,9 +250,9 @@ class ScriptFacts:
             for of_ranks in one.steps
             if any(name.startswith(f"{wrapper}/") for name in of_ranks[0].norms)
         ]
-        never = all(one.reductions == 0 for of_ranks in steps for one in of_ranks)
-        unaveraged = never or bool(self.hook_that_leaves_own(wrapper))
-        return len(steps) > 1 and unaveraged and all(map(all_gradients_agree, steps))
+        if not self.hook_that_leaves_own(wrapper):
+            steps = [of_ranks for of_ranks in steps if not any(one.averaged for one in of_ranks)]
+        return len(steps) > 1 and all(map(all_gradients_agree, steps))
 
     def hook_that_leaves_own(self, wrapper: int) -> str:
         """The communication hook after which gradients differ between the ranks of a wrapper; empty if none does."""

@@ -14,6 +14,10 @@ DDP_FORWARD = "DistributedDataParallel.forward"
 """Likewise, for the broadcast of buffers with which a forward pass begins."""
 SHARD_FORWARD = "fully_shard.forward"
 """Likewise, for what a forward pass of a sharded module is about to gather; each gathering stands in the log, too."""
+JOINED = "Join: without further batches"
+"""The `place` of what a rank calls in torch's `Join` for batches that it does not have."""
+JOINING = "Join: before a forward pass"
+"""Likewise, of what one calls that has another batch."""
 PASSES = (DDP_BACKWARD, SHARD_FORWARD)
 """Those of which the `place` says which pass it is, of which batch."""
 

@@ -15,7 +15,15 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block, blocks_around
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.endings.stories import judge_endings
-from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, place_of_backward, place_of_handling
+from ddpcheck.stream.places import (
+    DDP_BACKWARD,
+    DDP_FORWARD,
+    JOINED,
+    JOINING,
+    SHARD_FORWARD,
+    place_of_backward,
+    place_of_handling,
+)
 
 PROGRAM = """\
 def main():
@@ -150,6 +158,20 @@ def test_a_loader_that_ended_earlier() -> None:
     assert "Join" in finding.fix and "rank 1: 2 batches, 5 samples" in finding.evidence
 
 
+def under_join(collective: str = "r") -> tuple[list[Call], list[Call]]:
+    """What two ranks call under `Join` until one has no further batch; a call with each batch is not DDP's."""
+    a_pass = [call("r", 6, place=JOINING), backward(1), *([call(collective, 11)] if collective else [])]
+    return [*a_pass, call("r", 3, place=JOINED), call("r", 3, place=JOINED)], [*a_pass, *a_pass]
+
+
+def test_a_collective_inside_of_join() -> None:
+    both = {n: [LoaderPass(0, 0, Location("train.py", 3), batches=1 + n, exhausted=n == 0)] for n in (0, 1)}
+    finding = only(judge(*under_join(), passes=both))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP403", (1,), Location("train.py", 11))
+    assert "inside of `Join`" in finding.message and "with Join" in finding.fix
+    assert "DDP405" not in str(judge(*under_join(""), passes=both))
+
+
 def test_a_loader_that_is_gone_through_again_explains_nothing() -> None:
     """Rank 1 has begun its shorter shard anew, as rank 0 will; it waits for a call that rank 0 alone makes."""
     where = Location("train.py", MAIN)  # iter(loader), and next(...) where it is needed
@@ -205,6 +227,12 @@ def test_a_forward_pass_of_one_rank_has_advice_of_its_own() -> None:
     steps = [call("f", 6), backward(1)]
     finding = only(judge([*steps, call("f", 13), call("|", 16)], [*steps, call("|", 16)]))
     assert finding.location == Location("train.py", 13) and "model.module(x)" in finding.fix
+
+
+def test_a_generator_expression_is_in_the_branch_of_its_line_once() -> None:
+    finding = only(judge([backward(1), call("f", 13, 13), call("|", 16)], [backward(1), call("|", 16)]))
+    assert "in the branch at train.py:12" in finding.message
+    assert not [line for line in finding.evidence if "branch" in line]
 
 
 def test_a_rank_that_has_returned_before_the_call() -> None:

@@ -48,6 +48,7 @@ from ddpcheck.judge.loop.script_optimizers import (
     judge_stale,
     judge_zeroed,
 )
+from ddpcheck.judge.loop.script_wrappers import note_more_buffers, with_buffers
 from ddpcheck.judge.replicas.script_states import judge_states
 from ddpcheck.record.data.drawing_code import drawing_code
 from ddpcheck.stream.entries import ReplicaCaptured
@@ -58,6 +59,19 @@ LINE = Location("train.py", 30)
 
 def codes(findings: Sequence[Finding]) -> list[str]:
     return [finding.code for finding in findings]
+
+
+def test_buffers_that_differ_later_than_the_ones_that_were_told() -> None:
+    def differing(*names: str, code: str = "DDP214") -> Finding:
+        return Finding(code, names, "They differ.", Severity.WARNING)
+
+    told, more = differing("moe.load"), dict[str, int]()
+    note_more_buffers(more, [told], [told], 0)
+    assert with_buffers(told, more) == told
+    for step in (1, 2):
+        note_more_buffers(more, [told], [differing("moe.load", "moe.bias"), differing("0.weight", code="DDP306")], step)
+    assert with_buffers(told, more).evidence == ("after step 1, moe.bias differs too",)
+    assert with_buffers(differing("0.weight", code="DDP306"), more).evidence == ()
 
 
 # Data

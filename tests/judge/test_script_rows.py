@@ -49,6 +49,38 @@ def test_samples_that_ranks_share_by_their_contents(mine: LoaderPass, theirs: Lo
     assert found([mine], [theirs]) == ([(code, MADE)] if code else [])
 
 
+TWICE = [row for row in range(32) for _ in range(2)]
+SORTED = {"samples": {"items": tuple(range(64))}, "size": 64, "contents": {"0": {0: 1, 9: 2, 5: 3}}}
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "code"),
+    [
+        (epoch(TWICE, workers=2), epoch([row + 32 for row in TWICE], workers=2), "DDP505 warning"),
+        (epoch(TWICE, workers=2), epoch(TWICE, workers=2), "DDP505 error"),  # nor by rank
+        (epoch(TWICE, workers=2), epoch(range(32, 96), workers=2), ""),  # one of them only
+        (epoch(TWICE, workers=3), epoch([row + 32 for row in TWICE], workers=3), ""),
+        (epoch(TWICE, workers=2, size=64), epoch([row + 32 for row in TWICE], workers=2, size=64), ""),  # by indices
+        (epoch(TWICE, workers=2, exhausted=False), epoch(TWICE, workers=2, exhausted=False), ""),
+    ],
+)
+def test_workers_that_each_go_through_the_whole_stream(mine: LoaderPass, theirs: LoaderPass, code: str) -> None:
+    assert [f"{finding.code} {finding.severity.value}" for finding in judge_loaders([[mine], [theirs]])] == [
+        code
+    ] * bool(code)
+
+
+def test_an_order_of_each_ranks_own_where_batches_are_put_together_in_another_one() -> None:
+    mine = epoch(EVEN, **SORTED, indices=tuple(EVEN))
+    theirs = {**SORTED, "contents": {"0": {0: 4, 9: 5, 5: 6}}}  # a batch is sorted by length, say
+    overlapping = epoch(HALF, indices=tuple(HALF), **theirs)
+    assert "DDP516" not in str(found([mine], [overlapping]))
+    assert found([mine], [overlapping]) == [("DDP505", MADE)]
+    assert not found([mine], [epoch(ODD, indices=tuple(ODD), **theirs)])
+    numbered = epoch(ODD, indices=tuple(HALF), **theirs)  # both number their own samples in the same way
+    assert not found([mine], [numbered])
+
+
 def half(part: Sequence[int], positions: Sequence[int], number: int = 0, **more: Any) -> LoaderPass:
     """A pass over half of the places of a dataset of 32 rows, which is a rank's own."""
     more = {"samples": {"x": tuple(part)}, "size": 32, "drawn": 5, **more}

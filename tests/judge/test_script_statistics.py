@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ddpcheck.findings.evidence.running_statistics import RunningStatistic
 from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.replicas.script_statistics import judge_statistics
 from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
@@ -50,6 +51,14 @@ def test_a_statistic_that_differs_between_ranks_at_each_look() -> None:
 )
 def test_what_is_brought_together_or_not_known_to_be_one(other: Sequence[RunningStatistic]) -> None:
     assert not judge_statistics([looks(1.0, 2.0, 3.0), other]) and not judge_statistics([looks(1.0, 2.0, 3.0)])
+
+
+def test_variables_that_fit_by_chance_now_and_then() -> None:
+    def samples(start: float) -> list[RunningStatistic]:
+        held = looks(*(start + number**2 % 7 for number in range(8)), equations=0)
+        return [replace(one, equations=int(one.forward in (1, 4, 8))) for one in held]
+
+    assert not judge_statistics([samples(1.0), samples(1.5)])
 
 
 def recorder(found: list[RunningStatistic], module: nn.Module, samples: Sequence[Tensor] = ()) -> StatisticsRecorder:

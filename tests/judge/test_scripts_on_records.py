@@ -61,6 +61,7 @@ BY_HAND = frozenset(
         "script_optimizers.judge_stale",
         "script_rows.judge_labels",
         "script_rows.judge_restarted",
+        "script_rows.judge_workers",
         "script_states._finding_of_use",
         "script_states.judge_uses",
         "script_wrappers.judge_apart",  # test_comm_hooks.py

@@ -983,6 +983,25 @@ def test_a_checkpoint_around_everything_is_silent():
     assert model.watch.step == 6
 
 
+@pytest.mark.parametrize("wraps_again", [False, True])
+def test_layers_added_after_wrapping_are_told_where_all_that_was_wrapped_is_frozen(wraps_again):
+    told = []
+    model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
+    adapter = nn.Linear(2, 2)  # of a LoRA, say
+    model.module.requires_grad_(False)
+    model.module.adapter = adapter
+    model.module.register_forward_hook(lambda module, _inputs, out: module.adapter(out))
+    again = nn.parallel.DistributedDataParallel(model.module) if wraps_again else model
+    optimizer = torch.optim.SGD(adapter.parameters(), 0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        again(torch.ones(3, 4)).square().mean().backward()
+        optimizer.step()
+    assert [(f.code, set(f.subjects)) for f in told] == (
+        [] if wraps_again else [("DDP503", {"adapter.weight", "adapter.bias"})]
+    )
+
+
 def test_a_loss_that_does_not_come_through_what_forward_returns_is_followed():
     class Keeping(Net):
         def forward(self, x, way="whole"):

@@ -79,6 +79,7 @@ class LoaderPass(Struct, frozen=True):
         told: The line that has last told it the epoch.
         restored: An optimizer was, and no pass has trained since.
         steps: How often optimizers stepped meanwhile.
+        workers: Processes of the loader that make its batches.
     """
 
     loader: int
@@ -123,6 +124,7 @@ class LoaderPass(Struct, frozen=True):
     told: Location | None = None
     restored: Restored | None = None
     steps: int = 0
+    workers: int = 0
     targets: tuple[float, ...] = ()
 
 

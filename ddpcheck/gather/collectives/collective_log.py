@@ -26,6 +26,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import lines_of_program, user_location, variables_of
 from ddpcheck.gather.patching import Patch
+from ddpcheck.stream.places import JOINED, JOINING
 from ddpcheck.worlds import rank as this_rank
 
 _MATCHED_BY_PAYLOAD = (
@@ -326,13 +327,32 @@ def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Ca
         group=group_name,
         members=members,
         payload=", ".join(payload),
-        place=this_rank.own_slots()[0],
+        place=_place_in_join(sys._getframe(2)) or this_rank.own_slots()[0],
         location=str(where) if where else "",
         elements=max((tensor.numel() for tensor in tensors if tensor.is_floating_point()), default=0),
         carries_gradient=carries,
         differentiable=(backward and carries) or _called_by_autograd_function(),
         callers=lines_of_program(sys._getframe(2)),
     )
+
+
+_JOIN, _OF_DDP = "torch.distributed.algorithms.join", "torch.nn.parallel.distributed"
+_MOST_FRAMES_OF_JOIN = 8
+
+
+def _place_in_join(frame: FrameType | None) -> str:
+    """Whether `Join` makes a collective, for a rank without further batches or for one that has one; "" for others."""
+    of_torch = []
+    for _ in range(_MOST_FRAMES_OF_JOIN):
+        if frame is None:
+            break
+        module = frame.f_globals.get("__name__", "")
+        if module == _JOIN and frame.f_code.co_name == "__exit__":
+            return JOINED
+        if not module.startswith("ddpcheck."):
+            of_torch.append(module)
+        frame = frame.f_back
+    return JOINING if of_torch and of_torch[0] in (_JOIN, _OF_DDP) else ""
 
 
 def _group_of(given: Any) -> tuple[str, tuple[int, ...]]:

@@ -19,6 +19,7 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_ranks, group_by, group_by_value, minority_ranks, one_finding
 from ddpcheck.judge.data.script_draws import line_of_selection
 from ddpcheck.judge.data.script_rows import (
+    FEWEST_ROWS,
     have_same_labels,
     judge_labels,
     judge_restarted,
@@ -26,6 +27,7 @@ from ddpcheck.judge.data.script_rows import (
     judge_rows,
     judge_sharded_twice,
     judge_stale_workers,
+    judge_workers,
 )
 
 _SHARED = 0.2  # of a rank's samples that are on another rank, too, before that is no rounding at the end
@@ -45,6 +47,7 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
             found += (
                 (judge_split(everyone) or judge_overlap(everyone) or judge_left_out(everyone))
                 or (judge_sharded_twice(everyone) or judge_rows(everyone, same_data=same))
+                or judge_workers(everyone)
                 or judge_labels(everyone)
             )
             found += judge_epoch_order(everyone) or judge_stale_workers(everyone)
@@ -365,7 +368,7 @@ _DEVICE = r"(?i)\b(cuda|gpu|npu|xpu|mps|rank|node|host|worker)[:_ -]?\d"
 def _are_of_same_data(passes: Sequence[LoaderPass]) -> bool:
     """Whether the same index is the same sample on every rank, by what the datasets hold or by what they gave."""
     one, *others = passes
-    return all(_is_of_same_data(one, other) for other in others)
+    return all(_is_of_same_data(one, other) or _hold_the_same(one, other) for other in others)
 
 
 def _is_of_same_data(one: LoaderPass, other: LoaderPass) -> bool:
@@ -375,6 +378,16 @@ def _is_of_same_data(one: LoaderPass, other: LoaderPass) -> bool:
         if len({rows[index] for index in common}) > 1:
             alike.append(all(rows[index] == other.contents[place][index] for index in common))
     return any(alike) if alike else bool(one.digest) and one.digest == other.digest
+
+
+def _hold_the_same(one: LoaderPass, other: LoaderPass) -> bool:
+    """Whether datasets hold the same samples, and gave the same ones for indices that both ranks took.
+
+    A batch may be put together in another order than that of its indices, so no single row is that of an index.
+    """
+    common = len({*one.indices} & {*other.indices})
+    shared = len({*one.rows} & {*other.rows})
+    return bool(one.samples) and one.samples == other.samples and 2 * shared >= common >= FEWEST_ROWS
 
 
 def _one(

@@ -6,6 +6,7 @@ passes have the fingerprints of their rows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.script import LoaderPass
@@ -14,7 +15,7 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, join_names, one_finding
 
 _SHARED = 0.2  # of a rank's samples that are on another rank, too, before that is chance
-_FEWEST = 8  # rows that tell samples apart
+FEWEST_ROWS = 8  # rows that tell samples apart
 
 
 _SPLIT_STREAM = (
@@ -60,9 +61,39 @@ def judge_rows(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> li
         f"{message}: each has put its part together from another order or another split of the data.",
         line=first[0].split or first[0].made,
         severity=Severity.WARNING,
-        evidence=["the datasets of the ranks hold other samples, or hold them in another order"],
+        evidence=["the datasets of the ranks hold other samples, or hold them in another order"] * _hold_others(first),
         fix="Sort what is listed, and shuffle or split with the same seed on every rank, before each takes its part.",
     )
+
+
+def _hold_others(first: Sequence[LoaderPass]) -> bool:
+    return any((one.samples, one.digest) != (first[0].samples, first[0].digest) for one in first)
+
+
+def judge_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP505: workers of a loader that each go through the whole stream, so that its rank takes it several times."""
+    first = [of_rank[0] for of_rank in passes]
+    if not all(_is_taken_by_each_worker(one) for one in first):
+        return []
+    one = first[0]
+    by_all = len(first) > 1 and all(other.rows == one.rows for other in first)
+    return _one(
+        "DDP505",
+        one,
+        f"Each of the {one.workers} workers of the loader goes through the whole stream, so every sample is taken "
+        f"{one.workers} times in an epoch{', and by every rank' if by_all else ''}.",
+        severity=Severity.ERROR if by_all else Severity.WARNING,
+        evidence=[f"of the {len(one.rows)} samples of the first epoch, {len(set(one.rows))} differ by their contents"],
+        fix=_SPLIT_STREAM
+        if by_all
+        else "Split the stream in the dataset's __iter__ also by get_worker_info(): by the number of the worker, and "
+        "by that of all workers.",
+    )
+
+
+def _is_taken_by_each_worker(one: LoaderPass) -> bool:
+    times = Counter(one.rows)
+    return one.size < 0 and one.exhausted and len(times) >= FEWEST_ROWS and set(times.values()) == {one.workers}
 
 
 def judge_sharded_twice(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
@@ -207,7 +238,7 @@ def judge_labels(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     common = sorted(set.intersection(*map(set, labels)))
     apart = [row for row in common if len({of_rank[row] for of_rank in labels}) > 1]
     maps = [{of_rank[row] for row in common} for of_rank in labels]
-    if len(common) < _FEWEST or 2 * len(apart) < len(common) or min(map(len, maps)) < 2:
+    if len(common) < FEWEST_ROWS or 2 * len(apart) < len(common) or min(map(len, maps)) < 2:
         return []
     for of_rank in labels[1:]:  # a label of one rank is always the same one of the other
         pairs = {(labels[0][row], of_rank[row]) for row in common}
@@ -228,7 +259,7 @@ def have_same_labels(passes: Sequence[Sequence[LoaderPass]]) -> bool:
     labels = [_labels(of_rank) for of_rank in passes]
     common = set.intersection(*map(set, labels)) if labels else set()
     alike = all(of_rank[row] == labels[0][row] for of_rank in labels for row in common)
-    return alike and len(common) >= _FEWEST and len({labels[0][row] for row in common}) > 1
+    return alike and len(common) >= FEWEST_ROWS and len({labels[0][row] for row in common}) > 1
 
 
 def _labels(of_rank: Sequence[LoaderPass]) -> dict[int, int]:
@@ -244,7 +275,7 @@ def _labels(of_rank: Sequence[LoaderPass]) -> dict[int, int]:
 
 def _tell_apart(one: LoaderPass) -> bool:
     """Whether the rows of a pass are those of different samples."""
-    return len(one.rows) >= _FEWEST and len(set(one.rows)) >= 0.9 * len(one.rows)
+    return len(one.rows) >= FEWEST_ROWS and len(set(one.rows)) >= 0.9 * len(one.rows)
 
 
 def _positions(one: LoaderPass) -> set[int]:
@@ -293,7 +324,7 @@ def _give_others(passes: Sequence[Sequence[LoaderPass]]) -> bool:
     for number, mine in enumerate(rows):
         for other, theirs in enumerate(rows[:number]):
             common = mine.keys() & theirs.keys()
-            if len(common) < _FEWEST or any(mine[place] == theirs[place] for place in common):
+            if len(common) < FEWEST_ROWS or any(mine[place] == theirs[place] for place in common):
                 return False
             named = [(labels[number][place], labels[other].get(place)) for place in common & labels[number].keys()]
             if len(set(named)) > 1 and all(a == b for a, b in named):
@@ -311,7 +342,7 @@ def _by_place(of_rank: Sequence[LoaderPass], *, labels: bool) -> dict[int, int]:
             again += place in found
             if found.setdefault(place, value) != value:
                 return {}
-    return found if again >= _FEWEST else {}
+    return found if again >= FEWEST_ROWS else {}
 
 
 def _disjoint(parts: Sequence[Sequence[int]]) -> bool:

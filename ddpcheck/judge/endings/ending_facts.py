@@ -81,7 +81,7 @@ def own_branches(facts: EndingFacts, one: Position, other: Position) -> list[Blo
     theirs = facts.around(other.lines, "branch", "rest", "function", "loop")
     left = {"return": "function", "break": "loop", "raise": "function"}
     found = []
-    for block in reversed(facts.around(one.lines, "branch", "rest")):
+    for block in dict.fromkeys(reversed(facts.around(one.lines, "branch", "rest"))):  # a comprehension has a frame, too
         around = facts.around(one.lines, left.get(block.word, "")) if block.kind == "rest" else []
         leaves = [b for b in around if b.path == block.path and b.first <= block.first and b.last >= block.last][-1:]
         if block not in theirs and not set(leaves) & set(theirs) and not facts.has_been_in(other.of, block):

@@ -24,6 +24,7 @@ from ddpcheck.judge.endings.ending_facts import (
     own_branches,
     told,
 )
+from ddpcheck.judge.endings.join_endings import has_joined
 from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, lines_in
 
 # A loader that ended earlier
@@ -31,6 +32,8 @@ from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, lin
 
 def explain_by_loader(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
     """DDP405: a loader had fewer batches on a rank. First, since all else that ranks do follows from it."""
+    if any(map(has_joined, facts.ranks)):
+        return []
     by_rank = {rank.rank: {(p.loader, p.number): p for p in rank.passes} for rank in facts.ranks}
     for key in sorted(set.intersection(*(set(passes) for passes in by_rank.values())), key=lambda key: key[::-1]):
         passes = {rank: theirs[key] for rank, theirs in by_rank.items()}

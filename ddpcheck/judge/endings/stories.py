@@ -17,6 +17,7 @@ from ddpcheck.judge.endings.branch_endings import explain_by_branch, explain_by_
 from ddpcheck.judge.endings.call_sites import place_of_call_in_addition
 from ddpcheck.judge.endings.collective_order import first_mismatch
 from ddpcheck.judge.endings.ending_facts import EndingFacts, Position, calls_there, lines_of, named, own_branches, told
+from ddpcheck.judge.endings.join_endings import explain_by_join
 from ddpcheck.judge.endings.loop_endings import explain_by_loader, explain_by_loop
 from ddpcheck.judge.endings.skipped_endings import explain_by_skipped_end, explain_by_skipped_pass
 from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD
@@ -251,6 +252,7 @@ def _different(facts: EndingFacts, one: Position, other: Position) -> list[Findi
 EXPLANATIONS = (
     explain_by_exit,
     explain_by_exception,
+    explain_by_join,
     explain_by_loader,
     explain_by_skipped_pass,
     explain_by_branch,

@@ -130,6 +130,7 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
         return replace(finding, location=made_at or made.location)
 
     reported = ReportedCauses()
+    more_buffers: dict[str, int] = {}
     reports: dict[int, dict[int, list[RankReport]]] = {}
     closing: list[RankReport] = []
     alone: list[RankReport] = []
@@ -151,6 +152,7 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
         if len(captured.get(step, ())) == len(wrapper.ranks):
             found += _judge_replicas(made, step, captured[step], first=step == min(captured))
         reported.add(select_findings(found), locate)
+        note_more_buffers(more_buffers, reported.findings, found, step)
     if not wrapper.missing and len(closing) == len(wrapper.ranks):
         reported.add(select_findings(judge_reports(closing, made.context, settled=True)), locate)
     if not wrapper.missing:
@@ -166,9 +168,31 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
     kept = [one for one in reported.findings if one.code != "DDP107" or moved.isdisjoint(one.subjects)]
     severity = _severity_of_means(wrapper, reports)
     kept = [replace(one, severity=severity) if one.code == "DDP305" else one for one in kept]
+    kept = [with_buffers(one, more_buffers) for one in kept]
     kept = [_at_the_load(one, facts.of(FileUsed), made.location) if one.code == "DDP521" else one for one in kept]
     changes = wrapper.of(ModuleChanged)
     return [*judge_ignored(changes), *(at_the_change(one, changes, made.location) for one in kept)]
+
+
+def note_more_buffers(more: dict[str, int], reported: Sequence[Finding], found: Sequence[Finding], step: int) -> None:
+    """Add to `more` the buffers that differ from `step` on, where others were reported that did before."""
+    told = {name for one in reported if one.code in _OF_BUFFERS for name in one.subjects}
+    for one in found if told else ():
+        for name in one.subjects if one.code in _OF_BUFFERS else ():
+            if name not in told:
+                more.setdefault(name, step)
+
+
+def with_buffers(finding: Finding, more: Mapping[str, int]) -> Finding:
+    """A finding on buffers, with those of which it is known since a later step."""
+    names = [name for name in more if finding.code in _OF_BUFFERS and name not in finding.subjects]
+    if not names:
+        return finding
+    first, differ = min(more[name] for name in names), plural_verb("differs", "differ", names)
+    return replace(finding, evidence=(*finding.evidence, f"after step {first}, {join_names(names)} {differ} too"))
+
+
+_OF_BUFFERS = ("DDP214", "DDP215")
 
 
 def _at_the_load(finding: Finding, uses: Sequence[Sequence[FileUsed]], made: Location | None) -> Finding:

@@ -37,8 +37,14 @@ def judge_statistics(held: Sequence[Sequence[RunningStatistic]]) -> list[Finding
 
 
 def _is_followed(looks: dict[int, RunningStatistic]) -> bool:
+    """Whether it moves so more than by chance: mostly, where it has changed from one call of forward to the next."""
     fitting = [one for one in looks.values() if one.equations]
-    return len(fitting) >= _FEWEST and sum(one.equations for one in fitting) >= _FEWEST_EQUATIONS
+    moves = [one for number, one in looks.items() if number - 1 in looks and looks[number - 1].values != one.values]
+    return (
+        len(fitting) >= _FEWEST
+        and sum(one.equations for one in fitting) >= _FEWEST_EQUATIONS
+        and 2 * sum(one.equations > 0 for one in moves) >= len(moves)
+    )
 
 
 def _distance(of_ranks: Sequence[RunningStatistic]) -> float:

@@ -242,6 +242,7 @@ class LoaderRecorder:
             epoch=epoch_of(sampler),
             told=self._resumes.told(sampler),
             restored=self._resumes.restored,
+            workers=int(getattr(loader, "num_workers", 0)),
         )
         if not number:
             for table in tables_of(beneath, location):

@@ -17,12 +17,13 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.findings.wording import Names
-from ddpcheck.gather.autograd.autograd_graph import all_names
+from ddpcheck.gather.autograd.autograd_graph import all_names, named_parameters
 from ddpcheck.gather.ddp.ddp_wrapper import (
     broadcasts_buffers,
     facts_of,
     inner_module,
     joins,
+    parameters_in_wrappers,
     ranks_of,
     trains_apart,
 )
@@ -232,8 +233,12 @@ class StepRecorder(StepListener):
         self.tell(*switches, *(around if used is None else used.events))
 
     def tell_replaced(self) -> None:
-        """Tell of parameters in the place of those that DDP knows, and waits for."""
-        changed = {name: how for name, how in self.history.changed().items() if how == "replaced"}
+        """Tell of parameters that stand for those that DDP waits for: in their place, or trained in addition."""
+        changed = {name: how for name, how in self.history.changed().items() if how in ("replaced", "added")}
+        if "added" in changed.values():
+            known, elsewhere = named_parameters(self.module), parameters_in_wrappers(but=self.wrapper)
+            trained = {name for name, p in known.items() if p.grad is not None and id(p) not in elsewhere}
+            changed = {name: how for name, how in changed.items() if how == "replaced" or name in trained}
         if changed and self._options.parameters and not self.joins:
             self._door.tell(replace(self._plain_report(self.step), changes=changed))
 
