@@ -19,7 +19,6 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
@@ -279,6 +278,8 @@ class Sharded(Net):
         self.body = Body(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 2))
 
     def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard  # since torch 2.6
+
         mesh = self.device_mesh["data_parallel"]
         for part in (self.body[0], self.body[2], self.body):
             fully_shard(part, mesh=mesh)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from ddpcheck.findings.evidence.modules import ModuleDescription
@@ -679,6 +679,7 @@ def test_files_that_ranks_use_at_the_same_time(uses: list[list[FileUsed]], found
     assert codes(judge_files(uses)) == found
 
 
+@settings(deadline=None)  # the first example on a busy machine
 @given(
     some.lists(
         some.lists(some.builds(used, some.booleans(), some.integers(0, 8), some.integers(0, 3)), max_size=6), max_size=4
