@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+from ddpcheck.findings.evidence.parts import ModelSplit, PartStep
 from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated, OptimizerEnd, OptimizerStep
 from ddpcheck.findings.program_source import ProgramSource
 from ddpcheck.findings.replace import replace
@@ -17,6 +18,7 @@ from ddpcheck.findings.wording import group_by
 from ddpcheck.judge.gradients.script_alone import are_apart
 from ddpcheck.judge.gradients.script_gradients import all_gradients_agree
 from ddpcheck.judge.replicas.descriptions import differing_names
+from ddpcheck.judge.replicas.model_parts import PartSteps, by_group
 from ddpcheck.stream.entries import ReplicaCaptured, WrapperMade
 from ddpcheck.stream.watched_rank import WatchedRank
 
@@ -146,8 +148,16 @@ class ScriptFacts:
         return max((wrapper.steps for wrapper in self.wrappers), default=0)
 
     @cached_property
+    def model_groups(self) -> dict[tuple[int, ...], ModelSplit]:
+        """How models are split, by group of ranks that compute one together (tensor parallelism)."""
+        return by_group({rank.started.rank: entries_of(rank, ModelSplit) for rank in self.ranks})
+
+    @cached_property
     def training_groups(self) -> list[list[WatchedRank]]:
         """The ranks that have samples of their own: not those that compute one replica together (tensor parallel)."""
+        if self.model_groups:
+            by_number = {rank.started.rank: rank for rank in self.ranks}
+            return [[by_number[number] for number in same] for same in zip(*self.model_groups, strict=False)]
         members = {wrapper.made.ranks for wrapper in self.wrappers}
         if not members or any(len(group) == len(self.ranks) for group in members):
             return [list(self.ranks)]
@@ -215,6 +225,15 @@ class ScriptFacts:
                 ]
                 yield Optimizer(_in_step(list(theirs.values())), ends)
 
+    def part_steps(self, group: Sequence[int]) -> list[Sequence[PartSteps]]:
+        """The steps that ranks have written down which compute one model together, by optimizer."""
+        of_ranks = [entries_of(rank, PartStep) for rank in self.ranks if rank.started.rank in group]
+        numbers = sorted({one.optimizer for one in of_ranks[0]})
+        return [
+            _in_step([[one for one in of_rank if one.optimizer == number] for of_rank in of_ranks])
+            for number in numbers
+        ]
+
     @cached_property
     def optimizer_steps(self) -> int:
         """How many steps all optimizers of the first rank have made, as far as they were written down."""
@@ -237,7 +256,7 @@ class ScriptFacts:
     @cached_property
     def trains_apart(self) -> bool:
         """Whether each rank trains a model of its own, without any wrapper."""
-        return not self.wrappers and are_apart([one.steps for one in self.optimizers])
+        return not self.wrappers and not self.model_groups and are_apart([one.steps for one in self.optimizers])
 
     def averages_by_hand(self, wrapper: int) -> bool:
         """Whether gradients that a wrapper has not averaged are the same on all ranks in the optimizers' steps.
@@ -284,7 +303,10 @@ def _with_reductions(end: OptimizerEnd, last: OptimizerStep, rank: WatchedRank) 
     return replace(end, reductions=sum(rank.counts[number][1] for number in numbers))
 
 
-def _in_step(by_rank: Sequence[Sequence[OptimizerStep]]) -> list[list[OptimizerStep]]:
+_Step = TypeVar("_Step", OptimizerStep, PartStep)
+
+
+def _in_step(by_rank: Sequence[Sequence[_Step]]) -> list[list[_Step]]:
     """The steps that every rank has written down, each on all ranks."""
     counts = [{one.count: one for one in of_rank} for of_rank in by_rank]
     common = set.intersection(*(set(of_rank) for of_rank in counts))

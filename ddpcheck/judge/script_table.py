@@ -37,6 +37,7 @@ from ddpcheck.findings.evidence.script import (
     StateHeld,
 )
 from ddpcheck.findings.evidence.state_uses import StateUsed
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
@@ -69,6 +70,7 @@ from ddpcheck.judge.loop.script_optimizers import (
 )
 from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld
 from ddpcheck.judge.loop.script_wrappers import judge_begun, judge_wrappers
+from ddpcheck.judge.replicas.model_parts import judge_batches, judge_counted_norms, judge_model_parts
 from ddpcheck.judge.replicas.script_states import judge_states, judge_uses
 from ddpcheck.judge.replicas.script_statistics import judge_statistics
 from ddpcheck.judge.script_facts import Optimizer, ScriptFacts, entries_of, first_steps, used_by
@@ -234,6 +236,41 @@ def _judge_pace(facts: ScriptFacts) -> list[Finding]:
     return []
 
 
+# Tensor parallelism
+
+
+def _model_parts(facts: ScriptFacts) -> Verdicts:
+    """What ranks have alike that compute one model together."""
+    groups = list(facts.model_groups)
+    steps = [facts.part_steps(ranks) for ranks in groups]
+    wrapped, inputs = bool(facts.wrappers), facts.of(Inputs)
+    of_data, of_steps = [], []
+    for (ranks, split), optimizers in zip(facts.model_groups.items(), steps, strict=True):
+        theirs = [place for place, rank in enumerate(facts.ranks) if rank.started.rank in ranks]
+        others = [of_rank for place, of_rank in enumerate(facts.passes) if place not in theirs]
+        own = [facts.passes[place] for place in theirs]
+        of_data.append(judge_batches(own, [inputs[place] for place in theirs], ranks, split, others))
+        found = (judge_model_parts(one, ranks, split, wrapped=wrapped) for one in optimizers)
+        of_steps.append(next(filter(None, found), []))
+    data = _of_groups(of_data)
+    parts = [] if data else _of_groups(of_steps)
+    for same in () if data or parts else zip(*steps, strict=False):
+        parts = parts or judge_counted_norms(same, groups)
+    compared = max((len(one) for of_group in steps for one in of_group), default=0)
+    what = f"what tensor parallelism does not split, in {counted(compared, 'step')}" if compared else ""
+    return {"replicas": Verdict(parts, what), "data": Verdict(data)}
+
+
+def _of_groups(found: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """The findings of the first group of ranks that has some, with the ranks of the other groups of which they hold."""
+    first = next(filter(None, found), ())
+    codes = {finding.code for finding in first}
+    alike = [of_group for of_group in found if {finding.code for finding in of_group} == codes]
+    ranks = tuple(sorted({rank for of_group in alike for finding in of_group for rank in finding.ranks}))
+    more = [f"so it is in {counted(len(alike), 'group')} of ranks"] if len(alike) > 1 else []
+    return [replace(one, ranks=ranks, evidence=(*one.evidence, *more)) for one in first]
+
+
 # Optimizers
 
 
@@ -254,7 +291,11 @@ def _optimizers(facts: ScriptFacts) -> Verdicts:
         of_one += [] if apart else judge_step_gradients(one.steps, clips)
         if not apart and not of_one:
             others = [other.steps for other in known if _are_of_same(one, other)]
-            alone = judge_alone(one.steps, one.ends, others, wrapped=wrapped, sharded_at=sharded_at)
+            alone = (
+                []
+                if facts.model_groups
+                else judge_alone(one.steps, one.ends, others, wrapped=wrapped, sharded_at=sharded_at)
+            )
             of_one += alone or judge_sums(one.steps, losses)
         found += of_one + judge_stale(one.steps, facts.moved, held) + judge_schedule(one.ends, len(facts.ranks))
         found += judge_summed_again(one.steps, len(facts.ranks))
@@ -336,12 +377,16 @@ def _data(facts: ScriptFacts) -> Verdicts:
     passes, draws, inputs = facts.passes, facts.of(StepDraw), facts.of(Inputs)
     found: list[Finding] = []
     for group in facts.training_groups:
-        of_loaders = judge_loaders([rank.passes for rank in group])
+        of_loaders = judge_loaders([rank.passes for rank in group], [rank.started.rank for rank in group])
         if _take_slices(group):  # of a batch that all load
             of_loaders = [finding for finding in of_loaders if finding.code not in ("DDP505", "DDP519")]
         found += [finding for finding in of_loaders if finding not in found]
     orders = [tuple(tuple(one.indices) for one in of_rank if one.trains) for of_rank in passes]
-    of_draws = judge_step_draws(draws, inputs, loads_others=len(set(orders)) == len(facts.ranks))
+    if facts.model_groups:  # ranks that compute one model together have all of this alike
+        places = [place for place, rank in enumerate(facts.ranks) if rank in facts.training_groups[0]]
+        draws, inputs = [draws[place] for place in places], [inputs[place] for place in places]
+        orders = [orders[place] for place in places]
+    of_draws = judge_step_draws(draws, inputs, loads_others=len(set(orders)) == len(orders))
     of_draws = of_draws or judge_added_noise(draws, inputs)
     found += of_draws
     if not of_draws and not any(finding.code == "DDP505" for finding in found):
@@ -421,16 +466,19 @@ _OF_MODULES = (
     *("DDP211", "DDP212", "DDP213", "DDP221"),
 )
 
+_OF_PARTS = ("DDP208", "DDP301", "DDP306", "DDP504", "DDP516")
+
 ROWS: tuple[Row[ScriptFacts], ...] = (
     Row(_over_ranks(_optimizer_state), ("optimizers",), ("DDP306",)),
     Row(_over_ranks(_begun), ("replicas", "collectives"), (*_OF_MODULES, "DDP403")),
     Row(_of_wrappers, tuple(_PARTS), _OF_A_WATCH, yields=("DDP306",)),
+    Row(_over_ranks(_model_parts), ("replicas", "data"), _OF_PARTS, yields=_OF_PARTS),
     Row(_over_ranks(_losses), ("loss",), ("DDP303", "DDP305", "DDP309", "DDP514"), yields=("DDP305", "DDP514")),
     Row(_over_ranks(_clips), ("optimizers",), ("DDP301", "DDP303", "DDP310"), yields=("DDP301",)),
     Row(_over_ranks(_optimizers), ("optimizers",), _OF_OPTIMIZERS, yields=("DDP301", "DDP305")),
     Row(_over_ranks(_metrics), ("optimizers",), ("DDP518",)),
     Row(_over_ranks(_loop), ("loop",), ("DDP309", "DDP501", "DDP508", "DDP517", "DDP520")),
-    Row(_over_ranks(_data), ("data",), ("DDP505", "DDP506", "DDP510", "DDP516", "DDP519")),
+    Row(_over_ranks(_data), ("data",), ("DDP505", "DDP506", "DDP510", "DDP516", "DDP519"), yields=("DDP505", "DDP516")),
     Row(_over_ranks(_statistics), ("replicas",), ("DDP217",)),
     Row(_over_ranks(_files), ("files",), ("DDP512", "DDP521")),
     Row(_over_ranks(_evaluation), ("evaluation",), ("DDP516", "DDP801", "DDP802", "DDP803", "DDP804", "DDP805")),

@@ -24,6 +24,7 @@ from ddpcheck.findings.evidence.evaluation import (
 from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged, GradientsTaken
 from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun
+from ddpcheck.findings.evidence.parts import ModelSplit, PartStep
 from ddpcheck.findings.evidence.running_statistics import RunningStatistic
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
@@ -237,6 +238,8 @@ Entry = (
     | OwnPartPutBack
     | OptimizerStep
     | OptimizerEnd
+    | ModelSplit
+    | PartStep
     | StateHeld
     | StateUsed
     | RunningStatistic

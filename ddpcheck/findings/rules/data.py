@@ -147,13 +147,14 @@ if rank == 0:
         ),
         fix=(
             "Sort what comes from sets and directories, seed shuffles equally, or compute it on rank 0 and broadcast "
-            "it."
+            "it. Under tensor parallelism give the sampler the size of the data dimension and this rank's place in it."
         ),
         detected=(
             "Ranks whose gradients are not those of their shards are asked for the plain values that the program "
             "holds; those that differ are reported. `ddpcheck run` compares dictionaries with the same keys and "
             "values, lists that are made of a set of texts and numbered by `index`, the random splits of datasets, the "
-            "samples of parts that overlap, and the labels of samples."
+            "samples of parts that overlap, and the labels of samples. Ranks that compute one model together, by the "
+            "mesh that parallelize_module is given, are to take the same samples: those that do not are reported."
         ),
         ignore="If ranks are to hold other data on purpose, for example a table of each rank's neighbours.",
         example="""\

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import inspect
@@ -22,6 +23,7 @@ from ddpcheck.gather.collectives.store_exchange import StoreExchange
 from ddpcheck.gather.ddp.sharding import is_sharded, mesh_of, sharded_facts
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.module_state import sharding_classes
+from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.gather.steps.gradient_distance import eps_of
 from ddpcheck.worlds import rank as this_rank
 
@@ -306,11 +308,23 @@ def changes(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, s
     for name, one in {**seen, **now}.items():
         before, after = seen.get(name), now.get(name)
         if before is None or after is None:
-            if one.identity not in still:  # else it has another name now
+            if one.identity not in still and not _is_in_dtensor(module, name):  # else it has another name now
                 changed[name] = "added" if before is None else "removed"
         elif kind := before.change_to(after):
             changed[name] = kind
     return changed
+
+
+def _is_in_dtensor(module: nn.Module, name: str) -> bool:
+    """Whether DDP itself has a `DTensor` of a parameter in its place, from its first forward pass on.
+
+    It does that where it is given a dimension of a device mesh, of which another one is for tensor parallelism.
+    """
+    place, _, own = name.rpartition(".")
+    with contextlib.suppress(AttributeError):
+        held = getattr(module.get_submodule(place), own)
+        return is_shard(held) and not isinstance(held, nn.Parameter)
+    return False
 
 
 def changes_in_forward(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, tuple[str, str]]:
@@ -326,7 +340,7 @@ def changes_in_forward(seen: Mapping[str, SeenParameter], module: nn.Module) -> 
     for name, before in seen.items():
         after = now.get(name)
         if after is None:
-            if before.identity not in there and before.requires_grad:
+            if before.identity not in there and before.requires_grad and not _is_in_dtensor(module, name):
                 changed[name] = ("removed", "")
         elif kind := before.change_to(after):
             known = names.get(after.identity, "")

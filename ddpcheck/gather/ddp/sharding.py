@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -178,27 +179,49 @@ def mesh_of(module: nn.Module) -> Any:
     return next((mesh for mesh in meshes if mesh is not None), shards[0].device_mesh)
 
 
-def shard_number(shard: Any) -> int:
-    """The number of a rank's shard of a parameter: the same one on ranks that hold replicas of it."""
+def shard_number(shard: Any, mesh: Any = None) -> int:
+    """The number of a rank's shard of a parameter: the same one on ranks that hold replicas of it.
+
+    With the `mesh` over which `fully_shard` has sharded it, among the ranks of that.
+    """
     number = 0
-    mesh = shard.device_mesh
-    for size, place, placement in zip(mesh.shape, mesh.get_coordinate(), shard.placements, strict=True):
+    for size, place, placement in _dimensions(shard, mesh):
         number = number if placement.is_replicate() else number * size + place
     return number
 
 
-def split_of(shard: Any) -> tuple[int, int] | None:
-    """Into how many parts a parameter is split, and along which dimension; `None` where several dimensions split it."""
-    split = [(size, p.dim) for size, p in zip(shard.device_mesh.shape, shard.placements, strict=True) if p.is_shard()]
-    plain = all(placement.is_replicate() or placement.is_shard() for placement in shard.placements)
+def _dimensions(shard: Any, mesh: Any) -> list[tuple[int, int, Any]]:
+    """Of each dimension of its mesh, or of those that `mesh` has, too: size, this rank's place, and placement."""
+    own = shard.device_mesh
+    among = None if mesh is None or mesh.ndim == own.ndim else mesh.mesh_dim_names
+    every = zip(own.shape, own.get_coordinate(), shard.placements, own.mesh_dim_names or own.shape, strict=True)
+    return [(size, place, placement) for size, place, placement, name in every if among is None or name in among]
+
+
+def is_gathered(parameter: Any, shard: Any) -> bool:
+    """Whether a parameter is the whole that `fully_shard` has gathered of a shard, in the place of which it is.
+
+    That is a plain tensor; under tensor parallelism, a part: a `DTensor` on the mesh of that alone.
+    """
+    return not is_shard(parameter) or (is_shard(shard) and parameter.device_mesh.ndim < shard.device_mesh.ndim)
+
+
+def split_of(shard: Any, mesh: Any = None) -> tuple[int, int] | None:
+    """Into how many parts a parameter is split, and along which dimension; `None` where several dimensions split it.
+
+    With the `mesh` over which `fully_shard` has sharded it: what a rank of that has of it before, into how many parts.
+    """
+    dimensions = _dimensions(shard, mesh)
+    split = [(size, one.dim) for size, _, one in dimensions if not one.is_replicate() and hasattr(one, "dim")]
+    plain = all(one.is_replicate() or hasattr(one, "dim") for _, _, one in dimensions)
     return (split or [(1, 0)])[0] if plain and len(split) < 2 else None
 
 
-def uneven_parts(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+def uneven_parts(parameters: Mapping[str, torch.Tensor], mesh: Any) -> tuple[str, ...]:
     """The names of those of which this rank has a part, whose elements are not all the same."""
     found = []
     for name, parameter in parameters.items():
-        split = split_of(parameter) if is_shard(parameter) else None
+        split = split_of(parameter, mesh) if is_shard(parameter) else None
         if split is not None and split[0] > 1:
             part = own_part(parameter).flatten()
             if part.numel() > 1 and bool((part != part[0]).any()):
@@ -215,7 +238,8 @@ def shard_held(value: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[int,
     if not split or not any(_holds(one, split) for one in _dictionaries(value)):
         return None
     first = next(iter(split.values()))
-    return shard_number(first), (split_of(first) or (1, 0))[0]
+    parts = math.prod(size for size, _, placement in _dimensions(first, None) if not placement.is_replicate())
+    return shard_number(first), parts
 
 
 def _holds(values: Mapping[Any, Any], split: Mapping[str, torch.Tensor]) -> bool:

@@ -36,8 +36,11 @@ FEWEST_INPUTS = 3  # steps in which ranks were given the same samples
 _FEWEST_DRAWS = 2  # batches that were made with the same random numbers
 
 
-def judge_loaders(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """Findings on every loader; `passes` by rank that trains with the others, in the order in which they began."""
+def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()) -> list[Finding]:
+    """Findings on every loader; `passes` by rank that trains with the others, in the order in which they began.
+
+    `ranks`: These, where they are not all.
+    """
     found = judge_resumed(passes) or judge_restarted(passes) if len(passes) > 1 else []
     by_place = [_trained_on(of_rank) for of_rank in passes]
     for place in by_place[0] if by_place else ():
@@ -45,7 +48,7 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         if len(everyone) == len(passes):
             same = _are_of_same_data([of_rank[0] for of_rank in everyone])
             found += (
-                (judge_split(everyone) or judge_overlap(everyone) or judge_left_out(everyone))
+                (judge_split(everyone) or judge_overlap(everyone, ranks) or judge_left_out(everyone))
                 or (judge_sharded_twice(everyone) or judge_rows(everyone, same_data=same))
                 or judge_workers(everyone)
                 or judge_labels(everyone)
@@ -98,7 +101,7 @@ def judge_split(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     )
 
 
-def judge_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()) -> list[Finding]:
     """DDP505: samples that several ranks train on, in the same step or in the same epoch."""
     first = [of_rank[0] for of_rank in passes]
     if len(first) < 2 or not all(one.indices for one in first) or not _are_of_same_data(first):
@@ -106,8 +109,9 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     size = min(len(one.indices) for one in first)
     lists = [tuple(one.indices[:size]) for one in first]
     most = max(lists, key=lists.count)
-    alike = [rank for rank, indices in enumerate(lists) if indices == most and lists.count(most) > 1]
-    if alike and len(set(lists[alike[0]])) > 1:
+    numbers = ranks or range(len(lists))
+    alike = [rank for rank, indices in zip(numbers, lists, strict=True) if indices == most and lists.count(most) > 1]
+    if alike and len(set(most)) > 1:
         return _one(
             "DDP505",
             first[0],
@@ -116,7 +120,7 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
             line=first[0].made,
             ranks=alike if len(alike) < len(lists) else (),
             evidence=[
-                f"the first samples on each of them: {_first(lists[alike[0]])}",
+                f"the first samples on each of them: {_first(most)}",
                 _taken(first[0]),
             ],
         )

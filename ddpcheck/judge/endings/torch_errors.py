@@ -221,7 +221,26 @@ def _forwards(facts: RaisedFacts) -> int:
 
 
 def _given_shards(facts: RaisedFacts, _text: str) -> list[Finding]:
-    """DDP501: an operation on a shard, outside of the forward in which the whole parameter is there."""
+    """DDP501: an operation on a shard, outside of the forward in which the whole parameter is there.
+
+    In the constructor of DDP it is another cause, DDP401: parameters that tensor parallelism has split.
+    """
+    for begun in facts.begun[-1:]:
+        if str(begun.location) != facts.first.location:
+            continue
+        if begun.options.get("device_mesh", "None") != "None":
+            return []  # it leaves the second name of a tied parameter as it was, say
+        return one_finding(
+            "DDP401",
+            ("DistributedDataParallel",),
+            "DistributedDataParallel is given parameters that are DTensors, as parallelize_module makes them, and no "
+            "dimension of their mesh to average over.",
+            ranks=unless_all(facts.ranks, len(facts.logs)),
+            location=Location.parse(facts.first.location),
+            evidence=[facts.first.message],
+            fix='Give it device_mesh=mesh["dp"], the dimension of replicas: '
+            'init_device_mesh(..., mesh_dim_names=("dp", "tp")).',
+        )
     return one_finding(
         "DDP501",
         ("forward",),

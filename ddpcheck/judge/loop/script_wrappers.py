@@ -69,7 +69,7 @@ def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
             findings = [replace(finding, evidence=(*finding.evidence, where)) for finding in findings]
         found += findings
     for same in group_by(facts.wrappers, lambda wrapper: wrapper.number).values():
-        found += judge_meshes(same, facts.world_size)
+        found += [] if facts.model_groups else judge_meshes(same, facts.world_size)
     return found
 
 

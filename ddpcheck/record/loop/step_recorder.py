@@ -27,7 +27,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import (
     ranks_of,
     trains_apart,
 )
-from ddpcheck.gather.ddp.sharding import split_of
+from ddpcheck.gather.ddp.sharding import mesh_of, split_of
 from ddpcheck.gather.steps.gradient_sketch import KeptParts
 from ddpcheck.gather.steps.training_step import visible_tensors
 from ddpcheck.record.loop import shard_switches
@@ -170,10 +170,11 @@ class StepRecorder(StepListener):
             self.rank,
             keeps_start=keeps_start and not self.is_sharded,
             with_parameters=not options.parameters_later,
-            shards=self.parameters if self.is_sharded else None,
+            shards=self.parameters if self.is_sharded or getattr(wrapper, "device_mesh", None) is not None else None,
             with_shards=options.shards,
         )
-        self._splits = {n: split_of(p) for n, p in self.parameters.items()} if self.is_sharded else {}
+        mesh = mesh_of(wrapper) if self.is_sharded else None
+        self._splits = {n: split_of(p, mesh) for n, p in self.parameters.items()} if self.is_sharded else {}
         self._probe: StepProbe | None = None
         self._micro_batches = MicroBatches(synced.tensors) if options.normalisation else None
         self._optimizer_steps = OptimizerSteps(

@@ -17,7 +17,7 @@ from torch import nn
 
 from ddpcheck.gather.autograd.autograd_graph import gradient_node, walk_graph, will_be_reached
 from ddpcheck.gather.ddp.ddp_wrapper import inner_module, is_ddp
-from ddpcheck.gather.ddp.sharding import parameter_groups, reduces
+from ddpcheck.gather.ddp.sharding import is_gathered, parameter_groups, reduces
 from ddpcheck.gather.state.module_state import sharding_classes
 from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.record.module_hooks import UnpickledHook
@@ -85,7 +85,7 @@ class SyncedParameters:
         """The forward pass of `part` begins, whose parameters have this prefix; it may be the first one."""
         for name, parameter in part.named_parameters() if self._unknown else ():
             index = self._unknown.get(prefix + name)
-            if index is not None and not is_shard(parameter) and parameter.requires_grad:
+            if index is not None and parameter.requires_grad and is_gathered(parameter, self.tensors[index]):
                 self.leaves[index], self._nodes[index] = parameter, gradient_node(parameter)
                 del self._unknown[prefix + name]
 

@@ -15,15 +15,18 @@ _OF_SHARDS = ("to_local", "_local_tensor")
 _BINDING = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
 
 
-def shard_norm_at(frame: FrameType | None) -> Location | None:
-    """That line in the functions that lead to `frame`, or that those call; the first one of the innermost function."""
+def shard_norm_at(frame: FrameType | None, *, plain: bool = False) -> Location | None:
+    """That line in the functions that lead to `frame`, or that those call; the first one of the innermost function.
+
+    `plain`: the shards are plain tensors, which no call makes of others.
+    """
     for _ in range(_MOST_CALLERS):
         scope = None if frame is None else scope_of_frame(frame)
         if frame is None or scope is None:
             break
         for inner, _given in ((scope, {}), *called_in(scope)):
             bodies = [inner.body, *(one.body for one, _ in called_in(inner))]
-            if any(_mentions(body, _OF_SHARDS) for body in bodies) and (line := _norm_line(inner.body)):
+            if (plain or any(_mentions(body, _OF_SHARDS) for body in bodies)) and (line := _norm_line(inner.body)):
                 return location_in(inner, line)
         frame = user_caller(frame)
     return None

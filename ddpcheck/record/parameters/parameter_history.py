@@ -13,9 +13,8 @@ from ddpcheck.findings.evidence.parameters import GradientState, PathEnd, StepEv
 from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.autograd.gradient_paths import COMPILED_CODE
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, changes
-from ddpcheck.gather.ddp.sharding import shards_in_use
+from ddpcheck.gather.ddp.sharding import is_gathered, shards_in_use
 from ddpcheck.gather.state.fingerprints import fingerprint
-from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.record.loop.forward_snapshot import Snapshot
 from ddpcheck.record.parameters.step_probe import StepProbe, zero_gradients
 from ddpcheck.stream.rank_report import RankReport
@@ -142,7 +141,7 @@ class ParameterHistory:
             parameters = dict(self._module.named_parameters()) if changed else {}
             used = shards_in_use(self._module) if changed else set()
             whole = parameters.keys() - self._wrapper.ignored  # may be in the place of the shard for a while
-            whole = {name for name in whole if not is_shard(parameters[name])}
+            whole = {name for name in whole if is_gathered(parameters[name], self._parameters.get(name))}
             changed = {name: how for name, how in changed.items() if name not in whole or how == "added"}
             changed = {name: how for name, how in changed.items() if id(parameters[name]) not in used}
         return {name: how for name, how in changed.items() if name not in self._created_in_forward}

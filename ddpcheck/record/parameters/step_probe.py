@@ -34,7 +34,8 @@ class StepProbe:
         keep: What is kept of this rank's own gradients by name, a linear function of each; `None` where nothing is.
         local: That of this rank's own gradients: what `.grad` held before, and what arrived; of shards, what arrived.
         held: The gradients that shards had before.
-        beside: Shards to which a gradient came by another way than the reduction: an operation on the DTensor itself.
+        beside: Shards to which a gradient came by another way than the reduction: an operation on the DTensor itself;
+            or terms of it, say, which torch adds up over the ranks of tensor parallelism before the reduction.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class StepProbe:
         self.detach()
         nodes = gradient_nodes(self._leaves)
         self._handles = [  # on the node, which torch.autograd.grad does not run; it would run one on the tensor
-            node.register_prehook(self._arrival(name))
-            for name, node in zip(self._parameters, nodes, strict=True)
+            node.register_prehook(self._arrival(name, leaf))
+            for name, leaf, node in zip(self._parameters, self._leaves, nodes, strict=True)
             if node is not None
         ]
         shards = {name: p for name, p in self._parameters.items() if self.keep and p.requires_grad and is_shard(p)}
@@ -92,13 +93,15 @@ class StepProbe:
         """Take the hooks off: gradients that arrive from now on are not the loop's own."""
         remove_hooks(self._handles)
 
-    def _arrival(self, name: str) -> Any:
-        def arrived(gradients: tuple[torch.Tensor | None, ...]) -> None:
+    def _arrival(self, name: str, leaf: Any) -> Any:
+        def arrived(gradients: tuple[Any, ...]) -> None:
             (gradient,) = gradients
             if gradient is None:
                 self._arrived_none.add(name)
                 return
             self.arrivals[name] = self.arrivals.get(name, 0) + 1
+            if is_shard(gradient) and gradient.placements != leaf.placements:
+                self.beside.add(name)  # under tensor parallelism
             if self.keep is not None:
                 self._keep_held(name)
                 came = self.keep(name, dense(gradient))

@@ -53,6 +53,7 @@ from ddpcheck.record.loss.loss_recorder import LossRecorder
 from ddpcheck.record.loss.target_recorder import TargetRecorder
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
+from ddpcheck.record.optimizers.part_recorder import PartRecorder
 from ddpcheck.record.optimizers.resume_recorder import ResumeRecorder
 from ddpcheck.record.rank.construction_recorder import ConstructionRecorder
 from ddpcheck.record.rank.environment import STACK_SIGNAL, RunOptions, options_of_run
@@ -133,6 +134,7 @@ class _WatchedRank:
         self._writes = writes = WriteRecorder(log.add, self._watches)
         collectives = functools.partial(getattr, log, "collectives")
         self._optimizers = OptimizerRecorder(log.add, self._watches, options.every, collectives, lines, writes)
+        PartRecorder(log.add, self._watches, options.every, lines)
         evaluations = EvaluationRecorder(log.add)
         targets = TargetRecorder(log.add, lambda: self._optimizers.steps)
         self._loaders = LoaderRecorder(

@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_loss
-from ddpcheck.gather.ddp.sharding import mixed_precision, shard_number, uneven_parts
+from ddpcheck.gather.ddp.sharding import mesh_of, mixed_precision, shard_number, uneven_parts
 from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.gather.steps.gradient_distance import dense, eps_of
 from ddpcheck.gather.steps.gradient_sketch import KeptParts, sketches
@@ -36,6 +36,7 @@ class ReplicaRecorder:
         self._module = recorder.module
         self._log = log
         self._number = number
+        self._mesh = mesh_of(self._module) if recorder.is_sharded else None
         self._captured: ReplicaCaptured | None = None
         self._buffers = self._own_buffers(fingerprints(self._module.named_buffers()))
         self._written: set[str] = set()  # those of them that have changed
@@ -48,7 +49,7 @@ class ReplicaRecorder:
         captured, self._captured = self._captured, None
         if captured is not None:
             values = replace(captured.state.values, parameters=self._recorder.replica.parameters())
-            parts = uneven_parts(self._recorder.parameters) if captured.shard >= 0 else ()
+            parts = uneven_parts(self._recorder.parameters, self._mesh) if captured.shard >= 0 else ()
             self._log.add(replace(captured, state=replace(captured.state, values=values), parts=parts))
 
     def capture(self, step: int, probe: StepProbe | None) -> None:
@@ -57,7 +58,8 @@ class ReplicaRecorder:
         buffers = self._own_buffers(state.values.buffers)
         self._note_writes(buffers, step)
         state = replace(state, values=replace(state.values, buffers=buffers))
-        shard = next((shard_number(p) for p in self._recorder.parameters.values() if self._recorder.is_sharded), -1)
+        shards = self._recorder.parameters.values() if self._recorder.is_sharded else ()
+        shard = next((shard_number(p, self._mesh) for p in shards), -1)
         captured = ReplicaCaptured(self._number, step, state, shard=shard)
         wrapper = self._recorder.wrapper
         if probe is not None and probe.keep is not None and wrapper is not None:

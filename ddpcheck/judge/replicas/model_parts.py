@@ -1,0 +1,305 @@
+"""DDP208, 301, 306, 504 and 516 under tensor parallelism: what ranks have alike that compute one model together.
+
+Pure functions from `findings.evidence.parts` (gathered by `record.optimizers.part_recorder`) and the passes over
+loaders to findings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.evidence.parts import ModelSplit, PartStep
+from ddpcheck.findings.evidence.script import Inputs, LoaderPass
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb
+from ddpcheck.judge.gradients.script_gradients import are_near
+from ddpcheck.judge.replicas.descriptions import differing_names
+
+PartSteps = Sequence[PartStep]
+"""One optimizer before one of its steps, by rank of those that compute one model together."""
+
+_TOLERANCE = 1e-3
+_THE_SAME = 1e-4
+_FEWEST = 3  # steps
+
+
+def judge_model_parts(
+    steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit, *, wrapped: bool = False
+) -> list[Finding]:
+    """The findings on one optimizer.
+
+    Args:
+        steps: In their order.
+        ranks: Those of which they are.
+        split: How their model was split.
+        wrapped: Whether it is in a wrapper, or sharded; then others know what an optimizer holds of it.
+    """
+    return (
+        ([] if wrapped else judge_unheld_parts(steps, ranks, split))
+        or judge_values(steps, ranks, split)
+        or judge_scaled_apart(steps, ranks)
+        or judge_gradients(steps, ranks, split)
+    )
+
+
+def judge_unheld_parts(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
+    """DDP504: an optimizer that was made before the model was split, and holds what the parts have replaced."""
+    for of_ranks in steps[-1:]:
+        first = of_ranks[0]
+        if all(one.unheld and not one.split for one in of_ranks):
+            return one_finding(
+                "DDP504",
+                first.unheld,
+                f"The optimizer holds none of the {counted(len(first.unheld), 'parameter')} that "
+                f"{plural_verb('is', 'are', first.unheld)} split over {format_ranks(ranks)}: it has those of before, "
+                "which are in no module any more.",
+                location=first.made or first.location,
+                evidence=[
+                    *([f"the model is split at {split.location}"] if split.location else []),
+                    f"the optimizer steps at {first.location}",
+                ],
+                fix="Call parallelize_module before the optimizer is constructed.",
+            )
+    return []
+
+
+def judge_values(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
+    """DDP208: parameters that are not split begin with other values."""
+    names = list(differing_names([one.values for one in steps[0]])) if steps and not steps[0][0].count else []
+    if not names:
+        return []
+    return one_finding(
+        "DDP208",
+        names,
+        f"{join_names(names)} {plural_verb('begins', 'begin', names)} with other values on {format_ranks(ranks)}, "
+        "which compute one model together (tensor parallelism): nothing makes what is not split the same.",
+        ranks=ranks,
+        location=split.location,
+        evidence=[
+            "parallelize_module hands out rank 0's values of what its plan names, and leaves all other modules alone"
+        ],
+        fix="Seed the construction of the model equally on these ranks, or broadcast the parameters within their "
+        "group.",
+    )
+
+
+def judge_scaled_apart(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list[Finding]:
+    """DDP306: gradients that are the same but for a factor, one on each rank: by a norm of its own parts."""
+    found = [(of_ranks, factors) for of_ranks in steps if (factors := _factors(of_ranks)) is not None]
+    if not found or 2 * len(found) <= len(steps):
+        return []
+    of_ranks, factors = found[0]
+    first = of_ranks[0]
+    return one_finding(
+        "DDP306",
+        ("gradients",),
+        f"The gradients are scaled by another factor on each of {format_ranks(ranks)}, which compute one model "
+        "together: the norm that it is computed from is that of a rank's own parts.",
+        ranks=ranks,
+        steps=(first.count,),
+        location=first.norm_at or first.location,
+        evidence=[
+            *(
+                f"rank {rank}: {factor:.6g} times those of rank {ranks[0]}"
+                for rank, factor in zip(ranks, factors, strict=True)
+            ),
+            *([f"the optimizer steps at {first.location}"] if first.norm_at is not None else []),
+        ],
+        fix="all_reduce the squares of the norms of what is split over the group of tensor parallelism, and count "
+        "what is not split once; or keep DTensors, of which clip_grad_norm_ takes the norm of the whole.",
+    )
+
+
+def _factors(of_ranks: PartSteps) -> list[float] | None:
+    """By rank, the one factor between the gradients of what is not split and the first rank's; `None` without any."""
+    first = of_ranks[0]
+    names = [name for name, there in first.gradients.items() if math.hypot(*there)]
+    if len(names) < 2 or any(one.gradients.keys() != first.gradients.keys() for one in of_ranks):
+        return None
+    found = []
+    for one in of_ranks:
+        by_name = []
+        for name in names:
+            theirs, own = one.gradients[name], first.gradients[name]
+            factor = sum(a * b for a, b in zip(theirs, own, strict=True)) / math.hypot(*own) ** 2
+            if math.dist(theirs, [factor * number for number in own]) > _TOLERANCE * math.hypot(*theirs):
+                return None
+            by_name.append(factor)
+        if max(by_name) - min(by_name) > _TOLERANCE * max(by_name) or min(by_name) <= 0.0:
+            return None
+        found.append(by_name[0])
+    return found if max(found) - min(found) > _TOLERANCE * max(found) else None
+
+
+_WORDS = (("gradient", "gradients"), ("differs", "differ"), ("it", "them"))
+
+
+def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
+    """DDP301: gradients of what is not split that the ranks have for themselves."""
+    apart = [(of_ranks, names) for of_ranks in steps if (names := _differing(of_ranks))]
+    if not apart or 2 * len(apart) <= len(steps):
+        return []
+    of_ranks, names = apart[0]
+    drawn = _draw_apart(steps)
+    seeded = next((one.seeded for one in of_ranks if one.seeded is not None), None) if drawn else None
+    theirs, differ, them = (plural_verb(*words, names) for words in _WORDS)
+    message = (
+        f"The {theirs} of {join_names(names)} {differ} between {format_ranks(ranks)}, which compute one model together "
+        f"(tensor parallelism) and have {them} alike: "
+    )
+    return one_finding(
+        "DDP301",
+        names,
+        message
+        + (
+            "each rank draws random numbers of its own."
+            if drawn
+            else "each has the gradient of what it computes, and nothing adds them up."
+        ),
+        ranks=ranks,
+        steps=(of_ranks[0].count,),
+        location=seeded or split.location or of_ranks[0].location,
+        evidence=[
+            *(
+                ["torch's random numbers are in another state on these ranks before each step, and are drawn in each"]
+                if drawn
+                else ["as of its own part of the sequence, where what is not split works on a part"]
+            ),
+            f"the optimizer steps at {of_ranks[0].location}",
+        ],
+        fix="Seed ranks that compute one model together equally (by their place in the data dimension of the mesh): "
+        "dropout and the like have to give all of them the same."
+        if drawn
+        else "Name these modules in the plan of parallelize_module (SequenceParallel() for a norm), or all_reduce "
+        "their gradients over the group of tensor parallelism before the step.",
+    )
+
+
+def _differing(of_ranks: PartSteps) -> list[str]:
+    first = of_ranks[0].gradients
+    common = [name for name in first if all(name in one.gradients for one in of_ranks)]
+    return [name for name in common if not are_near([one.gradients[name] for one in of_ranks])]
+
+
+def _draw_apart(steps: Sequence[PartSteps]) -> bool:
+    """Whether the states of random numbers differ at each step, and change on each rank from one to the next."""
+    states = list(zip(*([one.random for one in of_ranks] for of_ranks in steps), strict=True))
+    moves = all(one != other for of_rank in states for one, other in itertools.pairwise(of_rank[:_FEWEST]))
+    return moves and all(len({one.random for one in of_ranks}) > 1 for of_ranks in steps)
+
+
+# Norms
+
+
+def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[Sequence[int]]) -> list[Finding]:
+    """DDP306: gradients are clipped by a norm that counts what is not split once for each rank that has it.
+
+    Then that norm is the same in each step that was clipped, and the norm of the whole is not.
+
+    Args:
+        groups: The steps of one optimizer, by group of ranks that compute one model together.
+        ranks: Of each group.
+    """
+    wrong, right = [], []
+    size = len(ranks[0])
+    for at in zip(*groups, strict=False):
+        names = {name for of_ranks in at for one in of_ranks for name in one.norms}
+        theirs = [_squares(name, at) for name in names]
+        right.append(math.sqrt(sum(theirs)))
+        whole = {name for name in names if name not in at[0][0].split}
+        wrong.append(math.sqrt(sum(s * (size if name in whole else 1) for name, s in zip(names, theirs, strict=True))))
+    limit = max(wrong, default=0.0)
+    clipped = [n for n, norm in enumerate(wrong) if limit - norm <= _THE_SAME * limit]
+    told = [right[n] for n in clipped]
+    if size < 2 or not 0.0 < limit < math.inf or len(clipped) < _FEWEST or max(told) - min(told) <= _TOLERANCE * limit:
+        return []
+    first = groups[0][0][0]
+    return one_finding(
+        "DDP306",
+        ("gradients",),
+        f"Gradients are clipped by a norm that counts each parameter which is not split {size} times, once for each "
+        "rank of tensor parallelism: it is not that of the model.",
+        location=first.norm_at or first.location,
+        evidence=[
+            f"in {len(clipped)} steps that norm is {limit:.6g}, and that of the gradients from {min(told):.6g} to "
+            f"{max(told):.6g}",
+            *([f"the optimizer steps at {first.location}"] if first.norm_at is not None else []),
+        ],
+        fix="Add up over the group of tensor parallelism the squares of the norms of what is split only, and those of "
+        "the rest once.",
+    )
+
+
+def _squares(name: str, at: Sequence[PartSteps]) -> float:
+    """The square of the norm of the whole gradient of a parameter, of which ranks have replicas or parts."""
+    total = 0.0
+    for of_ranks in at if name in at[0][0].sharded else at[:1]:
+        for one in of_ranks if name in of_ranks[0].split else of_ranks[:1]:
+            total += one.norms.get(name, 0.0) ** 2
+    return total
+
+
+# Data
+
+
+def judge_batches(
+    passes: Sequence[Sequence[LoaderPass]],
+    inputs: Sequence[Sequence[Inputs]],
+    ranks: Sequence[int],
+    split: ModelSplit,
+    others: Sequence[Sequence[LoaderPass]] = (),
+) -> list[Finding]:
+    """DDP516: ranks that compute one model together are given other samples.
+
+    Args:
+        passes: Over loaders, by rank of these.
+        inputs: What forward passes were given, likewise.
+        ranks: These.
+        split: How their model was split.
+        others: The passes of ranks that compute another model of the same start.
+    """
+    first = [next((one for one in of_rank if one.trains and one.indices), None) for of_rank in passes]
+    known = [one for one in first if one is not None]
+    size = min((len(one.indices) for one in known), default=0)
+    apart = len(known) == len(passes) and len({tuple(one.indices[:size]) for one in known}) > 1
+    where: Location | None
+    if apart:
+        one = known[0]
+        subject, where = one.dataset, one.made or one.location
+        evidence = [
+            f"rank {rank} begins with samples {', '.join(map(str, of_rank.indices[:6]))} ..."
+            for rank, of_rank in zip(ranks, known, strict=True)
+        ]
+        mine = [tuple(of_rank.indices[:size]) for of_rank in known]
+        if any(tuple(each.indices[:size]) in mine for of_rank in others for each in of_rank if each.trains):
+            evidence.append("ranks that compute another replica of it take the same samples as one of them")
+    else:
+        steps = [of_ranks for of_ranks in zip(*inputs, strict=False) if len({one.step for one in of_ranks}) == 1]
+        other = [of_ranks for of_ranks in steps if len({one.samples for one in of_ranks}) > 1]
+        if len(other) < _FEWEST or len(other) < len(steps):
+            return []
+        subject, where = "forward", other[0][0].location
+        evidence = [f"in all {len(other)} steps that were compared"]
+    return one_finding(
+        "DDP516",
+        (subject,),
+        f"{format_ranks(ranks).capitalize()} compute one model together (tensor parallelism), and are given other "
+        "samples: parts of what is computed from several batches are put together.",
+        ranks=ranks,
+        location=where,
+        evidence=[*evidence, *([f"the model is split at {split.location}"] if split.location else [])],
+        fix="Give the sampler the size of the data dimension of the mesh and this rank's place in it: "
+        'DistributedSampler(data, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()).',
+    )
+
+
+def by_group(splits: Mapping[int, Sequence[ModelSplit]]) -> dict[tuple[int, ...], ModelSplit]:
+    """The groups of ranks that compute one model together, of which each says so; by rank, what it says."""
+    found: dict[tuple[int, ...], ModelSplit] = {}
+    for of_rank in splits.values():
+        for one in of_rank[:1]:
+            if all(any(one.ranks == each.ranks for each in splits.get(rank, ())[:1]) for rank in one.ranks):
+                found.setdefault(one.ranks, one)
+    return found

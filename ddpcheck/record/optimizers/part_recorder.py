@@ -1,0 +1,144 @@
+"""Models that tensor parallelism splits: which ranks compute one together, and what they have alike at each step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ddpcheck.findings.evidence.parts import ModelSplit, PartStep
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import user_frame, user_location
+from ddpcheck.gather.patching import patched
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
+from ddpcheck.gather.state.tensor_values import is_shard
+from ddpcheck.gather.steps.gradient_distance import dense, norms
+from ddpcheck.gather.steps.gradient_sketch import sketches
+from ddpcheck.record.data.constructions import seeded_at
+from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.optimizers.shard_norm_source import shard_norm_at
+from ddpcheck.record.rank.line_recorder import LineRecorder
+from ddpcheck.record.rank.module_finder import when_imported
+from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.replicas.program_state import names_of_parameters
+from ddpcheck.stream.rank_report import is_sampled
+
+_HOME = "torch.distributed.tensor.parallel.style"  # whose styles call `distribute_module`, wherever it is imported from
+
+
+class PartRecorder:
+    """Follows `distribute_module`, and the steps of optimizers once it has split something."""
+
+    def __init__(
+        self,
+        sink: Callable[[ModelSplit | PartStep], object],
+        watches: Iterable[ScriptWatch],
+        every: int,
+        lines: LineRecorder,
+    ) -> None:
+        """Begin; `every`: steps from one entry to the next, `lines`: where optimizers are made."""
+        self._sink = sink
+        self._watches = watches
+        self._every = every
+        self._lines = lines
+        self._groups: set[tuple[int, ...]] = set()
+        self._split: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()  # by module, its own parameters
+        self._steps: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # of an optimizer: number, steps
+        self._names: dict[int, str] = {}  # of parameters, as they were at the first step of their optimizer
+        self._norm_at: Location | None = None
+        when_imported((_HOME,), self._follow)
+
+    def _follow(self, home: ModuleType) -> None:
+        if hasattr(home, "distribute_module"):
+            patched(home, "distribute_module", self._distributes)
+
+    def _distributes(self, module: nn.Module, mesh: Any = None, *_arguments: Any, **named: Any) -> Iterator[None]:
+        yield
+        mesh = named.get("device_mesh", mesh)
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        for part in module.modules() if len(ranks) > 1 else ():
+            theirs = [name for name, p in part.named_parameters(recurse=False) if _is_split(p)]
+            if theirs:
+                self._split[part] = theirs
+        if len(ranks) > 1 and ranks not in self._groups:
+            if not self._groups:
+                register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
+            self._groups.add(ranks)
+            self._sink(ModelSplit(ranks, user_location()))
+
+    def _before_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
+        number, count = self._steps.get(optimizer, (len(self._steps), 0))
+        self._steps[optimizer] = number, count + 1
+        if not is_sampled(count, self._every):
+            return
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if not count:
+            self._norm_at = self._norm_at or shard_norm_at(user_frame(sys._getframe(1)), plain=True)
+            self._name(held)
+        named = {self._names[id(p)]: p for p in held if id(p) in self._names}
+        split = self._split_now()
+        parts = tuple(name for name, p in named.items() if id(p) in split)
+        whole = {name: p for name, p in named.items() if id(p) not in split}
+        everywhere = {
+            id(p)
+            for one in (*self._lines.optimizers(), optimizer)
+            for group in one.param_groups
+            for p in group["params"]
+        }
+        gradients = {name: p.grad for name, p in named.items() if p.grad is not None and not _is_sum(p.grad)}
+        self._sink(
+            PartStep(
+                number,
+                count,
+                user_location(),
+                self._lines.of_optimizer(optimizer),
+                parts,
+                tuple(name for one, name in split.items() if one not in everywhere),
+                norms({name: dense(gradient) for name, gradient in gradients.items()}),
+                fingerprints(whole.items()),
+                sketches({name: dense(gradients[name]) for name in whole if name in gradients}),
+                tuple(name for name, p in named.items() if id(p) in self._sharded()),
+                fingerprint(torch.get_rng_state()),
+                seeded_at("torch"),
+                self._norm_at,
+            )
+        )
+
+    def _name(self, held: list[torch.Tensor]) -> None:
+        theirs = {id(p): name for watch in list(self._watches) for name, p in watch.parameters.items()}
+        loose = {id(p) for p in held} | self._split_now().keys()
+        loose -= theirs.keys()
+        found = names_of_parameters(loose) if loose else {}
+        self._names |= {one: name.partition(".")[2] for one, name in found.items()} | theirs
+
+    def _split_now(self) -> dict[int, str]:
+        """The names of the parameters that are split, by identity; DDP has others in their place in its forward."""
+        found = {}
+        for module, names in list(self._split.items()):
+            for name in names:
+                own = vars(module)["_parameters"].get(name)
+                for watch in list(self._watches):
+                    path = watch.path_of(module)
+                    if path is not None:
+                        own = watch.parameters.get(f"{path}.{name}".lstrip("."), own)
+                if own is not None:
+                    found[id(own)] = self._names.get(id(own), name)
+        return found
+
+    def _sharded(self) -> set[int]:
+        return {id(p) for watch in list(self._watches) if watch.is_sharded for p in watch.parameters.values()}
+
+
+def _is_split(parameter: Any) -> bool:
+    return is_shard(parameter) and any(not placement.is_replicate() for placement in parameter.placements)
+
+
+def _is_sum(gradient: Any) -> bool:
+    """Whether a rank has a term of it, and the optimizer adds them up."""
+    return is_shard(gradient) and any(placement.is_partial() for placement in gradient.placements)

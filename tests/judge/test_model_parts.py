@@ -1,0 +1,99 @@
+"""What ranks have alike that compute one model together, on evidence made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddpcheck.findings.evidence.parts import ModelSplit, PartStep
+from ddpcheck.findings.evidence.script import Inputs, LoaderPass
+from ddpcheck.judge.replicas.model_parts import by_group, judge_batches, judge_counted_norms, judge_model_parts
+
+SPLIT = ModelSplit((0, 1), None)
+GRADIENTS = {"norm.weight": (1.0, 2.0), "norm.bias": (0.5, -1.0)}
+
+
+def step(count: int, **given: Any) -> PartStep:
+    alike = {"split": ("up.weight",), "values": {"norm.weight": 1}, "gradients": GRADIENTS, "random": count}
+    return PartStep(0, count, None, **(alike | given))
+
+
+def times(factor: float) -> dict[str, tuple[float, ...]]:
+    return {name: tuple(factor * number for number in numbers) for name, numbers in GRADIENTS.items()}
+
+
+OTHER = {"norm.weight": (2.0, 1.0), "norm.bias": (0.5, -1.0)}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "code"),
+    [
+        ({}, {}, ""),
+        ({}, {"values": {"norm.weight": 2}}, "DDP208"),
+        ({}, {"gradients": OTHER}, "DDP301"),
+        ({}, {"gradients": times(1.0 + 1e-6)}, ""),
+        ({}, {"gradients": times(1.5)}, "DDP306"),
+        ({"gradients": {}}, {"gradients": {}}, ""),
+        ({"split": (), "unheld": ("up.weight",)}, {"split": (), "unheld": ("up.weight",)}, "DDP504"),
+        ({"unheld": ("down.weight",)}, {"unheld": ("down.weight",)}, ""),  # one optimizer of two
+    ],
+)
+def test_ranks_of_one_model_have_alike_what_is_not_split(one: Any, other: Any, code: str) -> None:
+    steps = [[step(count, **one), step(count, **other)] for count in range(4)]
+    assert [finding.code for finding in judge_model_parts(steps, (0, 1), SPLIT)] == [code] * bool(code)
+
+
+def test_a_wrapper_knows_what_an_optimizer_holds() -> None:
+    stale = {"split": (), "unheld": ("up.weight",)}
+    assert judge_model_parts([[step(0, **stale), step(0, **stale)]], (0, 1), SPLIT, wrapped=True) == []
+
+
+def test_random_numbers_that_are_drawn_apart_are_the_cause_of_other_gradients() -> None:
+    apart = [[step(count), step(count, gradients=OTHER, random=10 + count)] for count in range(4)]
+    at_rest = [[step(count, random=1), step(count, gradients=OTHER, random=2)] for count in range(4)]
+    (drawn,), (other,) = (judge_model_parts(steps, (0, 1), SPLIT) for steps in (apart, at_rest))
+    assert "random" in drawn.message and "random" not in other.message
+
+
+def clipped(counted: int) -> list[list[PartStep]]:
+    """Four steps in which two ranks clip to a norm of 1 that counts what is not split so often."""
+    found = []
+    for count in range(4):
+        part, whole = 1.0 + count, 2.0
+        scale = (2 * part**2 + counted * whole**2) ** -0.5
+        norms = {"up.weight": scale * part, "norm.weight": scale * whole}
+        found.append([step(count, norms=norms), step(count, norms=norms)])
+    return found
+
+
+def test_a_norm_that_counts_replicas_is_constant_and_that_of_the_model_is_not() -> None:
+    (finding,) = judge_counted_norms([clipped(2)], [(0, 1)])
+    assert finding.code == "DDP306"
+    assert judge_counted_norms([clipped(1)], [(0, 1)]) == []
+
+
+def taken(*indices: int) -> list[LoaderPass]:
+    return [LoaderPass(0, 0, None, dataset="Texts", trains=True, indices=indices)]
+
+
+def given(*samples: int) -> list[Inputs]:
+    return [Inputs(0, count, tuple(count + one for one in samples), None) for count in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("passes", "inputs", "subjects"),
+    [
+        ([taken(1, 2), taken(1, 2)], [given(1), given(1)], []),
+        ([taken(1, 2), taken(2, 1)], [[], []], [("Texts",)]),
+        ([[], []], [given(1), given(2)], [("forward",)]),
+        ([[], []], [[], []], []),
+    ],
+)
+def test_ranks_of_one_model_take_the_same_samples(passes: Any, inputs: Any, subjects: list[Any]) -> None:
+    assert [finding.subjects for finding in judge_batches(passes, inputs, (0, 1), SPLIT)] == subjects
+
+
+def test_a_group_is_one_of_which_each_rank_says_so() -> None:
+    assert list(by_group({0: [SPLIT], 1: [SPLIT]})) == [(0, 1)]
+    assert by_group({0: [SPLIT], 1: []}) == {}

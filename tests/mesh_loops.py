@@ -1,0 +1,458 @@
+"""Loops of tensor parallel models, alone and on a grid of ranks that trains data parallel: healthy ones, and faults.
+
+    ddpcheck run --standalone --nproc-per-node 4 tests/mesh_loops.py NAME ... [--fixed]
+
+`FAULTS` says of each fault what `ddpcheck run` is to tell; with `--fixed` it is left out. `HEALTHY` have none.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import load, save  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+FIXED = "--fixed" in sys.argv
+WORDS, LENGTH, WIDTH = 32, 8, 16
+HELD: dict[Any, dict[str, Any]] = {}  # by DDP: its parameters, of which torch hides what is split in forward
+SPLIT: dict[Any, list[str]] = {}  # by DDP: the names of those that are
+GROUP: dict[Any, Any] = {}  # by DDP: the ranks that have the parts
+
+
+class Block(nn.Module):
+    def __init__(self, drops: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(drops)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.drop(self.down(self.up(self.norm(x)).relu()))
+        return out
+
+
+class Net(nn.Module):
+    """Tells the next word."""
+
+    def __init__(self, *, seed: int = 0, ties: bool = False, drops: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(drops) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if ties:
+            self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class Shifted(Net):
+    """Has a parameter with values that are drawn, and that no plan splits."""
+
+    def __init__(self, *, seed: int = 0) -> None:
+        super().__init__(seed=seed)
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x) + self.shift
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+def grid(tp: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def split(model: Net, mesh: DeviceMesh, *, sequence: bool = False, norms: bool = True) -> Net:
+    """Colwise and rowwise; with `sequence`, norms and what is between blocks are split along the sequence."""
+    between: Any = Shard(1) if sequence else Replicate()
+    ties = model.head.weight is model.words.weight
+    plan: dict[str, Any] = {
+        "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head": ColwiseParallel(input_layouts=between if sequence else Replicate(), output_layouts=Replicate()),
+    }
+    if sequence and norms:
+        plan["norm"] = SequenceParallel()
+    parallelize_module(model, mesh, plan)
+    if ties:
+        model.head.weight = model.words.weight
+    for block in model.blocks:
+        of_block: dict[str, Any] = {
+            "up": ColwiseParallel(input_layouts=between),
+            "down": RowwiseParallel(output_layouts=between),
+        }
+        if sequence and norms:
+            of_block |= {"norm": SequenceParallel()}
+        parallelize_module(block, mesh, of_block)
+    return model
+
+
+def batches(
+    mesh: DeviceMesh, epochs: int = 2, first: int = 0, sample: Any = None, seed: int | None = None
+) -> Iterator[Tensor]:
+    """By right: another part for each replica, the same for all ranks of one; or the part `sample`, of how many."""
+    data = TensorDataset(torch.randint(WORDS, (48, LENGTH + 1), generator=torch.Generator().manual_seed(0)))
+    dp = mesh["dp"]
+    parts, part = sample or (dp.size(), dp.get_local_rank())
+    sampler: DistributedSampler[Any] = DistributedSampler(data, parts, part)
+    seed = dp.get_local_rank() if seed is None else seed
+    torch.manual_seed(seed)
+    for epoch in range(first, first + epochs):
+        sampler.set_epoch(epoch)
+        for (row,) in DataLoader(data, batch_size=4, sampler=sampler):
+            yield row
+
+
+def loss_of(model: Any, rows: Tensor) -> Tensor:
+    return cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+def train(
+    model: Any, mesh: DeviceMesh, optimizer: Any = None, *, first: int = 0, clips: bool = True, **data: Any
+) -> Any:
+    parameters = HELD[model].values() if model in HELD else model.parameters()
+    optimizer = optimizer or torch.optim.AdamW(parameters, lr=0.01)
+    for rows in batches(mesh, first=first, **data):
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        if clips:
+            clip(model, 0.5)
+        optimizer.step()
+    return optimizer
+
+
+def clip(model: Any, largest: float) -> None:
+    """What is a DTensor on one mesh, and what is on none, has a norm of its own; under DDP, all of them are local."""
+    if isinstance(model, DistributedDataParallel):
+        own = {name: p.grad.square().sum() for name, p in HELD[model].items()}
+        square = torch.stack([own.pop(name) for name in SPLIT[model]]).sum()
+        dist.all_reduce(square, group=GROUP[model])
+        square = square + torch.stack([*own.values()]).sum()
+        nn.utils.clip_grads_with_norm_(HELD[model].values(), largest, square.sqrt())
+        return
+    by_mesh: dict[Any, list[Any]] = {}
+    for p in model.parameters():
+        by_mesh.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    norms = [nn.utils.get_total_norm([p.grad for p in some]) for some in by_mesh.values()]
+    total = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
+    for some in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(some, largest, total)
+
+
+def evaluate(model: Any, mesh: DeviceMesh) -> None:
+    model.eval()
+    right = torch.zeros(2)
+    with torch.no_grad():
+        for rows in batches(mesh, epochs=1):
+            guess = model(rows[:, :-1]).argmax(-1)
+            right += torch.stack([(guess == rows[:, 1:]).sum(), torch.tensor(guess.numel())])
+    dist.all_reduce(right, group=mesh["dp"].get_group())
+    if dist.get_rank() == 0:
+        print(f"accuracy {float(right[0] / right[1]):.3f}")
+    model.train()
+
+
+def save_and_restore(model: Any, optimizer: Any) -> None:
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    if isinstance(model, DistributedDataParallel):
+        path = f"{folder[0]}/{dist.get_rank()}.pt"  # each rank has parts of its own
+        torch.save({"model": HELD[model], "optimizer": optimizer.state_dict()}, path)
+        read = torch.load(path)
+        with torch.no_grad():
+            for name, p in HELD[model].items():
+                p.copy_(read["model"][name])
+        optimizer.load_state_dict(read["optimizer"])
+        return
+    values, state = get_state_dict(model, optimizer)
+    save({"model": values, "optimizer": state}, checkpoint_id=folder[0])
+    load({"model": values, "optimizer": state}, checkpoint_id=folder[0])
+    set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=state)
+
+
+def whole_loop(wrapped: Any, mesh: DeviceMesh) -> None:
+    optimizer = train(wrapped, mesh)
+    evaluate(wrapped, mesh)
+    save_and_restore(wrapped, optimizer)
+    train(wrapped, mesh, optimizer, first=2)
+
+
+def tp_alone(**options: Any) -> None:
+    mesh = grid(dist.get_world_size())
+    sequence = options.pop("sequence", False)
+    whole_loop(split(Net(**options), mesh["tp"], sequence=sequence), mesh)
+
+
+def tp_of_library_clip() -> None:
+    mesh = grid(dist.get_world_size())
+    model = split(Net(), mesh["tp"], sequence=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for rows in batches(mesh):
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        clip_grad_norm_([p for p in model.parameters() if isinstance(p, DTensor)], 0.5)
+        optimizer.step()
+
+
+def tp_and_fsdp(**options: Any) -> None:
+    mesh = grid(2)
+    sequence = options.pop("sequence", False)
+    model = split(Net(**options), mesh["tp"], sequence=sequence)
+    whole_loop(sharded(model, mesh["dp"]), mesh)
+
+
+def tp_and_ddp(**options: Any) -> None:
+    mesh = grid(2)
+    sequence = options.pop("sequence", False)
+    whole_loop(replicated(split(Net(**options), mesh["tp"], sequence=sequence), mesh), mesh)
+
+
+HEALTHY: dict[str, Callable[[], object]] = {
+    "tp": tp_alone,
+    "tp_sequence": lambda: tp_alone(sequence=True),
+    "tp_tied": lambda: tp_alone(ties=True),
+    "tp_drops": lambda: tp_alone(drops=0.1),
+    "tp_of_library_clip": tp_of_library_clip,
+    "fsdp": tp_and_fsdp,
+    "fsdp_sequence": lambda: tp_and_fsdp(sequence=True),
+    "fsdp_tied": lambda: tp_and_fsdp(ties=True),
+    "fsdp_drops": lambda: tp_and_fsdp(drops=0.1),
+    "ddp": tp_and_ddp,
+    "ddp_sequence": lambda: tp_and_ddp(sequence=True),
+    "ddp_drops": lambda: tp_and_ddp(drops=0.1),
+}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is to be said of a fault: by which rule, and at which line."""
+
+    loop: Callable[[], object]
+    code: str
+    line: str
+
+
+FAULTS: dict[str, Expected] = {}
+
+
+def fault(code: str, line: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
+    def note(loop: Callable[[], object]) -> Callable[[], object]:
+        FAULTS[loop.__name__] = Expected(loop, code, line)
+        return loop
+
+    return note
+
+
+def sharded(model: Net, mesh: DeviceMesh) -> Any:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def replicated(model: Net, mesh: DeviceMesh) -> Any:
+    parts = [n for n, p in model.named_parameters() if isinstance(p, DTensor) and p.placements != (Replicate(),)]
+    wrapped = DistributedDataParallel(model, device_mesh=mesh["dp"])
+    HELD[wrapped], SPLIT[wrapped], GROUP[wrapped] = dict(model.named_parameters()), parts, mesh["tp"].get_group()
+    return wrapped
+
+
+# The batches of a rank
+
+
+@fault("DDP516", "DistributedSampler(data, parts, part)")
+def sampler_over_the_world() -> None:
+    """Each rank takes its part of the data: also those that compute one model together."""
+    mesh = grid(2)
+    model = sharded(split(Net(), mesh["tp"]), mesh["dp"])
+    of_world = dist.get_world_size(), dist.get_rank()
+    train(model, mesh, sample=None if FIXED else of_world)
+
+
+@fault("DDP516", "DistributedSampler(data, parts, part)")
+def sampler_over_tensor_parallelism() -> None:
+    """The sampler is given the other dimension of the mesh: both replicas take the same, and in each of them others."""
+    mesh = grid(2)
+    model = replicated(split(Net(), mesh["tp"]), mesh)
+    tp = mesh["tp"]
+    train(model, mesh, sample=None if FIXED else (tp.size(), tp.get_local_rank()))
+
+
+@fault("DDP516", "DistributedSampler(data, parts, part)")
+def sampler_without_data_parallelism() -> None:
+    """The ranks of the one model take a part of the data each."""
+    mesh = grid(dist.get_world_size())
+    model = split(Net(), mesh["tp"])
+    train(model, mesh, sample=None if FIXED else (dist.get_world_size(), dist.get_rank()))
+
+
+@fault("DDP505", "DistributedSampler(data, parts, part)")
+def same_batches_everywhere() -> None:
+    """All replicas take all of the data, in the same order."""
+    mesh = grid(2)
+    model = sharded(split(Net(), mesh["tp"]), mesh["dp"])
+    train(model, mesh, sample=None if FIXED else (1, 0))
+
+
+# What tensor parallelism does not split
+
+
+@fault("DDP208", "parallelize_module(model, mesh, plan)")
+def norms_start_differently() -> None:
+    """Each rank of a model seeds it by its place: what the plan does not name stays so."""
+    mesh = grid(2)
+    model = split(Shifted(seed=0 if FIXED else mesh["tp"].get_local_rank()), mesh["tp"])
+    train(sharded(model, mesh["dp"]), mesh)
+
+
+@fault("DDP208", "self.down = nn.Linear(4 * WIDTH, WIDTH)")
+def replicas_start_differently() -> None:
+    """Each replica is seeded by its place in the data dimension, and fully_shard broadcasts nothing."""
+    mesh = grid(2)
+    model = split(Shifted(seed=0 if FIXED else mesh["dp"].get_local_rank()), mesh["tp"])
+    train(sharded(model, mesh["dp"]), mesh)
+
+
+@fault("DDP301", "parallelize_module(model, mesh, plan)")
+def norms_not_in_the_plan() -> None:
+    """What is between blocks is split along the sequence, and norms are not told: nothing adds up their gradients."""
+    mesh = grid(2)
+    model = split(Net(), mesh["tp"], sequence=True, norms=FIXED)
+    train(sharded(model, mesh["dp"]), mesh, clips=False)
+
+
+@fault("DDP301", "parallelize_module(model, mesh, plan)")
+def norms_not_in_the_plan_without_data_parallelism() -> None:
+    """The same, of one model over all ranks."""
+    mesh = grid(dist.get_world_size())
+    train(split(Net(), mesh["tp"], sequence=True, norms=FIXED), mesh, clips=False)
+
+
+@fault("DDP301", "for rows in batches(mesh, first=first, **data):")
+def dropout_of_each_rank() -> None:
+    """Every rank draws its own dropout of what all ranks of a model compute alike."""
+    mesh = grid(2)
+    model = replicated(split(Net(drops=0.2), mesh["tp"]), mesh)
+    train(model, mesh, clips=False, seed=mesh["dp"].get_local_rank() if FIXED else dist.get_rank())
+
+
+# What is computed of parts
+
+
+def clip_by_hand(model: Any, largest: float, *, sums: bool, all_of_it: bool) -> None:
+    squares = {name: p.grad.square().sum() for name, p in HELD[model].items()}
+    square = torch.stack([value for name, value in squares.items() if all_of_it or name in SPLIT[model]]).sum()
+    if sums:
+        dist.all_reduce(square, group=GROUP[model])
+    if not all_of_it:
+        square = square + torch.stack([value for name, value in squares.items() if name not in SPLIT[model]]).sum()
+    for p in HELD[model].values():
+        p.grad.mul_(largest / max(float(square.sqrt()), largest))
+
+
+def train_clipped(model: Any, mesh: DeviceMesh, *, sums: bool, all_of_it: bool) -> None:
+    optimizer = torch.optim.AdamW(HELD[model].values(), lr=0.01)
+    for rows in batches(mesh):
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        clip_by_hand(model, 0.1, sums=sums, all_of_it=all_of_it)
+        optimizer.step()
+
+
+@fault("DDP306", "squares = {name: p.grad.square().sum()")
+def norm_of_own_parts() -> None:
+    """Each rank clips by the norm of its own parts."""
+    mesh = grid(2)
+    model = replicated(split(Net(), mesh["tp"]), mesh)
+    train_clipped(model, mesh, sums=FIXED, all_of_it=not FIXED)
+
+
+@fault("DDP306", "squares = {name: p.grad.square().sum()")
+def norm_with_replicas() -> None:
+    """The squares of all norms are added up over the ranks of a model: also those of what each of them has."""
+    mesh = grid(2)
+    model = replicated(split(Net(), mesh["tp"]), mesh)
+    train_clipped(model, mesh, sums=True, all_of_it=not FIXED)
+
+
+@fault("DDP303", "/ dist.get_world_size()")
+def loss_divided_by_the_world() -> None:
+    """The loss is divided by the number of all ranks, and DDP averages over the replicas."""
+    mesh = grid(2)
+    model = replicated(split(Net(), mesh["tp"]), mesh)
+    optimizer = torch.optim.SGD(HELD[model].values(), lr=0.05)
+    for rows in batches(mesh):
+        optimizer.zero_grad()
+        out = model(rows[:, :-1])
+        loss = cross_entropy(out.flatten(0, 1), rows[:, 1:].flatten())
+        if not FIXED:
+            loss = loss / dist.get_world_size()
+        loss.backward()
+        optimizer.step()
+
+
+# The order of things
+
+
+@fault("DDP504", "optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # too early")
+def optimizer_before_the_split() -> None:
+    """The optimizer is made first, and has the parameters of which there are parts now."""
+    mesh = grid(dist.get_world_size())
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # too early
+    model = split(model, mesh["tp"])
+    if FIXED:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, mesh, optimizer)
+
+
+@fault("DDP504", "optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)  # too early")
+def optimizer_before_split_and_shards() -> None:
+    """The same, of a model that is sharded after that."""
+    mesh = grid(2)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)  # too early
+    model = sharded(split(model, mesh["tp"]), mesh["dp"])
+    if FIXED:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    train(model, mesh, optimizer)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    every = HEALTHY | {name: one.loop for name, one in FAULTS.items()}
+    for name in [argument for argument in sys.argv[1:] if not argument.startswith("--")]:
+        every[name]()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
