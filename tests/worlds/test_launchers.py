@@ -10,7 +10,13 @@ import pytest
 
 import ddpcheck
 from ddpcheck.findings.errors import ChoiceError, DdpcheckError, HangError, UsageError
-from ddpcheck.gather.collectives.allreduce import allreduce_grads, allreduce_params, average_over_ranks
+from ddpcheck.gather.collectives import allreduce
+from ddpcheck.gather.collectives.allreduce import (
+    allreduce_grads,
+    allreduce_params,
+    average_over_ranks,
+    averages_over_ranks,
+)
 from ddpcheck.worlds.launchers import slurm
 from ddpcheck.worlds.launchers.dist_info import get_dist_info
 from ddpcheck.worlds.launchers.init_dist import RankDevices, choose_backend, choose_gpus, init_dist, local_ranks
@@ -74,6 +80,23 @@ def test_half_precision_is_summed_in_single_precision(rank: int) -> None:
     value, small = average_over_ranks([value, small], [value, small])
     assert value.tolist() == [60_000.0] * 4, "the sum is beyond float16"
     assert small.tolist() == torch.full((4,), 128.5, dtype=torch.bfloat16).tolist()
+
+
+@pytest.mark.parametrize("torch_tells", [True, False])
+@pytest.mark.ddp(reuse="module")
+def test_only_memory_that_nothing_else_looks_at_becomes_that_of_the_mean(
+    rank: int, torch_tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch_tells:
+        monkeypatch.delattr(torch._C, "_storage_Use_Count", raising=False)
+    alone = torch.full((4,), 2.0 * rank)
+    watched = torch.full((4,), 2.0 * rank, dtype=torch.float64)
+    view = watched[1:]
+    means = dict(averages_over_ranks([alone, watched], [torch.zeros_like(t) for t in (alone, watched)], consume=True))
+    assert [mean.tolist() for mean in means.values()] == [[1.0] * 4] * 2
+    assert view.tolist() == [2.0 * rank] * 3
+    assert (means[0].data_ptr() == alone.data_ptr()) == (torch_tells and hasattr(torch._C, "_storage_Use_Count"))
+    assert not allreduce.is_alone(watched)
 
 
 @pytest.mark.ddp(reuse="module")

@@ -57,6 +57,7 @@ class BuiltModule:
         trainable: How many parameters require grad.
         parameters: How many there are.
         modules: For a report; of rank 0 only, which stands for all, and of a large model not all.
+        large: Whether copies of it are kept in files.
     """
 
     digest: str
@@ -64,6 +65,7 @@ class BuiltModule:
     trainable: int
     parameters: int
     modules: tuple[ModuleEntry, ...] = added(())
+    large: bool = added(False)
 
 
 class WrapperFacts(Struct, frozen=True):

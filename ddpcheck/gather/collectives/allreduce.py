@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,22 +89,31 @@ def allreduce_params(
 def average_over_ranks(
     tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], *, group: Any = None
 ) -> list[torch.Tensor | None]:
-    """The mean of each tensor over the ranks of `group`, dense, coalesced by dtype and device.
+    """The mean of each tensor over the ranks of `group`, as `averages_over_ranks` has it; None where no rank has it."""
+    means = dict(averages_over_ranks(tensors, like, group=group))
+    return [means.get(index) for index in range(len(tensors))]
 
-    A tensor that is None on some ranks counts as zeros there, and stays None only where it is None on every rank, so
-    ranks with different sets of gradients cannot pair up the wrong ones. float16 and bfloat16 are summed in float32.
+
+def averages_over_ranks(
+    tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], *, group: Any = None, consume: bool = False
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The position and the mean of each tensor over the ranks of `group`, dense, coalesced by dtype and device.
+
+    A tensor that is None on some ranks counts as zeros there, and is left out only where it is None on every rank, so
+    ranks with different sets of gradients cannot pair up the wrong ones. float16 and bfloat16 are summed in float32. A
+    tensor is not read any more once its mean is there.
 
     Args:
         tensors: One a position, the same positions and dtypes on every rank.
         like: What each position looks like where it is None; same length.
         group: Default: all ranks.
+        consume: Whether a mean may have the memory of its tensor, where nothing else looks at that.
 
     Raises:
         UsageError: The ranks hand over different positions; it is raised on all of them.
     """
     somewhere = [max(kind) for kind in _kinds_over_ranks(tensors, like, group)]
-    means = dict(_means(tensors, like, somewhere, _BUCKET, group))
-    return [means.get(index) for index in range(len(tensors))]
+    yield from _means(tensors, like, somewhere, _BUCKET, group, consume=consume)
 
 
 def _limit(coalesce: bool, bucket_size_mb: float) -> float:
@@ -196,18 +205,33 @@ def _means(
     kinds: Sequence[int],
     limit: float,
     group: Any,
+    *,
+    consume: bool = False,
 ) -> Iterable[tuple[int, torch.Tensor]]:
     """The mean of each position that is on any rank, contiguous and dense; integers are summed only."""
     _, world_size = get_dist_info(group)
     for dtype, indices in _buckets(like, kinds, limit):
+        own = consume and len(indices) == 1 and is_alone(tensors[indices[0]])
         parts = [_dense(tensors[index], like[index]).to(_wide(dtype)).reshape(-1) for index in indices]
-        flat = torch.cat(parts)
+        flat = parts[0] if own else torch.cat(parts)
         if world_size > 1:
             dist.all_reduce(flat, group=group)
             if flat.is_floating_point() or flat.is_complex():
                 flat /= world_size
         for index, part in zip(indices, flat.split([part.numel() for part in parts]), strict=True):
             yield index, part.reshape(like[index].shape).to(dtype)
+
+
+def is_alone(tensor: torch.Tensor | None) -> bool:
+    """Whether no other tensor is known to look at the memory of `tensor`; False where torch does not tell.
+
+    The count is private to torch.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if tensor is None or tensor.layout != torch.strided or count is None:
+        return False
+    storage: Any = tensor.untyped_storage()
+    return bool(count(storage._cdata) == 2)  # that of `tensor`, and `storage`
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -66,7 +66,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
         gradients = {n: dense(g) for n, g in state.whole((n, p.grad) for n, p in model.trainable.items()).items()}
         lossy = eps_of(precision) if precision is not None else hook_loss(model.wrapper)
         rounds = lossy or model.facts.sharded  # under fully_shard, gradients are added up in another order
-        floor = scales({name: t for name, t in data.averaged.items() if t is not None}) if rounds else {}
+        floor = scales(data.averaged) if rounds else {}
         differences = tuple(
             against_average(
                 name,
@@ -109,6 +109,8 @@ def ddp_step(step: int) -> DdpStepEvidence:
         parameters_after_backward=computed_with if model.facts.sharded else recorder.values,
     )
     if not model.facts.sharded:
+        if state.large:
+            _forget_gradients(model)
         return found
     model.copies = model.copies or tuple(CopiedOptimizer(state.recipe, given) for given in (before, own))
     whole, alone = model.copies
@@ -119,6 +121,13 @@ def ddp_step(step: int) -> DdpStepEvidence:
         uncompared=whole.trouble or alone.trouble,
         updated_at=_step_line(model.optimizer, state.recipe),
     )
+
+
+def _forget_gradients(model: TrainingModel) -> None:
+    """Let go of the gradients before the next step does; those that are views of a bucket hold nothing of their own."""
+    for parameter in model.trainable.values():
+        if parameter.grad is not None and parameter.grad._base is None:
+            parameter.grad = None
 
 
 def _step_line(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Location | None:
@@ -206,7 +215,7 @@ def compiled_step(step: int) -> CompiledStep:
     finally:
         count_calls(model)
         now.restore(module)
-    averaged = {name: gradient for name, gradient in data.averaged.items() if gradient is not None}
+    averaged = data.averaged
     scale = scales(averaged)
     differences = tuple(
         difference(name, gradient, averaged.get(name), scale=scale.get(name, 0.0), tolerance=_COMPILED_TOLERANCE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ddpcheck.findings.source_lines import assignment_of
 from ddpcheck.gather.autograd.autograd_graph import EngineProbe, named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.gather.autograd.gradient_paths import function_returning_none
 from ddpcheck.gather.autograd.unregistered_leaves import lasting_tensors, unregistered_leaves
-from ddpcheck.gather.collectives.allreduce import average_over_ranks
+from ddpcheck.gather.collectives.allreduce import averages_over_ranks
 from ddpcheck.gather.collectives.collective_log import read_log, unlogged
 from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, changes_in_forward
 from ddpcheck.gather.ddp.loop_events import counted_backwards
@@ -34,6 +35,7 @@ from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerpri
 from ddpcheck.gather.state.module_description import layout_of
 from ddpcheck.gather.state.module_state import capture_attributes, capture_state, copied_module
 from ddpcheck.gather.state.origins import Origins, record_origins
+from ddpcheck.gather.state.tensor_file import TensorFile, save
 from ddpcheck.gather.steps.gradient_distance import norm
 from ddpcheck.gather.steps.training_step import (
     Loss,
@@ -55,25 +57,33 @@ from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.compilation import is_asked_for
 
 
-def begin_step(step: int, file: Path | None) -> None:
-    """Bring the reference module to the state in which the wrapper's forward will begin; rank 0 saves it to `file`."""
+def begin_step(step: int, file: Path | None, *, shared: bool = True) -> None:
+    """Note the state in which the wrapper's forward will begin; rank 0 saves it to `file`.
+
+    Of a large model each rank does, into a file of its own, where the parameters in that of rank 0 are not `shared`.
+    """
     state = rank_state()
     this_rank.set_status(f"step {step}: beginning")
     model, reference = state.training_model, state.reference
     trained = state.module if reference.optimizer is None else reference.module
     last = state.step.before if hasattr(state, "step") else None
+    own = state.own_file(file, shared=shared)
     if model.facts.sharded and trained is state.module:
         before = gathered_state(trained, state.group)
+    elif own is not None:
+        before = capture_attributes(trained, buffers=True)
     else:
         before = capture_state(trained, into=last)
     if state.world_size > 1 and broadcasts_buffers(model.wrapper):
         with unlogged():
             for name, _ in state.module.named_buffers():
                 dist.broadcast(before.tensors[name], src=0, group=state.group)
-    before.restore(reference.module)
     state.step = StepData(before)
-    if state.rank == 0 and file is not None:
-        torch.save(before.tensors, file)
+    if file is not None and (state.rank == 0 or (own is not None and not shared)):
+        save({**dict(trained.named_parameters()), **before.tensors}.items(), own or file)
+    if own is not None:
+        before.tensors = {name: before.tensors[name] for name, _ in trained.named_buffers()}
+        before.file = own
 
 
 def local_step(step: int) -> LocalStep:
@@ -81,6 +91,9 @@ def local_step(step: int) -> LocalStep:
     state = rank_state()
     reference, data = state.reference, state.step
     module, parameters = reference.module, reference.trainable  # forward may put others in their place
+    if data.before.file is not None:
+        data.before.tensors = {**TensorFile(data.before.file), **data.before.tensors}
+    state.rewind()
     reference.outputs.clear()
     clear_gradients(module, *parameters.values())
     since = versions(module)
@@ -287,22 +300,42 @@ def _created_parameters(reference: ReferenceModule) -> tuple[UnregisteredTensor,
     )
 
 
-def average(step: int, file: Path | None) -> None:
-    """Average the local gradients over the ranks by an all-reduce of our own; rank 0 saves the result."""
+def average(step: int, file: Path | None, *, shared: bool = True) -> None:
+    """Average the local gradients over the ranks by an all-reduce of our own; rank 0 saves the result.
+
+    Of a large model that is where they are, and each rank saves its own where the file of rank 0 is not `shared`.
+    """
     state = rank_state()
     data, parameters = state.step, state.reference.trainable
     this_rank.set_status(f"step {step}: averaging local gradients")
+    own = state.own_file(file, shared=shared)
+    consume = not state.training_model.facts.sharded  # which measures what another dtype loses
     local = [data.local.get(name) for name in parameters]
+    data.local = {} if consume else data.local
+    clear_gradients(state.reference.module, *parameters.values())
+    names = list(parameters)
+
+    def averaged() -> Iterator[tuple[str, torch.Tensor]]:
+        means = averages_over_ranks(local, list(parameters.values()), group=state.group, consume=consume)
+        for index, mean in means:
+            local[index] = None
+            yield names[index], mean
+
     with unlogged():
-        averaged = average_over_ranks(local, list(parameters.values()), group=state.group)
+        if own is None:
+            data.averages = dict(averaged())
+        elif state.rank == 0 or not shared:
+            save(averaged(), own)
+        else:
+            deque(averaged(), maxlen=0)
         sizes = torch.tensor([data.norms.get(name, 0.0) ** 2 for name in parameters], dtype=torch.float64)
         sizes = sizes.to(state.device)
         if state.world_size > 1:
             dist.all_reduce(sizes, group=state.group)
-    data.averaged = dict(zip(parameters, averaged, strict=True))
+    data.averages_file = own
     data.scale = dict(zip(parameters, (sizes / state.world_size).sqrt().tolist(), strict=True))
-    if state.rank == 0 and file is not None:
-        torch.save({name: tensor for name, tensor in data.averaged.items() if tensor is not None}, file)
+    if state.rank == 0 and file is not None and own is None:
+        save(data.averages.items(), file)
 
 
 @replays_step
@@ -366,9 +399,10 @@ def average_exactly(step: int, file: Path) -> str:
             )
             owners = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
             local = [gradients.get(name) for name in owners]
-            averaged = average_over_ranks(local, list(owners.values()), group=state.group)
+            averaged = dict(averages_over_ranks(local, list(owners.values()), group=state.group))
     except Exception as error:
         return summary(error)
     if state.rank == 0:
-        torch.save({name: value for name, value in zip(owners, averaged, strict=True) if value is not None}, file)
+        names = list(owners)
+        save(((names[index], value) for index, value in averaged.items()), file)
     return ""

@@ -33,7 +33,7 @@ def explain(step: int) -> dict[str, PathEnd]:
     explainer = Explainer(
         module,
         lambda: state.run_loss(step, "explaining, ").parts,
-        lambda: state.step.before.restore(module),
+        state.rewind,
         once=communicates,
     )
     try:

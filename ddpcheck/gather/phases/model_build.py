@@ -46,9 +46,10 @@ from ddpcheck.gather.phases.single_process import HANDOVER
 from ddpcheck.gather.state.external_state import ExternalState
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints
 from ddpcheck.gather.state.module_description import describe, module_entries
-from ddpcheck.gather.state.module_state import copied_module, differs_in_structure, moved
+from ddpcheck.gather.state.module_state import copied_module, differs_in_structure, move_to_file, moved, own_parameters
 from ddpcheck.gather.state.origins import record_origins
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
+from ddpcheck.gather.state.tensor_file import is_large
 from ddpcheck.gather.state.training_mode import ARRIVED_EVALUATING, into_training
 from ddpcheck.gather.steps.training_step import model_seed, uneven_batch
 from ddpcheck.recipe.recipe import Recipe, summary
@@ -86,6 +87,9 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
     with unlogged():
         group = dist.new_group(timeout=datetime.timedelta(days=1)) if context.world_size > 1 else None
     described = describe(moved(module, device))
+    moved(reference, device)
+    large = is_large(reference)
+    mapped = move_to_file(reference, context.directory / f"built.{context.rank}") if large else frozenset()
     this_rank.state["check"] = RankState(
         recipe=recipe,
         seed=seed,
@@ -94,17 +98,19 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
         world_size=context.world_size,
         group=group,
         module=module,
-        reference=ReferenceModule(moved(reference, device)),
+        reference=ReferenceModule(reference, mapped=mapped),
         origins=origins,
         description=described,
         arrived_evaluating=into_training(module),
         syncbn=syncbn,
         stack=stack,
+        large=large,
     )
     into_training(reference)
     trainable = sum(p.requires_grad for p in module.parameters())
     entries = module_entries(module) if context.rank == 0 else ()
-    return BuiltModule(digest_of(described), described.uninitialised, trainable, len(described.parameters), entries)
+    count = len(described.parameters)
+    return BuiltModule(digest_of(described), described.uninitialised, trainable, count, entries, large)
 
 
 def description() -> ModuleDescription:
@@ -179,6 +185,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         if differs_in_structure(inner, reference):
             reshaped = _shapes(inner) != _shapes(reference)
             state.reference.module = reference = _unwrapped_copy(inner, changed)
+            state.reference.mapped = own_parameters(reference) if state.large else frozenset()
             trouble = _hand_over(reference) if reshaped and state.rank == 0 else ""
         state.module = inner
     trainable = {name: p for name, p in state.module.named_parameters() if p.requires_grad}

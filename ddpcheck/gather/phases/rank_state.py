@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from ddpcheck.gather.ddp.sharding import gathered
 from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back
 from ddpcheck.gather.state.module_state import ModuleState
 from ddpcheck.gather.state.origins import Origins
+from ddpcheck.gather.state.tensor_file import TensorFile
 from ddpcheck.gather.steps.training_step import Gradients, Loss, compute_loss, step_seed
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.worlds import rank as this_rank
@@ -51,6 +53,7 @@ class ReferenceModule:
     leaves: dict[int, torch.Tensor] = field(default_factory=dict)  # of the graph of the step before, by identity
     arrivals: Counter[str] = field(default_factory=Counter)  # how many gradients have come to each parameter
     outputs: list[Any] = field(default_factory=list)  # of its forward
+    mapped: frozenset[str] = frozenset()  # of a large model, the parameters that are in a file until written to
 
 
 @dataclass(slots=True)
@@ -84,9 +87,17 @@ class StepData:
     norms: dict[str, float] = field(default_factory=dict)  # of `local`
     missing: list[str] = field(default_factory=list)  # parameters that received no gradient
     without_random: bool = False  # whether `local` was computed with constants in place of random numbers
-    averaged: dict[str, torch.Tensor | None] = field(default_factory=dict)  # None where no rank has one
+    averages: Mapping[str, torch.Tensor] = field(default_factory=dict)  # see `averaged`
+    averages_file: Path | None = None  # in which they are, once all ranks have gone on
     scale: dict[str, float] = field(default_factory=dict)  # root mean square of the ranks' norms
     after: ModuleState | None = None  # of the reference module after its forward and backward pass
+
+    @property
+    def averaged(self) -> Mapping[str, torch.Tensor]:
+        """The mean of the ranks' gradients, where any of them has one."""
+        if self.averages_file is not None:
+            self.averages, self.averages_file = TensorFile(self.averages_file), None
+        return self.averages
 
 
 @dataclass(slots=True)
@@ -106,6 +117,7 @@ class RankState:
     arrived_evaluating: bool  # whether that was in eval mode
     syncbn: list[str]  # names of the SyncBatchNorm modules that ran on CPU so far
     stack: contextlib.ExitStack  # is closed with the rank
+    large: bool  # whether copies of the module are kept in files
     training_model: TrainingModel = field(init=False)  # from `wrap` on
     step: StepData = field(init=False)
 
@@ -118,6 +130,16 @@ class RankState:
         if self.training_model.facts.sharded:
             return gathered(tensors, self.group)
         return {name: tensor for name, tensor in tensors if tensor is not None}
+
+    def rewind(self) -> None:
+        """Bring the reference module to what it was when the step began."""
+        self.step.before.restore(self.reference.module, self.reference.mapped)
+
+    def own_file(self, file: Path | None, *, shared: bool) -> Path | None:
+        """Where this rank has what rank 0 saves to `file`; None for memory, where the model is not large."""
+        if not self.large or file is None:
+            return None
+        return file if shared or not self.rank else this_rank.current().directory / f"{file.name}.{self.rank}"
 
     def run_loss(self, step: int, place: str = "") -> Loss:
         """The loss of the reference module on this rank's shard; see `compute_loss`."""
@@ -136,7 +158,7 @@ def recover() -> None:
     state = rank_state()
     state.reference.outputs.clear()
     if hasattr(state, "step"):
-        state.step.before.restore(state.reference.module)
+        state.rewind()
 
 
 def replays_step(
@@ -152,11 +174,11 @@ def replays_step(
         state = rank_state()
         now = state.training_model.external_state.capture()
         put_back(state.step.external)
-        state.step.before.restore(state.reference.module)
+        state.rewind()
         try:
             return function(step, *args, **kwargs)
         finally:
-            state.step.before.restore(state.reference.module)
+            state.rewind()
             state.reference.outputs.clear()
             put_back(now)
 

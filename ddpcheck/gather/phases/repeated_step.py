@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,10 +26,10 @@ from ddpcheck.gather.patching import CALLER, patched
 from ddpcheck.gather.phases.rank_state import RankState, rank_state, replays_step
 from ddpcheck.gather.state.external_state import put_back
 from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.state.tensor_file import TensorFile, save
 from ddpcheck.gather.steps.batch_coupling import watched_modules
 from ddpcheck.gather.steps.gradient_distance import difference, eps_of, norm
 from ddpcheck.gather.steps.training_step import (
-    Gradients,
     clear_gradients,
     compute_loss,
     gradients_of,
@@ -45,7 +46,7 @@ _NOT_ROUNDING = 1e3  # times machine eps
 
 @dataclass(slots=True)
 class _Run:
-    gradients: Gradients = field(default_factory=dict)
+    gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
     node_names: frozenset[str] = frozenset()
     feeds_others: bool = False
 
@@ -54,16 +55,19 @@ class _Run:
 def repeat_step(step: int) -> RepeatedStep:
     """The local step three times more from the same state and seed, the third with the output gradient doubled."""
     state = rank_state()
-    runs = []
-    for factor in (1.0, 1.0, _FACTOR):
-        state.step.before.restore(state.reference.module)
-        put_back(state.step.external)
-        runs.append(_run(state, step, factor))
-    first, second, doubled = runs
-    halved = {name: gradient / _FACTOR for name, gradient in doubled.gradients.items()}
-    nonlinear = [item.name for item in _differences(first.gradients, halved) if item.bad]
+    first = _run(state, step, 1.0)
+    if state.large:
+        file = this_rank.current().directory / f"repeated.{state.rank}"
+        save(first.gradients.items(), file)
+        first.gradients = TensorFile(file)
+        shutil.rmtree(file)
+    else:
+        first.gradients = {name: gradient.clone() for name, gradient in first.gradients.items()}
+    differences = _differences(first.gradients, _run(state, step, 1.0).gradients)
+    doubled = _run(state, step, _FACTOR)
+    nonlinear = [item.name for item in _differences(first.gradients, doubled.gradients, _FACTOR) if item.bad]
     return RepeatedStep(
-        differences=_differences(first.gradients, second.gradients),
+        differences=differences,
         nonlinear=() if doubled.feeds_others else tuple(nonlinear),
         hooks=(*recorded_hooks(), *own_functions(first.node_names)),
     )
@@ -72,6 +76,8 @@ def repeat_step(step: int) -> RepeatedStep:
 def _run(state: RankState, step: int, factor: float) -> _Run:
     """One step with everything that starts a backward pass times `factor`."""
     module = state.reference.module
+    state.rewind()
+    put_back(state.step.external)
     clear_gradients(module)
     run = _Run()
     own = {id(p) for p in module.parameters()}
@@ -91,20 +97,24 @@ def _run(state: RankState, step: int, factor: float) -> _Run:
 
     with backward_through(enlarged):
         run_backward(state.run_loss(step, "repeating, ").total)
-    run.gradients = {name: gradient.clone() for name, gradient in gradients_of(named_parameters(module)).items()}
+    run.gradients = gradients_of(named_parameters(module))
     return run
 
 
 _STARTS = ("tensors", "grad_tensors")
 
 
-def _differences(first: Gradients, second: Gradients) -> tuple[Difference, ...]:
-    return tuple(
-        difference(
-            name, second.get(name), gradient, scale=norm(gradient), tolerance=_NOT_ROUNDING * eps_of(gradient.dtype)
-        )
-        for name, gradient in first.items()
-    )
+def _differences(
+    first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor], factor: float = 1.0
+) -> tuple[Difference, ...]:
+    """How `second`, divided by `factor`, differs from `first`."""
+    found = []
+    for name, gradient in first.items():
+        again, tolerance = second.get(name), _NOT_ROUNDING * eps_of(gradient.dtype)
+        if again is not None and factor != 1.0:
+            again = again / factor
+        found.append(difference(name, again, gradient, scale=norm(gradient), tolerance=tolerance))
+    return tuple(found)
 
 
 # The random numbers that a forward pass draws

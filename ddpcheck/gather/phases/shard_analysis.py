@@ -6,7 +6,7 @@ Runs in the single process, once, at the first step that differs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ from ddpcheck.gather.phases.shard_terms import (
 )
 from ddpcheck.gather.phases.single_process import SingleProcess
 from ddpcheck.gather.state.randomness import constant_random_numbers
+from ddpcheck.gather.state.tensor_file import TensorFile
 from ddpcheck.gather.steps.batch_coupling import first_coupling
-from ddpcheck.gather.steps.gradient_distance import fit, norm
+from ddpcheck.gather.steps.gradient_distance import distance, fit
 from ddpcheck.gather.steps.training_step import Gradients, compute_loss, make_batch, step_seed
 from ddpcheck.recipe.pytree import to_device, upcast
 from ddpcheck.recipe.recipe import summary
@@ -64,14 +65,14 @@ def analyse(step: int, gradient_file: Path, exact_file: Path | None, world_size:
 def _analyse(
     own: SingleProcess, step: int, gradient_file: Path, exact_file: Path | None, world_size: int
 ) -> ShardAnalysis:
-    averaged: Gradients = torch.load(gradient_file, map_location=own.device, weights_only=True, mmap=True)
+    averaged = TensorFile(gradient_file, device=own.device)
     compared = {name: averaged[name] for name in own.step.gradients if name in averaged}
     found = ShardAnalysis(global_loss=own.step.loss)
     beyond = _beyond(own, averaged, own.step.gradients)
     batch = to_device(make_batch(own.recipe, step, seed=own.seed, world_size=world_size), own.device)
     if exact_file is not None and own.double is not None:
         with contextlib.suppress(Exception):  # a model that insists on its dtype
-            exact: Gradients = torch.load(exact_file, map_location=own.device, weights_only=True)
+            exact = TensorFile(exact_file, device=own.device)
             whole, _ = total_gradient(ShardRun(own, own.double, step), upcast(batch))
             found = replace(found, rounded=_rounded(own, averaged, exact, whole))
             if found.rounded and beyond <= set(found.rounded):
@@ -130,7 +131,7 @@ def _analyse(
     return replace(found, terms=tuple(terms), terms_residual=terms_residual)
 
 
-def _fit(target: Gradients, part: Gradients) -> Fit:
+def _fit(target: Mapping[str, torch.Tensor], part: Mapping[str, torch.Tensor]) -> Fit:
     ratio, residual = fit(target, [part])
     return Fit(ratio[0], residual)
 
@@ -143,17 +144,21 @@ def _look_at_terms(own: SingleProcess, batch: Any, shards: Sequence[Any], step: 
     return False, look_at_terms(own, batch, shards, step, exactly=False)
 
 
-def _beyond(own: SingleProcess, averaged: Gradients, wanted: Gradients) -> set[str]:
+def _beyond(own: SingleProcess, averaged: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> set[str]:
     """The gradients that differ by more than they may from the global batch's."""
     return {
         name
         for name, want in wanted.items()
-        if name in averaged
-        and norm(averaged[name].double() - want.double()) > own.step.tolerance[name] * own.step.scale[name]
+        if name in averaged and distance(averaged[name], want) > own.step.tolerance[name] * own.step.scale[name]
     }
 
 
-def _rounded(own: SingleProcess, averaged: Gradients, exact: Gradients, whole: Gradients) -> tuple[str, ...]:
+def _rounded(
+    own: SingleProcess,
+    averaged: Mapping[str, torch.Tensor],
+    exact: Mapping[str, torch.Tensor],
+    whole: Gradients,
+) -> tuple[str, ...]:
     """The gradients that differ from the global batch's by rounding alone: in float64 the difference is gone.
 
     A single number, the gradient of a bias say, may lose far more on shards than it happened to lose on the global
@@ -162,14 +167,14 @@ def _rounded(own: SingleProcess, averaged: Gradients, exact: Gradients, whole: G
     """
     found = []
     for name in sorted(_beyond(own, averaged, own.step.gradients) & set(exact) & set(whole)):
-        gap = norm(averaged[name].double() - own.step.gradients[name].double())
-        if norm(exact[name] - whole[name]) <= min(gap / 10, _LARGEST_ROUNDING * own.step.scale[name]):
+        gap = distance(averaged[name], own.step.gradients[name])
+        if distance(exact[name], whole[name]) <= min(gap / 10, _LARGEST_ROUNDING * own.step.scale[name]):
             found.append(name)
     return tuple(found)
 
 
 def _rounded_on_shards(
-    own: SingleProcess, averaged: Gradients, batch: Any, shards: Sequence[Any], step: int
+    own: SingleProcess, averaged: Mapping[str, torch.Tensor], batch: Any, shards: Sequence[Any], step: int
 ) -> tuple[str, ...]:
     """As `_rounded`, where the ranks compute what their shards give here: those in float64 stand for the ranks'."""
     if own.double is None:

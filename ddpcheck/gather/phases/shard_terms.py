@@ -100,7 +100,7 @@ def total_gradient(run: ShardRun, part: Any) -> tuple[Gradients, float]:
         return gradients_of(named_parameters(run.module)), loss.value
 
 
-def filled(gradients: Gradients, like: Gradients) -> Gradients:
+def filled(gradients: Gradients, like: Mapping[str, torch.Tensor]) -> Gradients:
     """`gradients` with zeros where there is none."""
     return {name: gradients.get(name, torch.zeros_like(there)) for name, there in like.items()}
 
@@ -170,7 +170,8 @@ def look_at_terms(
     most = min(_MOST_TERMS, MOST_ELEMENTS // ((len(shards) + 1) * max(size, 1)))
     edges, (names, *_) = zip(*(run.terms(part) for part in (batch, *shards)), strict=True)
     paired = PairedTerms(edges if all(edges) else [], most=max(most, 1))
-    like = {name: gradient.double() for name, gradient in own.step.gradients.items()} if exactly else own.step.gradients
+    like: Mapping[str, torch.Tensor] = own.step.gradients
+    like = {name: gradient.double() for name, gradient in like.items()} if exactly else like
     whole = [filled(gradients, like) for gradients in run.gradients(batch, paired)]
     by_shard = [[filled(gradients, like) for gradients in run.gradients(shard, paired)] for shard in shards]
     parts = [[of_shard[number] for of_shard in by_shard] for number in range(len(whole))]

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.single_process import SingleStep
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back
-from ddpcheck.gather.state.module_state import ModuleState, capture_attributes, capture_state, copied_module, moved
+from ddpcheck.gather.state.module_state import (
+    ModuleState,
+    capture_attributes,
+    capture_state,
+    copied_module,
+    move_to_file,
+    moved,
+    release,
+)
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
+from ddpcheck.gather.state.tensor_file import TensorFile, TensorWriter, is_large, save
 from ddpcheck.gather.state.training_mode import into_training
-from ddpcheck.gather.steps.gradient_distance import difference, fit, norm, scales, tolerances
+from ddpcheck.gather.steps.gradient_distance import dense, difference, distance, fit, norm, scales, tolerances
 from ddpcheck.gather.steps.training_step import (
     Gradients,
     batch_fingerprint,
+    clear_gradients,
     compute_gradients,
     make_batch,
     model_seed,
@@ -54,7 +67,7 @@ class SingleStepData:
     before: ModuleState  # of the module when the step began
     external: list[Restore]  # the state outside of modules then
     loss: float = 0.0  # of the global batch
-    gradients: Gradients = field(default_factory=dict)
+    gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
     scale: dict[str, float] = field(default_factory=dict)  # that relative errors are measured by
     tolerance: dict[str, float] = field(default_factory=dict)  # the relative error that may be rounding
 
@@ -72,14 +85,22 @@ class SingleProcess:
     world_size: int  # of the ranks that it is compared with
     stack: contextlib.ExitStack  # is closed with the process
     external_state: ExternalState
+    mapped: frozenset[
+        str
+    ]  # of a large model, the parameters that are in a file until written to; in float64 made of it
     draws: bool = False  # whether forward draws random numbers, so that it runs with constants in their place
     after: ModuleState | None = None  # what the forward passes of the last step have left
     step: SingleStepData = field(init=False)
 
     def rewind(self, module: nn.Module) -> None:
         """Bring `module`, and what the recipe keeps outside of it, to what they were when the step began."""
-        self.step.before.restore(module)
+        self.step.before.restore(module, self.mapped)
         put_back(self.step.external)
+
+    def forget_double(self) -> None:
+        """Let go of the parameters in float64 until the next `rewind`."""
+        if self.double is not None:
+            release(self.double, self.mapped)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -109,6 +130,7 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
     if device.type == "cpu":
         stack.enter_context(synchronised_on_cpu())
     module = build()
+    mapped = _in_file(module)
     double, error = None, ""
     if any(p.dtype != torch.float64 for p in module.parameters() if p.is_floating_point()):
         try:
@@ -118,8 +140,13 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
         except Exception as failure:
             error = summary(failure)
     external = _external_state(recipe, module, double)
-    own = SingleProcess(recipe, module, double, error, device, seed, world_size, stack, external)
+    own = SingleProcess(recipe, module, double, error, device, seed, world_size, stack, external, mapped)
+    own.forget_double()
     this_rank.state["single"] = own
+
+
+def _in_file(module: nn.Module) -> frozenset[str]:
+    return move_to_file(module, this_rank.current().directory / "built") if is_large(module) else frozenset()
 
 
 def _external_state(recipe: Recipe, module: nn.Module, double: nn.Module | None) -> ExternalState:
@@ -137,6 +164,8 @@ def adopt(module_file: Path) -> None:
     own: SingleProcess = this_rank.state["single"]
     own.module = wire.loads(module_file.read_bytes()).to(own.device)
     own.double = copied_module(own.module).double() if own.double is not None else None
+    own.mapped = _in_file(own.module)
+    own.forget_double()
     own.after, own.external_state = None, _external_state(own.recipe, own.module, own.double)
 
 
@@ -149,10 +178,14 @@ def run_step(step: int, state_file: Path | None) -> SingleStep:
     if own.after is not None:
         own.after.restore(own.module)  # what its own forward passes have counted and kept goes on
     if state_file is not None:
-        saved = torch.load(state_file, map_location=own.device, weights_only=True, mmap=True)
-        ModuleState(saved).restore(own.module)
+        ModuleState(TensorFile(state_file), file=state_file).restore(own.module, own.mapped)
     last = own.step.before if hasattr(own, "step") else None
-    data = own.step = SingleStepData(capture_state(own.module, into=last), own.external_state.capture())
+    if own.mapped and state_file is not None:
+        before = capture_attributes(own.module, buffers=True)
+        before.tensors, before.file = {**TensorFile(state_file), **before.tensors}, state_file
+    else:
+        before = capture_state(own.module, into=last)
+    data = own.step = SingleStepData(before, own.external_state.capture())
     batch = make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size)
     again = (
         batch_fingerprint(make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size)) if step == 0 else ()
@@ -167,17 +200,30 @@ def run_step(step: int, state_file: Path | None) -> SingleStep:
     own.after = capture_attributes(own.module, buffers=False)
     data.loss = loss.value
     del loss
+    clear_gradients(own.module)
+    data.gradients = _moved(gradients) if own.mapped else gradients
+    del gradients
     with own.aside():
-        noise = _rounding(own, on_device, step, gradients)
-    data.gradients = gradients
-    data.scale = scales(gradients)
-    data.tolerance = tolerances(gradients, data.scale, noise)
+        noise = _rounding(own, on_device, step, own.mapped if backwards[0] == 1 else ())
+    data.scale = scales(data.gradients)
+    data.tolerance = tolerances(data.gradients, data.scale, noise)
     if own.double_error:  # the only yardstick there is without float64
         with own.aside():
-            measured = tolerances(gradients, data.scale, _rounding_by_change(own, on_device, step, gradients))
+            measured = tolerances(data.gradients, data.scale, _rounding_by_change(own, on_device, step))
         data.tolerance = {name: max(measured[name], allowed) for name, allowed in data.tolerance.items()}
-    total = sum(norm(gradient) ** 2 for gradient in gradients.values()) ** 0.5
+    total = sum(norm(gradient) ** 2 for gradient in data.gradients.values()) ** 0.5
+    own.forget_double()
     return SingleStep(data.loss, total, batch_fingerprint(batch), again, own.draws, own.double_error, backwards[0])
+
+
+def _moved(gradients: Gradients) -> Mapping[str, torch.Tensor]:
+    """The gradients in a file."""
+    file = this_rank.current().directory / "gradients"
+    save(gradients.items(), file)
+    gradients.clear()
+    moved = TensorFile(file)
+    shutil.rmtree(file)
+    return moved
 
 
 def _gradients(own: SingleProcess, module: nn.Module, batch: Any, step: int) -> tuple[Gradients, Any]:
@@ -185,26 +231,57 @@ def _gradients(own: SingleProcess, module: nn.Module, batch: Any, step: int) -> 
     return compute_gradients(own.recipe, module, batch, step=step, seed=seed, quiet=own.draws, place="single process, ")
 
 
-def _rounding(own: SingleProcess, batch: Any, step: int, gradients: Gradients) -> dict[str, float] | None:
-    """By parameter, the norm of what the module's own dtype loses to rounding; None where that cannot be known."""
+def _rounding(own: SingleProcess, batch: Any, step: int, streamed: Collection[str]) -> dict[str, float] | None:
+    """By parameter, the norm of what the module's own dtype loses to rounding; None where that cannot be known.
+
+    Gradients in float64 of parameters called as in `streamed` are in memory one at a time.
+    """
+    gradients = own.step.gradients
     if own.double is None:
         return None if own.double_error else dict.fromkeys(gradients, 0.0)
     own.rewind(own.double)
     try:
-        exact, _ = _gradients(own, own.double, upcast(batch), step)
+        exact = _exact_gradients(own, own.double, upcast(batch), step, streamed)
+    except UsageError:
+        raise
     except Exception as error:  # a model that insists on its dtype: there is no yardstick then
         own.double_error = summary(error)
         own.double = None
         return None
-    return {name: norm(gradient.double() - exact[name]) for name, gradient in gradients.items() if name in exact}
+    return {name: distance(gradient, exact[name]) for name, gradient in gradients.items() if name in exact}
 
 
-def _rounding_by_change(own: SingleProcess, batch: Any, step: int, gradients: Gradients) -> dict[str, float]:
+def _exact_gradients(
+    own: SingleProcess, double: nn.Module, batch: Any, step: int, streamed: Collection[str]
+) -> Mapping[str, torch.Tensor]:
+    if not streamed:
+        return _gradients(own, double, batch, step)[0]
+    file = this_rank.current().directory / "exact"
+    with TensorWriter(file) as writer, contextlib.ExitStack() as stack:
+
+        def leave(name: str, parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:  # and not the first one where backward comes here more than once
+                earlier, gradient = writer.get(name), dense(parameter.grad)
+                writer.add(name, gradient if earlier is None else earlier + gradient)
+                parameter.grad = None
+
+        for name, parameter in double.named_parameters():
+            if name in streamed and parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(partial(leave, name)).remove)
+        for name, gradient in _gradients(own, double, batch, step)[0].items():
+            writer.add(name, gradient)
+    exact = TensorFile(file)
+    shutil.rmtree(file)
+    return exact
+
+
+def _rounding_by_change(own: SingleProcess, batch: Any, step: int) -> dict[str, float]:
     """By parameter, how far its gradient moves with the last digit of parameters and batch; zeros where that is more.
 
     Rounding on the way does no more than such a change of what goes in (backward error analysis: N. Higham, Accuracy
     and Stability of Numerical Algorithms, 2002, section 1.5).
     """
+    gradients = own.step.gradients
     nothing = dict.fromkeys(gradients, 0.0)
     generator = torch.Generator().manual_seed(step_seed(own.seed, step))
 
@@ -224,9 +301,7 @@ def _rounding_by_change(own: SingleProcess, batch: Any, step: int, gradients: Gr
         return nothing
     finally:
         own.rewind(own.module)
-    found = {
-        name: norm(gradient.double() - again[name].double()) for name, gradient in gradients.items() if name in again
-    }
+    found = {name: distance(gradient, again[name]) for name, gradient in gradients.items() if name in again}
     largest = _LARGEST_BY_CHANGE * math.hypot(*own.step.scale.values())
     return nothing if len(found) < len(gradients) or math.hypot(*found.values()) > largest else found
 
@@ -238,7 +313,7 @@ def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Differenc
     """
     own: SingleProcess = this_rank.state["single"]
     data = own.step
-    averaged: Gradients = torch.load(gradient_file, map_location=own.device, weights_only=True, mmap=True)
+    averaged = TensorFile(gradient_file, device=own.device)
     here = {name for name, p in own.module.named_parameters() if p.requires_grad}
     names = [name for name in trained if name in here and (name in data.gradients or name in averaged)]
     allowed = dict(data.tolerance)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import shutil
 import sys
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, named_parameters, unregistered_tensors
 from ddpcheck.gather.state.randomness import own_generator
 from ddpcheck.gather.state.reachable import NUMBERS, PLAIN, is_small_array, is_user_object, refill
+from ddpcheck.gather.state.tensor_file import TensorFile, is_dense, save, settle_allocator
 from ddpcheck.gather.state.tensor_values import shape_of
 
 
@@ -23,15 +26,20 @@ from ddpcheck.gather.state.tensor_values import shape_of
 class ModuleState:
     """All that a training step may change in a module: parameters, buffers, unregistered tensors, plain attributes."""
 
-    tensors: dict[str, torch.Tensor]  # parameters and buffers, copied
+    tensors: Mapping[str, torch.Tensor]  # parameters and buffers, copied
     # Tensors that are held without being registered, copied, by their path in `unregistered_tensors`.
     held: dict[str, torch.Tensor] = field(default_factory=dict)
     # By submodule: numbers, words, None, small containers of them, generators, and the same of helper objects; an
     # attribute that holds a tensor is there as that tensor.
     plain: list[dict[str, Any]] = field(default_factory=list)
+    file: Path | None = None  # which has the parameters, if not the tensors
 
-    def restore(self, module: nn.Module) -> None:
-        """Put the state into `module`, which must be built alike; tensors are copied in place where they fit."""
+    def restore(self, module: nn.Module, mapped: Collection[str] = ()) -> None:
+        """Put the state into `module`, which must be built alike; tensors are copied in place where they fit.
+
+        Parameters called as in `mapped` get the memory of the file in its place, until they are written to.
+        """
+        fresh = TensorFile(self.file, keep=True) if self.file is not None and mapped else {}
         for submodule, plain in zip(module.modules(), self.plain, strict=False):
             _restore_plain(submodule, plain)
         own = dict(_registered(module))
@@ -39,7 +47,11 @@ class ModuleState:
         with torch.no_grad():
             for targets, source in ((own, self.tensors), (held, self.held)):
                 for name, saved in source.items():
-                    if name in targets and shape_of(targets[name]) == shape_of(saved):
+                    if name not in targets or shape_of(targets[name]) != shape_of(saved):
+                        continue
+                    if name in mapped and name in fresh:
+                        targets[name].data = fresh[name].to(targets[name].dtype)
+                    else:
                         with contextlib.suppress(RuntimeError):  # an expanded tensor, whose elements share their memory
                             targets[name].detach().copy_(saved)
 
@@ -85,6 +97,35 @@ def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in unregistered_tensors(module):
         if tensor.is_leaf or not tensor.requires_grad:
             yield name, tensor
+
+
+def own_parameters(module: nn.Module) -> frozenset[str]:
+    """The names of the parameters whose memory can be another one: nothing else in `module` shares it."""
+    tensors = [tensor for some in (_registered(module), unregistered_tensors(module)) for _, tensor in some]
+    users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors if is_dense(tensor))
+    return frozenset(
+        name
+        for name, p in module.named_parameters()
+        if is_dense(p) and p.untyped_storage().nbytes() == p.nbytes and users[p.untyped_storage().data_ptr()] == 1
+    )
+
+
+def move_to_file(module: nn.Module, file: Path) -> frozenset[str]:
+    """Write the parameters that are `own_parameters` into a file that goes with them; returns their names."""
+    settle_allocator()
+    names = own_parameters(module)
+    parameters = dict(module.named_parameters())
+    save(((name, parameters[name]) for name in names), file)
+    ModuleState(TensorFile(file), file=file).restore(module, names)
+    shutil.rmtree(file)
+    return names
+
+
+def release(module: nn.Module, names: Collection[str]) -> None:
+    """Let go of the memory of parameters, until `ModuleState.restore` maps them: meanwhile they are zeros."""
+    for name, parameter in module.named_parameters():
+        if name in names:
+            parameter.data = parameter.new_zeros(()).expand(parameter.shape)
 
 
 _MOST_PLAIN = 200  # items of a container that a step may change; a vocabulary is not state

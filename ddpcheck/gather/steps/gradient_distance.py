@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ _EPS_MULTIPLE = 16.0
 _NOISE_MULTIPLE = 3.0
 _UNMEASURED_MULTIPLE = 256.0
 _STEPS_AT_ZERO = 1e-3  # of the smallest normal number; the numbers below it are 1e-7 of it apart in float32
+_TOGETHER = 1 << 20  # elements for which others of another dtype are made at a time
 _LARGEST = 1e30  # stands for what is not finite, since JSON has no infinity
 
 
@@ -33,7 +34,22 @@ def has_gradient(parameter: torch.Tensor) -> bool:
 
 def norm(tensor: torch.Tensor) -> float:
     """The Frobenius norm, computed in float64."""
-    return float(_norms_of(dense(tensor)))
+    return math.hypot(*(float(_norms_of(piece)) for (piece,) in _pieces(dense(tensor))))
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The Frobenius norm of the difference of two tensors of one shape, computed in float64."""
+    wide = _wide(torch.promote_types(one.dtype, other.dtype))
+    return math.hypot(*(float(torch.linalg.vector_norm(a.to(wide) - b.to(wide))) for a, b in _pieces(one, other)))
+
+
+def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The elements of tensors of one shape, those at the same places together, some at a time."""
+    if tensors[0].numel() <= _TOGETHER:
+        yield tensors
+        return
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    yield from zip(*(tensor.split(_TOGETHER) for tensor in flat), strict=True)
 
 
 def norms(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -128,7 +144,7 @@ def difference(
             name, _LARGEST, tolerance, ratio=0.0, residual=_LARGEST, elements=want.numel(), absolute_error=_LARGEST
         )
     wide = _wide(want.dtype)
-    delta = float(torch.linalg.vector_norm(_subtract(got, want), dtype=wide))
+    delta = math.hypot(*(float(torch.linalg.vector_norm(_subtract(a, b), dtype=wide)) for a, b in _pieces(got, want)))
     if delta <= math.sqrt(max(want.numel(), 1)) * _STEPS_AT_ZERO * float(torch.finfo(want.dtype).smallest_normal):
         delta = 0.0  # down there numbers are so far apart that dividing before or after adding shows
     size = _finite(float(torch.linalg.vector_norm(want, dtype=_at_least_float32(want.dtype))))
@@ -137,22 +153,34 @@ def difference(
     )
     if found.error <= tolerance:
         return found
-    left = torch.view_as_real(got.to(wide)) if wide.is_complex else got.to(wide)
-    right = torch.view_as_real(want.to(wide)) if wide.is_complex else want.to(wide)
-    power = float((right * right).sum())
-    ratio = float((left * right).sum()) / power if power else 0.0
-    residual = _finite(float(torch.linalg.vector_norm(left - ratio * right)) / scale) if scale else _LARGEST
-    gap = (left - right).abs()
-    flat = int(gap.reshape(-1).nan_to_num(nan=math.inf).argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), gap.shape))
+
+    def pieces() -> Iterator[list[torch.Tensor]]:
+        for both in _pieces(got, want):
+            real = (torch.view_as_real(one.to(wide)) if wide.is_complex else one.to(wide) for one in both)
+            yield [one.reshape(-1) for one in real]
+
+    power = sum(float((right * right).sum()) for _, right in pieces())
+    ratio = sum(float((left * right).sum()) for left, right in pieces()) / power if power else 0.0
+    shape = (*got.shape, 2) if wide.is_complex else got.shape
+    allowed = tolerance * scale / math.sqrt(max(math.prod(shape), 1))
+    residual, beyond, start, worst, largest = 0.0, 0, 0, (0, 0.0, 0.0), -1.0
+    for left, right in pieces():
+        residual = math.hypot(residual, float(torch.linalg.vector_norm(left - ratio * right)))
+        gap = (left - right).abs()
+        beyond += int((gap > allowed).sum())
+        gap = gap.nan_to_num(nan=math.inf)
+        place = int(gap.argmax())
+        if float(gap[place]) > largest:
+            largest, worst = float(gap[place]), (start + place, float(left[place]), float(right[place]))
+        start += len(gap)
     return replace(
         found,
         ratio=_finite(ratio),
-        residual=residual,
-        elements_beyond=int((gap > tolerance * scale / math.sqrt(max(gap.numel(), 1))).sum()),
-        worst_index=index,
-        worst_got=_finite(float(left.reshape(-1)[flat])),
-        worst_want=_finite(float(right.reshape(-1)[flat])),
+        residual=_finite(residual / scale) if scale else _LARGEST,
+        elements_beyond=beyond,
+        worst_index=tuple(int(i) for i in torch.unravel_index(torch.tensor(worst[0]), shape)),
+        worst_got=_finite(worst[1]),
+        worst_want=_finite(worst[2]),
     )
 
 
@@ -214,15 +242,20 @@ def fit(target: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, torch.T
     gram = torch.zeros(count, count, dtype=torch.float64)
     right = torch.zeros(count, dtype=torch.float64)
     power = 0.0
-    for name in names:
-        wanted = dense(target[name]).double().reshape(-1)
-        rows = torch.stack([dense(part[name]).double().reshape(-1) for part in parts])
+
+    def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Elements that are wanted, in float64, and those of the parts in the same places, a row each."""
+        for name in names:
+            for wanted, *some in _pieces(*(dense(given[name]) for given in (target, *parts))):
+                yield wanted.double().reshape(-1), torch.stack([part.double().reshape(-1) for part in some])
+
+    for wanted, rows in pieces():
         gram += (rows @ rows.T).cpu()
         right += (rows @ wanted).cpu()
         power += float(wanted @ wanted)
     weights = torch.linalg.lstsq(gram, right.unsqueeze(1), driver="gelsd").solution.squeeze(1)
     left_over = 0.0
-    for name in names:
-        explained = sum(w * dense(part[name]).double() for w, part in zip(weights.tolist(), parts, strict=True))
-        left_over += float((dense(target[name]).double() - explained).square().sum())
+    for wanted, rows in pieces():
+        explained = sum(weight * row for weight, row in zip(weights.tolist(), rows, strict=True))
+        left_over += float((wanted - explained).square().sum())
     return weights.tolist(), math.sqrt(left_over / power) if power else 0.0

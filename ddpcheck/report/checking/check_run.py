@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -91,7 +92,7 @@ class CheckRun(CheckWorlds):
         building = None if self.reference else self._start_single(self._earlier[0])
         with self._phase("model", "loading the target and building the model"):
             built: list[BuiltModule] = self._all(calls.model_build.build, self.target, self.asked.seed)
-            self.state.modules = built[0].modules
+            self.state.modules, self._large = built[0].modules, built[0].large
             if not any(item.trainable for item in built):
                 raise TargetError("no parameter of the model requires grad, so there is nothing that DDP could do")
             if building is not None:
@@ -159,13 +160,15 @@ class CheckRun(CheckWorlds):
 
     def _run_step(self, step: int) -> None:
         words = f"step {step + 1} of {self.asked.steps}"
-        state = self.world.directory / f"state-{step}.pt"
-        averaged = self.world.directory / f"averaged-{step}.pt"
+        state, averaged = (self.world.directory / f"{name}-{step}.pt" for name in ("state", "averaged"))
         with self._phase("parameters", f"{words}: each rank by itself"):
             wanted = not (self.reference or self.state.single.skipped or self.state.steps.ranks_differ)
-            self._all(calls.local_step.begin_step, step, state if wanted else None)
-            single = self._start_single(partial(calls.single_process.run_step, step, state)) if wanted else None
-            local = self._local_step(step, single)
+            filed = wanted or self._large
+            self._all(calls.local_step.begin_step, step, state if filed else None, shared=self._share_parameters(step))
+            shutil.rmtree(self.world.directory / f"state-{step - 1}.pt", ignore_errors=True)
+            run_single = partial(self._start_single, partial(calls.single_process.run_step, step, state))
+            single = run_single() if wanted and not self._large else None
+            local = self._local_step(step, single or (run_single if wanted else None))
             if any("missing" in item.evidence.states.values() for item in local):
                 local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
             self.state.steps.add_local(local)
@@ -175,10 +178,11 @@ class CheckRun(CheckWorlds):
             self._check_batches([item.batch for item in local], step)
         with self._phase("parity", f"{words}: averaging the ranks' gradients"):
             draws = any(item.random.libraries for item in local)
-            self._all(calls.local_step.average, step, None if draws else averaged)
+            filed = self._large or not draws
+            self._all(calls.local_step.average, step, averaged if filed else None, shared=self._one_machine)
         doubtful = self._train(step, words)
         with self._phase("parity", f"{words}: the single process"):
-            if single is not None and (result := self._settle_single(single)) is not None:
+            if wanted and (result := self._settle_single(single or run_single())) is not None:
                 self._check_batch([local[0].batch, result.batch, result.batch_again], step)
                 self.state.add_single(step, result)
                 if not draws or self._quieten(step, averaged):
@@ -193,15 +197,22 @@ class CheckRun(CheckWorlds):
         if self.state.steps.ddp_skipped:  # change the weights here, after all that puts the step's first state back
             with self._phase("parameters", f"{words}: the optimizer"):
                 self._all(calls.local_step.local_update, step)
-        for file in (state, averaged):
-            file.unlink(missing_ok=True)
+        shutil.rmtree(averaged, ignore_errors=True)
 
-    def _local_step(self, step: int, single: RunFuture[SingleStep] | None) -> list[LocalStep]:
+    def _share_parameters(self, step: int) -> bool:
+        """Whether all ranks can read the parameters before a step from the file of rank 0."""
+        ranks = [item for item in self.state.steps.ddp if item.step == step - 1] if step else self.state.wrapped
+        alike = len(ranks) == self.asked.world_size and all(one.parameters == ranks[0].parameters for one in ranks)
+        return alike and self._one_machine
+
+    def _local_step(
+        self, step: int, single: RunFuture[SingleStep] | Callable[[], RunFuture[SingleStep]] | None
+    ) -> list[LocalStep]:
         """Each rank's step by itself; a loss that only some ranks cannot compute ends the check with a finding."""
         try:
             return self._all(calls.local_step.local_step, step)
         except RankError as error:
-            whole = None if single is None else self._settle_single(single)
+            whole = None if single is None else self._settle_single(single() if callable(single) else single)
             loss = math.nan if whole is None else whole.loss
             found = judge_undefined_losses(error.failures, loss, step, self.asked.world_size)
             if not found:
@@ -247,7 +258,7 @@ class CheckRun(CheckWorlds):
             self.state.single.skipped = f"not comparable with random numbers silenced: {trouble}"
             return False
         self.state.add_quiet_steps([item for item in said if not isinstance(item, str)])
-        self._all(calls.local_step.average, step, averaged)
+        self._all(calls.local_step.average, step, averaged, shared=self._one_machine)
         return True
 
     def _check_in_step(self, *, when: bool) -> None:

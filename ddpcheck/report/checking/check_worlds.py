@@ -125,6 +125,8 @@ class CheckWorlds:
         self.state = CheckState(asked)
         self._alone_in_group = False
         self._packing_checked = False
+        self._large = False
+        self._one_machine = hosts is None or hosts.one_machine
         self._earlier: list[Callable[[], None]] = [
             partial(calls.single_process.start, target, asked.seed, asked.world_size)
         ]

@@ -59,7 +59,7 @@ def trace() -> GraphView | None:
         ends = missing_gradients.explain(STEP)
     ends = {name: end for name, end in ends.items() if end.cause in ("cut", "unreachable")}
     module, recipe = state.reference.module, state.recipe
-    state.step.before.restore(module)
+    state.rewind()
     recorder = FlowRecorder(module, list(ends.values()))
     losses: dict[str, torch.Tensor] = {}
 

@@ -1,0 +1,164 @@
+"""Tensors in a folder, of which memory holds one at a time: the second and third copy of a large model."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.gather.state.tensor_values import PLAIN, has_memory
+
+LARGE = 1 << 25
+"""Bytes of the parameters of a model from which on its copies are kept in files, and its runs follow each other."""
+
+_SMALL = 1 << 14  # bytes of a tensor that is not worth pages of its own
+_PAGE = mmap.ALLOCATIONGRANULARITY
+_M_MMAP_THRESHOLD, _RETURNED = -3, 1 << 18
+_VALUES, _INDEX = "values", "index"
+
+
+def is_large(module: nn.Module) -> bool:
+    """Whether copies of `module` are kept in files: it has many parameters, in the memory of this process."""
+    parameters = [p for p in module.parameters() if type(p) in PLAIN and p.device.type == "cpu"]
+    return sum(p.nbytes for p in parameters if p.layout == torch.strided and not p.is_nested) >= LARGE
+
+
+class _Place(NamedTuple):
+    start: int  # in the file
+    elements: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class TensorWriter:
+    """Writes tensors into a folder, one after the other; of what is written twice under a name, the last counts."""
+
+    def __init__(self, path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)  # what others have mapped of it stays theirs
+        path.mkdir()
+        self._path, self._file = path, (path / _VALUES).open("w+b")
+        self._places: dict[str, _Place] = {}
+        self._others: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> TensorWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        with self._file:
+            if kind is None:
+                index = ({name: tuple(place) for name, place in self._places.items()}, self._others)
+                torch.save(index, self._path / _INDEX)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor; small ones and those that are not dense are copied, and written at the end.
+
+        Raises:
+            UsageError: There is no room for it.
+        """
+        tensor = tensor.detach()
+        if not is_dense(tensor) or tensor.nbytes < _SMALL:
+            self._others[name] = tensor.clone()  # of a part of a larger one, all of it would stay
+            return
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.contiguous()
+        start = -(-self._file.seek(0, os.SEEK_END) // _PAGE) * _PAGE
+        self._file.seek(start)
+        try:
+            self._file.write(memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())))
+        except OSError as error:
+            raise UsageError(
+                f"the copies of a large model do not fit into {self._path.parent} ({error.strerror}); set TMPDIR to a "
+                "folder with more room, on a disk"
+            ) from error
+        self._places[name] = _Place(start, tensor.numel(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    def get(self, name: str) -> torch.Tensor | None:
+        """What has been written under `name`."""
+        place = self._places.get(name)
+        if place is None:
+            return self._others.get(name)
+        self._file.seek(place.start)
+        return _at(bytearray(self._file.read(place.elements * place.dtype.itemsize)), place._replace(start=0))
+
+
+class TensorFile(Mapping[str, torch.Tensor]):
+    """The tensors in a folder by name, mapped and copied on write: nobody else sees what is written into them.
+
+    The pages of a tensor are let go of when the next one is asked for, and read again where somebody still needs them;
+    `keep` holds them, which they must be where something is written into them. What comes from another device than the
+    CPU is not mapped, and goes to `device`.
+    """
+
+    def __init__(self, path: Path, *, keep: bool = False, device: torch.device | str = "cpu") -> None:
+        self._others: dict[str, torch.Tensor]
+        places, self._others = torch.load(path / _INDEX, map_location=device, weights_only=True, mmap=True)
+        self._places = {name: _Place(*place) for name, place in places.items()}
+        self._keep, self._last = keep, ""
+        with (path / _VALUES).open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self._places else None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self._release()
+        if name not in self._places:
+            return self._others[name]
+        self._last = name
+        return _at(self._map, self._places[name])
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._places
+        yield from self._others
+
+    def __len__(self) -> int:
+        return len(self._places) + len(self._others)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places or name in self._others
+
+    def _release(self) -> None:
+        place = self._places.get(self._last)
+        if self._map is not None and place is not None and not self._keep and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, place.start, place.elements * place.dtype.itemsize)
+
+
+def save(tensors: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
+    """Write tensors into a folder, of which each is let go of before the next one is asked for."""
+    with TensorWriter(path) as writer:
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+
+
+def settle_allocator() -> None:
+    """Have this process return the memory of a tensor when it is freed, where its allocator can be told so.
+
+    glibc learns to keep what has been freed, up to 32 MiB at a time (`M_MMAP_THRESHOLD` in mallopt(3)): of the tensors
+    of a large model, as much as all of its gradients.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _RETURNED)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` holds its values itself, in the memory of this process."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and has_memory(tensor)
+    )
+
+
+def _at(buffer: object, place: _Place) -> torch.Tensor:
+    flat: torch.Tensor = torch.frombuffer(buffer, dtype=place.dtype, count=place.elements, offset=place.start)
+    return flat.as_strided(place.shape, place.stride)

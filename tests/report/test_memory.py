@@ -1,0 +1,35 @@
+"""The memory of a check: no second copy of a large model stays in the memory of any process."""
+
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from benchmarks.memory import measure, small  # noqa: E402
+from ddpcheck.gather.state.tensor_file import LARGE  # noqa: E402
+from ddpcheck.recipe.recipe import Recipe  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+
+PLAIN_DDP = 2 * 12
+"""Bytes a float32 parameter on 2 ranks: itself, its gradient and its place in a bucket."""
+
+ONE_COPY = 4
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_check_needs_no_more_than_plain_ddp(dropout: float) -> None:
+    def model() -> nn.Module:
+        layers = (nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Dropout(dropout)) for _ in range(24))
+        return nn.Sequential(*layers)
+
+    def batch(step: int) -> torch.Tensor:
+        return torch.randn(4, 1024, generator=torch.Generator().manual_seed(step))
+
+    figures = measure(Recipe(model=model, batch=batch, loss=lambda model, x: model(x).square().mean()))
+    assert figures.parameters * 4 > LARGE
+    private, _ = figures.per_parameter(small())
+    assert PLAIN_DDP - ONE_COPY < private < PLAIN_DDP + ONE_COPY, figures.peaks
