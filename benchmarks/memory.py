@@ -1,6 +1,6 @@
 """What `ddpcheck report` needs of memory: the peak of all its processes together, by model, process and phase.
 
-    python benchmarks/memory.py [--millions 10 30 100] [--kinds large middle table] [--phases] [--write]
+    python benchmarks/memory.py [--millions 70 100] [--kinds large middle table] [--phases] [--write]
 
 Counted is the proportional set size (PSS) of this process and all that it has started, from /proc/PID/smaps_rollup:
 pages that several of them share count once. Pages that are mapped from a file are told apart: the kernel can drop them
@@ -260,7 +260,7 @@ def page(rows: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--millions", type=float, nargs="+", default=[10, 30, 100], help="of parameters")
+    parser.add_argument("--millions", type=float, nargs="+", default=[70, 100], help="of parameters")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of models")
     parser.add_argument("--phases", action="store_true", help="show who holds how much, by phase")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks-memory.md")

@@ -23,11 +23,11 @@ ONE_COPY = 4
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_check_needs_no_more_than_plain_ddp(dropout: float) -> None:
     def model() -> nn.Module:
-        layers = (nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Dropout(dropout)) for _ in range(24))
+        layers = (nn.Sequential(nn.Linear(2048, 2048), nn.Tanh(), nn.Dropout(dropout)) for _ in range(17))
         return nn.Sequential(*layers)
 
     def batch(step: int) -> torch.Tensor:
-        return torch.randn(4, 1024, generator=torch.Generator().manual_seed(step))
+        return torch.randn(4, 2048, generator=torch.Generator().manual_seed(step))
 
     figures = measure(Recipe(model=model, batch=batch, loss=lambda model, x: model(x).square().mean()))
     assert figures.parameters * 4 > LARGE
