@@ -12,6 +12,7 @@ from ddpcheck.record.rank import arming
 arming.wait_for_process_group()
 import random
 import numpy
+import pytest
 import torch
 from torch import manual_seed
 from torch.utils.data import DataLoader, DistributedSampler, Subset, random_split
@@ -84,6 +85,7 @@ print(drawn())  # and that remains
 """
 
 
+@pytest.mark.slow
 def test_what_two_ranks_have_drawn_is_compared_whatever_they_have_seeded(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(DRAWS)

@@ -99,6 +99,7 @@ def test_a_healthy_script_gives_its_own_output_and_exit_code(ending: str) -> Non
         assert "traceback : " in watched.stderr and "ValueError: of the script" in watched.stderr
 
 
+@pytest.mark.slow
 def test_a_script_is_watched_where_numpy_is_missing_which_torch_does_not_require(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_script_that_torchrun_starts_anew_is_watched_anew() -> None:
     assert watched.stderr.endswith("ddpcheck: clean: 2 ranks (gloo), Sequential (12 steps)\n")
 
 
+@pytest.mark.slow
 def test_healthy_loops_that_look_like_faults_are_clean() -> None:
     """Under Join, post-local SGD and PowerSGD not every step is compared, which is told."""
     watched = run(DDPCHECK, str(ROOT / "tests" / "healthy_loops.py"))
@@ -176,6 +178,7 @@ def test_the_check_lines_say_what_is_compared_of_shards(shards: bool, tmp_path: 
     assert report["status"] == "clean"
 
 
+@pytest.mark.slow
 def test_a_script_is_watched_under_another_launcher() -> None:
     watched = run(TORCHRUN, "-m", "ddpcheck.monitor", PROGRAM, "plain")
     plain = run(TORCHRUN, PROGRAM, "plain")

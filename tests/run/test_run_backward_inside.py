@@ -105,6 +105,7 @@ def reported(folder: Path, *arguments: str, source: str = SCRIPT) -> dict[str, A
     return dict(json.loads(output.read_text()))
 
 
+@pytest.mark.slow
 def test_each_one_that_is_prepared_is_a_step(tmp_path: Path) -> None:
     report = reported(tmp_path, "prepares")
     assert (report["status"], report["world"]["steps"]) == ("clean", 16)

@@ -121,7 +121,7 @@ def reported(
 @pytest.mark.parametrize(
     ("how", "backend"),
     [
-        ("inside", "eager"),
+        pytest.param("inside", "eager", marks=pytest.mark.slow),
         pytest.param("around", "aot_eager", marks=pytest.mark.slow),
         pytest.param("inside", "inductor", marks=pytest.mark.slow),
     ],

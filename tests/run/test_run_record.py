@@ -147,6 +147,7 @@ def test_entries_of_other_versions_are_counted(tmp_path: Path) -> None:
     assert "part" in check.detail and "could not be read" in check.detail
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_written_does_not_take_the_report_away(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text("import torch.distributed as d; d.init_process_group('gloo'); d.destroy_process_group()")

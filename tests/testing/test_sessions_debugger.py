@@ -124,6 +124,7 @@ def test_shared(rank, number):
 """
 
 
+@pytest.mark.slow
 def test_a_breakpoint_stops_on_its_rank_for_as_long_as_one_likes(tmp_path: Path) -> None:
     innerpytest.write(tmp_path, test_stop=BREAKPOINTS)
     slowly = "import time; time.sleep(2.5)"
