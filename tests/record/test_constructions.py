@@ -6,13 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """\
 from ddpcheck.record.rank import arming
 arming.wait_for_process_group()
 import random
 import numpy
-import pytest
 import torch
 from torch import manual_seed
 from torch.utils.data import DataLoader, DistributedSampler, Subset, random_split
