@@ -321,7 +321,11 @@ def step(count: int = 0, **more: Any) -> OptimizerStep:
 def test_the_learning_rate_that_parts_later_is_a_schedule() -> None:
     lower = {"class": "SGD", "group 0 lr": "0.01"}
     assert codes(judge_optimizer_options([[step(), step()], [step(4), step(4, options=lower)]])) == ["DDP507"]
-    assert codes(judge_optimizer_options([[step(), step(options=lower)]])) == ["DDP223"]
+    (made,) = judge_optimizer_options([[step(), step(options=lower)]])
+    loads = Location("train.py", 27)
+    (loaded,) = judge_optimizer_options([[replace(step(), restored_at=loads), step(options=lower)]])
+    assert (made.code, made.location, loaded.code, loaded.location) == ("DDP223", LINE, "DDP223", loads)
+    assert loaded.ranks == (0,) and "on rank 0 only" in loaded.evidence[-1]
     assert not judge_optimizer_options([[step(), step()], [step(4, options=lower), step(4, options=lower)]])
     assert not judge_optimizer_options([[step(), replace(step(options=lower), reductions=2)]])  # it is its second batch
 

@@ -6,12 +6,13 @@ Pure functions from `findings.evidence.script` (gathered by `record`) to finding
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ddpcheck.findings.evidence.script import (
     GradientsZeroed,
     MetricUsed,
     OptimizerEnd,
+    OptimizerStep,
     ReducedInPlace,
 )
 from ddpcheck.findings.replace import replace
@@ -39,6 +40,7 @@ from ddpcheck.judge.replicas.rank_configuration import judge_options
 _FEWEST_STEPS = 8  # of a schedule without an end, counting those at once as one
 _FEWEST_TURNS = 3  # of one that comes to its end
 _ABOUT = 0.1
+_LOAD_EVERYWHERE = "Load the optimizer's state on every rank, from the same file."
 
 
 def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
@@ -71,10 +73,24 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
                 evidence=finding.evidence,
             )
         made = _rate_line(of_ranks) if finding.code == "DDP507" else first.made
+        restored = _restored_on_some(of_ranks) if finding.code == "DDP223" else {}
+        made = next(iter(restored.values()), made)
         noticed = (f"noticed at {first.location}",) if made and made != first.location else ()
-        evidence = (*finding.evidence, *noticed)
-        return [replace(finding, steps=(first.count,), location=made or first.location, evidence=evidence)]
+        evidence = (*finding.evidence, *((_told(restored, first),) if restored else noticed))
+        ranks = tuple(restored) or finding.ranks
+        fix, where = _LOAD_EVERYWHERE if restored else finding.fix, made or first.location
+        return [replace(finding, ranks=ranks, steps=(first.count,), location=where, evidence=evidence, fix=fix)]
     return []
+
+
+def _restored_on_some(of_ranks: Steps) -> dict[int, Location]:
+    """By rank, the line that has given its optimizer a state, where that is so on some ranks only."""
+    restored = {rank: one.restored_at for rank, one in enumerate(of_ranks) if one.restored_at is not None}
+    return restored if len(restored) < len(of_ranks) else {}
+
+
+def _told(restored: Iterable[int], first: OptimizerStep) -> str:
+    return f"load_state_dict is called there, on {format_ranks(restored)} only; it steps at {first.location}"
 
 
 def judge_parts(first: Steps) -> list[Finding]:
@@ -205,21 +221,17 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
         ranks = minority_of(states, names)
         orders = [one.held for one in of_ranks]
         reordered = len(set(orders)) > 1 and len({frozenset(one) for one in orders}) == 1
-        restored = {rank: one.restored_at for rank, one in enumerate(of_ranks) if one.restored_at is not None}
-        alone = not reordered and 0 < len(restored) < len(of_ranks)
-        told = f"load_state_dict is called there, on {format_ranks(restored)} only; it steps at {of_ranks[0].location}"
+        restored = {} if reordered else _restored_on_some(of_ranks)
         return one_finding(
             "DDP306",
             keys,
             f"The optimizer's {join_names(keys)} {plural_verb('differs', 'differ', keys)} between ranks in its step "
             f"{of_ranks[0].count}, so that equal gradients move the parameters apart.",
-            ranks=tuple(restored) if alone else ranks,
+            ranks=tuple(restored) or ranks,
             steps=(of_ranks[0].count,),
-            location=next(iter(restored.values()))
-            if alone
-            else (reordered and of_ranks[0].made) or of_ranks[0].location,
+            location=next(iter(restored.values()), (reordered and of_ranks[0].made) or of_ranks[0].location),
             evidence=[
-                *([told] if alone else []),
+                *([_told(restored, of_ranks[0])] if restored else []),
                 *(
                     f"the optimizer of rank {rank} holds {join_names([short(name) for name in one])}, in this order"
                     for rank, one in enumerate(orders[:2] if reordered else ())
@@ -234,7 +246,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             fix="Give the optimizer its parameters in the same order on every rank: its state is saved and loaded by "
             "their numbers."
             if reordered
-            else "Load the optimizer's state on every rank, from the same file.",
+            else _LOAD_EVERYWHERE,
         )
     return []
 
