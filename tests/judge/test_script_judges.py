@@ -432,6 +432,14 @@ def test_parameters_in_no_wrapper(ranks: list[list[tuple[int, int, float]]], fou
     assert codes(judge_alone(steps, [], wrapped=False)) == found
 
 
+def test_what_ranks_add_to_gradients_that_are_reduced_is_not_told_as_no_reduction() -> None:
+    steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, n, 1.0 + n) for n in (2, 3)]]
+    (never,) = judge_alone(steps, [], wrapped=False)
+    reduced = [[replace(one, collectives=3 + 2 * one.count) for one in of_ranks] for of_ranks in steps]
+    (later,) = judge_alone(reduced, [], wrapped=False)
+    assert "by nothing" in never.message and "after the collectives of a step" in later.message
+
+
 def test_gradients_that_are_reduced_after_the_step_that_uses_them() -> None:
     late = Location("train.py", 32)
     steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [replace(alone(1, n, 1.0 + n), late_sum_at=late) for n in (2, 3)]]

@@ -59,17 +59,23 @@ def judge_alone(
             return _averaged_late(local, of_ranks, late)
         if sharded_at is not None:
             return _in_no_group(local, of_ranks, sharded_at)
-        where = "is in no DistributedDataParallel" if wrapped else "is averaged by nothing in this script"
+        how = f"{plural_verb('is', 'are', local)} averaged by nothing in this script"
+        fix = "Wrap the module in DistributedDataParallel, or all_reduce every gradient before the step."
+        if wrapped:
+            how = f"{plural_verb('is', 'are', local)} in no DistributedDataParallel"
+            fix = "Put it into the module that is wrapped, or wrap it too."
+        elif all(one.collectives > before.collectives for before, one in itertools.pairwise(of[0] for of in of_ranks)):
+            how = f"{plural_verb('has', 'have', local)} another gradient on each rank after the collectives of a step"
+            fix = (
+                "all_reduce every gradient, and change it after that in the same way on every rank, random numbers too."
+            )
         return _alone(
             "DDP501",
             local,
-            f"{join_names(local)} {where if len(local) == 1 else where.replace('is ', 'are ', 1)}: every rank trains "
-            f"{plural_verb('it', 'them', local)} on its own gradients.",
+            f"{join_names(local)} {how}: every rank trains {plural_verb('it', 'them', local)} on its own gradients.",
             of_ranks,
             _PARTED,
-            "Put it into the module that is wrapped, or wrap it too."
-            if wrapped
-            else "Wrap the module in DistributedDataParallel, or all_reduce every gradient before the step.",
+            fix,
         )
     other = [name for name in names if name not in began and not any(alike(one, name) for one in of_ranks)]
     averaged = [name for name in other if all(_are_same_gradients(one, name) for one in of_ranks)]
