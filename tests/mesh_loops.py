@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -230,6 +231,24 @@ def tp_and_fsdp(**options: Any) -> None:
     whole_loop(sharded(model, mesh["dp"]), mesh)
 
 
+def tp_of_parts_of_sequences() -> None:
+    """Each rank of a model is given its part of the sequences, by right: the plan says so."""
+    mesh = grid(2)
+    torch.manual_seed(0)
+    layouts: Any = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    whole = PrepareModuleInput(**layouts, use_local_output=True)
+    plan: dict[str, Any] = {"": whole, "up": ColwiseParallel(), "down": RowwiseParallel()}
+    model: Any = fully_shard(parallelize_module(Block(), mesh["tp"], plan), mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    own = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
+    for _ in range(12):
+        x = torch.randn(4, LENGTH, WIDTH, generator=own)
+        optimizer.zero_grad()
+        part = x.chunk(mesh["tp"].size(), 1)[mesh["tp"].get_local_rank()].contiguous()
+        (model(part) - x.sum(-1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+
+
 def tp_and_ddp(**options: Any) -> None:
     mesh = grid(2)
     sequence = options.pop("sequence", False)
@@ -246,6 +265,7 @@ HEALTHY: dict[str, Callable[[], object]] = {
     "fsdp_sequence": lambda: tp_and_fsdp(sequence=True),
     "fsdp_tied": lambda: tp_and_fsdp(ties=True),
     "fsdp_drops": lambda: tp_and_fsdp(drops=0.1),
+    "fsdp_parts": tp_of_parts_of_sequences,
     "ddp": tp_and_ddp,
     "ddp_sequence": lambda: tp_and_ddp(sequence=True),
     "ddp_drops": lambda: tp_and_ddp(drops=0.1),

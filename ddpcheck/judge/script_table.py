@@ -249,7 +249,9 @@ def _model_parts(facts: ScriptFacts) -> Verdicts:
         theirs = [place for place, rank in enumerate(facts.ranks) if rank.started.rank in ranks]
         others = [of_rank for place, of_rank in enumerate(facts.passes) if place not in theirs]
         own = [facts.passes[place] for place in theirs]
-        of_data.append(judge_batches(own, [inputs[place] for place in theirs], ranks, split, others))
+        parts_given = any(one.parts_given for of_one in optimizers for of_ranks in of_one for one in of_ranks)
+        given = [[] if parts_given else inputs[place] for place in theirs]
+        of_data.append(judge_batches(own, given, ranks, split, others))
         found = (judge_model_parts(one, ranks, split, wrapped=wrapped) for one in optimizers)
         of_steps.append(next(filter(None, found), []))
     data = _of_groups(of_data)
@@ -320,8 +322,8 @@ def _clips(facts: ScriptFacts) -> Verdicts:
     clips, steps = facts.of(GradientsClipped), [one.steps for one in facts.optimizers]
     found = judge_clips(clips, steps) or judge_changed(facts.of(GradientsChanged))
     for of_ranks in () if found else steps:
-        theirs = [(rank, [of_step[n] for of_step in of_ranks]) for n, rank in enumerate(facts.ranks)]
         if all(len(of_step) == len(facts.ranks) for of_step in of_ranks):
+            theirs = [(rank, [of_step[n] for of_step in of_ranks]) for n, rank in enumerate(facts.ranks)]
             used = [list(used_by(rank, of_rank)) for rank, of_rank in theirs]
             found += judge_rescaled(used, facts.of(LossDifferentiated), len(facts.ranks))
     return {"optimizers": Verdict(found)}

@@ -42,6 +42,7 @@ class PartStep(Struct, frozen=True):
         random: A fingerprint of the state of torch's random numbers.
         seeded: The line that has last seeded them.
         norm_at: The line that takes a norm of gradients, in the functions that lead to the step.
+        parts_given: Whether a module is said to be given a part of its input by each rank: of a sequence, say.
     """
 
     optimizer: int
@@ -57,3 +58,4 @@ class PartStep(Struct, frozen=True):
     random: int = 0
     seeded: Location | None = None
     norm_at: Location | None = None
+    parts_given: bool = False

@@ -52,11 +52,19 @@ class PartRecorder:
         self._steps: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # of an optimizer: number, steps
         self._names: dict[int, str] = {}  # of parameters, as they were at the first step of their optimizer
         self._norm_at: Location | None = None
+        self._parts_given = False
         when_imported((_HOME,), self._follow)
 
     def _follow(self, home: ModuleType) -> None:
         if hasattr(home, "distribute_module"):
             patched(home, "distribute_module", self._distributes)
+        for name in ("ColwiseParallel", "RowwiseParallel", "PrepareModuleInput"):
+            if (style := getattr(home, name, None)) is not None and hasattr(style, "_apply"):
+                patched(style, "_apply", self._applies)  # private to torch; without it no part is known to be given
+
+    def _applies(self, style: Any, *_arguments: Any, **_named: Any) -> None:
+        layouts = getattr(style, "input_layouts", None) or ()
+        self._parts_given |= any(getattr(one, "dim", -1) != -1 for one in layouts)  # the last: what a layer has split
 
     def _distributes(self, module: nn.Module, mesh: Any = None, *_arguments: Any, **named: Any) -> Iterator[None]:
         yield
@@ -107,6 +115,7 @@ class PartRecorder:
                 fingerprint(torch.get_rng_state()),
                 seeded_at("torch"),
                 self._norm_at,
+                self._parts_given,
             )
         )
 
