@@ -197,8 +197,10 @@ def test_an_exception_that_is_caught_ends_a_loop() -> None:
 
 def test_a_loop_that_runs_so_often_and_has_made_fewer_passes() -> None:
     calls = [call("b", 28) for _ in range(9)]
-    finding = only(judge(calls, [*calls[:8], call("|", 29)]))
-    assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), Location("train.py", 27))
+    ended = RankAtEnd(1, calls[:8], doing="has run to its end", ended=True)
+    for other in ([*calls[:8], call("|", 29)], ended):
+        finding = only(judge(calls, other))
+        assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), Location("train.py", 27))
 
 
 def test_a_forward_pass_more_on_a_rank_skips_nothing() -> None:

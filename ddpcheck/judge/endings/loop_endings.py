@@ -174,7 +174,7 @@ def _left(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> l
     innermost = facts.loops(stays.lines)[-1:] == [loop]  # and so each pass of it makes the call once
     known = loop.times if loop.times is not None and innermost and not left.of.earlier else 0.0
     by_exit = loop.times == ENDLESS or times < known or any(not one.exhausted for one in of_loop[-1:])
-    if not exits and times < known and not left.of.ended:
+    if not exits and times < known:
         return _fewer(facts, loop, gone, times, stays)
     where = Location(loop.path, exits[0][0]) if len(exits) == 1 else None
     how = f" by the `{exits[0][1]}` at {where}" if where is not None and by_exit else ""
