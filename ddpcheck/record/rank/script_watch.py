@@ -10,6 +10,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ _APART = "the communication hook lets ranks train apart for some steps"
 _HIDDEN = "backward passes run under compiled autograd, in which steps cannot be followed"
 _MOST_PARTS = 16  # tensors that forward is given
 _MOST_MARKS = 4096
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _MOST_EVALUATED = 64  # forward passes without gradients, of which is known what they were given
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
 
@@ -162,7 +164,10 @@ class ScriptWatch(StepListener):
             tracker.before_forward(wrapper, arguments, named)
             self._forward_runs(wrapper, arguments, named)
 
-    def _forward_runs(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def _forward_runs(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any] = _NONE) -> None:
+        """Forward begins. A hook that another one has just removed is called once more, and without `named`."""
+        if not self._attached:
+            return
         _note_broadcast(self._which, wrapper)
         if not torch.is_grad_enabled() and self._evaluated < _MOST_EVALUATED:
             self._evaluated += 1
