@@ -549,7 +549,7 @@ KILL_HOST = "psutil.Process().parents()[1].kill(); time.sleep(60)"
             1,
             "marked",
             KILL_HOST,
-            "rank 1 (was lost|has ended)",
+            "rank 1 (was lost|was killed by SIGKILL|has ended)",  # by who notices it first
         ),
         (
             "mpirun",
