@@ -91,6 +91,7 @@ def test_runs_that_were_sent_are_judged_as_their_names_say(path: Path) -> None:
     assert said == set(re.findall(r"DDP\d{3}", path.name))
 
 
+@pytest.mark.slow
 def test_a_file_says_nothing_of_the_program_and_renders_as_its_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
