@@ -37,7 +37,6 @@ from ddpcheck.findings.evidence.script import (
     StateHeld,
 )
 from ddpcheck.findings.evidence.state_uses import StateUsed
-from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
@@ -70,7 +69,7 @@ from ddpcheck.judge.loop.script_optimizers import (
 )
 from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld
 from ddpcheck.judge.loop.script_wrappers import judge_begun, judge_wrappers
-from ddpcheck.judge.replicas.model_parts import judge_batches, judge_counted_norms, judge_model_parts
+from ddpcheck.judge.replicas.model_groups import compare_groups
 from ddpcheck.judge.replicas.script_states import judge_states, judge_uses
 from ddpcheck.judge.replicas.script_statistics import judge_statistics
 from ddpcheck.judge.script_facts import Optimizer, ScriptFacts, entries_of, first_steps, used_by
@@ -234,43 +233,6 @@ def _judge_pace(facts: ScriptFacts) -> list[Finding]:
         if len(paces) == len(wrapper.made.ranks) and (found := judge_shifts(paces)):
             return found
     return []
-
-
-# Tensor parallelism
-
-
-def _model_parts(facts: ScriptFacts) -> Verdicts:
-    """What ranks have alike that compute one model together."""
-    groups = list(facts.model_groups)
-    steps = [facts.part_steps(ranks) for ranks in groups]
-    wrapped, inputs = bool(facts.wrappers), facts.of(Inputs)
-    of_data, of_steps = [], []
-    for (ranks, split), optimizers in zip(facts.model_groups.items(), steps, strict=True):
-        theirs = [place for place, rank in enumerate(facts.ranks) if rank.started.rank in ranks]
-        others = [of_rank for place, of_rank in enumerate(facts.passes) if place not in theirs]
-        own = [facts.passes[place] for place in theirs]
-        parts_given = any(one.parts_given for of_one in optimizers for of_ranks in of_one for one in of_ranks)
-        given = [[] if parts_given else inputs[place] for place in theirs]
-        of_data.append(judge_batches(own, given, ranks, split, others))
-        found = (judge_model_parts(one, ranks, split, wrapped=wrapped) for one in optimizers)
-        of_steps.append(next(filter(None, found), []))
-    data = _of_groups(of_data)
-    parts = [] if data else _of_groups(of_steps)
-    for same in () if data or parts else zip(*steps, strict=False):
-        parts = parts or judge_counted_norms(same, groups)
-    compared = max((len(one) for of_group in steps for one in of_group), default=0)
-    what = f"what tensor parallelism does not split, in {counted(compared, 'step')}" if compared else ""
-    return {"replicas": Verdict(parts, what), "data": Verdict(data)}
-
-
-def _of_groups(found: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """The findings of the first group of ranks that has some, with the ranks of the other groups of which they hold."""
-    first = next(filter(None, found), ())
-    codes = {finding.code for finding in first}
-    alike = [of_group for of_group in found if {finding.code for finding in of_group} == codes]
-    ranks = tuple(sorted({rank for of_group in alike for finding in of_group for rank in finding.ranks}))
-    more = [f"so it is in {counted(len(alike), 'group')} of ranks"] if len(alike) > 1 else []
-    return [replace(one, ranks=ranks, evidence=(*one.evidence, *more)) for one in first]
 
 
 # Optimizers
@@ -474,7 +436,7 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
     Row(_over_ranks(_optimizer_state), ("optimizers",), ("DDP306",)),
     Row(_over_ranks(_begun), ("replicas", "collectives"), (*_OF_MODULES, "DDP403")),
     Row(_of_wrappers, tuple(_PARTS), _OF_A_WATCH, yields=("DDP306",)),
-    Row(_over_ranks(_model_parts), ("replicas", "data"), _OF_PARTS, yields=_OF_PARTS),
+    Row(_over_ranks(compare_groups), ("replicas", "data"), _OF_PARTS, yields=_OF_PARTS),
     Row(_over_ranks(_losses), ("loss",), ("DDP303", "DDP305", "DDP309", "DDP514"), yields=("DDP305", "DDP514")),
     Row(_over_ranks(_clips), ("optimizers",), ("DDP301", "DDP303", "DDP310"), yields=("DDP301",)),
     Row(_over_ranks(_optimizers), ("optimizers",), _OF_OPTIMIZERS, yields=("DDP301", "DDP305")),

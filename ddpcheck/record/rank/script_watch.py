@@ -7,7 +7,6 @@ missing. What it writes is judged with the logs of the other ranks when the scri
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.evidence.changes import ModuleChanged
-from ddpcheck.findings.evidence.script import Evaluated, Inputs
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file, user_location
@@ -30,9 +28,7 @@ from ddpcheck.gather.state.module_description import class_name, module_entries
 from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
 from ddpcheck.gather.steps.gradient_sketch import Kept
-from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
-from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.record.data.added_noise import added_to
+from ddpcheck.record.data.input_recorder import InputRecorder
 from ddpcheck.record.loop.bypass_recorder import BypassRecorder
 from ddpcheck.record.loop.forward_snapshot import Snapshot
 from ddpcheck.record.loop.loop_record import ZEROED
@@ -51,10 +47,8 @@ _ALWAYS_FOR, _THEN_EVERY = 32, 16  # steps after which parameters are asked whet
 _JOINED = "under Join, ranks without further batches may have left the loop"
 _APART = "the communication hook lets ranks train apart for some steps"
 _HIDDEN = "backward passes run under compiled autograd, in which steps cannot be followed"
-_MOST_PARTS = 16  # tensors that forward is given
 _MOST_MARKS = 4096
 _NONE: Mapping[str, Any] = MappingProxyType({})
-_MOST_EVALUATED = 64  # forward passes without gradients, of which is known what they were given
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
 
 
@@ -87,7 +81,7 @@ class ScriptWatch(StepListener):
         self._by_line: dict[Location | None, int] = {}  # these, by their line
         self._unsynced = 0  # of them, under no_sync
         self._note_changes = note_changes
-        self._samples = samples
+        self._inputs = InputRecorder(log.add, number, samples)
         self._pace = PaceRecorder(number, position, log.add)
         self._through_forward = False  # the backward pass that runs comes from what the wrapper has returned
         self._incomplete = False  # the last reduction, which waits for gradients that have not come
@@ -132,7 +126,6 @@ class ScriptWatch(StepListener):
         self._recorder.attach()
         hold(self.module, self)
         self._by_name = False  # the forward pass that runs is a call of `wrapper.forward`, which calls no hook
-        self._evaluated = 0  # forward passes without gradients
         self._handle = wrapper.register_forward_pre_hook(UnpickledHook(self._forward_runs), with_kwargs=True)
         log.add(
             WrapperMade(
@@ -169,10 +162,8 @@ class ScriptWatch(StepListener):
         if not self._attached:
             return
         _note_broadcast(self._which, wrapper)
-        if not torch.is_grad_enabled() and self._evaluated < _MOST_EVALUATED:
-            self._evaluated += 1
-            if samples := _samples_of((arguments, dict(named))):
-                self._log.add(Evaluated(self.number, self.step, samples))
+        if not torch.is_grad_enabled():
+            self._inputs.evaluates(self.step, (arguments, dict(named)))
 
     def forward_left(self, wrapper: nn.Module, output: Any) -> None:
         """It returns."""
@@ -409,12 +400,8 @@ class ScriptWatch(StepListener):
             sizes = norms({n: p.grad for n, p in self.parameters.items() if p.grad is not None})
             self._fresh = {name: self.parameters[name] for name, size in sizes.items() if 0 < size < math.inf}
             self._reduced = {name: sizes[name] for name in self._fresh} if self.is_sharded else {}
-            given = None if snapshot is None else (snapshot.arguments, dict(snapshot.named))
-            if given is not None and (samples := _samples_of(given)):
-                tensors = itertools.islice(tree_tensors(given), _MOST_PARTS)
-                parts = tuple((fingerprint(tensor), tensor.numel()) for tensor in tensors if tensor.numel())
-                added = added_to(self._samples(), given)
-                self._log.add(Inputs(self.number, step, samples, self._forward_line, parts, added))
+            if snapshot is not None:
+                self._inputs.trained(step, (snapshot.arguments, dict(snapshot.named)), self._forward_line)
         self._log.count(self.number, step + 1, step + 1)
 
 
@@ -423,15 +410,6 @@ def _note_broadcast(which: str, wrapper: nn.Module) -> None:
     if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
         if not wrapper._join_config.enable:  # a rank that has no batch any more takes part without a forward pass
             note_collective(DDP_FORWARD, which, wrapper.process_group)
-
-
-def _samples_of(given: Any) -> tuple[int, ...]:
-    """Fingerprints of the samples that forward was given; none of indices alone: the module itself may hold those."""
-    return () if _are_indices(given) else sample_fingerprints(given) or batch_fingerprint(given)
-
-
-def _are_indices(given: Any) -> bool:
-    return all(tensor.dim() <= 1 and not tensor.is_floating_point() for tensor in tree_tensors(given))
 
 
 def _classes(wrapper: nn.Module) -> dict[str, tuple[tuple[str, str], ...]]:
