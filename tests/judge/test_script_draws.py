@@ -143,6 +143,13 @@ def test_what_one_rank_trains_on_another_has_drawn_before() -> None:
     assert "steps 0 to 2" in found.evidence[0]
 
 
+def test_a_generator_that_is_not_followed_call_by_call_began_in_the_same_state() -> None:
+    """Of numpy's it is known what it was when an interval began, and that one rank has drawn more since."""
+    draws, inputs, evaluated = streams(choice="any")
+    draws[0] = [replace(one, after=one.after + 7) for one in draws[0]]
+    assert [one.location for one in judge_streams(draws, inputs, evaluated)] == [SEED]
+
+
 @pytest.mark.parametrize(
     "more",
     [

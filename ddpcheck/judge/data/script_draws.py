@@ -127,7 +127,7 @@ def judge_streams(
         in_order = all(a < b for a, b in itertools.pairwise(places.values()))
         if ahead == rank or len(places) < _FEWEST_AGAIN or not in_order:
             continue
-        line = line_of_selection([[one for one in draws.get(of, ()) if one.kind == "choice"] for of in (rank, ahead)])
+        line = _seed_of_both(draws.get(rank, ()), draws.get(ahead, ()))
         if line is None:
             continue
         return one_finding(
@@ -144,6 +144,13 @@ def judge_streams(
             fix="Seed the generator by which samples are chosen with seed + rank.",
         )
     return []
+
+
+def _seed_of_both(own: Sequence[StepDraw], others: Sequence[StepDraw]) -> Location | None:
+    """Where a generator was seeded, or samples are drawn, of which two ranks choose samples from the same state on."""
+    states = {(one.generator, one.before) for one in others if one.generator and one.kind != "noise"}
+    shared = (one for one in own if one.kind != "noise" and (one.generator, one.before) in states)
+    return next((line for one in shared if (line := one.seeded or one.location) is not None), None)
 
 
 def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
