@@ -172,7 +172,7 @@ def location_in(scope: Scope, line: int) -> Location:
 
 def program_files() -> tuple[str, ...]:
     """The source files of the program that have been imported."""
-    return _program_files(len(sys.modules))
+    return _program_files(len(sys.modules))  # which grows when one is imported
 
 
 @functools.lru_cache(1)

@@ -167,8 +167,8 @@ class CheckRun(CheckWorlds):
             self._all(calls.local_step.begin_step, step, state if filed else None, shared=self._share_parameters(step))
             shutil.rmtree(self.world.directory / f"state-{step - 1}.pt", ignore_errors=True)
             run_single = partial(self._start_single, partial(calls.single_process.run_step, step, state))
-            single = run_single() if wanted and not self._large else None
-            local = self._local_step(step, single or (run_single if wanted else None))
+            begun = run_single() if wanted and not self._large else None
+            local = self._local_step(step, (lambda: begun or run_single()) if wanted else None)
             if any("missing" in item.evidence.states.values() for item in local):
                 local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
             self.state.steps.add_local(local)
@@ -182,7 +182,7 @@ class CheckRun(CheckWorlds):
             self._all(calls.local_step.average, step, averaged if filed else None, shared=self._one_machine)
         doubtful = self._train(step, words)
         with self._phase("parity", f"{words}: the single process"):
-            if wanted and (result := self._settle_single(single or run_single())) is not None:
+            if wanted and (result := self._settle_single(begun or run_single())) is not None:
                 self._check_batch([local[0].batch, result.batch, result.batch_again], step)
                 self.state.add_single(step, result)
                 if not draws or self._quieten(step, averaged):
@@ -205,14 +205,12 @@ class CheckRun(CheckWorlds):
         alike = len(ranks) == self.asked.world_size and all(one.parameters == ranks[0].parameters for one in ranks)
         return alike and self._one_machine
 
-    def _local_step(
-        self, step: int, single: RunFuture[SingleStep] | Callable[[], RunFuture[SingleStep]] | None
-    ) -> list[LocalStep]:
+    def _local_step(self, step: int, single: Callable[[], RunFuture[SingleStep]] | None) -> list[LocalStep]:
         """Each rank's step by itself; a loss that only some ranks cannot compute ends the check with a finding."""
         try:
             return self._all(calls.local_step.local_step, step)
         except RankError as error:
-            whole = None if single is None else self._settle_single(single() if callable(single) else single)
+            whole = None if single is None else self._settle_single(single())
             loss = math.nan if whole is None else whole.loss
             found = judge_undefined_losses(error.failures, loss, step, self.asked.world_size)
             if not found:
