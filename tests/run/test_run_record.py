@@ -25,7 +25,7 @@ from ddpcheck.run.run_record import judge_record, unpacked, write_record
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import Entry, ReplicaCaptured, Sketch
 from tests.faultsuite.recorded_scripts import Run, left_by, report_on, runs
-from tests.tiers import share
+from tests.tiers import one_of, share
 
 ROOT = Path(__file__).parents[2]
 SENT = sorted((ROOT / "tests" / "sent_runs").glob("*.json.gz"))
@@ -73,7 +73,7 @@ def with_sketches(entry: Entry) -> Entry:
     return replace(entry, **taken)
 
 
-@pytest.mark.parametrize("run", share(RUNS, RUNS[::8]), ids=str)
+@pytest.mark.parametrize("run", share(list(dict.fromkeys([*RUNS[::8], *one_of(3, RUNS)])), RUNS[::8]), ids=str)
 def test_a_run_that_was_written_is_judged_as_it_was(run: Run, tmp_path: Path) -> None:
     ending, ranks = left_by(run)
     ranks = [replace(rank, entries=[with_sketches(entry) for entry in rank.entries]) for rank in ranks]

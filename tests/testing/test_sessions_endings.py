@@ -15,6 +15,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests import innerpytest
+from tests.tiers import one_of
 
 HANGS = """
 import os, time
@@ -156,7 +157,7 @@ def test_shared(rank, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [40, 200])
+@pytest.mark.parametrize("count", one_of(2, [40, 200]))
 def test_many_worlds_in_more_workers_than_cores(trial: Trial, tmp_path: Path, count: int) -> None:
     source = MANY.replace("COUNT", str(count)).replace("SIZES", "3")
     innerpytest.write(tmp_path, test_many=source, test_trouble=TROUBLE)
@@ -206,7 +207,7 @@ def pytest_runtest_logfinish():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "first"), [(120, 60), (600, 100)], ids=["short", "long"])
+@pytest.mark.parametrize(("count", "first"), one_of(2, [(120, 60), (600, 100)]))
 def test_a_long_session_grows_in_nothing(trial: Trial, tmp_path: Path, count: int, first: int) -> None:
     numbers = {"COUNT": str(count), "FIRST": str(first), "SIZES": "1" if count < 600 else "3"}
     for name, source in {"test_many": MANY, "conftest": SAMPLED}.items():

@@ -31,6 +31,7 @@ from ddpcheck.worlds.launchers.leader import places
 from ddpcheck.worlds.launchers.rendezvous import Hello, gather, join
 from ddpcheck.worlds.wire import ProcessContext
 from tests.attached_program import run
+from tests.tiers import one_of
 from tests.worlds.test_attached import FOREIGN
 
 pytest.importorskip("torch")
@@ -244,7 +245,7 @@ def test_mpirun_passes_our_exit_code_on_and_the_report_is_all_that_is_printed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", one_of(2, LAUNCHERS))
 def test_everything_else_works_on_the_ranks_of_a_launcher(launcher: str, tmp_path: Path) -> None:
     told = run_commands(launcher, tmp_path, MORE)
     code, out, _ = told["matrix"][0]
