@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ddpcheck.report.matrix.check_matrix import check_matrix
     from ddpcheck.report.matrix.matrix import Matrix
     from ddpcheck.report.repro import write_reproduction
+    from ddpcheck.report.schedule.check_schedule import check_schedule
     from ddpcheck.testing.assertions.assertions import (
         assert_no_anomalous_params,
         assert_parity,
@@ -51,6 +52,7 @@ __all__ = [
     "Recipe",
     "check",
     "check_matrix",
+    "check_schedule",
     "World",
     "Report",
     "Matrix",
@@ -88,6 +90,7 @@ _HOMES = {
     "Recipe": "recipe.recipe",
     "check": "report.checking.check",
     "check_matrix": "report.matrix.check_matrix",
+    "check_schedule": "report.schedule.check_schedule",
     "Matrix": "report.matrix.matrix",
     "World": "harness",
     "Report": "findings.report",

@@ -3,6 +3,7 @@
 A block of output follows a comment that says what it is of: `<!-- KIND: TARGET -->`, where KIND is
 
     report, matrix, findings             `ddpcheck report TARGET`, with --matrix, or its findings alone
+    schedule                             `ddpcheck report TARGET --schedule 64`
     run report, run findings             `ddpcheck run` on a script
     hang report, hang findings           `ddpcheck hang` on the Flight Recorder dumps of that run
     pytest                               a failing test
@@ -30,10 +31,12 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 BLOCK = re.compile(
-    r"<!-- (?P<kind>report|matrix|findings|(?:run|hang) (?:report|findings)|pytest|torchrun): (?P<target>[^\n]+?) -->\n"
+    r"<!-- (?P<kind>report|matrix|schedule|findings|(?:run|hang) (?:report|findings)|pytest|torchrun): "
+    r"(?P<target>[^\n]+?) -->\n"
     r"```text\n(?P<text>.*?)```\n",
     re.DOTALL,
 )
+FLAGS = {"matrix": ("--matrix",), "schedule": ("--schedule", "64")}
 LAUNCH = ("--standalone", "--nproc-per-node", "2")
 
 
@@ -75,8 +78,8 @@ def said_by(module: str, *arguments: str) -> str:
 
 def output_of(kind: str, target: str) -> str:
     """What is printed of `target`."""
-    if kind in ("report", "findings", "matrix"):
-        return printed(target, *(["--matrix"] if kind == "matrix" else []))[1]
+    if kind in ("report", "findings", *FLAGS):
+        return printed(target, *FLAGS.get(kind, ()))[1]
     if kind == "pytest":
         return said_by("pytest", "-p", "no:cacheprovider", "-n", "0", target)
     if kind == "torchrun":
@@ -108,7 +111,7 @@ def excerpt(kind: str, target: str, text: str) -> str:
         return f"$ torchrun {' '.join(LAUNCH)} {target}\n" + "\n".join(lines[start:]) + "\n"
     command = {
         "report": ["report", target],
-        "matrix": ["report", target, "--matrix"],
+        **{name: ["report", target, *flags] for name, flags in FLAGS.items()},
         "run report": ["run", *LAUNCH, target],
         "hang report": ["hang", "dumps"],
     }[kind]

@@ -36,6 +36,7 @@ EXAMPLES = {
 }
 # Examples that have tests and pages of their own.
 ELSEWHERE = (
+    "many_ranks/",
     "pytest/",
     "training_loop/",
     "transformers/",

@@ -102,6 +102,8 @@ def make_parser() -> Parser:
     _add(what, "--select", "--ignore")
     matrix = "try the options of DistributedDataParallel: which are right, what they cost"
     what.add_argument("--matrix", action="store_true", help=matrix)
+    schedule = "simulate so many ranks, one by one, and compare the collectives that they make"
+    what.add_argument("--schedule", type=int, metavar="RANKS", help=schedule)
     _add(report.add_argument_group("output"), "--fail-on", "--baseline", "--output", "--format", "--repro")
     script = commands.add_parser(
         "run", help="run a training script as torchrun does, and report on it", prefix_chars="\0", add_help=False

@@ -7,7 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddpcheck.cli.output import OutputFile, Progress, ReportOutput, complain, print_out, say
 from ddpcheck.cli.saved import load_report
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 RUN_SETTINGS = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload")
 CHECK_SETTINGS = (*RUN_SETTINGS, "select", "ignore", "suppress")
+_OF_REAL_RANKS = ("world_size", "backend", "device")
 
 
 def command_settings(arguments: argparse.Namespace, names: Sequence[str], hosts: RankHosts | None) -> Settings:
@@ -46,30 +47,53 @@ def command_settings(arguments: argparse.Namespace, names: Sequence[str], hosts:
 
 
 def run_report(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
-    """Check a recipe, or its matrix, show the report, and reproduce its first finding where that is asked for."""
+    """Check a recipe, its matrix or its schedule, show the report, and reproduce the first finding where asked for."""
     if arguments.matrix and arguments.repro is not None:
         raise UsageError("--repro writes the first finding of a report; run it without --matrix")
     if arguments.matrix and arguments.baseline is not None:
         raise UsageError("--baseline is for the findings of a report; run it without --matrix")
+    scheduled = arguments.schedule is not None
+    if scheduled:
+        _refuse_beside_schedule(arguments, hosts)
     settings = command_settings(arguments, (*CHECK_SETTINGS, "fail_on"), hosts)
-    known = {} if arguments.baseline is None else {"baseline": load_report(arguments.baseline)}
+    known: dict[str, Any] = {} if arguments.baseline is None else {"baseline": load_report(arguments.baseline)}
     with (
         ReportOutput(arguments, settings.format, MATRIX_FORMATS if arguments.matrix else FORMATS) as output,
         _prepared(arguments.repro) as folder,
         Progress(sys.stderr) as progress,
     ):
         run: Callable[..., Report | Matrix]
+        asked = {name: getattr(settings, name) for name in CHECK_SETTINGS if not (scheduled and name in _OF_REAL_RANKS)}
         if arguments.matrix:  # the rest of the house, only when there is work to do
             from ddpcheck.report.matrix.check_matrix import check_matrix as run
+
+            known["hosts"] = hosts
+        elif scheduled:
+            from ddpcheck.report.schedule.check_schedule import check_schedule as run
+
+            known["world_size"] = arguments.schedule
         else:
             from ddpcheck.report.checking.check import check as run
-        asked = {name: getattr(settings, name) for name in CHECK_SETTINGS}
-        report = run(arguments.target, progress=progress, hosts=hosts, **asked, **known)
+
+            known["hosts"] = hosts
+        report = run(arguments.target, progress=progress, **asked, **known)
         progress.clear()
         output.show(report)
         if folder is not None and isinstance(report, Report):
             _reproduce(report, arguments.target, folder, progress)
     return report.exit_code(settings.fail_on)
+
+
+def _refuse_beside_schedule(arguments: argparse.Namespace, hosts: RankHosts | None) -> None:
+    """Raise a UsageError for what means nothing for ranks that are simulated."""
+    given = {"--matrix": arguments.matrix, "--repro": arguments.repro}
+    given |= {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in _OF_REAL_RANKS}
+    if beside := [option for option, value in given.items() if value]:
+        raise UsageError(f"{beside[0]} is for real ranks, and --schedule simulates them; leave one of the two out")
+    if hosts is not None:
+        raise UsageError(
+            f"--schedule starts its own processes; run it without {hosts.launcher}, or with --launcher off"
+        )
 
 
 @contextlib.contextmanager

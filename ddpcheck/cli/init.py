@@ -34,7 +34,7 @@ def run_init(arguments: argparse.Namespace) -> int:
     inputs = ", ".join(f"{one.name} = {one.code}" for one in guess.inputs)
     say(f"wrote {path}; a guess that forward accepts: {inputs}; now checking it")
     given = dict.fromkeys((*CHECK_SETTINGS, "fail_on", "repro", "baseline", "output", "format"))
-    given |= {"target": str(path), "matrix": False, "launcher": "off", "command_line": check}
+    given |= {"target": str(path), "matrix": False, "schedule": None, "launcher": "off", "command_line": check}
     code = run_report(argparse.Namespace(**given), None)
     say(f"the data and the loss are stand-ins: put your own where {path} says EDIT, then run:\n  {check}")
     return code

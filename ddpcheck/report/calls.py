@@ -31,6 +31,7 @@ MODULES = (
     "ddpcheck.report.graph.graph_phases",
     "ddpcheck.report.matrix.matrix_phases",
     "ddpcheck.report.repro.probe",
+    "ddpcheck.report.schedule.schedule_phases",
 )
 """Imported once, before ranks are forked: in each of them that would be a third of the cost of a small check."""
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:  # under their own names, since other modules import them from
     from ddpcheck.report.graph import graph_phases as graph_phases
     from ddpcheck.report.matrix import matrix_phases as matrix_phases
     from ddpcheck.report.repro import probe as probe
+    from ddpcheck.report.schedule import schedule_phases as schedule_phases
 else:
 
     class _Module:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ddpcheck.findings.evidence.steps import Call, ReductionInput
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_ranks, minority_ranks, one_finding, plural_verb
+from ddpcheck.findings.wording import format_ranks, group_by, minority_ranks, one_finding, plural_verb
 
 
 def judge_collectives(
@@ -25,14 +25,16 @@ def judge_collectives(
         first: The number of the first call in the logs, by process group, where it is not 0.
     """
     findings = []
-    groups = {call.group: call.members for log in logs for call in log}
+    distinct = {id(log): log for log in logs}  # of many simulated ranks most have one log together
+    groups = {call.group: call.members for log in distinct.values() for call in log}
     for group, members in sorted(groups.items()):
         ranks = [rank for rank in members if rank < len(logs)]
-        sequences = [[call for call in logs[rank] if call.group == group] for rank in ranks]
-        mismatch = first_mismatch(sequences)
+        kinds = list(dict.fromkeys(id(logs[rank]) for rank in ranks))
+        mismatch = first_mismatch([[call for call in distinct[kind] if call.group == group] for kind in kinds])
         if mismatch is None:
             continue
-        place, found = mismatch[0] + (first or {}).get(group, 0), mismatch[1]
+        place, by_kind = mismatch[0] + (first or {}).get(group, 0), dict(zip(kinds, mismatch[1], strict=True))
+        found = [by_kind[id(logs[rank])] for rank in ranks]
         calls = [call for call in found if call is not None]
         absent = [rank for rank, call in zip(ranks, found, strict=True) if call is None]
         if absent and len(set(map(_signature, calls))) == 1 and set(absent) <= set(at_work):
@@ -53,13 +55,16 @@ def judge_collectives(
             ranks=minority,
             location=Location.parse(differing.location),
             evidence=[
-                f"rank {rank}, collective number {place}: {call or 'none'}"
-                + (f", in {call.place}" if call is not None and call.place else "")
-                for rank, call in zip(ranks, found, strict=True)
+                f"{format_ranks(rank for rank, _ in some)}, collective number {place}: {words}"
+                for words, some in group_by(zip(ranks, found, strict=True), lambda one: _in_words(one[1])).items()
             ],
             tags=tags_of_parting(place),
         )
     return findings
+
+
+def _in_words(call: Call | None) -> str:
+    return f"{call or 'none'}{f', in {call.place}' if call is not None and call.place else ''}"
 
 
 _PARTS_AT = "parts at "

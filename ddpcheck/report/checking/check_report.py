@@ -19,7 +19,7 @@ from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import counted, format_steps, join_names
 from ddpcheck.judge.replicas.replica_state import steps_that_end_alike
 from ddpcheck.judge.verdict import Verdict, status_of
-from ddpcheck.report.checking.check_state import CheckState
+from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 
 HEADINGS: Mapping[str, tuple[str, ...]] = {
     "model": (),
@@ -60,16 +60,8 @@ def report_of(state: CheckState) -> Report:
     report = Report(
         target=asked.target,
         tool={"name": "ddpcheck", "version": __version__},
-        environment={
-            "python": platform.python_version(),
-            "torch": metadata.version("torch"),
-            "platform": platform.system().lower(),
-        },
-        world={
-            **{name: getattr(asked, name) for name in _WORLD},
-            **({"launcher": asked.launcher} if asked.launcher is not None else {}),
-            "notes": list(dict.fromkeys(state.log.notes)),
-        },
+        environment=environment(),
+        world={**world_of(asked), "notes": list(dict.fromkeys(state.log.notes))},
         checks=tuple(_line(state, name, chosen.kept) for name in HEADINGS),
         parity=tuple(sorted(chain(*told), key=lambda entry: (entry.step, entry.reference, entry.parameter))),
         timing={name: round(seconds, 4) for name, seconds in state.log.seconds.items()},
@@ -78,6 +70,18 @@ def report_of(state: CheckState) -> Report:
         timelines=state.timelines,
     )
     return limited(chosen.complete(report).with_excerpts())
+
+
+def environment() -> dict[str, str]:
+    """The versions and the platform of a report."""
+    torch = metadata.version("torch")
+    return {"python": platform.python_version(), "torch": torch, "platform": platform.system().lower()}
+
+
+def world_of(asked: CheckOptions) -> dict[str, object]:
+    """The options of a report's world."""
+    launcher = {"launcher": asked.launcher} if asked.launcher is not None else {}
+    return {**{name: getattr(asked, name) for name in _WORLD}, **launcher}
 
 
 # Check lines

@@ -1,0 +1,235 @@
+"""A process group of many ranks of which one is there: each collective is answered as if all had said the same.
+
+What a root sends is known where its rank was simulated before: it is left in a folder. Only the order of collectives
+means something here, not the numbers: torch's own `FakeProcessGroup` has the same idea, and leaves results as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpcheck.findings.evidence.schedules import ScheduledCall
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.gather.collectives.collective_log import (
+    name_of_group,
+    note_collective,
+    record_calls,
+    record_given,
+    replace_functions,
+)
+
+BACKEND = "simulated"
+_LARGEST_SENT = 1 << 20  # bytes that a root leaves for the others
+_Group: Any = dist.ProcessGroup
+_Work: Any = dist.distributed_c10d.Work
+
+
+class _Done(_Work):  # type: ignore[misc]
+    """A collective that has ended."""
+
+    def __init__(self, tensors: Any) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+class SimulatedGroup(_Group):  # type: ignore[misc]
+    """One rank of a process group whose other ranks are not there."""
+
+    def __init__(self, rank: int, size: int, folder: Path) -> None:
+        super().__init__(rank, size)
+        self._folder = folder
+        self._sent: Counter[str] = Counter()
+
+    def getBackendName(self) -> str:
+        """The name under which torch knows the backend."""
+        return BACKEND
+
+    def _note(self, operation: str, *tensors: Any) -> None:
+        """Log a collective that DDP makes in C++; those that Python makes are logged already."""
+        payload = ", ".join(f"{str(t.dtype).removeprefix('torch.')} of shape {tuple(t.shape)}" for t in tensors)
+        note_collective(f"{operation} of DDP", payload, self)
+
+    def _from_root(self, operation: str, root: int, tensors: list[torch.Tensor], mine: list[torch.Tensor]) -> None:
+        """Fill `tensors` with what the root has sent, where that is known; the root leaves `mine` to be found."""
+        number = self._sent[operation]
+        self._sent[operation] += 1
+        file = self._folder / f"{operation}-{name_of_group(self)}-{number}".replace("/", "_")
+        if root == self.rank():
+            if sum(t.numel() * t.element_size() for t in mine) <= _LARGEST_SENT:
+                torch.save([t.detach().clone() for t in mine], file)
+            return
+        with contextlib.suppress(OSError, RuntimeError, EOFError):
+            for tensor, value in zip(tensors, self._share_of(operation, torch.load(file)), strict=True):
+                tensor.detach().copy_(value)
+
+    def _share_of(self, operation: str, sent: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [sent[self.rank()]] if operation == "scatter" else sent
+
+    # What torch calls, by the names that it has
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        self._note("all_reduce", *tensors)
+        for tensor in tensors:
+            _as_of_all(tensor, getattr(opts, "reduceOp", None), self.size())
+        return _Done(tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Any:
+        if getattr(opts, "rootRank", 0) == self.rank():
+            return self.allreduce(tensors, opts)
+        return _Done(tensors)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        self._note("broadcast", *tensors)
+        self._from_root("broadcast", getattr(opts, "rootRank", 0), tensors, tensors)
+        return _Done(tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        self._note("all_gather", *inputs)
+        for output, given in zip(outputs, inputs, strict=True):
+            for part in output:
+                part.copy_(given)
+        return _Done(outputs[0] if outputs else [])
+
+    def _allgather_base(self, output: Any, given: Any, opts: Any = None) -> Any:
+        output.reshape(self.size(), -1).copy_(given.reshape(1, -1).expand(self.size(), -1))
+        return _Done([output])
+
+    all_gather_single = _allgather_base
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for output, given in zip(outputs, inputs, strict=True):
+            self._allgather_base(output, given)
+        return _Done(outputs)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for output, given in zip(outputs, inputs, strict=True):
+            output.copy_(given[self.rank()])
+            _as_of_all(output, getattr(opts, "reduceOp", None), self.size())
+        return _Done(outputs)
+
+    def _reduce_scatter_base(self, output: Any, given: Any, opts: Any = None) -> Any:
+        output.reshape(-1).copy_(given.reshape(self.size(), -1)[self.rank()])
+        _as_of_all(output, getattr(opts, "reduceOp", None), self.size())
+        return _Done([output])
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for output, given in zip(outputs, inputs, strict=True):
+            self._reduce_scatter_base(output, given, opts)
+        return _Done(outputs)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for output, given in zip(outputs, inputs, strict=True):
+            _copy_as_far(output, given)
+        return _Done(outputs)
+
+    def alltoall_base(self, output: Any, given: Any, *_sizes: Any) -> Any:
+        _copy_as_far(output, given)
+        return _Done([output])
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for output, given in zip(outputs or (), inputs, strict=False):
+            for part in output:
+                part.copy_(given)
+        return _Done(outputs)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        mine = list(inputs[0]) if inputs else []
+        if mine:
+            outputs[0].copy_(mine[self.rank()])
+        self._from_root("scatter", getattr(opts, "rootRank", 0), outputs, mine)
+        return _Done(outputs)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return _Done([])
+
+    def send(self, tensors: Any, *_given: Any) -> Any:
+        return _Done(tensors)
+
+    recv = recv_anysource = send
+
+
+def _as_of_all(tensor: torch.Tensor, operation: Any, size: int) -> None:
+    """What a reduction gives where all ranks send the same tensor, in its place."""
+    if operation == dist.ReduceOp.SUM:
+        tensor.detach().mul_(size)
+    elif operation == dist.ReduceOp.PRODUCT:
+        tensor.detach().pow_(size)
+
+
+def _copy_as_far(output: torch.Tensor, given: torch.Tensor) -> None:
+    """Fill one tensor with the elements of another, again and again where it is longer."""
+    flat = given.reshape(-1)
+    if output.numel() and flat.numel():
+        index = torch.arange(output.numel()) % flat.numel()
+        output.copy_(flat[index].reshape(output.shape))
+
+
+def join_simulated(rank: int, world_size: int, folder: Path) -> list[ScheduledCall]:
+    """Make a default process group in which this process is one rank and the others are not there.
+
+    Returns:
+        The collectives that this process makes from now on, as it makes them.
+    """
+
+    def make(_store: Any, rank: int, size: int, _timeout: Any) -> SimulatedGroup:
+        return SimulatedGroup(rank, size, folder)
+
+    dist.Backend.register_backend(BACKEND, make, devices=["cpu"])
+    dist.init_process_group(
+        BACKEND,
+        store=dist.HashStore(),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world_size,
+    )
+    calls: list[ScheduledCall] = []
+    replace_functions(("new_group",), _of_our_backend)
+    replace_functions(("monitored_barrier",), lambda _name, _original: _barrier)
+    record_calls(lambda call: calls.append(ScheduledCall(call)))
+    record_given(functools.partial(_note_wait, calls))
+    return calls
+
+
+def _of_our_backend(_name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`new_group`, which makes a simulated group whatever backend is asked for."""
+
+    @functools.wraps(original)
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original(ranks, timeout, None, *args, **kwargs)
+
+    return new_group
+
+
+def _barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    dist.barrier(group)
+
+
+def _note_wait(calls: list[ScheduledCall], call: Call, given: Mapping[str, Any]) -> None:
+    """A collective that is neither asked to return at once nor a functional one waits for the other ranks."""
+    if calls[-1].call is call:
+        calls[-1] = ScheduledCall(call, waits=not (given.get("async_op") or "self" in given or "group_name" in given))

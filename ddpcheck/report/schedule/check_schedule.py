@@ -1,0 +1,229 @@
+"""`check_schedule(recipe)`: simulates the ranks of a large world one by one, and compares their collectives.
+
+Each rank trains alone, in a process group whose other ranks are not there. What depends on the rank, the world size and
+the process groups is seen; what depends on numbers that other ranks have computed is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from ddpcheck import __version__
+from ddpcheck.findings.errors import EXIT_HANG, EXIT_TARGET, EXIT_USAGE, DdpcheckError, HangError, RankError, UsageError
+from ddpcheck.findings.evidence.schedules import ScheduledCall, Simulated, SimulatedRank
+from ddpcheck.findings.report import CheckResult, Finding, Report, ReportError
+from ddpcheck.findings.selection import Suppression, sort_out
+from ddpcheck.findings.shortening import limited
+from ddpcheck.findings.wording import counted, join_names
+from ddpcheck.harness import World
+from ddpcheck.judge.endings.schedules import judge_schedules
+from ddpcheck.judge.verdict import Verdict, status_of
+from ddpcheck.report import calls
+from ddpcheck.report.checking.check import decided
+from ddpcheck.report.checking.check_report import environment, world_of
+from ddpcheck.report.checking.check_state import CheckOptions
+from ddpcheck.worlds import preloading
+from ddpcheck.worlds.validation import check_count
+
+if TYPE_CHECKING:
+    from ddpcheck.recipe.recipe import Recipe
+
+MOST_RANKS = 65_536
+_MOST_AT_ONCE = 8
+_MOST_NAMED = 6  # that a check line names
+
+Result = TypeVar("Result")
+
+
+def check_schedule(
+    target: Recipe | str,
+    *,
+    world_size: int = 1024,
+    steps: int = 3,
+    timeout: float = 30.0,
+    seed: int = 0,
+    preload: Sequence[str] = (),
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    suppress: Sequence[Suppression] = (),
+    baseline: Report | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Simulate every rank of a world by itself, on the CPU, and compare the collectives that they make.
+
+    Args:
+        target: A `Recipe`, or a TARGET ("path/to/file.py:attr"), which is loaded on the simulated ranks and not here.
+        world_size: Number of ranks; each is a short-lived process, and a few run at a time.
+        steps: Training steps of each rank.
+        timeout: Seconds that one rank may take before it counts as a hang.
+        seed: Of all random numbers.
+        preload: Modules that are imported once, before ranks are forked; see `World`.
+        select: Codes, prefixes or names of the rules to report; default: all.
+        ignore: Those not to report.
+        suppress: Findings that are shown with a reason, and do not count.
+        baseline: An earlier report; what it has is shown as known, and does not count.
+        progress: Called with a few words as ranks are done.
+
+    Returns:
+        The report. A target that fails, or hangs, on one rank is in `Report.error`, and no further ranks are simulated.
+
+    Raises:
+        UsageError: An argument is wrong, or `target` names no recipe.
+    """
+    check_count("world_size", world_size, MOST_RANKS)
+    given = CheckOptions(
+        world_size=world_size,
+        backend="simulated",
+        steps=steps,
+        timeout=timeout,
+        seed=seed,
+        preload=preload,
+        select=select,
+        ignore=ignore,
+        suppress=suppress,
+        baseline=baseline,
+    )
+    return _Simulation(target, decided(given, target), progress or (lambda _words: None)).run()
+
+
+class _Simulation:
+    """The ranks of a schedule under way."""
+
+    def __init__(self, target: Recipe | str, asked: CheckOptions, progress: Callable[[str], None]) -> None:
+        self.target, self.asked, self.progress = target, asked, progress
+        self.ranks: list[SimulatedRank] = []
+        self.schedules: dict[str, list[ScheduledCall]] = {}
+        self.found: list[Finding] = []
+        self.error: ReportError | None = None
+        self.shards = 0
+
+    def run(self) -> Report:
+        """Simulate one rank after the other, until one of them fails, and judge what they have come to."""
+        begun = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="ddpcheck-", ignore_cleanup_errors=True) as folder:
+            self._simulate(Path(folder))
+        if self.error is None:
+            self.found = judge_schedules(self.schedules, [rank.schedule for rank in self.ranks])
+        return self._report(time.perf_counter() - begun)
+
+    def _simulate(self, folder: Path) -> None:
+        size, at_once = self.asked.world_size, min(_MOST_AT_ONCE, os.cpu_count() or 1)
+        of_recipe = self.target, self.asked.seed
+        count = partial(calls.schedule_phases.count_shards, *of_recipe, size)
+        self.shards = sum(self._on_ranks([0], lambda _rank: count))
+        there = Simulated(size, self.asked.steps, self.shards, folder)
+        while self.error is None and len(self.ranks) < size:
+            self.progress(f"{len(self.ranks)} of {counted(size, 'rank')}")
+            # rank 0 alone at first: what it sends as a root is what the others get
+            ranks = range(len(self.ranks), min(size, len(self.ranks) + at_once) if self.ranks else 1)
+            self.ranks += self._on_ranks(
+                ranks, lambda rank: partial(calls.schedule_phases.simulate, *of_recipe, rank, there)
+            )
+        for name in {rank.schedule for rank in self.ranks}:
+            data = (folder / f"schedule-{name}").read_bytes()
+            self.schedules[name] = msgspec.msgpack.decode(data, type=list[ScheduledCall])
+
+    def _on_ranks(self, ranks: Sequence[int], phase: Callable[[int], Callable[[], Result]]) -> list[Result]:
+        """What a process of its own returns for each rank; of the first that fails the error is kept."""
+        preload = (*preloading.DDP, *calls.MODULES, *self.asked.preload)
+        with contextlib.ExitStack() as stack:
+            worlds = [
+                stack.enter_context(
+                    World(1, timeout=self.asked.timeout, process_group=False, threads=1, preload=preload)
+                )
+                for _ in ranks
+            ]
+            pending = [world.start(phase(rank)) for rank, world in zip(ranks, worlds, strict=True)]
+            results = []
+            for rank, future in zip(ranks, pending, strict=True):
+                try:
+                    results += future.result()
+                except RankError as error:
+                    self.error = _error_of(error, rank)
+                    break
+        return results
+
+    # The report
+
+    def _report(self, seconds: float) -> Report:
+        asked = self.asked
+        chosen = sort_out(
+            self.found,
+            asked.target,
+            select=asked.select,
+            ignore=asked.ignore,
+            suppress=asked.suppress,
+            baseline=asked.baseline,
+        )
+        told = {"collectives": [(finding, finding) for finding in self.found]}
+        verdicts = {"ranks": self._of_ranks(), "collectives": self._of_collectives()}
+        lines = {name: status_of(verdict, told.get(name, []), chosen.kept) for name, verdict in verdicts.items()}
+        if self.error is not None:
+            lines["ranks"] = "error", self.error.message
+        report = Report(
+            target=asked.target,
+            tool={"name": "ddpcheck", "version": __version__},
+            environment=environment(),
+            world={**world_of(asked), "notes": self._notes()},
+            checks=tuple(CheckResult(name, status, 0.0, detail) for name, (status, detail) in lines.items()),
+            timing={"total": round(seconds, 4)},
+            error=self.error,
+        )
+        return limited(chosen.complete(report).with_excerpts())
+
+    def _of_ranks(self) -> Verdict:
+        count, kinds = f"{len(self.ranks):,} ranks", len(self.schedules)
+        alike = "all with the same collectives" if kinds == 1 else f"with {kinds} different lists of collectives"
+        return Verdict(held=f"{count} simulated one by one, {counted(self.asked.steps, 'step')} each; {alike}")
+
+    def _of_collectives(self) -> Verdict:
+        if self.error is not None:
+            return Verdict(lacking="not reached")
+        counts = [Counter(one.call.operation for one in schedule) for schedule in self.schedules.values()]
+        sums = sorted({sum(count.values()) for count in counts})
+        number = str(sums[0]) if len(sums) == 1 else f"{sums[0]} to {sums[-1]}"
+        if not sums[-1]:
+            return Verdict(lacking="no rank made a collective")
+        named = max(counts, key=lambda count: sum(count.values())).most_common()
+        words = [f"{times} {operation}" for operation, times in named]
+        return Verdict(held=f"{number} of each rank, which pair up: {join_names(words, most=_MOST_NAMED)}")
+
+    def _notes(self) -> list[str]:
+        notes = [
+            "each rank was alone: what it received from others was what it had sent itself, or what rank 0 or another "
+            "root had sent; send and recv are not followed"
+        ]
+        if 0 < self.shards < self.asked.world_size:
+            parts = (
+                "all of it on each rank" if self.shards == 1 else "one half of it on even ranks, the other on odd ones"
+            )
+            notes.append(f"the batch has fewer samples than there are ranks: {parts}")
+        return notes
+
+
+def _error_of(error: RankError, rank: int) -> ReportError:
+    """The error of a report where a simulated rank has failed, whose process knows itself as rank 0.
+
+    Raises:
+        UsageError: That was a wrong argument.
+    """
+    first = error.first
+    if first is not None and isinstance(first.exception, UsageError):
+        raise first.exception
+    if first is not None and first.bug:
+        return ReportError(f"simulated rank {rank}: {first.bug}", EXIT_USAGE, error.detail)
+    said = str(error if first is None else first.message).removeprefix("rank 0 ")
+    if first is not None and isinstance(first.exception, DdpcheckError):
+        said = f"failed: {first.exception}"
+    code = EXIT_HANG if isinstance(error, HangError) else EXIT_TARGET
+    return ReportError(f"simulated rank {rank} {said}", code, error.detail)

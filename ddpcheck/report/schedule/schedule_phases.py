@@ -1,0 +1,92 @@
+"""The phase that simulates a rank of many: the steps of a recipe in a process group whose other ranks are not there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import msgspec
+import torch
+
+from ddpcheck.findings.evidence.schedules import ScheduledCall, Simulated, SimulatedRank
+from ddpcheck.gather.collectives.simulated_group import join_simulated
+from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
+from ddpcheck.gather.phases.local_step import samples_of
+from ddpcheck.gather.state.randomness import seed_everything, settle_device
+from ddpcheck.gather.state.training_mode import into_training
+from ddpcheck.gather.steps.training_step import (
+    compute_loss,
+    make_batch,
+    model_seed,
+    run_backward,
+    run_optimizer,
+    step_seed,
+)
+from ddpcheck.recipe.recipe import Recipe
+from ddpcheck.recipe.target import load_on_rank
+from ddpcheck.worlds import rank as this_rank
+from ddpcheck.worlds.compilation import run_as_written
+
+_RANKS_OF_A_MACHINE = 8
+
+
+def simulate(target: str | Recipe, seed: int, rank: int, world: Simulated) -> SimulatedRank:
+    """Train as one rank of `world`, in which no other is there, and leave its collectives."""
+    _take_place(rank, world.world_size)
+    run_as_written()
+    calls = join_simulated(rank, world.world_size, world.folder)
+    with synchronised_on_cpu():
+        recipe, device = load_on_rank(target), torch.device("cpu")
+        settle_device(device)
+        this_rank.set_status("building the model")
+        seed_everything(model_seed(seed))
+        module = recipe.build_model()
+        into_training(module)
+        this_rank.set_status("wrapping the model")
+        wrapped = recipe.wrap_module(module, device)
+        optimizer = recipe.build_optimizer(p for p in wrapped.parameters() if p.requires_grad)
+        for step in range(world.steps):
+            batch = make_batch(recipe, step, seed=seed, world_size=world.shards)
+            shard = recipe.local_batch(batch, rank % world.shards, world.shards)
+            run_optimizer(optimizer, "zero_grad")
+            loss = compute_loss(recipe, wrapped, shard, step=step, seed=step_seed(seed, step, rank))
+            this_rank.set_status(f"step {step}: backward")
+            run_backward(loss.total)
+            this_rank.set_status(f"step {step}: optimizer")
+            run_optimizer(optimizer, "step")
+    return SimulatedRank(rank, _written(calls, world.folder))
+
+
+def count_shards(target: str | Recipe, seed: int, world_size: int) -> int:
+    """Into how many parts a batch is split: one a rank, or two where it has fewer samples than there are ranks."""
+    recipe = load_on_rank(target)
+    if recipe.shard is not None:
+        return world_size
+    size = samples_of(make_batch(recipe, 0, seed=seed, world_size=1))
+    return world_size if size is None or size >= world_size else min(2, max(size, 1))
+
+
+def _take_place(rank: int, world_size: int) -> None:
+    """Set what a launcher tells a rank, on machines of eight."""
+    here = min(_RANKS_OF_A_MACHINE, world_size)
+    places = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank % here,
+        "LOCAL_WORLD_SIZE": here,
+        "GROUP_RANK": rank // here,
+    }
+    os.environ.update({name: str(value) for name, value in places.items()})
+
+
+def _written(calls: list[ScheduledCall], folder: Path) -> str:
+    """Leave collectives in a file that is named by their digest, unless another rank has made the same."""
+    data = msgspec.msgpack.encode(calls)
+    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+    file = folder / f"schedule-{digest}"
+    if not file.exists():
+        part = folder / f"{digest}-{os.getpid()}.part"
+        part.write_bytes(data)
+        part.replace(file)
+    return digest

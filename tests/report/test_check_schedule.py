@@ -1,0 +1,149 @@
+"""Ranks that are simulated one by one: they make the collectives of real ones, and what differs is told of them."""
+
+from pathlib import Path
+
+import pytest
+
+import ddpcheck
+from ddpcheck import cli
+from ddpcheck.findings.report import Report
+from tests.reports import shown
+
+HEAD = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+def batch(step):
+    return torch.randn(24, 4)
+
+def loss(model, batch):
+    return model(batch).square().mean() + more()
+
+def here():
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+"""
+HEALTHY = """
+GROUPS = {}
+
+def wrap(model, device):
+    rank, size = here()
+    GROUPS["pair"] = [dist.new_group([one, one + 1], backend="gloo") for one in range(0, size, 2)][rank // 2]
+    said = [{"width": 4}] if rank == 0 else [None]
+    dist.broadcast_object_list(said, src=0)
+    assert said[0]["width"] == 4
+    mine = [None]
+    dist.scatter_object_list(mine, [{"number": one} for one in range(size)] if rank == 0 else None, src=0)
+    assert mine[0]["number"] == rank
+    return nn.parallel.DistributedDataParallel(model)
+
+def more():
+    rank, size = here()
+    number, total = torch.ones(1), torch.ones(2)
+    dist.all_reduce(number)
+    assert int(number) == size
+    everyone = [None] * size
+    dist.all_gather_object(everyone, "x" * 7)
+    assert everyone == ["x" * 7] * size
+    dist.all_reduce(total, group=GROUPS["pair"])
+    whole = torch.empty(2 * size)
+    dist.all_gather_into_tensor(whole, total)
+    part = torch.empty(2)
+    dist.reduce_scatter_tensor(part, whole)
+    dist.monitored_barrier()
+    return part.sum() * 0
+"""
+ON_ONE_MACHINE = """
+def more():
+    rank, size = here()
+    if rank < 4:
+        dist.all_reduce(torch.ones(1))
+    return 0
+"""
+IN_TWO_GROUPS = """
+PAIRS = {}
+
+def wrap(model, device):
+    size = here()[1]
+    PAIRS.update({one: dist.new_group([one, (one + 1) % size]) for one in range(size)})
+    return nn.parallel.DistributedDataParallel(model)
+
+def more():
+    rank, size = here()
+    for one in (ORDER):
+        dist.all_reduce(torch.ones(1), group=PAIRS[one])
+    return 0
+"""
+RAISES = """
+def more():
+    if here()[0] == 3:
+        raise KeyError("machine 3")
+    return 0
+"""
+
+
+def scheduled(folder: Path, tail: str, world_size: int = 6) -> Report:
+    file = folder / "recipe.py"
+    file.write_text(HEAD + tail)
+    return ddpcheck.check_schedule(str(file), world_size=world_size, steps=2)
+
+
+def test_of_ranks_with_the_same_collectives_as_real_ones_nothing_is_found(tmp_path: Path) -> None:
+    report = scheduled(tmp_path, HEALTHY)
+    assert report.status == "clean", shown(report)
+    ranks, collectives = report.checks
+    assert ranks.detail == "6 ranks simulated one by one, 2 steps each; with 3 different lists of collectives"
+    assert "which pair up" in collectives.detail
+
+
+def test_what_some_ranks_do_alone_is_found_and_told_in_two_groups(tmp_path: Path) -> None:
+    (finding,) = scheduled(tmp_path, ON_ONE_MACHINE).findings
+    assert (finding.code, finding.ranks) == ("DDP403", (4, 5))
+    assert finding.evidence[0].startswith("ranks 0 to 3, collective number ")
+    assert finding.evidence[1].startswith("ranks 4 and 5, collective number ")
+
+
+@pytest.mark.slow
+def test_a_branch_that_no_rank_of_a_small_world_takes_is_not_found_there(tmp_path: Path) -> None:
+    assert scheduled(tmp_path, ON_ONE_MACHINE, world_size=4).status == "clean"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("order", "found"), [("(rank, (rank - 1) % size)", ["DDP403"]), ("sorted([rank, (rank - 1) % size])", [])]
+)
+def test_groups_in_a_ring_wait_for_each_other_unless_all_keep_to_one_order(
+    tmp_path: Path, order: str, found: list[str]
+) -> None:
+    report = scheduled(tmp_path, IN_TWO_GROUPS.replace("(ORDER)", order), world_size=4)
+    assert [finding.code for finding in report.findings] == found, shown(report)
+    if found:
+        assert report.findings[0].ranks == (0, 1, 2, 3) and "wait for each other" in report.findings[0].message
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_is_named_by_its_own_number(tmp_path: Path) -> None:
+    report = scheduled(tmp_path, RAISES)
+    assert report.error is not None and report.error.exit_code == 3
+    assert report.error.message.startswith("simulated rank 3 raised KeyError")
+    assert [check.status for check in report.checks] == ["error", "skipped"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--schedule", "0"], "world_size must be a whole number from 1 to 65536, got 0"),
+        (["--schedule", "8", "--device", "cuda"], "--device is for real ranks, and --schedule simulates them"),
+        (["--schedule", "8", "--matrix"], "--matrix is for real ranks"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "recipe.py"
+    file.write_text(HEAD + RAISES)
+    assert cli.main(["report", str(file), *arguments]) == 2
+    assert words in capsys.readouterr().err
