@@ -30,8 +30,8 @@ def _lacking() -> Iterator[tuple[str, tuple[str, ...]]]:
     if not hasattr(fsdp, "fully_shard"):
         shards = ("what_is_compared_of_shards[True]", "healthy_loops_of_shards", "a_script_is_found[sharded_")
         twins, rows = ("twin_is_clean[sharded_",), ("test_fully_shard_is_tried", "that_fully_shard_refuses")
-        lightning = ("test_a_layer_that_is_left_out_under_fully_shard", "[fully_shard]")
-        yield "torch.distributed.fsdp.fully_shard", (*shards, *twins, *rows, *lightning)
+        others = ("test_a_layer_that_is_left_out_under_fully_shard", "[fully_shard]", "collectives_of_fully_shard")
+        yield "torch.distributed.fsdp.fully_shard", (*shards, *twins, *rows, *others)
     elif torch.__version__ < "2.9":  # gloo's AVG sums, and ddpcheck says so (DDP303); measured with 2.8.0
         by_name = (
             *("test_a_healthy_model_is_clean", "test_a_fault_is_told_by_its_own_rule", "test_parameters_after_a_step"),

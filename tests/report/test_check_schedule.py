@@ -56,6 +56,18 @@ def more():
     dist.monitored_barrier()
     return part.sum() * 0
 """
+IN_SHARDS = """
+def wrap(model, device):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, here()[1] // 2), mesh_dim_names=("replicas", "shards"))
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+def more():
+    return 0
+"""
 ON_ONE_MACHINE = """
 def more():
     rank, size = here()
@@ -95,7 +107,7 @@ def test_of_ranks_with_the_same_collectives_as_real_ones_nothing_is_found(tmp_pa
     report = scheduled(tmp_path, HEALTHY)
     assert report.status == "clean", shown(report)
     ranks, collectives = report.checks
-    assert ranks.detail == "6 ranks simulated one by one, 2 steps each; with 3 different lists of collectives"
+    assert ranks.detail == "6 ranks simulated one by one, 2 steps each"
     assert "which pair up" in collectives.detail
 
 
@@ -104,6 +116,13 @@ def test_what_some_ranks_do_alone_is_found_and_told_in_two_groups(tmp_path: Path
     assert (finding.code, finding.ranks) == ("DDP403", (4, 5))
     assert finding.evidence[0].startswith("ranks 0 to 3, collective number ")
     assert finding.evidence[1].startswith("ranks 4 and 5, collective number ")
+
+
+@pytest.mark.slow
+def test_two_replicas_of_shards_make_the_collectives_of_fully_shard(tmp_path: Path) -> None:
+    report = scheduled(tmp_path, IN_SHARDS, world_size=4)
+    assert report.status == "clean", shown(report)
+    assert all(word in report.checks[1].detail for word in ("all_gather", "reduce_scatter", "all_reduce"))
 
 
 @pytest.mark.slow

@@ -61,10 +61,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         super().__init__(rank, size)
         self._folder = folder
         self._sent: Counter[str] = Counter()
-
-    def getBackendName(self) -> str:
-        """The name under which torch knows the backend."""
-        return BACKEND
+        self._name = ""
 
     def _note(self, operation: str, *tensors: Any) -> None:
         """Log a collective that DDP makes in C++; those that Python makes are logged already."""
@@ -88,6 +85,15 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         return [sent[self.rank()]] if operation == "scatter" else sent
 
     # What torch calls, by the names that it has
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         self._note("all_reduce", *tensors)

@@ -182,9 +182,8 @@ class _Simulation:
         return limited(chosen.complete(report).with_excerpts())
 
     def _of_ranks(self) -> Verdict:
-        count, kinds = f"{len(self.ranks):,} ranks", len(self.schedules)
-        alike = "all with the same collectives" if kinds == 1 else f"with {kinds} different lists of collectives"
-        return Verdict(held=f"{count} simulated one by one, {counted(self.asked.steps, 'step')} each; {alike}")
+        steps = counted(self.asked.steps, "step")
+        return Verdict(held=f"{len(self.ranks):,} ranks simulated one by one, {steps} each")
 
     def _of_collectives(self) -> Verdict:
         if self.error is not None:
@@ -223,7 +222,9 @@ def _error_of(error: RankError, rank: int) -> ReportError:
     if first is not None and first.bug:
         return ReportError(f"simulated rank {rank}: {first.bug}", EXIT_USAGE, error.detail)
     said = str(error if first is None else first.message).removeprefix("rank 0 ")
-    if first is not None and isinstance(first.exception, DdpcheckError):
-        said = f"failed: {first.exception}"
-    code = EXIT_HANG if isinstance(error, HangError) else EXIT_TARGET
-    return ReportError(f"simulated rank {rank} {said}", code, error.detail)
+    detail, code = error.detail.replace("[rank 0]", f"[rank {rank}]"), EXIT_TARGET
+    if isinstance(error, HangError):
+        said, code = f"has not ended in time: it {said}", EXIT_HANG
+    elif first is not None and isinstance(first.exception, DdpcheckError):
+        said, detail = f"failed: {first.exception}", first.exception.detail
+    return ReportError(f"simulated rank {rank} {said}", code, detail)
