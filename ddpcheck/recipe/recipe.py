@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -109,6 +111,11 @@ class Recipe:
         optimizer = call("optimizer(parameters)", self.optimizer, parameters)
         if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
             raise TargetError(f"optimizer(parameters) returned {kind_of(optimizer)}, which is no torch optimizer")
+        if _needs_closure(optimizer):
+            raise TargetError(
+                f"optimizer(parameters) returned {kind_of(optimizer)}, whose step() needs a closure, and a check calls "
+                "it without; leave optimizer out, and the gradients are checked all the same"
+            )
         return optimizer
 
     def wrap_module(self, module: nn.Module, device: torch.device) -> nn.Module:
@@ -127,6 +134,16 @@ class Recipe:
         if not isinstance(wrapped, nn.Module):
             raise TargetError(f"wrap(module, device) returned {kind_of(wrapped)}; it must return a torch.nn.Module")
         return wrapped
+
+
+def _needs_closure(optimizer: Any) -> bool:
+    """Whether `step` cannot be called without arguments, as that of LBFGS."""
+    with contextlib.suppress(TypeError, ValueError):  # not a function of Python
+        given = inspect.signature(optimizer.step).parameters.values()
+        return any(
+            one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in given
+        )
+    return False
 
 
 @for_target

@@ -270,6 +270,16 @@ def test_heads_that_take_turns_are_one_finding_with_each_ones_steps() -> None:
     assert "steps 0 and 2: blocks.1.weight did not contribute on any rank" in finding.evidence
 
 
+def test_a_block_that_no_step_took_is_a_note_where_others_of_its_list_take_turns() -> None:
+    never = [(0, rank, step) for step in range(3) for rank in (0, 1)]
+    evidence = blocks_missing(*never, (1, 0, 0), (1, 1, 0))
+    (first,) = [finding for finding in judge(evidence, FINDS_UNUSED) if finding.code == "DDP101"]
+    assert (first.subjects, first.severity) == (BLOCKS[:1], Severity.NOTE)
+    assert any("more steps may tell" in fact for fact in first.evidence)
+    assert {finding.code: finding.severity for finding in judge(evidence)}["DDP101"] is Severity.ERROR
+    assert only(judge(blocks_missing(*never), FINDS_UNUSED)).severity is Severity.WARNING
+
+
 def test_that_nothing_follows_the_last_step_is_said() -> None:
     finding = only(judge(blocks_missing((0, 0, 2), (0, 1, 2))))
     assert any("no forward follows step 2" in fact for fact in finding.evidence)

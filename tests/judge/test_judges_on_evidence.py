@@ -89,6 +89,7 @@ NO_FAULT_NEEDS = {
     **{name: "test_wrapper_construction" for name in judges() if name.startswith("wrapper_construction.")},
     **{name: "test_torch_errors" for name in judges() if name.startswith("torch_errors.")},
     **{name: "test_sharded" for name in judges() if name.startswith("sharded.")},
+    **{name: "test_schedules" for name in judges() if name.startswith("schedules.")},
     **{name: "test_model_parts" for name in judges() if name.startswith("model_parts.")},
     "descriptions.judge_values_before_sharding": "test_sharded",
     "rank_failure.explain_by_shards_in_the_loss": "test_sharded",

@@ -227,6 +227,10 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "model returns a class": ("def model(): return nn.Linear\n", ["model() returned the class Linear"]),
     "batch returns no tensor": ("def batch(step): return [1, 'two']\n", ["batch(0) returned", "without any tensor"]),
     "optimizer returns none": ("def optimizer(p): return 3\n", ["optimizer(parameters)", "no torch optimizer"]),
+    "optimizer needs a closure": (
+        "def optimizer(p): return torch.optim.LBFGS(p)\n",
+        ["type LBFGS, whose step() needs a closure", "leave optimizer out"],
+    ),
     "wrap returns no module": ("def wrap(m, d): return 3\n", ["wrap(module, device) returned a value of type int"]),
     "unknown DDP option": ("ddp_kwargs = {'magic': True}\n", ["DistributedDataParallel", "magic"]),
     "loss returns None": ("def loss(m, b): m(b)\n", ["loss(model, batch) in step 0 returned NoneType"]),

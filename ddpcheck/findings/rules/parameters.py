@@ -235,8 +235,8 @@ self.heads = [nn.Linear(8, 2) for _ in range(3)]           # a plain list hides 
             "loss. A comparison of its gradient with a reference compares nothing."
         ),
         fix=(
-            "Find the factor that is zero (a mask, a weight, a dead ReLU, a clamp) and remove it; when it is there "
-            "only to please DDP, ignore DDP107 for it."
+            "Find the factor that is zero (a mask, a weight, a dead ReLU, a clamp) and remove it. If it is there only "
+            "to please DDP, or if terms cancel by right (a bias in the difference of two means), ignore DDP107 for it."
         ),
         detected=(
             "The gradient is exactly zero on every rank in every step. The parameters are then moved a little and "

@@ -91,8 +91,8 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
         *(f"{what}: {why}" for what, why in others),
         *uneven,
         location=worst_first[0].location or facts.known.loss_location,
-        fix="Divide by the number of samples on the rank (reduction='mean'), or keep the sum and multiply the loss by "
-        "the world size."
+        fix="Divide by the number of samples on the rank (reduction='mean'), or keep the sum and multiply this term "
+        "by the world size."
         if " sums over " in first
         else "",
         tags=(IS_SUM,) if any(" sums over " in what for what in reasons) else (),

@@ -93,6 +93,11 @@ class ParameterFacts:
         """The option for which DDP goes on without a gradient."""
         return "find_unused_parameters" if self.wrapper.find_unused_parameters else "static_graph"
 
+    def others_take_turns(self, names: Sequence[str]) -> bool:
+        """Whether each of these stands in a list of which others contribute on some ranks or in some steps only."""
+        of_others = set(map(_in_any_place, self.sometimes_missing))
+        return all(_in_any_place(name) in of_others for name in names)
+
     def family_of(self, name: str, missing: Collection[str]) -> str:
         """The outermost module around `name` of which all parameters are `missing`, alike for every block of a list."""
         top, parts = name, name.split(".")
@@ -100,7 +105,12 @@ class ParameterFacts:
             prefix = ".".join(parts[:size]) + "."
             if all(other in missing for other in self.trainable if other.startswith(prefix)):
                 top = prefix
-        return ".".join("*" if part.isdigit() else part for part in top.split("."))
+        return _in_any_place(top)
+
+
+def _in_any_place(name: str) -> str:
+    """A name without the places in lists that are parts of it."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,12 +90,17 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
     refused = sparse and wrapper.find_unused_parameters
     if refused:
         more.append(SPARSE_REFUSED)
-    elif wrapper.tolerates_unused:
-        more.append(f"{facts.tolerating_option}=True keeps DDP from stopping; nothing ever trains {them}")
-    elif wrapper.sharded:
-        more.append(f"fully_shard says nothing of it; nothing ever trains {them}")
+    elif wrapper.tolerates_unused or wrapper.sharded:
+        kept = f"{facts.tolerating_option}=True keeps DDP from stopping"
+        kept = "fully_shard says nothing of it" if wrapper.sharded else kept
+        more.append(f"{kept}; nothing has trained {them} in {counted(steps, 'step')}")
     harmless = (wrapper.tolerates_unused or wrapper.sharded) and code != "DDP103" and not refused
-    mildest = Severity.WARNING if steps > 1 else Severity.NOTE
+    taking_turns = end.cause == "unused" and facts.others_take_turns(group)
+    if taking_turns:
+        more.append(
+            "others of the same list take part in some steps or on some ranks only: more steps may tell (--steps)"
+        )
+    mildest = Severity.WARNING if steps > 1 and not taking_turns else Severity.NOTE
     return facts.names.one_finding(
         code,
         group,
@@ -229,7 +234,7 @@ def judge_zero_gradients(
             "DDP107",
             group,
             f"The gradient of {subjects} is exactly zero in every step on every rank{where}.",
-            evidence=("it stays zero for other values of the parameters",),
+            evidence=("in the last of these steps it stays zero for other values of the parameters",),
             path=end.path_of(group[0]) if end else None,
         )
     return findings

@@ -248,8 +248,8 @@ def judge_values_after_wrapping(
             findings += one_finding(
                 code,
                 names,
-                f"{join_names(names)} {plural_verb('does', 'do', names)} not have the same values on every rank when "
-                "training starts.",
+                f"{join_names(names)} {plural_verb('does', 'do', names)} not have the same values on every rank before "
+                "any gradients were averaged.",
                 ranks=sorted(set(itertools.chain.from_iterable(differing.values()))),
                 evidence=[f"{name}: differs on {format_ranks(ranks)}" for name, ranks in differing.items()],
                 severity=Severity.ERROR,

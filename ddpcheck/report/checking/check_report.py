@@ -216,7 +216,10 @@ def _verdict(state: CheckState, name: str) -> Verdict:
     what = "the average of the ranks' own, and each other" if several else "those without the wrapper"
     if several and state.wrapper.sharded:
         what = "the average of the ranks' own, each gathered from its shards"
-    what = what if name == "reducer" else "those of the global batch in a single process"
+    if name == "parity":
+        what = "those of the global batch in a single process"
+        if any(item.random.libraries for item in state.steps.local):
+            what += ", with constants in the place of random numbers"
     held = tally.equal(what, state.asked.steps) if tally.held else ""
     if held and name == "reducer" and (updates := _held_updates(state)):
         held = f"{held}; {counted(updates, 'parameter')} after a step on shards equal those after one on the whole"

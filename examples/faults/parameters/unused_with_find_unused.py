@@ -13,7 +13,7 @@ EXPECT = {
     "subjects": ["old_head.weight", "old_head.bias"],
     "ranks": [],
     "severity": "warning",
-    "cause": "nothing ever trains them",
+    "cause": "nothing has trained them",
 }
 
 
