@@ -72,7 +72,7 @@ class JudgeContext:
     Attributes:
         names: Of the parameters, with their aliases and lines.
         wrapper: The arguments of the wrapper.
-        world_size: Number of ranks.
+        world_size: Number of ranks; under tensor parallelism, of models that are trained data parallel.
         local: The step without the wrapper.
         module_locations: The lines that made the modules.
         broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
@@ -87,6 +87,7 @@ class JudgeContext:
         gradients_differ: Whether the ranks' average is another gradient than the global batch's.
         own_hook: Whether the communication hook is none of torch's; known where a script has registered it.
         plain_optimizer: Whether the optimizer is one of `torch.optim`, which averages nothing.
+        models: The ranks that compute a model together, of each (tensor parallelism); none where each rank has its own.
     """
 
     names: Names
@@ -106,6 +107,7 @@ class JudgeContext:
     gradients_differ: bool = False
     own_hook: bool = False
     plain_optimizer: bool = False
+    models: Sequence[tuple[int, ...]] = ()
 
 
 @dataclass(frozen=True, slots=True)

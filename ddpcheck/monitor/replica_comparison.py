@@ -13,17 +13,23 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.collectives.allreduce import average_over_ranks
-from ddpcheck.gather.ddp.ddp_wrapper import group_of, hook_loss
+from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, group_of, hook_loss
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, norm
-from ddpcheck.judge.loop.watched_steps import judge_replica_states
+from ddpcheck.judge.loop.watched_steps import averages_elsewhere, judge_replica_states
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.record.parameters.step_probe import StepProbe
 
 
 class ReplicaComparison:
-    """The comparisons of one watch."""
+    """The comparisons of one watch.
+
+    Attributes:
+        again: A step after which the ranks have to be compared, whatever the options say; the same on all of them.
+    """
+
+    again = -1
 
     def __init__(self, recorder: StepRecorder, alarms: AlarmBoard) -> None:
         """Of what is recorded, over `alarms`."""
@@ -54,7 +60,12 @@ class ReplicaComparison:
         if alike:
             return []
         states = self._alarms.gather(f"state/{key}", state)
-        return judge_replica_states(states, self._recorder.context, step, after_backward=after_backward, first=not key)
+        context = self._recorder.context
+        if wrapper is not None:  # hooks may be registered after it was made
+            context = replace(context, wrapper=replace(context.wrapper, comm_hook=comm_hook_of(wrapper)))
+        if not step and after_backward and averages_elsewhere([one.values for one in states], context, step):
+            self.again = 1  # whether parameters stay the same
+        return judge_replica_states(states, context, step, after_backward=after_backward, first=not key)
 
     def _differences_from_average(
         self, local: Mapping[str, torch.Tensor], wrapper: nn.Module
@@ -63,8 +74,10 @@ class ReplicaComparison:
 
         Every rank of the wrapper's group has to call this. Nothing is compared where a gradient is not finite.
         """
-        known = self._recorder.parameters.keys()
-        parameters = {name: p for name, p in named_parameters(self._recorder.module).items() if name in known}
+        now = named_parameters(self._recorder.module)  # without those that DTensors stand for after a forward pass
+        parameters = {name: now.get(name, held) for name, held in self._recorder.parameters.items()}
+        if not parameters:
+            return ()
         mine = [local.get(name) for name in parameters]
         group = group_of(wrapper)
         averaged = average_over_ranks(mine, list(parameters.values()), group=group)

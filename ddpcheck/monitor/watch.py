@@ -18,11 +18,13 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.source_lines import exception_location, making_of
 from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper, group_of, is_ddp
+from ddpcheck.judge.loop.script_wrappers import judge_apart
 from ddpcheck.judge.loop.watched_steps import judge_reports
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.reporting import FindingReporter, FindingWarning
+from ddpcheck.record.loop.apart_marks import ApartMarks
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
 from ddpcheck.record.module_hooks import hold, release
 from ddpcheck.stream.rank_report import RankReport, is_settled
@@ -54,7 +56,8 @@ def watch(
             before a rank hangs on one. A step that misses a parameter goes on with a gradient of zeros for it, as
             under `find_unused_parameters`.
         check_consistency_every: Compare modules, parameters, buffers and gradients of the ranks every so many
-            synchronised backward passes (DDP2xx, 301, 306); 0 for never.
+            synchronised backward passes (DDP2xx, 301, 306); 0 for never. Where ranks train apart on purpose (post-local
+            SGD), `close` compares whether their parameters were ever the same again.
         check_parity_every: Every so many, average the ranks' own gradients once more by an all-reduce of ddpcheck's,
             and compare the result with what the reducer has left in `.grad` (DDP302, 303); 0 for never.
         check_normalisation: Measure, in optimizer steps 0, 1, 2, 4, 8 ..., what weight the cross entropy of each target
@@ -115,17 +118,19 @@ class Watch:
         self._alarms = AlarmBoard(group_of(wrapper), options.timeout)
         first = self._alarms.rank == self._alarms.ranks[0]
         self._reporter = FindingReporter(options, shows_warnings=first, locate=self._locate, reported=reported)
+        self._apart = ApartMarks(lambda: self._recorder)
         self._recorder = StepRecorder(
             wrapper,
             self,
             RecorderOptions(
                 parameters=options.detect_anomalous_params,
                 normalisation=options.check_normalisation,
-                compares=functools.partial(_is_due, options.check_consistency_every),
+                compares=self._compares,
                 keeps=functools.partial(_is_due, options.check_parity_every),
             ),
             began_alike=began_alike,
             keeps_start=began_alike and bool(options.check_consistency_every),
+            listeners=[self._apart] if options.check_consistency_every else [],
         )
         self._comparison = ReplicaComparison(self._recorder, self._alarms)
         self._attached = True
@@ -169,13 +174,17 @@ class Watch:
         if error is not None:
             where = exception_location(error)
             why = f"has stopped with {type(error).__name__}{f' at {where}' if where else ''}"
-        self._alarms.leave((self._comparison.next_key, f"report/{self.step}", "close"), why)
+        self._alarms.leave((self._comparison.next_key, f"report/{self.step}", "close", "apart"), why)
 
     def _report_the_rest(self) -> None:
         mine, settles = self._recorder.last_report(), self._recorder.settles
         if mine is not None:  # the ranks meet once more where what an option allows for is judged after few steps
             reports = self._alarms.gather("close", mine, at_most=_LAST_WAIT) if settles else [mine]
             self._report(judge_reports(reports, self._recorder.context, settled=settles))
+        if (apart := self._apart.at_last()) is not None:
+            self._report(
+                judge_apart([[of_rank] for of_rank in self._alarms.gather("apart", apart, at_most=_LAST_WAIT)])
+            )
 
     def _report(self, findings: Iterable[Finding]) -> None:
         self._reporter.report(findings)
@@ -271,6 +280,9 @@ class Watch:
         if ended.number == _PACED:
             self._alarms.set_pace(report.seconds for report in reports)
         return judge_reports(reports, self._recorder.context, settled=is_settled(ended.number))
+
+    def _compares(self, step: int) -> bool:
+        return _is_due(self._options.check_consistency_every, step) or step == self._comparison.again
 
     def _locate(self, finding: Finding) -> Finding:
         """Add the line that makes the first subject."""

@@ -91,6 +91,7 @@ NO_FAULT_NEEDS = {
     **{name: "test_sharded" for name in judges() if name.startswith("sharded.")},
     **{name: "test_schedules" for name in judges() if name.startswith("schedules.")},
     **{name: "test_model_parts" for name in judges() if name.startswith("model_parts.")},
+    "reducer.explain_by_parts_of_models": "test_model_parts",
     "descriptions.judge_values_before_sharding": "test_sharded",
     "rank_failure.explain_by_shards_in_the_loss": "test_sharded",
     "rank_failure.judge_undefined_losses": "test_tensor_kinds::test_a_loss_that_only_some_ranks_cannot_compute",

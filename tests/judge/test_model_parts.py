@@ -6,9 +6,23 @@ from typing import Any
 
 import pytest
 
+from ddpcheck.findings.evidence.modules import ShardedFacts, WrapperFacts
+from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.evidence.parts import ModelSplit, PartStep
 from ddpcheck.findings.evidence.script import Inputs, LoaderPass
-from ddpcheck.judge.replicas.model_parts import by_group, judge_batches, judge_counted_norms, judge_model_parts
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, RandomDraws, ShardedStep
+from ddpcheck.findings.wording import Names
+from ddpcheck.judge.gradients.reducer import judge_reducer
+from ddpcheck.judge.gradients.sharded import judge_sharded
+from ddpcheck.judge.judge_context import JudgeContext
+from ddpcheck.judge.replicas.model_parts import (
+    by_group,
+    judge_batches,
+    judge_counted_norms,
+    judge_model_parts,
+    judge_norms_of_steps,
+    judge_shards,
+)
 
 SPLIT = ModelSplit((0, 1), None)
 GRADIENTS = {"norm.weight": (1.0, 2.0), "norm.bias": (0.5, -1.0)}
@@ -97,3 +111,56 @@ def test_ranks_of_one_model_take_the_same_samples(passes: Any, inputs: Any, subj
 def test_a_group_is_one_of_which_each_rank_says_so() -> None:
     assert list(by_group({0: [SPLIT], 1: [SPLIT]})) == [(0, 1)]
     assert by_group({0: [SPLIT], 1: []}) == {}
+
+
+# Of recipes
+
+MODELS = [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "ranks"), [((1, 1, 2, 2), ()), ((1, 2, 3, 4), (0, 1, 2, 3)), ((1, 1, 2, 3), (2, 3))]
+)
+def test_ranks_of_one_model_are_given_the_same_samples(samples: tuple[int, ...], ranks: tuple[int, ...]) -> None:
+    local = [
+        LocalStep(StepEvidence(rank, 0, {}), 0.0, RandomDraws(), (), 1, 0, 1.0, (), sample_fingerprints=(one,))
+        for rank, one in enumerate(samples)
+    ]
+    found = judge_shards(local, MODELS)
+    assert [(one.code, one.ranks) for one in found] == [("DDP516", ranks)] * bool(ranks)
+
+
+def test_the_norms_that_the_optimizer_of_a_recipe_leaves_are_those_of_its_steps() -> None:
+    left = [clipped(2), clipped(1)]
+    wrong, right = (
+        [
+            ShardedStep(2 * model + place, step, split=one.split, norms=one.norms)
+            for step, of_ranks in enumerate(steps)
+            for model in range(2)
+            for place, one in enumerate(of_ranks)
+        ]
+        for steps in left
+    )
+    assert [one.code for one in judge_norms_of_steps(wrong, MODELS)] == ["DDP306"]
+    assert judge_norms_of_steps(right, MODELS) == [] == judge_norms_of_steps(wrong, [])
+
+
+@pytest.mark.parametrize(
+    ("gradients", "told"),
+    [
+        ((1, 1, 1, 1), []),
+        ((1, 2, 1, 2), ["which compute one model together"]),
+        ((1, 1, 2, 2), ["after backward"]),
+        ((1, 2, 3, 4), ["after backward"]),
+    ],
+)
+def test_gradients_that_differ_within_models_are_told_apart_from_those_between_models(
+    gradients: tuple[int, ...], told: list[str]
+) -> None:
+    evidence = [
+        DdpStepEvidence(rank, 0, gradients={"norm.weight": one}, wrapper_calls=1) for rank, one in enumerate(gradients)
+    ]
+    for judge, facts in ((judge_reducer, WrapperFacts()), (judge_sharded, ShardedFacts(is_ddp=False))):
+        found = judge(evidence, JudgeContext(Names(), facts, world_size=2, models=MODELS))
+        assert [one.code for one in found] == ["DDP301" for _ in told]
+        assert all(words in one.message for one, words in zip(found, told, strict=True))

@@ -121,15 +121,17 @@ class ShardedFacts(WrapperFacts, frozen=True):
     Attributes:
         reduces_unused: Whether it reduces zeros in the place of gradients that are missing on a rank.
         values_built: Fingerprint of each parameter as this rank has built it, of which the rank still holds its shard.
+        alone: Whether `parallelize_module` has split it, and no `fully_shard`.
     """
 
     reduces_unused: bool = False
     values_built: Mapping[str, int] = field(default_factory=dict)
+    alone: bool = False
 
     @property
     def named(self) -> str:
         """What synchronises gradients, in a word."""
-        return "fully_shard"
+        return "tensor parallelism" if self.alone else "fully_shard"
 
     @property
     def sharded(self) -> bool:
@@ -189,3 +191,23 @@ class WrappedModule(Struct, frozen=True):
     foreign_tensors: int = 0
     not_in_optimizer: tuple[str, ...] = ()
     hooks: tuple[GradientHook, ...] = ()
+
+    @property
+    def together(self) -> tuple[int, ...]:
+        """The ranks that compute one model with this rank (tensor parallelism); none where each has its own."""
+        return ()
+
+
+class SplitModule(WrappedModule, frozen=True):
+    """A rank's part of a module that tensor parallelism splits.
+
+    Attributes:
+        model_ranks: Those that compute it together.
+    """
+
+    model_ranks: tuple[int, ...] = ()
+
+    @property
+    def together(self) -> tuple[int, ...]:
+        """The ranks that compute one model with this rank."""
+        return self.model_ranks

@@ -214,7 +214,7 @@ class DdpStepEvidence(Struct, frozen=True):
 
 
 class ShardedStep(DdpStepEvidence, frozen=True):
-    """One rank's step under `fully_shard`.
+    """One rank's step under `fully_shard` or tensor parallelism, where it has parts of parameters.
 
     Attributes:
         against_whole: Differences of parameters, gathered after the step, from those that the optimizer leaves of whole
@@ -222,12 +222,18 @@ class ShardedStep(DdpStepEvidence, frozen=True):
         against_shard: Differences of this rank's shards from those that it leaves of them as if they were the whole.
         uncompared: Why there are none; empty where there are.
         updated_at: The line that defines the optimizer's step, if the program does; else the recipe's optimizer.
+        split: The parameters that tensor parallelism splits.
+        sharded: Those of which ranks that compute other models have shards.
+        norms: Under tensor parallelism, of this rank's part of each gradient as the optimizer has left it.
     """
 
     against_whole: tuple[Difference, ...] = ()
     against_shard: tuple[Difference, ...] = ()
     uncompared: str = ""
     updated_at: Location | None = None
+    split: tuple[str, ...] = ()
+    sharded: tuple[str, ...] = ()
+    norms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def updated_alone(self) -> frozenset[str]:

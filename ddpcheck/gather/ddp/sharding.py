@@ -23,7 +23,7 @@ from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.patching import CALLER, Patch, patched
 from ddpcheck.gather.state.fingerprints import fingerprints
-from ddpcheck.gather.state.module_state import ModuleState, capture_attributes, sharding_classes
+from ddpcheck.gather.state.module_state import sharding_classes
 from ddpcheck.gather.state.tensor_values import is_shard, own_part
 from ddpcheck.gather.steps.gradient_distance import eps_of
 
@@ -101,14 +101,6 @@ def shards(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torc
     """A copy of what this rank holds of each tensor, by name; those that are None are left out."""
     found: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors if tensor is not None}
     return {name: (part.to_local() if is_shard(part) else part).clone() for name, part in found.items()}
-
-
-def gathered_state(module: nn.Module, group: Any) -> ModuleState:
-    """As `capture_state`, of a module that is sharded; all ranks have to call it."""
-    state = capture_attributes(module, buffers=True)
-    parameters = gathered(module.named_parameters(), group)
-    state.tensors = {**{name: tensor.clone() for name, tensor in parameters.items()}, **state.tensors}
-    return state
 
 
 # Settings

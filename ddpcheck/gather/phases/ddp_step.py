@@ -19,13 +19,15 @@ from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.ddp.copied_optimizer import CopiedOptimizer
 from ddpcheck.gather.ddp.ddp_wrapper import hook_loss, trains_apart
 from ddpcheck.gather.ddp.loop_events import Recorder, recorded
+from ddpcheck.gather.ddp.model_parts import is_sum, placed_as
 from ddpcheck.gather.ddp.sharding import mixed_precision, recorded_settings, shards
 from ddpcheck.gather.phases.model_build import count_calls, defined_at
 from ddpcheck.gather.phases.rank_state import RankState, TrainingModel, rank_state, replays_step
 from ddpcheck.gather.state.external_state import put_back
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
 from ddpcheck.gather.state.module_state import capture_state, copied_module
-from ddpcheck.gather.steps.gradient_distance import against_average, dense, difference, eps_of, norm, scales
+from ddpcheck.gather.state.tensor_values import own_part
+from ddpcheck.gather.steps.gradient_distance import against_average, dense, difference, eps_of, norm, norms, scales
 from ddpcheck.gather.steps.training_step import (
     clear_gradients,
     compute_gradients,
@@ -49,6 +51,9 @@ def ddp_step(step: int) -> DdpStepEvidence:
     model, data, module, named = state.training_model, state.step, state.module, state.training_model.facts.named
     precision = mixed_precision(module) if model.facts.sharded else None
     noise = {} if precision is None else _rounding_of(step, precision)
+    if model.place.splits_model:  # which adds up what it computes in another order
+        exactly = _rounding_of(step, torch.float64)
+        noise = {name: max(size, noise.get(name, 0.0)) for name, size in exactly.items()}
     model.calls.clear()
     put_back(data.external)
     this_rank.set_status(f"step {step}: zero_grad")
@@ -65,7 +70,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
         this_rank.set_status(f"step {step}: {named} comparison")
         gradients = {n: dense(g) for n, g in state.whole((n, p.grad) for n, p in model.trainable.items()).items()}
         lossy = eps_of(precision) if precision is not None else hook_loss(model.wrapper)
-        rounds = lossy or model.facts.sharded  # under fully_shard, gradients are added up in another order
+        rounds = lossy or model.is_split  # under fully_shard, gradients are added up in another order
         floor = scales(data.averaged) if rounds else {}
         differences = tuple(
             against_average(
@@ -82,16 +87,17 @@ def ddp_step(step: int) -> DdpStepEvidence:
             if not apart
         )
         seen = {name: fingerprint(gradients[name]) if name in gradients else 0 for name in model.trainable}
-        before = state.whole(module.named_parameters())
+        before = state.whole(model.named_parameters())
         computed_with = fingerprints(before.items())
-        if model.facts.sharded:
+        if model.is_split:
             before = {name: before[name].clone() for name in model.trainable}
             own = shards(model.trainable.items())
-            own_gradients = shards((name, p.grad) for name, p in model.trainable.items())
+            with unlogged():
+                own_gradients = shards((n, placed_as(model.trainable[n], model.trainable[n].grad)) for n in gradients)
         this_rank.set_status(f"step {step}: optimizer")
         run_optimizer(model.optimizer, "step")
-    after = state.whole(module.named_parameters())
-    unregistered = fingerprints(unregistered_state(module))
+    after = state.whole(model.named_parameters())
+    unregistered = fingerprints((name, one) for name, one in unregistered_state(module) if name not in model.parts)
     found = DdpStepEvidence(
         rank=state.rank,
         step=step,
@@ -106,9 +112,9 @@ def ddp_step(step: int) -> DdpStepEvidence:
         wrapper_calls=model.calls.get("wrapper", 0),
         inner_calls=model.calls.get("inner", 0),
         events=(*model.settings, *recorder.events, *([LoopEvent("apart")] if apart else [])),
-        parameters_after_backward=computed_with if model.facts.sharded else recorder.values,
+        parameters_after_backward=computed_with if model.is_split else recorder.values,
     )
-    if not model.facts.sharded:
+    if not model.is_split:
         if state.large:
             _forget_gradients(model)
         return found
@@ -120,7 +126,18 @@ def ddp_step(step: int) -> DdpStepEvidence:
         against_shard=alone.differences(own, own_gradients, shards(model.trainable.items())),
         uncompared=whole.trouble or alone.trouble,
         updated_at=_step_line(model.optimizer, state.recipe),
+        **(_parts_left(model) if model.place.splits_model else {}),
     )
+
+
+def _parts_left(model: TrainingModel) -> dict[str, Any]:
+    """Which parameters are split, and the norms of this rank's gradients after the optimizer's step."""
+    gradients = {name: p.grad for name, p in model.trainable.items() if p.grad is not None and not is_sum(p.grad)}
+    return {
+        "split": model.place.split,
+        "sharded": model.place.sharded,
+        "norms": norms({name: dense(own_part(gradient)) for name, gradient in gradients.items()}),
+    }
 
 
 def _forget_gradients(model: TrainingModel) -> None:
@@ -177,14 +194,16 @@ def _is_float(leaf: object) -> bool:
 
 def _optimizer_state(state: RankState) -> dict[str, int]:
     model = state.training_model
-    names = {id(p): name for name, p in model.module.named_parameters()}
+    names = {id(p): name for name, p in model.named_parameters()}
     found: dict[str, int] = {}
     tensors: dict[str, torch.Tensor] = {}
     for parameter, kept in getattr(model.optimizer, "state", {}).items():
         for key, value in kept.items() if isinstance(kept, Mapping) else ():
             label = f"optimizer {names.get(id(parameter), '?')} {key}"
             if isinstance(value, torch.Tensor):
-                tensors[label], found[label] = value, 0
+                part = model.parts.get(names.get(id(parameter), ""))
+                whole = part.around(value) if part is not None and value.shape == parameter.shape else value
+                tensors[label], found[label] = whole, 0
             elif isinstance(value, int | float | bool):
                 found[label] = hash(value)
     return found | {label: fingerprint(value) for label, value in state.whole(tensors.items()).items()}

@@ -28,7 +28,6 @@ from ddpcheck.gather.collectives.allreduce import averages_over_ranks
 from ddpcheck.gather.collectives.collective_log import read_log, unlogged
 from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, changes_in_forward
 from ddpcheck.gather.ddp.loop_events import counted_backwards
-from ddpcheck.gather.ddp.sharding import gathered_state
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, StepData, rank_state, replays_step
 from ddpcheck.gather.phases.repeated_step import random_choices
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints
@@ -68,8 +67,12 @@ def begin_step(step: int, file: Path | None, *, shared: bool = True) -> None:
     trained = state.module if reference.optimizer is None else reference.module
     last = state.step.before if hasattr(state, "step") else None
     own = state.own_file(file, shared=shared)
-    if model.facts.sharded and trained is state.module:
-        before = gathered_state(trained, state.group)
+    if model.is_split and trained is state.module:
+        before = capture_attributes(trained, buffers=True)
+        parameters = state.whole(model.named_parameters())
+        before.tensors = {**before.tensors, **{name: tensor.clone() for name, tensor in parameters.items()}}
+        for plain, changed in zip(before.plain, model.changed_attributes, strict=False):
+            plain.update(changed)
     elif own is not None:
         before = capture_attributes(trained, buffers=True)
     else:
@@ -103,7 +106,7 @@ def local_step(step: int) -> LocalStep:
     with blaming_empty_shards(step):
         batch = make_batch(state.recipe, step, seed=state.seed, world_size=state.world_size)
         whole = batch_fingerprint(batch)
-        data.batch = to_device(state.recipe.local_batch(batch, state.rank, state.world_size), state.device)
+        data.batch = to_device(state.shard_of(batch), state.device)
         data.external = state.training_model.external_state.capture()  # a loader that shard takes from has moved on
         with record_origins() as created, counted_backwards() as backwards:
             loss = state.run_loss(step)
@@ -309,7 +312,7 @@ def average(step: int, file: Path | None, *, shared: bool = True) -> None:
     data, parameters = state.step, state.reference.trainable
     this_rank.set_status(f"step {step}: averaging local gradients")
     own = state.own_file(file, shared=shared)
-    consume = not state.training_model.facts.sharded  # which measures what another dtype loses
+    consume = not state.training_model.is_split  # which measures what another dtype loses
     local = [data.local.get(name) for name in parameters]
     data.local = {} if consume else data.local
     clear_gradients(state.reference.module, *parameters.values())

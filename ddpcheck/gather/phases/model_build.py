@@ -6,15 +6,23 @@ import contextlib
 import datetime
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch import nn
 
 from ddpcheck.findings.errors import TargetError
-from ddpcheck.findings.evidence.modules import BuiltModule, ModuleDescription, WrappedModule
+from ddpcheck.findings.evidence.modules import (
+    BuiltModule,
+    ModuleDescription,
+    ShardedFacts,
+    SplitModule,
+    WrappedModule,
+)
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import assignment_of, relative_path
 from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_state, unregistered_tensors
@@ -30,6 +38,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import (
     find_ddp,
     wrapper_attributes,
 )
+from ddpcheck.gather.ddp.model_parts import Part, changed_attributes, data_place, parts_of
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.gather.ddp.sharding import (
     before_sharding,
@@ -46,10 +55,17 @@ from ddpcheck.gather.phases.single_process import HANDOVER
 from ddpcheck.gather.state.external_state import ExternalState
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints
 from ddpcheck.gather.state.module_description import describe, module_entries
-from ddpcheck.gather.state.module_state import copied_module, differs_in_structure, move_to_file, moved, own_parameters
+from ddpcheck.gather.state.module_state import (
+    copied_module,
+    differs_in_structure,
+    move_to_file,
+    moved,
+    own_parameters,
+)
 from ddpcheck.gather.state.origins import record_origins
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.tensor_file import is_large
+from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.gather.state.training_mode import ARRIVED_EVALUATING, into_training
 from ddpcheck.gather.steps.training_step import model_seed, uneven_batch
 from ddpcheck.recipe.recipe import Recipe, summary
@@ -166,11 +182,11 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     changed: list[nn.Module] = []  # by `wrap`, before `fully_shard`
 
     def copy_changed() -> None:
-        if differs_in_structure(original, reference):
+        if differs_in_structure(original, reference) and not is_sharded(original):
             changed.append(copied_module(original))
 
     with contextlib.ExitStack() as stack:
-        options, seen = stack.enter_context(_watch_construction())
+        options, seen, parts = stack.enter_context(_watch_construction())
         settings = stack.enter_context(recorded_settings())
         stack.enter_context(before_sharding(copy_changed))
         stack.enter_context(around or contextlib.nullcontext())
@@ -181,10 +197,11 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         wrapper = wrapped  # a part of the model is wrapped, not the whole
     inner = getattr(wrapper, "module", wrapper)
     reshaped, trouble = False, ""
-    if isinstance(inner, nn.Module) and (inner is not original or differs_in_structure(inner, reference)):
-        if differs_in_structure(inner, reference):
+    wholes = {name: part.shape for name, part in parts.items()}
+    if isinstance(inner, nn.Module) and (inner is not original or differs_in_structure(inner, reference, wholes)):
+        if differs_in_structure(inner, reference, wholes):
             reshaped = _shapes(inner) != _shapes(reference)
-            state.reference.module = reference = _unwrapped_copy(inner, changed)
+            state.reference.module = reference = _unwrapped_copy(inner, changed, parts)
             state.reference.mapped = own_parameters(reference) if state.large else frozenset()
             trouble = _hand_over(reference) if reshaped and state.rank == 0 else ""
         state.module = inner
@@ -194,6 +211,12 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         compare_options({"fully_shard": str(is_sharded(wrapper))})
     if not facts.is_ddp and is_sharded(wrapper):
         facts = sharded_facts(wrapper, values_kept(wrapper, dict(reference.named_parameters())), settings)
+    place = data_place(wrapper, parts, state.group)
+    if place.splits_model and isinstance(facts, ShardedFacts):
+        alone = not place.sharded
+        facts = replace(
+            facts, alone=alone, ignored=frozenset() if alone else frozenset({*trainable} - {*place.sharded})
+        )
     for name, parameter in reference.named_parameters():
         parameter.requires_grad_(name in trainable)  # wrap may have frozen some
     optimizer = state.recipe.build_optimizer(p for p in wrapped.parameters() if p.requires_grad)
@@ -211,28 +234,40 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         external_state=ExternalState(
             (recipe.loss, recipe.shard, recipe.optimizer), reference, [id(thing) for thing in ours]
         ),
+        place=place,
+        parts=parts,
+        held=dict(state.module.named_parameters()) if parts else {},
+        changed_attributes=changed_attributes(state.module, reference) if place.splits_model else (),
     )
     count_calls(model)
     _follow(state.reference)
     owned = {id(p): name for name, p in state.module.named_parameters()}
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return WrappedModule(
+    values = fingerprints(state.whole(model.named_parameters()).items())
+    found = WrappedModule(
         facts=facts,
         options={**options, **wrapper_attributes(wrapper)},
         optimizer=optimizer_options(optimizer, {id(p): name for name, p in state.module.named_parameters()}),
-        parameters=fingerprints(state.whole(state.module.named_parameters()).items()),
+        parameters=values,
         buffers=fingerprints(state.module.named_buffers()),
         loss_location=defined_at(recipe.loss),
         hooks=hooks,
         wrapper=type(wrapped).__name__,
         broadcasts_buffers=broadcasts_buffers(wrapper),
         changes=changes(seen, state.module) if seen else {},
-        parameters_at_construction={name: parameter.value for name, parameter in seen.items()},
+        parameters_at_construction={name: _value_of_whole(name, one, model, values) for name, one in seen.items()},
         replaces_module=reshaped,
         transfer_error=trouble,
         foreign_tensors=len(optimized - set(owned)),
         not_in_optimizer=tuple(name for key, name in owned.items() if key not in optimized and name in trainable),
     )
+    return SplitModule(**structs.asdict(found), model_ranks=place.together) if place.splits_model else found
+
+
+def _value_of_whole(name: str, seen: SeenParameter, model: TrainingModel, values: Mapping[str, int]) -> int:
+    """The fingerprint that a parameter had when it was `seen`: that of the whole, where its part is as it was."""
+    kept = name in model.parts and name in values and fingerprint(model.held[name]) == seen.value
+    return values[name] if kept else seen.value
 
 
 def defined_at(function: Any) -> Location | None:
@@ -243,19 +278,19 @@ def defined_at(function: Any) -> Location | None:
     return Location(relative_path(code.co_filename), code.co_firstlineno) if code is not None else None
 
 
-def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module]) -> nn.Module:
+def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, Part]) -> nn.Module:
     """A copy of a module that `wrap` has made another one of, without what `fully_shard` has done to it.
 
     Raises:
-        TargetError: It is sharded, and was changed again after that.
+        TargetError: It is sharded or split, and was changed beside that.
     """
-    if not is_sharded(module):
+    if not (parts or is_sharded(module)):
         return copied_module(module)
     same = next((one for one in changed if not differs_in_structure(module, one)), None)
     if same is None:
         raise TargetError(
-            "wrap(module, device) changes the layers of the module beside fully_shard, and what it has made cannot be "
-            "copied; make these changes in model(), or before the first call of fully_shard"
+            "wrap(module, device) changes the layers of the module beside fully_shard or parallelize_module, and what "
+            "it has made cannot be copied; make these changes in model(), or before the first call of fully_shard"
         )
     return same
 
@@ -274,21 +309,30 @@ def _hand_over(module: nn.Module) -> str:
 
 
 @contextlib.contextmanager
-def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, SeenParameter]]]:
-    """Compare the ranks' options before the DDP constructor communicates; yields them, and the parameters seen."""
+def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, SeenParameter], dict[str, Part]]]:
+    """Compare the ranks' options before the DDP constructor communicates.
+
+    Yields them, the parameters seen, and what those are that DDP makes local tensors of.
+    """
     ddp: Any = nn.parallel.DistributedDataParallel
     options: dict[str, str] = {}
     seen: dict[str, SeenParameter] = {}
+    parts: dict[str, Part] = {}
 
     def constructed(wrapper: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         options.clear()
         options.update(constructor_options(ddp.__init__, wrapper, *args, **kwargs))
         compare_options(options)
+        module = args[0] if args else kwargs["module"]
+        before = parts_of(module)
         yield
         seen.update({name: SeenParameter.of(p, fingerprint(p)) for name, p in wrapper.module.named_parameters()})
+        parts.update(
+            {name: part for name, part in before.items() if name in seen and not is_shard(module.get_parameter(name))}
+        )
 
     with patched(ddp, "__init__", constructed):
-        yield options, seen
+        yield options, seen, parts
 
 
 def count_calls(model: TrainingModel) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -22,6 +22,7 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
 from ddpcheck.gather.ddp.copied_optimizer import CopiedOptimizer
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter
+from ddpcheck.gather.ddp.model_parts import DataPlace, Part, as_wholes
 from ddpcheck.gather.ddp.sharding import gathered
 from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back
 from ddpcheck.gather.state.module_state import ModuleState
@@ -70,10 +71,25 @@ class TrainingModel:
     settings: tuple[LoopEvent, ...]  # of `fully_shard`, that `wrap` has made
     hooks: tuple[GradientHook, ...]  # that `wrap` has put in the way of gradients
     external_state: ExternalState
+    place: DataPlace  # of this rank
+    # Under DDP and tensor parallelism: what the parameters are of which it has local tensors, all parameters (DTensors
+    # take their place in its forward), and by submodule what plain attributes were that `wrap` has changed.
+    parts: dict[str, Part] = field(default_factory=dict)
+    held: dict[str, nn.Parameter] = field(default_factory=dict)
+    changed_attributes: Sequence[Mapping[str, object]] = ()
     # Of a module that is sharded, from its first step on: of the whole parameters, and of this rank's shards.
     copies: tuple[CopiedOptimizer, ...] = ()
     calls: dict[str, int] = field(default_factory=dict)  # of the "wrapper" and the "inner" module, in this step
     counters: list[Any] = field(default_factory=list)  # handles of the hooks that count them
+
+    @property
+    def is_split(self) -> bool:
+        """Whether this rank has a part of some parameters only."""
+        return self.facts.sharded or bool(self.parts)
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """The parameters of the wrapped module."""
+        return self.held.items() if self.parts else self.module.named_parameters()
 
 
 @dataclass(slots=True)
@@ -123,12 +139,17 @@ class RankState:
 
     def seed_of(self, step: int) -> int:
         """The seed of the random numbers that this rank draws in a step."""
-        return step_seed(self.seed, step, self.rank)
+        return step_seed(self.seed, step, self.training_model.place.rank)
+
+    def shard_of(self, batch: Any) -> Any:
+        """The part of a global batch that this rank works on, as do those that compute one model with it."""
+        place = self.training_model.place
+        return self.recipe.local_batch(batch, place.rank, place.size)
 
     def whole(self, tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
         """Tensors of the wrapped model, by name, gathered from their shards; all ranks have to call it."""
-        if self.training_model.facts.sharded:
-            return gathered(tensors, self.group)
+        if self.training_model.is_split:
+            return gathered(as_wholes(tensors, self.training_model.parts), self.group)
         return {name: tensor for name, tensor in tensors if tensor is not None}
 
     def rewind(self) -> None:

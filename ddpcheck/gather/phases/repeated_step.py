@@ -211,7 +211,7 @@ def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
 
     try:
         batch = make_batch(state.recipe, step, seed=state.seed, world_size=state.world_size)
-        shard = to_device(state.recipe.local_batch(batch, 0, state.world_size), state.device)
+        shard = to_device(state.recipe.local_batch(batch, 0, state.training_model.place.size), state.device)
         with replaced_by(standing):
             seed, module = step_seed(state.seed, step, 0), state.reference.module
             compute_loss(state.recipe, module, shard, step=step, seed=seed, place="comparing what is sent, ")

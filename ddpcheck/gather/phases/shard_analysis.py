@@ -48,7 +48,7 @@ def analyse(step: int, gradient_file: Path, exact_file: Path | None, world_size:
         step: Counted from 0.
         gradient_file: The ranks' averaged gradients.
         exact_file: The same in float64, where the ranks were asked for it.
-        world_size: Number of ranks.
+        world_size: Number of shards: of ranks, or of models that are split over ranks.
         threads: With which a rank computes. With as many, a shard gives the very same numbers here: a sum that is cut
             into other parts is rounded otherwise, and a deep network can make a thousand times more of that.
     """
@@ -69,7 +69,7 @@ def _analyse(
     compared = {name: averaged[name] for name in own.step.gradients if name in averaged}
     found = ShardAnalysis(global_loss=own.step.loss)
     beyond = _beyond(own, averaged, own.step.gradients)
-    batch = to_device(make_batch(own.recipe, step, seed=own.seed, world_size=world_size), own.device)
+    batch = to_device(make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size), own.device)
     if exact_file is not None and own.double is not None:
         with contextlib.suppress(Exception):  # a model that insists on its dtype
             exact = TensorFile(exact_file, device=own.device)

@@ -202,11 +202,14 @@ def copied_module(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {key: tensor.detach().clone() for key, tensor in made.items()})
 
 
-def differs_in_structure(one: nn.Module, other: nn.Module) -> bool:
-    """Whether a wrapper has changed a module: other classes, or other names or shapes of parameters."""
-    return _classes(one) != _classes(other) or [(name, p.shape) for name, p in named_parameters(one).items()] != [
-        (name, p.shape) for name, p in named_parameters(other).items()
-    ]
+def differs_in_structure(one: nn.Module, other: nn.Module, wholes: Mapping[str, torch.Size] | None = None) -> bool:
+    """Whether a wrapper has changed a module: other classes, or other names or shapes of parameters.
+
+    With the shapes of the `wholes` of those of which `one` has a part, in whatever order DDP has put them.
+    """
+    own = [(name, (wholes or {}).get(name, p.shape)) for name, p in named_parameters(one).items()]
+    others = [(name, p.shape) for name, p in named_parameters(other).items()]
+    return _classes(one) != _classes(other) or (sorted(own) != sorted(others) if wholes else own != others)
 
 
 def _classes(module: nn.Module) -> list[tuple[str, type]]:

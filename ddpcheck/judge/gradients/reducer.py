@@ -14,7 +14,15 @@ from ddpcheck.findings.evidence.single_process import LOOSEST_FIT
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import capitalized, counted, format_steps, join_names, one_finding, unless_all
+from ddpcheck.findings.wording import (
+    capitalized,
+    counted,
+    format_ranks,
+    format_steps,
+    join_names,
+    one_finding,
+    unless_all,
+)
 from ddpcheck.judge.judge_context import JudgeContext, first_explanation, format_factor, group_by_step, worst_first
 from ddpcheck.judge.replicas.descriptions import differing_names
 
@@ -143,7 +151,7 @@ def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
         else "The loss never calls the wrapper, only parts or methods of the module in it, so DDP does not "
         "take part in the step.",
         location=facts.known.loss_location,
-        ranks=unless_all(sorted({item.rank for item in bypassed}), facts.known.world_size),
+        ranks=unless_all(sorted({item.rank for item in bypassed}), len({item.rank for item in facts.evidence})),
         steps=unless_all(sorted({item.step for item in bypassed}), facts.step_count),
         evidence=[
             *([f"gradients of {counted(len(names), 'parameter')} differ between ranks"] if names else []),
@@ -152,6 +160,44 @@ def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
     )
 
 
+def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
+    """DDP301: gradients differ within models, between ranks that compute one together, and not between models.
+
+    Before a missing reduction: that is between models.
+    """
+    models = facts.known.models
+    within = {name for model in models for name in _unequal_on(facts, model)}
+    between = {name for same in zip(*models, strict=True) for name in _unequal_on(facts, same)}
+    names = [name for name in facts.unequal if name in within and name not in between]
+    if not names:
+        return []
+    return facts.known.names.one_finding(
+        "DDP301",
+        names,
+        f"The gradients of {join_names(facts.known.names.subjects(names))} differ between "
+        f"{' and between '.join(map(format_ranks, models[:2]))}, which compute one model together (tensor "
+        "parallelism): each rank has that of what it computes alone.",
+        steps=unless_all(sorted({step for name in names for step in facts.unequal[name]}), facts.step_count),
+        evidence=_evidence_between_ranks(facts),
+        fix=PLAN_ADVICE,
+    )
+
+
+PLAN_ADVICE = (
+    "Name these modules in the plan of parallelize_module (SequenceParallel() for a norm), or all_reduce their "
+    "gradients over the group of tensor parallelism before the step."
+)
+
+
+def _unequal_on(facts: ReducerFacts, ranks: Sequence[int]) -> set[str]:
+    by_step = group_by_step(item for item in facts.evidence if item.rank in ranks)
+    return {name for items in by_step.values() for name in differing_names([item.gradients for item in items])}
+
+
+_DATA_DIMENSION = (
+    'Average them in the data dimension too: DistributedDataParallel(model, device_mesh=mesh["dp"]), or '
+    'fully_shard(model, mesh=mesh["dp"]).'
+)
 _AVERAGING_HOOK = "Let the communication hook return the average over the ranks, or take it off."
 
 
@@ -168,6 +214,8 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
     is_known = facts.known.wrapper.is_ddp or facts.known.wrapper.sharded
     whose = f"the wrapper is a {facts.known.wrapper_class}, which is no DistributedDataParallel"
     more = {"fix": _AVERAGING_HOOK} if facts.known.wrapper.comm_hook else {}
+    if facts.known.wrapper.named == "tensor parallelism":
+        more = {"fix": _DATA_DIMENSION}
     return facts.known.names.one_finding(
         "DDP301",
         names,
@@ -269,6 +317,14 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
             "ranks, divided by their number, in the order of its elements.",
         )
     sharded = facts.known.wrapper.sharded
+    if facts.known.models and not facts.known.wrapper.comm_hook:
+        return facts.mismatch(
+            "DDP302",
+            "The model that is split over ranks leaves other gradients of "
+            f"{counted(len(facts.mismatched), 'parameter')} than the model that is not, averaged over the ranks.",
+            fix="Compare the plan of parallelize_module with what forward does: its layouts say which inputs and "
+            "outputs of a layer are whole, and which are parts.",
+        )
     return facts.mismatch(
         "DDP302",
         f"What {'fully_shard' if sharded else 'the wrapper'} left in .grad of "
@@ -279,7 +335,7 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
 
 _Explanations = tuple[Callable[[ReducerFacts], list[Finding]], ...]
 
-BETWEEN_RANKS: _Explanations = (explain_by_bypassed_forward, explain_by_missing_reduction)
+BETWEEN_RANKS: _Explanations = (explain_by_bypassed_forward, explain_by_parts_of_models, explain_by_missing_reduction)
 """Of gradients that differ between ranks; the first that knows the pattern counts."""
 
 FROM_AVERAGE: _Explanations = (

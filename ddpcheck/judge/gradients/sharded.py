@@ -16,6 +16,7 @@ from ddpcheck.judge.gradients.reducer import (
     ReducerFacts,
     explain_by_constant_factor,
     explain_by_missing_reduction,
+    explain_by_parts_of_models,
     judge_unexplained_mismatch,
 )
 from ddpcheck.judge.gradients.script_gradients import Steps
@@ -188,6 +189,7 @@ def _switched_off(events: Sequence[LoopEvent]) -> LoopEvent | None:
 
 EXPLANATIONS = (
     explain_by_switches,
+    explain_by_parts_of_models,
     explain_by_missing_reduction,
     explain_by_constant_factor,
     judge_unexplained_mismatch,

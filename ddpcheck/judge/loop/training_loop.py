@@ -62,11 +62,12 @@ def judge_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list
     gradients_alike = len({item.norm for item in local}) == 1 and local[0].norm > 0
     if repeated and (gradients_differ or gradients_alike):
         shared = []
-        for rank, of_rank in enumerate(rows):
-            for before in range(rank):
-                if common := len(repeated & set(of_rank) & set(rows[before])):
+        for place, item in enumerate(local):
+            for before in local[:place]:
+                if common := len(repeated & set(rows[place]) & set(before.sample_fingerprints)):
                     is_are = "is" if common == 1 else "are"
-                    shared.append(f"{counted(common, 'sample')} on rank {rank} {is_are} on rank {before} too")
+                    on, too = item.evidence.rank, before.evidence.rank
+                    shared.append(f"{counted(common, 'sample')} on rank {on} {is_are} on rank {too} too")
         return one_finding(
             "DDP505",
             ("shard",),

@@ -110,6 +110,8 @@ def judge_replica_states(
     facts = _facts(context, world_size=len(states))
     found = judge_descriptions([item.description for item in states])
     gradients = judge_reducer(values, facts)
+    if after_backward and averages_elsewhere(values, context, step):
+        gradients = []
     known_subjects = {subject for finding in found for subject in finding.subjects}
     if step == 0 and after_backward and context.began_alike:
         start = [
@@ -141,6 +143,22 @@ def judge_replica_states(
         if not known_subjects.issuperset(finding.subjects):
             found.append(finding if finding.steps or finding.code in _STANDING else replace(finding, steps=(step,)))
     return found
+
+
+def averages_elsewhere(values: Sequence[DdpStepEvidence], context: WatchContext, step: int) -> bool:
+    """Whether a communication hook may leave ranks their own gradients, which the loop or the optimizer averages.
+
+    Then parameters stay the same on all ranks. After the first backward pass they still are, whatever the hook does.
+
+    Args:
+        values: By rank, after a backward pass.
+        context: Of the watch.
+        step: How many steps have ended before.
+    """
+    if not (context.wrapper.comm_hook and differing_names([one.gradients for one in values])):
+        return False
+    known = [one.parameters for one in values if one.parameters]
+    return not step or (len(known) == len(values) and not differing_names(known))
 
 
 def _facts(context: WatchContext, world_size: int) -> JudgeContext:

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.parts import ModelSplit, PartStep
 from ddpcheck.findings.evidence.script import Inputs, LoaderPass
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, ShardedStep
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb
+from ddpcheck.judge.gradients.reducer import PLAN_ADVICE
 from ddpcheck.judge.gradients.script_gradients import are_near
 from ddpcheck.judge.replicas.descriptions import differing_names
 
@@ -172,8 +174,7 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
         fix="Seed ranks that compute one model together equally (by their place in the data dimension of the mesh): "
         "dropout and the like have to give all of them the same."
         if drawn
-        else "Name these modules in the plan of parallelize_module (SequenceParallel() for a norm), or all_reduce "
-        "their gradients over the group of tensor parallelism before the step.",
+        else PLAN_ADVICE,
     )
 
 
@@ -293,6 +294,53 @@ def judge_batches(
         fix="Give the sampler the size of the data dimension of the mesh and this rank's place in it: "
         'DistributedSampler(data, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()).',
     )
+
+
+def how_split(models: Sequence[tuple[int, ...]]) -> str:
+    """A sentence on the ranks that compute a model together, and on what a recipe's `shard` is given then."""
+    several = f"shard is given a rank's place among the {len(models)} models, which are trained data parallel"
+    return (
+        f"tensor parallelism: {', '.join(map(format_ranks, models[:4]))}{' ...' if len(models) > 4 else ''} compute a "
+        f"model together, and are given the same samples ({several if len(models) > 1 else 'all of them'}); each rank "
+        "by itself and the single process compute the model that is not split"
+    )
+
+
+def judge_shards(local: Sequence[LocalStep], models: Sequence[tuple[int, ...]]) -> list[Finding]:
+    """DDP516: a recipe's `shard` gives ranks that compute one model together other samples.
+
+    Args:
+        local: A step of each rank by itself, by rank.
+        models: The ranks that compute a model together, of each.
+    """
+    apart = [ranks for ranks in models if len({local[rank].sample_fingerprints for rank in ranks}) > 1]
+    if not apart:
+        return []
+    ranks = tuple(sorted(rank for of_model in apart for rank in of_model))
+    return one_finding(
+        "DDP516",
+        ("shard",),
+        f"{format_ranks(apart[0]).capitalize()} compute one model together (tensor parallelism), and shard gives them "
+        "other samples: parts of what is computed from several batches are put together.",
+        ranks=ranks,
+        steps=(local[0].evidence.step,),
+        evidence=[f"so it is in {counted(len(apart), 'group')} of ranks"] if len(apart) > 1 else [],
+        fix="Split the batch by the arguments of shard, which are a rank's place in the data dimension of the mesh and "
+        "the size of that, and not by the rank in the world.",
+    )
+
+
+def judge_norms_of_steps(evidence: Sequence[DdpStepEvidence], models: Sequence[tuple[int, ...]]) -> list[Finding]:
+    """DDP306 of a recipe: `judge_counted_norms` on what its optimizer has left of the gradients in each step."""
+    by_step: dict[int, dict[int, PartStep]] = {}
+    for item in evidence:
+        if isinstance(item, ShardedStep) and item.norms:
+            by_step.setdefault(item.step, {})[item.rank] = PartStep(
+                0, item.step, item.updated_at, split=item.split, norms=item.norms, sharded=item.sharded
+            )
+    whole = [ranks for ranks in by_step.values() if all(rank in ranks for model in models for rank in model)]
+    groups = [[[of_step[rank] for rank in model] for of_step in whole] for model in models]
+    return judge_counted_norms(groups, models) if whole and models else []
 
 
 def by_group(splits: Mapping[int, Sequence[ModelSplit]]) -> dict[tuple[int, ...], ModelSplit]:

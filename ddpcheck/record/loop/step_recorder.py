@@ -171,7 +171,7 @@ class StepRecorder(StepListener):
             keeps_start=keeps_start and not self.is_sharded,
             with_parameters=not options.parameters_later,
             shards=self.parameters if self.is_sharded or getattr(wrapper, "device_mesh", None) is not None else None,
-            with_shards=options.shards,
+            with_shards=options.shards or not self.is_sharded,  # ranks of one group of DDP have the same parts
         )
         mesh = mesh_of(wrapper) if self.is_sharded else None
         self._splits = {n: split_of(p, mesh) for n, p in self.parameters.items()} if self.is_sharded else {}

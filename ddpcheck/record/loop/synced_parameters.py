@@ -17,6 +17,7 @@ from torch import nn
 
 from ddpcheck.gather.autograd.autograd_graph import gradient_node, walk_graph, will_be_reached
 from ddpcheck.gather.ddp.ddp_wrapper import inner_module, is_ddp
+from ddpcheck.gather.ddp.model_parts import hidden_parameters
 from ddpcheck.gather.ddp.sharding import is_gathered, parameter_groups, reduces
 from ddpcheck.gather.state.module_state import sharding_classes
 from ddpcheck.gather.state.tensor_values import is_shard
@@ -43,7 +44,10 @@ class SyncedParameters:
         self.is_sharded = not is_ddp(wrapper)
         module = inner_module(wrapper)
         ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
-        found = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
+        every = dict(module.named_parameters())
+        if getattr(wrapper, "device_mesh", None) is not None:
+            every |= hidden_parameters(module)
+        found = {n: p for n, p in every.items() if p.requires_grad and n not in ignored}
         if self.is_sharded:
             found = {name: p for name, p in found.items() if is_shard(p)}
         self.names = list(found)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ddpcheck.findings.evidence.parts import ModelSplit, PartStep
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_frame, user_location
+from ddpcheck.gather.ddp.model_parts import is_sum
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
 from ddpcheck.gather.state.tensor_values import is_shard
@@ -99,7 +100,7 @@ class PartRecorder:
             for group in one.param_groups
             for p in group["params"]
         }
-        gradients = {name: p.grad for name, p in named.items() if p.grad is not None and not _is_sum(p.grad)}
+        gradients = {name: p.grad for name, p in named.items() if p.grad is not None and not is_sum(p.grad)}
         self._sink(
             PartStep(
                 number,
@@ -146,8 +147,3 @@ class PartRecorder:
 
 def _is_split(parameter: Any) -> bool:
     return is_shard(parameter) and any(not placement.is_replicate() for placement in parameter.placements)
-
-
-def _is_sum(gradient: Any) -> bool:
-    """Whether a rank has a term of it, and the optimizer adds them up."""
-    return is_shard(gradient) and any(placement.is_partial() for placement in gradient.placements)

@@ -21,14 +21,14 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file, user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
-from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, group_of, inner_module, is_ddp, joins
+from ddpcheck.gather.ddp.ddp_wrapper import group_of, inner_module, is_ddp, joins
 from ddpcheck.gather.ddp.sharding import mesh_of
-from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
 from ddpcheck.gather.state.module_description import class_name, module_entries
 from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
 from ddpcheck.gather.steps.gradient_sketch import Kept
 from ddpcheck.record.data.input_recorder import InputRecorder
+from ddpcheck.record.loop.apart_marks import ApartMarks
 from ddpcheck.record.loop.bypass_recorder import BypassRecorder
 from ddpcheck.record.loop.forward_snapshot import Snapshot
 from ddpcheck.record.loop.loop_record import ZEROED
@@ -37,7 +37,7 @@ from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepR
 from ddpcheck.record.loop.step_tracker import StepListener
 from ddpcheck.record.module_hooks import UnpickledHook, hold, release
 from ddpcheck.record.replicas.replica_recorder import ReplicaRecorder
-from ddpcheck.stream.entries import NotCompared, StepsReported, TrainedApart, WrapperMade
+from ddpcheck.stream.entries import NotCompared, StepsReported, WrapperMade
 from ddpcheck.stream.ledger import AROUND
 from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, place_of_backward
 from ddpcheck.stream.rank_log import RankLog
@@ -47,7 +47,6 @@ _ALWAYS_FOR, _THEN_EVERY = 32, 16  # steps after which parameters are asked whet
 _JOINED = "under Join, ranks without further batches may have left the loop"
 _APART = "the communication hook lets ranks train apart for some steps"
 _HIDDEN = "backward passes run under compiled autograd, in which steps cannot be followed"
-_MOST_MARKS = 4096
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
 
@@ -87,8 +86,7 @@ class ScriptWatch(StepListener):
         self._incomplete = False  # the last reduction, which waits for gradients that have not come
         self._attached = True
         self._told_apart = False  # that steps are not compared
-        self._marks: list[int] = []  # fingerprints of a small parameter, while ranks train apart
-        self._apart_since, self._hook = 0, ""  # the step in which that began; the communication hook that does it
+        self._marks = ApartMarks(lambda: self._recorder, number)
         self._alarmed = False  # a report is due when the step has ended
         self._forward_line: Location | None = None
         self._fresh: dict[str, torch.Tensor] = {}  # parameters whose averaged gradient was not zero
@@ -114,7 +112,7 @@ class ScriptWatch(StepListener):
             began_alike=began_alike,
             keeps_start=began_alike,
             built=built,
-            listeners=[self],
+            listeners=[self, self._marks],
         )
         self._replica = ReplicaRecorder(self._recorder, log, number)
         mesh = mesh_of(wrapper) if self.is_sharded else None
@@ -296,10 +294,8 @@ class ScriptWatch(StepListener):
         """Leave the wrapper as it was; may be called again. `failing`: the script ends in an exception."""
         was_attached, self._attached = self._attached, False
         self._replica.write()
-        if was_attached and self._marks:
-            self._mark()
-            values = fingerprints(self.module.named_parameters())
-            self._log.add(TrainedApart(self.number, self._apart_since, tuple(self._marks), values, self._hook))
+        if was_attached and (apart := self._marks.at_last()) is not None:
+            self._log.add(apart)
         self._handle.remove()
         self._bypass.close()
         self._recorder.detach()
@@ -308,11 +304,6 @@ class ScriptWatch(StepListener):
             self._replica.write_statistics(self.step)
         if was_attached and not failing and (last := self._recorder.last_report()) is not None:
             self._log.add(StepsReported(self.number, last, closing=self._recorder.settles))
-
-    def _mark(self) -> None:
-        mark = fingerprint(min(self.parameters.values(), key=torch.Tensor.numel))
-        if self._marks[-1:] != [mark]:
-            self._marks.append(mark)
 
     # As the door of the recorder
 
@@ -354,10 +345,6 @@ class ScriptWatch(StepListener):
     def forward_begins(self) -> None:
         """Write what was captured in the last step, where no optimizer has stepped."""
         self._replica.write()
-        if self.are_apart and not self.joins and len(self._marks) < _MOST_MARKS:
-            if not self._marks and (wrapper := self._recorder.wrapper) is not None:
-                self._apart_since, self._hook = self.step, comm_hook_of(wrapper)
-            self._mark()
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
         """Count it, by its line."""

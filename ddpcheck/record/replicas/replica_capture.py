@@ -38,7 +38,7 @@ class ReplicaCapture:
             rank: This one.
             keeps_start: Whether the fingerprints that parameters have now are kept.
             with_parameters: Whether those that they have in a step are captured with the rest.
-            shards: Its parameters that `fully_shard` has sharded; the whole may be in the place of one for a while.
+            shards: Its parameters of which this rank has a part; something else may be in the place of one for a while.
             with_shards: Whether those are captured: what two ranks have of one may be other parts of it.
         """
         self._shards = shards or {}

@@ -200,7 +200,7 @@ def _verdict(state: CheckState, name: str) -> Verdict:
         return Verdict(held="built on every rank" if several else "built on one rank")
     if name in ("consistency", "wrapping"):
         built, wrapped = "parameters, buffers and modules", "values, options and optimizers"
-        wrapped = "values before fully_shard, and optimizers," if state.wrapper.sharded else wrapped
+        wrapped = f"values before {state.wrapper.named}, and optimizers," if state.wrapper.sharded else wrapped
         what = built if name == "consistency" else wrapped
         return Verdict(held=f"{what} are the same on every rank" if several else "one rank, so that nothing can differ")
     if name == "parameters":
@@ -216,13 +216,16 @@ def _verdict(state: CheckState, name: str) -> Verdict:
     what = "the average of the ranks' own, and each other" if several else "those without the wrapper"
     if several and state.wrapper.sharded:
         what = "the average of the ranks' own, each gathered from its shards"
+    if state.models:
+        what = "the average of those of the model that is not split, each put together from its parts"
     if name == "parity":
         what = "those of the global batch in a single process"
         if any(item.random.libraries for item in state.steps.local):
             what += ", with constants in the place of random numbers"
     held = tally.equal(what, state.asked.steps) if tally.held else ""
     if held and name == "reducer" and (updates := _held_updates(state)):
-        held = f"{held}; {counted(updates, 'parameter')} after a step on shards equal those after one on the whole"
+        of = "parts" if state.models else "shards"
+        held = f"{held}; {counted(updates, 'parameter')} after a step on {of} equal those after one on the whole"
     return Verdict(
         held=held,
         lacking=tally.vacuous() or _why_not_compared(state, name, tally.steps),
@@ -275,7 +278,8 @@ def _why_not_compared(state: CheckState, name: str, steps: Sequence[int]) -> str
     if name == "reducer":
         if len(steps) + len(state.steps.apart) == state.asked.steps:
             return _trained_apart(state)
-        return state.steps.ddp_skipped or _why_not_reached(state)
+        parts = "gradients differ, and the forward draws random numbers: parts draw others than the whole"
+        return state.steps.ddp_skipped or (parts if state.steps.parts_draw else "") or _why_not_reached(state)
     apart = "the ranks' parameters differ, so no single process can stand for all of them"
     why = state.single.incomparable or state.single.skipped or (apart if state.steps.ranks_differ else "")
     return why or _why_not_reached(state)

@@ -33,6 +33,7 @@ from ddpcheck.judge.replicas.descriptions import (
     judge_values_after_wrapping,
     judge_values_before_sharding,
 )
+from ddpcheck.judge.replicas.model_parts import how_split, judge_shards
 from ddpcheck.judge.replicas.rank_configuration import judge_batches, judge_changes, judge_options
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckState, bug_error
@@ -136,7 +137,9 @@ class CheckRun(CheckWorlds):
             built = [item.facts.values_built for item in wrapped if isinstance(item.facts, ShardedFacts)]
             before = judge_values_before_sharding(built, wrapped[0].parameters)
             found += [finding for finding in before if differ_now.isdisjoint(finding.subjects)]
-            self.state.log.notes.append(NOT_COMPARED)
+            self.state.log.notes += [] if facts.named != "fully_shard" else [NOT_COMPARED]
+        if models := self.state.models:
+            self.state.log.notes.append(how_split(models))
         self._add(found)
         if unlike:
             self._skip_rest(f"{unlike[0].code}: {_UNLIKE_REDUCTIONS}")
@@ -171,7 +174,8 @@ class CheckRun(CheckWorlds):
             local = self._local_step(step, (lambda: begun or run_single()) if wanted else None)
             if any("missing" in item.evidence.states.values() for item in local):
                 local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
-            self.state.steps.add_local(local)
+            self.state.steps.add_local(local, self.state.of_models(local))
+            self._check_shards(local)
             self._check_in_step(when=any(item.calls for item in local))
             self._check_layout(local, step)
             self._check_packing(local, step)
@@ -190,6 +194,7 @@ class CheckRun(CheckWorlds):
             if self.state.steps.draws_alike() and step == 0:
                 what = "whether the ranks draw the same numbers"
                 self.state.single.draws = self._explained(what, [], calls.repeated_step.draws, step)
+                self.state.single.draws = self.state.of_models(self.state.single.draws)
             if doubtful and not self.state.repeats.differ:
                 what = f"whether step {step} gives the same gradients again"
                 repeated = self._explained(what, RepeatedStep(), calls.repeated_step.repeat_step, step)
@@ -198,6 +203,12 @@ class CheckRun(CheckWorlds):
             with self._phase("parameters", f"{words}: the optimizer"):
                 self._all(calls.local_step.local_update, step)
         shutil.rmtree(averaged, ignore_errors=True)
+
+    def _check_shards(self, local: Sequence[LocalStep]) -> None:
+        """End the check where ranks that compute one model together do not have the same samples."""
+        if found := judge_shards(local, self.state.models):
+            self._add(found)
+            self._skip_rest("DDP516: ranks put parts together that are not of one batch")
 
     def _share_parameters(self, step: int) -> bool:
         """Whether all ranks can read the parameters before a step from the file of rank 0."""
@@ -237,7 +248,7 @@ class CheckRun(CheckWorlds):
         what has taken part so far; compiled code computes a gradient of zeros where a path is cut.
         """
         state = self.state
-        if state.steps.ranks_differ or state.wrapper.comm_hook or state.wrapper.sharded:
+        if state.steps.ranks_differ or state.wrapper.comm_hook or state.wrapper.sharded or state.models:
             return False
         missing = any(state.steps.missing().get((step, item.evidence.rank)) for item in state.steps.local)
         return not (state.wrapper.static_graph and missing)
@@ -343,7 +354,8 @@ class CheckRun(CheckWorlds):
     def _analyse(self, step: int, averaged: Path) -> ShardAnalysis:
         """The analysis of the shards, one by one, that explains a difference; empty where it failed."""
         what = "why the ranks' average differs from the global batch"
-        known = (step, averaged, self._average_exactly(step), self.asked.world_size, self.state.steps.local[0].threads)
+        local = self.state.steps.local
+        known = (step, averaged, self._average_exactly(step), len(local), local[0].threads)
         result = self._settle_single(self.single.start(partial(calls.try_call, calls.shard_analysis.analyse, *known)))
         if result is None or isinstance(result, NoExplanation):
             self.state.log.add_unexplained(what, result)

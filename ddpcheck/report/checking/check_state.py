@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ddpcheck.findings.errors import EXIT_USAGE
 from ddpcheck.findings.evidence.gradients import Difference, RepeatedStep
@@ -24,6 +24,8 @@ from ddpcheck.findings.report import Finding, Report, ReportError
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.judge_context import group_by_step
+
+Item = TypeVar("Item")
 
 _NOISE_MULTIPLE = 5.0
 
@@ -120,7 +122,7 @@ class RankSteps:
     """Evidence of the steps that the ranks have run, without the wrapper and through it.
 
     Attributes:
-        local: The last step without the wrapper, by rank.
+        local: The last step without the wrapper, by rank; of ranks that compute one model, the first.
         first_local: The first one.
         parameters: How parameters took part, of every rank and step.
         norms: By step, the norm of all gradients, of a rank or of the single process.
@@ -129,6 +131,7 @@ class RankSteps:
         ddp_skipped: Why no step goes through the wrapper any more.
         ranks_differ: Whether the parameters have come to differ between ranks; from then on no single process can
             stand for all of them.
+        parts_draw: Whether gradients differ where parts draw other random numbers than the whole, which shows nothing.
         optimizer_averages: Whether the hook leaves each rank its own gradients, and the optimizer equal parameters.
         nonzero_when_perturbed: Parameters with zero gradients that are not zero once every parameter is moved a little.
         zero_ends: Where gradients become zero, by parameter.
@@ -142,14 +145,15 @@ class RankSteps:
     compiled: list[CompiledStep] = field(default_factory=list)
     ddp_skipped: str = ""
     ranks_differ: bool = False
+    parts_draw: bool = False
     optimizer_averages: bool = False
     nonzero_when_perturbed: frozenset[str] = frozenset()
     zero_ends: Mapping[str, PathEnd] = field(default_factory=dict)
 
-    def add_local(self, local: Sequence[LocalStep]) -> None:
-        """Add a step without the wrapper."""
-        self.local = local
-        self.first_local = self.first_local or local
+    def add_local(self, local: Sequence[LocalStep], of_models: Sequence[LocalStep]) -> None:
+        """Add a step without the wrapper, of every rank, and of one of each model."""
+        self.local = of_models
+        self.first_local = self.first_local or of_models
         self.parameters += [item.evidence for item in local]
         self.add_norm(local[0].evidence.step, max(item.norm for item in local))
 
@@ -272,6 +276,15 @@ class CheckState:
         """The arguments of the wrapper; those of a plain one before there is any."""
         return self.wrapped[0].facts if self.wrapped else WrapperFacts()
 
+    @property
+    def models(self) -> list[tuple[int, ...]]:
+        """The ranks that compute a model together, of each; none where each rank has its own."""
+        return sorted({item.together for item in self.wrapped if item.together})
+
+    def of_models(self, by_rank: Sequence[Item]) -> Sequence[Item]:
+        """One of each model, which stands for the ranks that compute it."""
+        return [by_rank[ranks[0]] for ranks in self.models] or by_rank
+
     def add(self, found: Sequence[Finding], part: str = "") -> None:
         """Add findings of a part, by default of the one under way."""
         self.found += ((part or self.log.part, finding) for finding in found)
@@ -280,7 +293,7 @@ class CheckState:
         """Put the ranks' losses without random numbers, and what chose among many at random, into the last step."""
         self.steps.local = [
             replace(item, loss=loss, random=replace(item.random, choices=choices))
-            for item, (loss, choices) in zip(self.steps.local, steps, strict=True)
+            for item, (loss, choices) in zip(self.steps.local, self.of_models(steps), strict=True)
         ]
         step = self.steps.local[0].evidence.step
         self.single.choices[step] = tuple(dict.fromkeys(one for _, some in steps for one in some))

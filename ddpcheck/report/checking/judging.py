@@ -14,13 +14,14 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
-from ddpcheck.judge.gradients.reducer import judge_compiled, judge_reducer, tell_compiled
-from ddpcheck.judge.gradients.sharded import judge_sharded
+from ddpcheck.judge.gradients.reducer import ReducerFacts, judge_compiled, judge_reducer, tell_compiled
+from ddpcheck.judge.gradients.sharded import judge_sharded, judge_updates
 from ddpcheck.judge.gradients.single_process import judge_nothing_compared, judge_repeat, judge_single_process
-from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
+from ddpcheck.judge.judge_context import JudgeContext, LocalFacts, group_by_step
 from ddpcheck.judge.loop.training_loop import judge_draws, judge_loop, judge_optimizer, judge_samples
 from ddpcheck.judge.parameters.missing_parameters import judge_parameters
 from ddpcheck.judge.replicas.descriptions import differing_names
+from ddpcheck.judge.replicas.model_parts import judge_norms_of_steps
 from ddpcheck.judge.replicas.replica_state import judge_state
 from ddpcheck.report.checking.check_state import CheckState
 
@@ -44,6 +45,9 @@ def decide_on_ddp(state: CheckState, step: int) -> None:
 def ddp_step_is_wrong(state: CheckState, evidence: Sequence[DdpStepEvidence]) -> bool:
     """Add a step through the wrapper; whether its gradients are wrong."""
     differing = differing_names([item.parameters for item in evidence])
+    if state.models and any(item.random.libraries for item in state.steps.local):
+        state.steps.parts_draw |= any(bad.bad for item in evidence for bad in item.against_local)
+        evidence = [replace(item, against_local=()) for item in evidence] if state.steps.parts_draw else evidence
     state.steps.ddp += evidence
     state.steps.ranks_differ |= bool(differing)
     return bool(state.log.call_judge("reducer", _reduction_judge(state), evidence, judge_context(state)))
@@ -77,7 +81,8 @@ def judge_context(state: CheckState, module_locations: Mapping[str, Location] | 
     return JudgeContext(
         names=state.names,
         wrapper=state.wrapper,
-        world_size=state.asked.world_size,
+        world_size=len(state.models) or state.asked.world_size,
+        models=state.models,
         local=LocalFacts(
             losses=tuple(item.loss for item in local),
             shard_sizes=tuple(item.samples for item in local),
@@ -130,10 +135,16 @@ def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
     """Find what is wrong with gradients and what becomes of them, where a step does not differ from itself."""
     steps, single, repeats, call_judge = state.steps, state.single, state.repeats, state.log.call_judge
     ddp = [replace(item, against_local=repeats.widened(item.against_local)) for item in steps.ddp]
+    if state.models:  # whose ranks compute other gradients once they have other parameters
+        apart = [n for n, items in group_by_step(ddp).items() if differing_names([item.parameters for item in items])]
+        ddp = [item for item in ddp if not apart or item.step <= min(apart)]
     first = single.analysed[0].evidence.step if single.analysed else 0
     judged = [step for step in single.differences if step >= first or not state.differs(step)]
     differences = {step: repeats.widened(single.differences[step]) for step in judged}
     reducer = call_judge("reducer", _reduction_judge(state), ddp, known) if ddp else []
+    if state.models:
+        reducer = reducer or call_judge("reducer", judge_updates, ReducerFacts.of(ddp, known))
+        reducer = reducer or call_judge("reducer", judge_norms_of_steps, ddp, state.models)
     if known.wrapper.comm_hook and [one.code for one in reducer] == ["DDP301"] and state.replicas_stay_equal:
         steps.optimizer_averages = True
     else:

@@ -138,8 +138,11 @@ class _MatrixRun:
             self.rows = [self._judged(own, self._own_options(wrapped[0]), own=True)]
             if wrapped[0].facts.is_ddp:
                 self._try_options()
-                self._try_shards()
-            if step_times:
+                if not wrapped[0].together:  # sharded instead, it would be another model
+                    self._try_shards()
+            if step_times and wrapped[0].together:
+                self.notes.append("step times are not measured of a model that tensor parallelism splits")
+            elif step_times:
                 self._measure_rows()
         report = report_of(own)
         return Matrix(

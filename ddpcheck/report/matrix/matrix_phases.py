@@ -45,7 +45,7 @@ def wrap(options: DdpOptions | None) -> WrappedRow:
     wrapper = rank_state().training_model.wrapper
     if options is not None and options.hook:
         hook = getattr(importlib.import_module(_HOOKS), options.hook)
-        wrapper.register_comm_hook(None, hook)  # type: ignore[operator]
+        wrapper.register_comm_hook(wrapper.process_group, hook)  # type: ignore[operator]  # None would be all ranks
     model = _model_facts(given)
     told = (model.own or {}) if options is None else options.arguments
     flags = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
@@ -145,7 +145,7 @@ def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[Dd
     batches = []
     for step in range(steps):
         batch = make_batch(recipe, step, seed=seed, world_size=state.world_size)
-        batches.append(to_device(recipe.local_batch(batch, state.rank, state.world_size), state.device))
+        batches.append(to_device(state.shard_of(batch), state.device))
     external = state.training_model.external_state.capture()
 
     def seconds(place: int, pair: int) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ddpcheck.findings.evidence.modules import WrappedModule
+from ddpcheck.findings.evidence.modules import SplitModule
 from ddpcheck.findings.wording import format_ranks, format_steps
 
 VARIED = (
@@ -88,7 +88,7 @@ class ModelFacts:
     absent: Mapping[tuple[int, int], frozenset[str]] = field(default_factory=dict)
 
 
-class WrappedRow(WrappedModule, frozen=True):
+class WrappedRow(SplitModule, frozen=True):
     """Evidence from one rank after wrapping with the options of a row.
 
     Attributes:

@@ -1,0 +1,214 @@
+"""Recipes whose `wrap` splits the model by tensor parallelism, alone and beside data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp
+
+import ddpcheck
+from ddpcheck.recipe.recipe import Recipe
+from tests.reports import assert_healthy, contradictions, shown
+from tests.tiers import share
+
+if not hasattr(fsdp, "fully_shard"):
+    pytest.skip("this torch has no fully_shard", allow_module_level=True)
+
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.mesh_loops import LENGTH, WORDS, Net, Shifted, grid, loss_of, sharded, split
+
+Wrap = Callable[[Any, torch.device], nn.Module]
+
+
+def rows(step: int) -> Tensor:
+    return torch.randint(WORDS, (8, LENGTH + 1))
+
+
+def under_ddp(**options: Any) -> Wrap:
+    def wrap(module: Any, device: torch.device) -> nn.Module:
+        mesh = grid(2)
+        return DistributedDataParallel(split(module, mesh["tp"]), device_mesh=mesh["dp"], **options)
+
+    return wrap
+
+
+def under_fsdp(**options: Any) -> Wrap:
+    def wrap(module: Any, device: torch.device) -> nn.Module:
+        mesh = grid(2)
+        wrapped: nn.Module = sharded(split(module, mesh["tp"], **options), mesh["dp"])
+        return wrapped
+
+    return wrap
+
+
+def alone(tp: int = 4, **options: Any) -> Wrap:
+    return lambda module, device: split(module, grid(tp)["tp"], **options)
+
+
+class Reader(nn.Module):
+    """Attends; `wrap` has to give each rank its number of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 16)
+        self.heads, self.calls = 4, 0
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.words(x)
+        q, k, v = (one(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in (self.query, self.key, self.value))
+        read = scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        found: Tensor = self.head(x + self.out(read))
+        return found
+
+
+def split_heads(module: Any, device: torch.device) -> nn.Module:
+    mesh = grid(2)
+    module.heads //= mesh["tp"].size()
+    plan: Any = {name: ColwiseParallel() for name in ("query", "key", "value")}
+    parallelize_module(module, mesh["tp"], {**plan, "out": RowwiseParallel()})
+    return DistributedDataParallel(module, device_mesh=mesh["dp"])
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def recipe(wrap: Wrap, **other: Any) -> Recipe:
+    return Recipe(**{"model": Net, "batch": rows, "loss": loss_of, "wrap": wrap, **other})
+
+
+HEALTHY: dict[str, Recipe] = {
+    "ddp": recipe(under_ddp(), optimizer=adam),
+    "fully_shard, of sequences": recipe(under_fsdp(sequence=True), optimizer=adam),
+    "alone, of sequences": recipe(alone(sequence=True), optimizer=adam),
+    "numbers of heads": recipe(split_heads, model=Reader),
+}
+
+
+@pytest.mark.parametrize("name", share(HEALTHY, []))
+def test_a_healthy_model_is_clean_and_all_of_it_was_compared(name: str) -> None:
+    report = ddpcheck.check(HEALTHY[name], world_size=4, steps=2)
+    assert_healthy(report)
+    count = len(list(HEALTHY[name].model().parameters()))
+    for reference in ("local", "single-process"):
+        assert len([one for one in report.parity if one.reference == reference]) == 2 * count, shown(report)
+    (reducer,) = (check.detail for check in report.checks if check.name == "reducer")
+    assert f"{2 * count} parameters after a step on parts equal those after one on the whole" in reducer
+    (note,) = (note for note in report.world["notes"] if note.startswith("tensor parallelism: "))
+    assert ("ranks 0 to 3" if name.startswith("alone") else "ranks 0 and 1, ranks 2 and 3") in note
+
+
+@pytest.mark.slow
+def test_parts_that_draw_other_random_numbers_than_the_whole_are_not_compared_and_no_fault() -> None:
+    report = ddpcheck.check(recipe(under_fsdp(sequence=True), model=lambda: Net(drops=0.2)), world_size=4, steps=1)
+    assert not report.findings and report.error is None, shown(report)
+    status = {check.name: (check.status, check.detail) for check in report.checks}
+    assert status["reducer"][0] == "skipped" and "random numbers" in status["reducer"][1]
+    assert status["parity"][0] == "passed"
+
+
+# Faults
+
+
+def seeded_by_replica() -> nn.Module:
+    return Shifted(seed=dist.get_rank() // 2 if dist.is_initialized() else 0)
+
+
+def summed(model: Any, batch: Tensor) -> Tensor:
+    return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
+
+
+def by_arguments(batch: Tensor, rank: int, world_size: int) -> Tensor:
+    return batch.chunk(world_size)[rank]
+
+
+def by_world(batch: Tensor, rank: int, world_size: int) -> Tensor:
+    return batch.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else batch.chunk(4)[rank]
+
+
+class Clipped(torch.optim.SGD):
+    """Gradients get the norm of 0.05, by the squares of all parts, and those of what is not split."""
+
+    twice, sums = False, True
+
+    def step(self, closure: Any = None) -> None:
+        squares = dict.fromkeys((True, False), torch.zeros(()))
+        for p in self.param_groups[0]["params"]:
+            is_part = self.twice or p.grad.shape in {(32, 16), (16, 32), (16, 16), (32,)}
+            squares[is_part] = squares[is_part] + p.grad.square().sum()
+        if self.sums:
+            dist.all_reduce(squares[True], group=grid(2)["tp"].get_group())
+        for p in self.param_groups[0]["params"]:
+            p.grad.mul_(0.05 / (squares[True] + squares[False]).sqrt())
+        super().step()
+
+
+class ClippedTwice(Clipped):
+    twice = True
+
+
+class ClippedAlone(Clipped):
+    sums = False
+
+
+def clipped(kind: type[Clipped]) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda parameters: kind(parameters, lr=0.1)
+
+
+FAULTS: dict[str, tuple[str, Recipe, Recipe]] = {  # with their twins
+    "replicas start differently": (
+        "DDP208",
+        recipe(under_fsdp(), model=seeded_by_replica),
+        recipe(under_fsdp(), model=Shifted),
+    ),
+    "nobody averages over the data dimension": ("DDP301", recipe(alone(2)), HEALTHY["ddp"]),
+    "norms are not in the plan": (
+        "DDP301",
+        recipe(under_fsdp(sequence=True, norms=False)),
+        HEALTHY["fully_shard, of sequences"],
+    ),
+    "a sum": ("DDP305", recipe(under_ddp(), loss=summed), HEALTHY["ddp"]),
+    "another batch on each rank of a model": (
+        "DDP516",
+        recipe(under_ddp(), shard=by_world),
+        recipe(under_ddp(), shard=by_arguments),
+    ),
+    "a norm of own parts": (
+        "DDP306",
+        recipe(under_ddp(), optimizer=clipped(ClippedAlone)),
+        recipe(under_ddp(), optimizer=clipped(Clipped)),
+    ),
+    "a norm that counts replicas": (
+        "DDP306",
+        recipe(under_ddp(), optimizer=clipped(ClippedTwice)),
+        recipe(under_ddp(), optimizer=clipped(Clipped)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", share(FAULTS, ["a sum"]))
+def test_a_fault_is_told_by_its_rule(name: str) -> None:
+    code, broken, _ = FAULTS[name]
+    report = ddpcheck.check(broken, world_size=4, steps=3 if code == "DDP306" else 1)
+    assert report.error is None and [finding.code for finding in report.findings] == [code], shown(report)
+    assert not contradictions(report), shown(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ("replicas start differently", "a norm of own parts", "another batch on each rank of a model")
+)
+def test_the_twin_of_a_fault_that_is_no_other_healthy_model_is_clean(name: str) -> None:
+    report = ddpcheck.check(FAULTS[name][2], world_size=4, steps=3)
+    assert not report.findings and report.error is None, shown(report)
