@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.shortening import LONGEST_TRACEBACK, shortened
@@ -168,6 +168,14 @@ def pass_over_packages() -> None:
 def is_installed(path: str) -> bool:
     """Whether a file belongs to an installed package, and so not to the user's own program."""
     return not {"site-packages", "dist-packages"}.isdisjoint(path.replace("\\", "/").split("/"))
+
+
+def defined_at(function: Any) -> Location | None:
+    """The line at which the definition of a function begins, with its decorators; `None` for one without code."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return Location(relative_path(code.co_filename), code.co_firstlineno) if code is not None else None
 
 
 def exception_location(error: BaseException) -> Location | None:

@@ -38,7 +38,7 @@ from ddpcheck.findings.evidence.script import (
 )
 from ddpcheck.findings.evidence.state_uses import StateUsed
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import counted, format_ranks
+from ddpcheck.findings.wording import counted
 from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.data.script_draws import judge_added_noise, judge_step_draws, judge_streams
 from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved
@@ -68,16 +68,14 @@ from ddpcheck.judge.loop.script_optimizers import (
     judge_zeroed,
 )
 from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld
-from ddpcheck.judge.loop.script_wrappers import judge_begun, judge_wrappers
 from ddpcheck.judge.replicas.model_groups import compare_groups
 from ddpcheck.judge.replicas.script_states import judge_states, judge_uses
 from ddpcheck.judge.replicas.script_statistics import judge_statistics
 from ddpcheck.judge.script_facts import Optimizer, ScriptFacts, entries_of, first_steps, used_by
 from ddpcheck.judge.verdict import Row, Verdict, Verdicts
-from ddpcheck.stream.entries import NotCompared, ReplicaCaptured
+from ddpcheck.judge.wrapper_lines import PARTS, judge_all_of_wrappers, judge_constructions
 from ddpcheck.stream.watched_rank import WatchedRank
 
-_COMPRESSED = 0.1  # what a communication hook may lose, from which on a comparison tells nothing
 _NEAR = 0.3  # of a norm by a sketch, as a power of the world size
 _MOST_RUNS = 1024  # as many are written down: without a regular pace
 _REPLICAS_PART = (
@@ -85,16 +83,7 @@ _REPLICAS_PART = (
 )
 
 
-def not_here(missing: Sequence[int]) -> str:
-    """Why not all ranks were compared; empty where they were."""
-    return f"not compared with {format_ranks(missing)}, of which nothing is here" if missing else ""
-
-
 NOT_WATCHED = "shards of parameters are not watched: their values, gradients and state are not compared"
-_NOT_REDUCED = (
-    "gradients that are split among more than 8 ranks or along several dimensions, or that come to shards by "
-    "operations on them too, are not compared with the average"
-)
 
 
 def _compared(found: Sequence[Finding], words: str, times: int) -> Verdict:
@@ -105,90 +94,6 @@ def _compared(found: Sequence[Finding], words: str, times: int) -> Verdict:
 def _over_ranks(judge: Callable[[ScriptFacts], Verdicts]) -> Callable[[ScriptFacts], Verdicts]:
     """A judge that compares all ranks of the script, asked where all have left a log here."""
     return lambda facts: judge(facts) if facts.can_compare else {}
-
-
-# Wrappers
-
-_PARTS = {  # by heading: the families of rules, and what was compared
-    "parameters": (("DDP1",), "the part of each parameter in the loss, in {steps}"),
-    "replicas": (("DDP2", "DDP301", "DDP306"), "modules, parameters, buffers and gradients of the ranks, {times}"),
-    "reducer": (("DDP302", "DDP303", "DDP310"), "gradients against the average of the ranks' own, {times}"),
-    "loop": (("DDP305", "DDP5"), "forward and backward passes, no_sync and optimizer steps, in {steps}"),
-}
-_OF_SHARDS = {
-    "replicas": "modules and buffers of the ranks{built}, {times}",
-    "loop": "forward and backward passes, switches of the reduction and optimizer steps, in {steps}",
-}
-
-
-def _of_wrappers(facts: ScriptFacts) -> Verdicts:
-    found = judge_wrappers(facts)
-    captured = [wrapper.of(ReplicaCaptured) for wrapper in facts.wrappers]
-    times = max(
-        (len({id(one) for one in itertools.chain(*of_ranks)}) // len(of_ranks) for of_ranks in captured), default=0
-    )
-    why = sorted({one.why for wrapper in facts.wrappers for one in itertools.chain(*wrapper.of(NotCompared))})
-    of_hooks, told = _of_hooks(facts, captured, found)
-    missing = sorted({rank for wrapper in facts.wrappers for rank in wrapper.missing})
-    verdicts = {}
-    sharded = [one.made.context.sharded for one in facts.wrappers]
-    for heading, (families, what) in _PARTS.items():
-        if sharded and all(sharded):
-            known = all(
-                of_rank.keys() >= {*one.made.context.trainable}
-                for one in facts.wrappers
-                for of_rank in one.values_built
-            )
-            built = ", and values before fully_shard" if known else ""
-            what = _OF_SHARDS.get(heading, what).replace("{built}", built)
-        made = told if heading == "reducer" else times
-        said = what.format(steps=counted(facts.steps, "step"), times=f"compared {counted(made, 'time')}")
-        lacking = not_here(missing)
-        if "{times}" in what:
-            parts = [*why, *(of_hooks if heading == "reducer" else ())]
-            partly = "" if made else "no step was compared"
-            lacking = lacking or ": ".join(filter(None, (partly, "; ".join(parts) if parts else "")))
-            said = said if made else ""
-            if heading == "replicas" and any(facts.hook_that_leaves_own(one.number) for one in facts.wrappers):
-                said = said.replace(", buffers and gradients", " and buffers")
-        if heading == "reducer" and any(sharded) and not all(map(_has_own, captured)):
-            said, lacking = said if any(map(_has_own, captured)) else "", lacking or _NOT_REDUCED
-        own = [finding for finding in found if finding.code.startswith(families)]
-        verdicts[heading] = Verdict(own, "" if missing else said, lacking) if facts.steps else Verdict(own)
-    return verdicts
-
-
-def _of_hooks(
-    facts: ScriptFacts, captured: Sequence[Sequence[Sequence[ReplicaCaptured]]], found: Sequence[Finding]
-) -> tuple[list[str], int]:
-    """Why gradients were not, or not in each step, compared with the average; and in how many steps they were."""
-    told = [[[one for one in of_rank if _tells(one)] for of_rank in of_ranks] for of_ranks in captured]
-    every = [one for of_ranks in captured for of_rank in of_ranks for one in of_rank]
-    why = [f"what {one.hook} leaves where it compresses is not compared" for one in every if not _tells(one)]
-    for wrapper in facts.wrappers:
-        hook = facts.hook_that_leaves_own(wrapper.number)
-        if hook and facts.averages_by_hand(wrapper.number):
-            return [f"{hook} leaves each rank its own gradients, and the script averages them"], 0
-    if any(finding.code == "DDP301" for finding in found):
-        return ["the gradients differ between ranks"], 0
-    times = max((max(map(len, of_ranks)) for of_ranks in told), default=0)
-    return list(dict.fromkeys(why)), times
-
-
-def _has_own(captured: Sequence[Sequence[ReplicaCaptured]]) -> bool:
-    """Whether each rank has kept something of its own gradients."""
-    return all(any(one.own for one in of_rank) for of_rank in captured)
-
-
-def _tells(one: ReplicaCaptured) -> bool:
-    """Whether a comparison of what a wrapper has left with the average tells something."""
-    return max(one.eps.values(), default=0.0) < _COMPRESSED
-
-
-def _begun(facts: ScriptFacts) -> Verdicts:
-    found = judge_begun(facts)
-    order = [finding for finding in found if finding.code == "DDP403"]
-    return {"replicas": Verdict([one for one in found if one not in order]), "collectives": Verdict(order)}
 
 
 # The loop
@@ -434,8 +339,8 @@ _OF_PARTS = ("DDP208", "DDP301", "DDP306", "DDP504", "DDP516")
 
 ROWS: tuple[Row[ScriptFacts], ...] = (
     Row(_over_ranks(_optimizer_state), ("optimizers",), ("DDP306",)),
-    Row(_over_ranks(_begun), ("replicas", "collectives"), (*_OF_MODULES, "DDP403")),
-    Row(_of_wrappers, tuple(_PARTS), _OF_A_WATCH, yields=("DDP306",)),
+    Row(_over_ranks(judge_constructions), ("replicas", "collectives"), (*_OF_MODULES, "DDP403")),
+    Row(judge_all_of_wrappers, tuple(PARTS), _OF_A_WATCH, yields=("DDP306",)),
     Row(_over_ranks(compare_groups), ("replicas", "data"), _OF_PARTS, yields=_OF_PARTS),
     Row(_over_ranks(_losses), ("loss",), ("DDP303", "DDP305", "DDP309", "DDP514"), yields=("DDP305", "DDP514")),
     Row(_over_ranks(_clips), ("optimizers",), ("DDP301", "DDP303", "DDP310"), yields=("DDP301",)),

@@ -15,8 +15,9 @@ from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
 from ddpcheck.findings.selection import Suppression, is_any_selected, sort_out
 from ddpcheck.findings.wording import agreeing, counted, format_ranks, group_by
 from ddpcheck.judge.script_facts import ScriptFacts, entries_of
-from ddpcheck.judge.script_table import HEADINGS, NOT_WATCHED, ROWS, not_here
+from ddpcheck.judge.script_table import HEADINGS, NOT_WATCHED, ROWS
 from ddpcheck.judge.verdict import Told, Verdict, judge_all, status_of
+from ddpcheck.judge.wrapper_lines import not_here
 from ddpcheck.run.ending import Ending, failures_of, judge_ending, timelines_of
 from ddpcheck.run.hang_watch import Unended
 from ddpcheck.stream.entries import SCHEMA, NotCompared, WatchingFailed

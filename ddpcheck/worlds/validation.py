@@ -40,13 +40,13 @@ def check_seconds(name: str, value: object) -> None:
         raise kind(f"{name} must be a number of seconds above 0, got {value!r}.")
 
 
-def check_modules(name: str, modules: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of modules, having refused all that cannot be one."""
+def check_modules(modules: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of modules to preload, having refused all that cannot be one."""
     if isinstance(modules, str) or not isinstance(modules, Sequence):
-        raise WrongTypeError(f"{name} must be a list of names of modules, got {modules!r}.")
+        raise WrongTypeError(f"preload must be a list of names of modules, got {modules!r}.")
     for module in modules:
         if not isinstance(module, str) or not all(part.isidentifier() for part in module.split(".")):
-            raise UsageError(f"{name} must hold names of modules such as 'transformers', got {module!r}.")
+            raise UsageError(f"preload must hold names of modules such as 'transformers', got {module!r}.")
     return tuple(modules)
 
 
@@ -88,7 +88,7 @@ class WorldOptions:
         for key, value in self.env.items():
             if not isinstance(key, str) or not isinstance(value, str):
                 raise WrongTypeError(f"env must map strings to strings, got {key!r}: {value!r}; write numbers as text.")
-        self.preload = check_modules("preload", self.preload)
+        self.preload = check_modules(self.preload)
 
 
 def _choose_start_method(method: str | None) -> str:

@@ -23,7 +23,8 @@ PAGE = ROOT / "docs" / "rules-in-code.md"
 PACKAGE = ROOT / "ddpcheck"
 FACTS = ("findings/evidence/", "stream/entries.py", "stream/rank_report.py")
 GATHER = ("gather/", "record/", "run/", "report/", "monitor/", "harness.py", "worlds/")
-TABLES = ("judge/script_table.py", "judge/causes.py", "judge/verdict.py")  # which name codes that others give
+TABLES = ("judge/script_table.py", "judge/wrapper_lines.py", "judge/causes.py", "judge/verdict.py")
+"""Files that name codes which others give."""
 CODE = re.compile(r"DDP\d{3}")
 HEAD = """<!-- From the source, by `python -m tests.faultsuite.rules_in_code`. -->
 # Where a rule lives in the code

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
@@ -50,7 +48,6 @@ from ddpcheck.judge.loop.script_optimizers import (
 )
 from ddpcheck.judge.loop.script_wrappers import note_more_buffers, with_buffers
 from ddpcheck.judge.replicas.script_states import judge_states
-from ddpcheck.record.data.drawing_code import drawing_code
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.stream.rank_report import ReplicaState
 
@@ -184,52 +181,19 @@ def test_augmentation_that_draws_the_same_numbers() -> None:
     assert not judge_loaders([[epoch(EVEN, draws=shared)], [epoch(ODD, draws=own)]])
 
 
-def test_workers_that_are_seeded_alike() -> None:
-    def passes(seeds: Sequence[int], **more: Any) -> list[list[LoaderPass]]:
-        more = {"drawn_by": "Photos.__getitem__", **more}
-        return [[epoch(part, worker_seed=seed, **more)] for part, seed in zip((EVEN, ODD), seeds, strict=True)]
+def test_numbers_of_workers_that_are_seeded_alike() -> None:
+    """Samples of other sizes take more or fewer numbers, from the same state on."""
 
-    assert codes(judge_loaders(passes([7, 7]))) == ["DDP510"]
-    assert not judge_loaders(passes([7, 8]))
-    assert not judge_loaders(passes([-1, -1]))
-    assert not judge_loaders(passes([7, 7], drawn_by=""))
+    def passes(*afters: int, **more: Any) -> list[list[LoaderPass]]:
+        more = {"worker_seed": 7, "workers": 2, **more}
+        parts = zip((EVEN, ODD), afters, strict=True)
+        return [[epoch(part, draws={1: after, 2: after + 1}, **more)] for part, after in parts]
 
-
-class _Photos:
-    def __init__(self, transform: Any = None) -> None:
-        self.transform = transform
-
-    def __getitem__(self, index: int) -> Any:
-        return self._augmented(torch.zeros(3))
-
-    def _augmented(self, x: torch.Tensor) -> Any:
-        return x if self.transform is None else self.transform(x)
-
-
-class _Noisy(_Photos):
-    def _augmented(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.randn(3)
-
-
-def _seeded(x: torch.Tensor) -> torch.Tensor:
-    return x + torch.randn(3, generator=torch.Generator())
-
-
-def _flipped(x: torch.Tensor) -> torch.Tensor:
-    return -x if random.random() < 0.5 else x
-
-
-@pytest.mark.parametrize(
-    ("dataset", "drawn_by"),
-    [
-        (_Photos(), ""),
-        (_Noisy(), "_Noisy._augmented"),
-        (_Photos(_seeded), ""),
-        (_Photos([_Photos(), _flipped]), "_flipped"),
-    ],
-)
-def test_what_draws_random_numbers_for_a_sample(dataset: Any, drawn_by: str) -> None:
-    assert drawing_code(dataset) == drawn_by
+    (finding,) = judge_loaders(passes(5, 6))
+    assert finding.code == "DDP510" and ", in workers, and" in finding.message and "generator that is" in finding.fix
+    assert finding.evidence[0].startswith("the states of the global random generators before these batches")
+    (finding,) = judge_loaders(passes(5, 5, worker_seed=-1))
+    assert "before and after these batches" in finding.evidence[0] and "worker_init_fn" in finding.fix
 
 
 def test_the_inputs_of_a_wrapper() -> None:

@@ -59,6 +59,7 @@ SORTED = {"samples": {"items": tuple(range(64))}, "size": 64, "contents": {"0": 
         (epoch(TWICE, workers=2), epoch([row + 32 for row in TWICE], workers=2), "DDP505 warning"),
         (epoch(TWICE, workers=2), epoch(TWICE, workers=2), "DDP505 error"),  # nor by rank
         (epoch(TWICE, workers=2), epoch(range(32, 96), workers=2), ""),  # one of them only
+        (epoch(range(32), workers=1), epoch(range(32, 64), workers=1), ""),
         (epoch(TWICE, workers=3), epoch([row + 32 for row in TWICE], workers=3), ""),
         (epoch(TWICE, workers=2, size=64), epoch([row + 32 for row in TWICE], workers=2, size=64), ""),  # by indices
         (epoch(TWICE, workers=2, exhausted=False), epoch(TWICE, workers=2, exhausted=False), ""),

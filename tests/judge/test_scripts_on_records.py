@@ -8,13 +8,17 @@ from __future__ import annotations
 import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.judge.script_facts import ScriptFacts
 from ddpcheck.judge.script_table import ROWS
 from ddpcheck.render import FORMATS, renderer_for
+from ddpcheck.run.script_report import report_on_script
+from ddpcheck.stream.watched_rank import WatchedRank
 from tests.faultsuite.breaking import finding_nothing, judges, seeing
 from tests.faultsuite.evidence import EvidenceError
 from tests.faultsuite.recorded_scripts import FOLDER, Run, assert_as_expected, left_by, report_on, runs
@@ -107,6 +111,29 @@ def test_each_row_of_the_table_finds_what_it_says_that_it_finds(run: Run) -> Non
     for row in ROWS:
         for heading, verdict in row.judge(facts).items():
             assert heading in row.headings and {one.code for one in verdict.findings} <= {*row.codes}, heading
+
+
+LINES_OF_SOURCE = ("norm_at", "rate")
+"""Fields with a line that was looked for in the source of the script."""
+
+
+@pytest.mark.parametrize("name", ["sharded_own_norm", "schedule_by_rank"])
+def test_a_line_that_is_looked_for_in_the_source_decides_nothing(name: str) -> None:
+    run = next(run for run in RUNS if str(run) == name)
+    ending, ranks = left_by(run)
+    read = report_on_script(run.script, ending, ranks, select=(), ignore=())
+    unread = report_on_script(run.script, ending, [without_lines(rank) for rank in ranks], select=(), ignore=())
+    told = [[(one.code, one.severity, one.ranks, one.message) for one in report.findings] for report in (read, unread)]
+    assert told[0] == told[1] != []
+
+
+def without_lines(rank: WatchedRank) -> WatchedRank:
+    def without(entry: Any) -> Any:
+        return replace(entry, **{name: None for name in LINES_OF_SOURCE if hasattr(entry, name)})
+
+    changed = [without(entry) for entry in rank.entries]
+    assert changed != list(rank.entries)
+    return replace(rank, entries=changed)
 
 
 @functools.cache

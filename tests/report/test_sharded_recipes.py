@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ddpcheck
 from ddpcheck.findings.report import Finding, Report
-from ddpcheck.gather.phases.model_build import defined_at
+from ddpcheck.findings.source_lines import defined_at
 from ddpcheck.recipe.recipe import Recipe
 from tests.reports import assert_healthy, contradictions, shown
 from tests.tiers import share

@@ -1,7 +1,7 @@
 """Evidence on the pace of a loop: what comes between the reductions of a wrapper, and gradients that are used again.
 
 Judged in `judge.loop.script_pace`; gathered in `record.loop.pace_recorder` and
-`record.loop.leftover_recorder`.
+`record.optimizers.zeroing_recorder`.
 """
 
 from __future__ import annotations

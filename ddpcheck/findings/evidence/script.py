@@ -42,7 +42,8 @@ class LoaderPass(Struct, frozen=True):
         expected: How many batches the loader says that it has; negative where it does not say.
         batch_size: Samples of a batch.
         sampler: The class of the sampler.
-        shuffles: Whether the sampler says that it gives another order in each pass.
+        shuffles: Whether the sampler says that it gives another order in each pass; or gives another one in another
+            epoch, where the pass before had the same order, so that a copy of it was asked.
         replaces: Whether the sampler says that it draws with replacement.
         has_epoch: Whether the sampler has `set_epoch`.
         batches: How many batches the script took.
@@ -53,10 +54,10 @@ class LoaderPass(Struct, frozen=True):
         indices: The first indices, in the dataset beneath all of torch's `Subset`.
         subset: The indices of a `Subset`; empty for another dataset.
         contents: By place in a batch, digests of the first samples by index.
-        draws: Digests of the state of the random generators before and after a batch was made, where it changed.
+        draws: Digests of the states of the random generators before and after the samples of a batch were made, in this
+            process or in a worker, of those that changed.
         worker_seed: From which the workers of the loader seed theirs; negative where there are no workers, or they seed
             in a way of their own.
-        drawn_by: What draws random numbers for a sample, by its code; "" if nothing is known to.
         chooses: Whether the sampler holds the indices of some of the samples, from which it draws.
         wrappers: How many wrappers there had been when it ended: shards are known from their first forward pass on.
         data: The number of the dataset, in the order in which they were first gone through.
@@ -104,7 +105,6 @@ class LoaderPass(Struct, frozen=True):
     contents: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     draws: Mapping[int, int] = field(default_factory=dict)
     worker_seed: int = -1
-    drawn_by: str = ""
     chooses: bool = False
     wrappers: int = 0
     data: int = 0

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.modules import GradientHook
-from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_user_file, relative_path, user_location
+from ddpcheck.findings.source_lines import defined_at, is_user_file, user_location
 from ddpcheck.gather.patching import CALLER, patched
 
 _REGISTRARS: tuple[tuple[Any, str, str], ...] = (
@@ -60,8 +59,7 @@ def own_functions(node_names: Collection[str]) -> tuple[GradientHook, ...]:
     for cls in _subclasses(torch.autograd.Function):
         code = getattr(inspect.unwrap(cls.backward), "__code__", None)
         if f"{cls.__name__}Backward" in node_names and code is not None and is_user_file(code.co_filename):
-            where = Location(relative_path(code.co_filename), code.co_firstlineno)
-            found.append(GradientHook(f"the backward of {cls.__qualname__}", where))
+            found.append(GradientHook(f"the backward of {cls.__qualname__}", defined_at(cls.backward)))
     return tuple(found)
 
 

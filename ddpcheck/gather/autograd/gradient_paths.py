@@ -21,7 +21,7 @@ from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import relative_path, user_location
+from ddpcheck.findings.source_lines import defined_at, user_location
 from ddpcheck.gather.autograd.autograd_graph import functions_before
 from ddpcheck.gather.autograd.operation_path import OperationPath
 from ddpcheck.gather.patching import Patch, patched
@@ -321,8 +321,7 @@ def function_returning_none(roots: Iterable[Any], parameter: torch.Tensor) -> Pa
     functions = functions_before(roots, parameter)
     if functions and all(function.__module__.startswith(_COMPILED) for function in functions):
         return PathEnd("lost", COMPILED_CODE)
-    code = getattr(functions[0].backward, "__code__", None) if len(functions) == 1 else None
-    where = Location(relative_path(code.co_filename), code.co_firstlineno) if code is not None else None
+    where = defined_at(functions[0].backward) if len(functions) == 1 else None
     return PathEnd("lost", " or ".join(f"{function.__qualname__}.backward()" for function in functions), where)
 
 

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, LoopEvent, ShardedStep
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_user_file
+from ddpcheck.findings.source_lines import defined_at, is_user_file
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_state
 from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.ddp.copied_optimizer import CopiedOptimizer
@@ -21,7 +21,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import hook_loss, trains_apart
 from ddpcheck.gather.ddp.loop_events import Recorder, recorded
 from ddpcheck.gather.ddp.model_parts import is_sum, placed_as
 from ddpcheck.gather.ddp.sharding import mixed_precision, recorded_settings, shards
-from ddpcheck.gather.phases.model_build import count_calls, defined_at
+from ddpcheck.gather.phases.model_build import count_calls
 from ddpcheck.gather.phases.rank_state import RankState, TrainingModel, rank_state, replays_step
 from ddpcheck.gather.state.external_state import put_back
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +22,7 @@ from ddpcheck.findings.evidence.modules import (
 )
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import assignment_of, relative_path
+from ddpcheck.findings.source_lines import assignment_of, defined_at
 from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_state, unregistered_tensors
 from ddpcheck.gather.autograd.gradient_hooks import record_hooks, recorded_hooks
 from ddpcheck.gather.collectives.collective_log import note_collective, record_collectives, unlogged
@@ -268,14 +266,6 @@ def _value_of_whole(name: str, seen: SeenParameter, model: TrainingModel, values
     """The fingerprint that a parameter had when it was `seen`: that of the whole, where its part is as it was."""
     kept = name in model.parts and name in values and fingerprint(model.held[name]) == seen.value
     return values[name] if kept else seen.value
-
-
-def defined_at(function: Any) -> Location | None:
-    """The line that defines a function of the user's."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return Location(relative_path(code.co_filename), code.co_firstlineno) if code is not None else None
 
 
 def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, Part]) -> nn.Module:

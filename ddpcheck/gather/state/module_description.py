@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Mapping
 
@@ -13,6 +14,7 @@ from ddpcheck.findings.compiled_names import plain_module
 from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.figures import MOST_MODULES, ModuleEntry
 from ddpcheck.findings.replace import replace
+from ddpcheck.findings.source_lines import is_user_file
 from ddpcheck.gather.autograd.autograd_graph import all_names, held_state
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.module_state import original_class
@@ -96,3 +98,21 @@ def class_name(module: nn.Module) -> str:
 def _options(module: nn.Module) -> str:
     """The options of torch's own layers; what a user's class says of itself may well name the rank."""
     return module.extra_repr() if type(module).__module__.startswith("torch.nn.") else ""
+
+
+def classes_of_program(module: nn.Module) -> dict[str, tuple[tuple[str, str], ...]]:
+    """By path of each part that is of a class of the user's, or of one that stems from it: file and name of these."""
+    found = {}
+    for path, part in module.named_modules():
+        kinds = [(_file_of(kind), kind.__qualname__) for kind in type(part).__mro__]
+        if theirs := tuple((file, name) for file, name in kinds if file):
+            found[path] = theirs
+    return found
+
+
+def _file_of(kind: type) -> str:
+    try:
+        file = inspect.getfile(kind)
+    except (OSError, TypeError):
+        return ""
+    return file if is_user_file(file) else ""

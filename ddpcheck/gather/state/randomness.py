@@ -120,6 +120,39 @@ def drawn_since(before: Mapping[tuple[str, int], Any], device: torch.device) -> 
     return frozenset(library for (library, key), state in before.items() if now.get((library, key)) != state)
 
 
+def generators(*, thorough: bool) -> dict[str, Any]:
+    """The states of torch's global generators, to be set again; `thorough`: those of Python's and numpy's, too."""
+    found: dict[str, Any] = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    if thorough:
+        found["random"] = random.getstate()
+        if "numpy" in sys.modules:
+            found["numpy"] = sys.modules["numpy"].random.get_state()
+    return found
+
+
+def set_generators(states: Mapping[str, Any]) -> None:
+    """Have the global generators go on from such states."""
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    if "random" in states:
+        random.setstate(states["random"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """The random numbers that are drawn in the block are given once more after it."""
+    states = generators(thorough=True)
+    try:
+        yield
+    finally:
+        set_generators(states)
+
+
 _MOST_DRAWS = 10_000
 
 

@@ -54,7 +54,7 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
                 or judge_labels(everyone)
             )
             found += judge_epoch_order(everyone) or judge_stale_workers(everyone)
-            found += judge_shared_draws(everyone) or judge_worker_seeds(everyone)
+            found += judge_shared_draws(everyone)
     return found
 
 
@@ -191,9 +191,10 @@ def judge_epoch_order(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         orders = [one.order for one in of_rank if one.exhausted]
         if len({one.epoch for one in of_rank if one.exhausted}) > 1:
             return []  # it is told, and has few orders
-        one = of_rank[0]
-        indices = list(one.indices)
-        if not one.shuffles or len(orders) < 2 or not orders[0] or len(set(orders)) > 1 or indices == sorted(indices):
+        indices = list(of_rank[0].indices)
+        if not any(one.shuffles for one in of_rank) or indices == sorted(indices):
+            return []
+        if len(orders) < 2 or not orders[0] or len(set(orders)) > 1:
             return []
     one = passes[0][0]
     epochs = min(sum(each.exhausted for each in of_rank) for of_rank in passes)
@@ -212,42 +213,35 @@ def judge_epoch_order(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
 
 
 def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP510: batches of other samples that every rank has made with the same random numbers."""
+    """DDP510: batches of other samples that every rank has made with the same random numbers.
+
+    Ranks that draw from the same state are given the same numbers, also where one of them draws more of them.
+    """
     draws = [{before: after for one in of_rank for before, after in one.draws.items()} for of_rank in passes]
-    shared = set.intersection(*(set(of_rank.items()) for of_rank in draws))
+    shared = set.intersection(*map(set, draws))
     orders = {tuple(of_rank[0].indices) for of_rank in passes}
     if len(passes) < 2 or len(shared) < _FEWEST_DRAWS or len(orders) < 2:
         return []
-    return _one(
-        "DDP510",
-        passes[0][0],
-        f"The dataset draws random numbers for its samples, and every rank draws the same ones, in "
-        f"{len(shared)} of {max(map(len, draws))} batches that were looked at.",
-        line=passes[-1][0].seeded,
-        evidence=["the states of the global random generators before and after these batches are equal on all ranks"],
-        fix="Seed with seed + rank before the loop over the data, after the model has been constructed.",
-    )
-
-
-def judge_worker_seeds(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP510: workers that make other samples on each rank with the same random numbers."""
-    seeds = [tuple(one.worker_seed for one in of_rank) for of_rank in passes]
-    orders = {tuple(of_rank[0].indices) for of_rank in passes}
     one = passes[0][0]
-    if len(set(seeds)) > 1 or min(seeds[0]) < 0 or len(orders) < 2 or not one.drawn_by:
-        return []
+    alike = all(len({of_rank[state] for of_rank in draws}) == 1 for state in shared)
+    where = ", in workers" if one.workers else ""
+    when = "before and after" if alike else "before"
+    fix = "Seed with seed + rank before the loop over the data, after the model has been constructed"
+    if one.workers and one.worker_seed < 0:
+        fix = "Have the workers seed with what they get from the loader and the rank, in worker_init_fn"
+    elif one.workers:
+        fix += "; or give the loader a generator that is seeded with seed + rank"
     return _one(
         "DDP510",
         one,
-        "The workers of the loader have the same seeds on every rank, and draw random numbers for the samples: every "
-        "rank draws the same ones.",
+        f"The dataset draws random numbers for its samples{where}, and every rank draws the same ones, in "
+        f"{len(shared)} of {max(map(len, draws))} batches that were looked at.",
         line=passes[-1][0].seeded,
         evidence=[
-            f"in {counted(len(seeds[0]), 'epoch')}, worker 0 has the seed {seeds[0][0]} on every rank",
-            f"{one.drawn_by} draws random numbers",
+            f"the states of the global random generators {when} these batches are equal on all ranks",
+            *([f"worker 0 has the seed {one.worker_seed} on every rank"] * (one.worker_seed >= 0)),
         ],
-        fix="Seed with seed + rank before the loop over the data, after the model has been constructed; or give the "
-        "loader a generator that is seeded with seed + rank.",
+        fix=f"{fix}.",
     )
 
 

@@ -93,7 +93,13 @@ def judge_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
 
 def _is_taken_by_each_worker(one: LoaderPass) -> bool:
     times = Counter(one.rows)
-    return one.size < 0 and one.exhausted and len(times) >= FEWEST_ROWS and set(times.values()) == {one.workers}
+    return (
+        one.workers > 1
+        and one.size < 0
+        and one.exhausted
+        and len(times) >= FEWEST_ROWS
+        and set(times.values()) == {one.workers}
+    )
 
 
 def judge_sharded_twice(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:

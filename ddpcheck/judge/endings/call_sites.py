@@ -7,14 +7,13 @@ that last call is innocent. Pure functions from `findings.evidence.steps.Call` t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, group_by, one_finding, plural_verb
 from ddpcheck.judge.endings.collective_order import first_mismatch, judge_collectives, same_signature, tags_of_parting
 
-_Pair = Callable[[Call, Call], bool]
 _ROOTED = ("broadcast", "reduce", "gather", "scatter", "broadcast_object_list", "gather_object", "scatter_object_list")
 _LONGEST = 64  # calls that one rank makes in addition where the other makes them as well, in another number
 _TRIES = 50  # places at which lines differ

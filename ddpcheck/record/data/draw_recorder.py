@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import struct
 import sys
 from collections.abc import Callable, Mapping
 from types import FrameType
@@ -17,7 +15,7 @@ from ddpcheck.findings.source_lines import is_user_file, user_location, variable
 from ddpcheck.gather.patching import guarded
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.record.data.constructions import generators, seeded_at
-from ddpcheck.record.data.generator_history import generator_bytes, state_of_own
+from ddpcheck.record.data.generator_history import generator_bytes, generators_there, state_of, state_of_own
 from ddpcheck.record.module_hooks import UnpickledHook
 
 _MOST_INTERVALS = (
@@ -36,8 +34,6 @@ _CHOICES = frozenset({"randint", "randint_like", "randperm", "multinomial", "ran
 _NOT_OF_THE_STEP = ("torch.utils.data", "torch.nn.init", "torch.optim", "torch._dynamo", "torch._inductor")
 _WRAPPER = "torch.nn.parallel.distributed"
 _KEYS = 624  # numbers in the state of a Mersenne Twister, which are made anew when all have been drawn
-_NEXT = struct.Struct("<Q")
-_NEXT_AT = 16  # bytes into torch's state
 
 _State = tuple[int, int]  # a digest, and the place in it of the next number
 
@@ -153,21 +149,11 @@ class DrawRecorder:
 
 def _states(*, others: bool = False) -> dict[str, _State]:
     """Of torch's global generators; and of Python's and numpy's, which are not followed call by call."""
-    state = generator_bytes(torch.default_generator)
-    found = {"torch": (_digest(state), int(_NEXT.unpack_from(state, _NEXT_AT)[0]))}
+    found = {name: state_of(name) for name in (generators_there() if others else ["torch"])}
     if torch.cuda.is_initialized():
-        found["cuda"] = (_digest(generator_bytes(torch.cuda.default_generators[torch.cuda.current_device()])), 0)
-    if others:
-        of_python: Any = random.getstate()
-        found["python"] = (_digest(of_python), of_python[1][-1])
-        if (numpy := sys.modules.get("numpy")) is not None:
-            _, keys, place, *_ = numpy.random.get_state()
-            found["numpy"] = (_digest((keys.tobytes(), place)), int(place))
+        state = generator_bytes(torch.cuda.default_generators[torch.cuda.current_device()])
+        found["cuda"] = (int(digest_of(state)[:15], 16), 0)
     return found
-
-
-def _digest(state: Any) -> int:
-    return int(digest_of(state)[:15], 16)
 
 
 def _place(frame: FrameType) -> bool | None:

@@ -10,13 +10,18 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
+import struct
 import sys
 from typing import Any
 
 _MOST_SEEDS = 256
+_NEXT = struct.Struct("<Q")
+_NEXT_AT = 16  # bytes into torch's state
 
 _seeds = 0
-_began: dict[str, bytes] = {}  # by generator, its state when it was last seeded, or first there; torch's is made later
+_began: dict[
+    str, tuple[int, int]
+] = {}  # by generator, its state when it was last seeded, or first there; torch's is made later
 _drawn: dict[str, bytes] = {}  # and what was drawn before that
 
 
@@ -25,7 +30,7 @@ def begin(generator: str) -> None:
     global _seeds
     _seeds += 1
     if _seeds <= _MOST_SEEDS:
-        _began[generator] = _state_of(generator)
+        _began[generator] = state_of(generator)
 
 
 def end(generator: str) -> None:
@@ -50,28 +55,36 @@ def history() -> int:
         return 0
     given = {name: _given_by(name) for name in (*_began, "torch")} | {"own": _drawn.get("own", b"")}
     given = {name: given[name] for name in sorted(given) if given[name]}  # numpy's is imported when it is first used
-    return int.from_bytes(_digest(repr(given).encode())[1:], "big") + 1
+    return _number(repr(given).encode()) + 1
+
+
+def state_of(generator: str) -> tuple[int, int]:
+    """A digest of the state of a global generator, and which of the numbers in that is the next one."""
+    if generator == "python":
+        of_python: Any = random.getstate()
+        return _number(repr(of_python).encode()), of_python[1][-1]
+    if generator == "numpy":
+        _, keys, place, *_ = sys.modules["numpy.random"].get_state()
+        return _number(keys.tobytes() + place.to_bytes(2, "big")), int(place)
+    return _of_torch(sys.modules["torch"].default_generator)
+
+
+def generators_there() -> list[str]:
+    """The global generators that the program may have drawn from: numpy's is imported when it is first used."""
+    return ["torch", "python", *(["numpy"] if "numpy.random" in sys.modules else [])]
 
 
 def _given_by(generator: str) -> bytes:
     if generator not in _began:  # torch's, which cannot be asked while torch is imported
         torch = sys.modules["torch"]
         _began[generator] = _of_torch(torch.Generator().manual_seed(torch.default_generator.initial_seed()))
-    before, now = _drawn.get(generator, b""), _state_of(generator)
-    return before if now == _began[generator] else _digest(before + now)
+    before, now = _drawn.get(generator, b""), state_of(generator)
+    return before if now == _began[generator] else _digest(before + repr(now).encode())
 
 
-def _state_of(generator: str) -> bytes:
-    if generator == "python":
-        return _digest(repr(random.getstate()).encode())
-    if generator == "numpy":
-        _, keys, place, *_ = sys.modules["numpy.random"].get_state()
-        return _digest(keys.tobytes() + place.to_bytes(2, "big"))
-    return _of_torch(sys.modules["torch"].default_generator)
-
-
-def _of_torch(generator: Any) -> bytes:
-    return _digest(generator_bytes(generator))
+def _of_torch(generator: Any) -> tuple[int, int]:
+    state = generator_bytes(generator)
+    return _number(state), int(_NEXT.unpack_from(state, _NEXT_AT)[0])
 
 
 def generator_bytes(generator: Any) -> bytes:
@@ -82,3 +95,8 @@ def generator_bytes(generator: Any) -> bytes:
 
 def _digest(state: bytes) -> bytes:
     return hashlib.blake2b(state, digest_size=8).digest()
+
+
+def _number(state: bytes) -> int:
+    """A digest as a number of 56 bits."""
+    return int.from_bytes(_digest(state)[1:], "big")

@@ -6,8 +6,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import random
-import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,15 +29,13 @@ from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.patching import Patch, guarded
-from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.data.added_noise import kept_samples
 from ddpcheck.record.data.constructions import drawn_before, made_at, seeded_at
-from ddpcheck.record.data.drawing_code import drawing_code
-from ddpcheck.record.data.generator_history import generator_bytes
+from ddpcheck.record.data.sample_draws import SampleDraws
 from ddpcheck.record.data.sample_rows import SampleRows, digests_of, rows_of_whole, samples_of, state_of
-from ddpcheck.record.data.sampler_code import epoch_of, shuffles_by_epoch
+from ddpcheck.record.data.sampler_orders import epoch_of, shuffles_by_epoch
 from ddpcheck.record.optimizers.resume_recorder import ResumeRecorder
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.replicas.program_state import tables_of
@@ -51,7 +47,6 @@ _MOST_KEPT = 64  # batches of which copies are kept until the next one
 _MOST_BATCHES = 3  # of a pass, whose contents and random numbers are looked at
 _MOST_ROWS = 16  # of a batch
 _MOST_STEPS_OF_A_BATCH = 3  # of all optimizers
-_GENERATORS = ("torch", "python", "numpy")  # as `_random_states` has them
 
 
 @dataclass(slots=True)
@@ -63,11 +58,11 @@ class _Pass:
     batches: list[array[int]] = field(default_factory=list)
     kept: int = 0
     dataset: Any = None
-    before: Sequence[int] | None = None  # digests of the random states
+    sampler: Any = None
+    draws: SampleDraws | None = None  # of the first passes
     rows: SampleRows = field(default_factory=SampleRows)
     until: int = -1  # steps of all optimizers when another pass began after its last batch
     used: int = -1  # how often a wrapper or an optimizer was, when it began; -1 when one has been since
-    drawn: bool = True  # what is drawn for a batch is drawn by the dataset, as far as is known
 
 
 class LoaderRecorder:
@@ -99,6 +94,8 @@ class LoaderRecorder:
         self._resumes = resumes
         self._numbers: dict[tuple[Any, ...], list[int]] = {}  # number of the loader, passes so far
         self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
+        self._orders: dict[int, list[int]] = {}  # of the epochs, by loader
+        self._draws: WeakKeyDictionary[Any, SampleDraws | None] = WeakKeyDictionary()
         self._open: dict[int, _Pass] = {}  # by number of the loader
         self._datasets: Any = WeakIdKeyDictionary()  # a dataset may be a tensor, which == compares element by element
         self._dataset_numbers = itertools.count()
@@ -120,27 +117,30 @@ class LoaderRecorder:
             self._end(one, exhausted=False)
 
     def _opened_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        begin, note_workers = guarded(self._begin), guarded(_note_workers)
+        begin, note_workers, draws_of = guarded(self._begin), guarded(_note_workers), guarded(_draws_of)
 
         @functools.wraps(original)
         @passes_on
         def __iter__(loader: Any) -> Any:
             outer = self._opening
             self._opening = made = begin(loader)
+            draws = None if made is None else draws_of(made, loader)
             try:
-                iterator = original(loader)
+                with contextlib.nullcontext() if draws is None else draws.followed(loader):
+                    iterator = original(loader)
             finally:
                 self._opening = outer
             if made is not None:
                 note_workers(made, loader, iterator)
                 with contextlib.suppress(TypeError):  # of another class, which a subclass returns
+                    made.draws = self._draws.setdefault(iterator, draws)  # workers may stay from pass to pass
                     self._passes[iterator] = made
             return iterator
 
         return __iter__
 
     def _counted_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        note_index, states = guarded(_note_index), guarded(_random_states)
+        note_index = guarded(_note_index)
 
         @functools.wraps(original)
         @passes_on
@@ -149,15 +149,13 @@ class LoaderRecorder:
             one = self._opening or self._passes.get(iterator)
             if one is not None and one.map_style:
                 note_index(one, index)
-                if one.before is not None:  # what a sampler has drawn is no draw of the dataset
-                    one.before = states()
             return index
 
         return _next_index
 
     def _taken_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        note_batch, end, states = guarded(_note_batch), guarded(self._end), guarded(_random_states)
-        note_rows, keep = guarded(_note_rows), guarded(kept_samples)
+        note_batch, note_rows, end = guarded(_note_batch), guarded(SampleRows.note), guarded(self._end)
+        keep = guarded(kept_samples)
 
         @functools.wraps(original)
         @passes_on
@@ -165,17 +163,15 @@ class LoaderRecorder:
             one = self._passes.get(iterator)
             if one is None:
                 return original(iterator)
-            looks = one.entry.batches < _MOST_BATCHES and one.entry.number < _MOST_PASSES
-            one.before = states() if looks else None
             try:
                 batch = original(iterator)
             except StopIteration:
                 end(one, exhausted=True)
                 raise
-            if one.before is not None:
-                note_batch(one, batch, one.before)
             if one.entry.number < _MOST_PASSES:
-                note_rows(one, batch)
+                if one.entry.batches < _MOST_BATCHES:
+                    note_batch(one, batch)
+                note_rows(one.rows, batch)
             self.samples = keep(batch) or [] if self._is_sampled() else []
             one.until = -1
             if one.used >= 0:
@@ -222,9 +218,7 @@ class LoaderRecorder:
             expected=_length(loader) if map_style else -1,
             batch_size=_batch_size(loader),
             sampler=type(sampler).__name__,
-            shuffles=isinstance(sampler, RandomSampler)
-            or bool(getattr(sampler, "shuffle", False))
-            or shuffles_by_epoch(sampler),
+            shuffles=isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
             replaces=bool(getattr(sampler, "replacement", isinstance(sampler, WeightedRandomSampler))),
             has_epoch=hasattr(sampler, "set_epoch"),
             chooses=_chooses(sampler, size),
@@ -247,9 +241,8 @@ class LoaderRecorder:
         if not number:
             for table in tables_of(beneath, location):
                 self._sink(table)
-        drawn = not (drawing_code(loader.collate_fn) and not drawing_code(beneath))
         self._open[counts[0]] = one = _Pass(
-            entry, self._steps(), map_style, dataset=loader.dataset, used=self._used(), drawn=drawn
+            entry, self._steps(), map_style, dataset=loader.dataset, sampler=sampler, used=self._used()
         )
         self._sink(entry)
         self._on_pass(entry, loader.dataset)
@@ -281,27 +274,42 @@ class LoaderRecorder:
             wrappers=self._wrappers(),
         )
         ended = replace(entry, exhausted=exhausted, trains=trains, order=order, indices=indices, steps=steps)
+        ended = replace(ended, shuffles=entry.shuffles or (trains and self._shuffles(one, order)))
         if trains:
             self._resumes.goes_on(entry.restored)
         self._sink(ended)
         self._on_pass(ended, one.dataset)
-        one.batches, one.dataset, self.samples = [], None, []
+        one.batches, one.dataset, one.sampler, self.samples = [], None, None, []
+
+    def _shuffles(self, one: _Pass, order: int) -> bool:
+        """Whether the sampler is to give another order in each epoch, although it has given the last one again."""
+        orders = self._orders.setdefault(one.entry.loader, [])
+        orders.append(order)
+        has_epoch = one.entry.has_epoch or one.entry.epoch >= 0
+        if not order or not has_epoch or len(orders) != 2 or orders[0] != order:
+            return False
+        return shuffles_by_epoch(one.sampler, _beneath(one.dataset)[0])
+
+
+def _draws_of(one: _Pass, loader: Any) -> SampleDraws | None:
+    return SampleDraws(loader, _MOST_BATCHES) if one.map_style and one.entry.number < _MOST_PASSES else None
 
 
 def _note_workers(one: _Pass, loader: Any, iterator: Any) -> None:
-    """Keep the seed of the workers: what they draw is seen by nobody, so the code of the dataset is asked."""
+    """Keep the seed of the workers."""
     seed = getattr(iterator, "_base_seed", None)  # private to torch; without it, nothing is said of workers
     if loader.num_workers and loader.worker_init_fn is None and isinstance(seed, int):
-        drawn_by = drawing_code(_beneath(loader.dataset)[0]) if not one.entry.number else ""
-        one.entry = replace(one.entry, worker_seed=seed, drawn_by=drawn_by, seeded=seeded_at("torch"))
+        one.entry = replace(one.entry, worker_seed=seed)
 
 
 def _note_index(one: _Pass, index: Any) -> None:
-    """Keep the indices of a batch, or of a sample where the loader makes no batches."""
+    """Keep the indices of a batch, or of a sample where the loader makes no batches; the sampler has drawn them."""
     batch = index if isinstance(index, list | tuple) else [index]
     if not all(isinstance(item, int) or hasattr(item, "__index__") for item in batch):
         one.map_style = False  # keys of another kind
         return
+    if one.draws is not None:
+        one.draws.begin(one.entry.batches)
     numbers = array("q", map(int, batch))
     one.order.update(numbers.tobytes())
     if one.kept < _MOST_INDICES and one.entry.number < _MOST_ORDERS:
@@ -309,13 +317,11 @@ def _note_index(one: _Pass, index: Any) -> None:
         one.batches.append(numbers)
 
 
-def _note_batch(one: _Pass, batch: Any, before: Sequence[int]) -> None:
-    """Fingerprints of the first samples of a batch, and of the random states around it, where they have changed."""
-    if one.entry.batches and one.drawn:  # the first one may have seeded what the loader itself draws from
-        after = _random_states()
-        changed = {old: new for old, new in zip(before, after, strict=False) if old != new}
-        drawn = next((name for name, old, new in zip(_GENERATORS, before, after, strict=False) if old != new), "torch")
-        one.entry = replace(one.entry, draws={**one.entry.draws, **changed}, seeded=seeded_at(drawn))
+def _note_batch(one: _Pass, batch: Any) -> None:
+    """Fingerprints of the first samples of a batch, and of the random states around them, where these have changed."""
+    if one.draws is not None and (drawn := one.draws.of(one.entry.batches)):
+        where = one.draws.seeded or seeded_at(next(iter(drawn)))
+        one.entry = replace(one.entry, draws={**one.entry.draws, **dict(drawn.values())}, seeded=where)
     taken = one.entry.batches
     if taken >= len(one.batches):
         return
@@ -329,19 +335,6 @@ def _note_batch(one: _Pass, batch: Any, before: Sequence[int]) -> None:
             known = {_base_index(one.dataset, index): row for index, row in zip(indices, rows, strict=False)}
             contents[str(place)] = {**contents.get(str(place), {}), **known}
     one.entry = replace(one.entry, contents=contents)
-
-
-def _note_rows(one: _Pass, batch: Any) -> None:
-    one.rows.note(batch)
-
-
-def _random_states() -> list[int]:
-    """Digests of the global generators of torch, Python and numpy, as augmentations draw from them."""
-    states: list[Any] = [generator_bytes(torch.default_generator), random.getstate()]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        _, keys, place, *_ = numpy.random.get_state()
-        states.append((keys.tobytes(), place))
-    return [int(digest_of(state)[:15], 16) for state in states]
 
 
 def _batch_size(loader: Any) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
-import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, walk_graph
 from ddpcheck.gather.autograd.gradient_paths import Explainer
 from ddpcheck.gather.collectives.fake_collectives import alone
 from ddpcheck.gather.state.module_state import capture_attributes
+from ddpcheck.gather.state.randomness import generators, set_generators
 from ddpcheck.gather.state.reachable import refill
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.worlds.compilation import running_as_written
@@ -55,7 +54,7 @@ class Snapshot:
         """Record a call of `module` that is about to be made; `thorough` costs some 40 microseconds more."""
         kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
         autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
-        return cls(arguments, named, vars(module).get("forward"), _generators(thorough=thorough), autocast)
+        return cls(arguments, named, vars(module).get("forward"), generators(thorough=thorough), autocast)
 
     def explain(
         self,
@@ -76,7 +75,7 @@ class Snapshot:
         reached: set[int] = set()
 
         def forward() -> Sequence[torch.Tensor]:
-            _set_generators(self.random)
+            set_generators(self.random)
             with contextlib.ExitStack() as stack:
                 for kind, dtype in self.autocast:
                     stack.enter_context(torch.autocast(kind, dtype))
@@ -87,7 +86,7 @@ class Snapshot:
             reached.update(id(leaf) for leaf in walk_graph(losses).leaves)
             return losses
 
-        now = _generators(thorough=True)
+        now = generators(thorough=True)
         state = capture_attributes(module, buffers=True)
         containers = [(value, copy.copy(value)) for value in _containers(module)]
         try:
@@ -100,7 +99,7 @@ class Snapshot:
             state.restore(module)
             for value, before in containers:
                 refill(value, before)
-            _set_generators(now)
+            set_generators(now)
         # A branch may depend on what a step has left behind (a counter): then this pass has taken another branch.
         return {name: PathEnd("unknown") if id(missing[name]) in reached else end for name, end in ends.items()}
 
@@ -118,27 +117,6 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
         vars(module).pop("forward", None)
     else:
         vars(module)["forward"] = forward
-
-
-def _generators(*, thorough: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
-    if thorough:
-        found["random"] = random.getstate()
-        if "numpy" in sys.modules:
-            found["numpy"] = sys.modules["numpy"].random.get_state()
-    return found
-
-
-def _set_generators(states: Mapping[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-    if "random" in states:
-        random.setstate(states["random"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
 
 
 # The tensors that a forward pass has returned, in objects of the user's classes too

@@ -15,13 +15,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ddpcheck.findings.evidence.changes import ScheduleState
 from ddpcheck.findings.evidence.script import (
-    GradientsZeroed,
     OptimizerEnd,
     OptimizerStep,
 )
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import below_common, lines_of_program, user_frame, user_location
-from ddpcheck.gather.autograd.autograd_graph import in_backward, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.gather.patching import patched
@@ -30,12 +29,12 @@ from ddpcheck.gather.state.tensor_refs import tensor_ref
 from ddpcheck.gather.state.tensor_values import is_shard, version_of
 from ddpcheck.gather.steps.gradient_distance import dense, norms
 from ddpcheck.gather.steps.gradient_sketch import sketches
-from ddpcheck.record.loop.leftover_recorder import LeftoverRecorder
 from ddpcheck.record.loss.loss_source import gradients_scaled_at
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.optimizers.clip_recorder import ClipRecorder
 from ddpcheck.record.optimizers.schedule_recorder import ScheduleRecorder
 from ddpcheck.record.optimizers.shard_norm_source import shard_norm_at
+from ddpcheck.record.optimizers.zeroing_recorder import ZeroingRecorder
 from ddpcheck.record.rank.line_recorder import LineRecorder, lines_left_out_by
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.replicas.program_state import (
@@ -49,9 +48,7 @@ from ddpcheck.record.source.updating_line import assignment_in_program
 from ddpcheck.stream.rank_report import is_sampled
 
 _MOST_MARKS = _MOST_SUMS = 4096
-_MOST_LOOKED_AT = 16  # steps of an optimizer, between which zero_grad is looked at
-_MOST_STEPS = 1024  # of all optimizers, likewise
-_FEWEST_ZEROINGS = 2  # steps, one after the other, between which it is called as often
+_MOST_LOOKED_AT = 16  # optimizers, whose gradients may be averaged after the step
 
 
 @dataclass(slots=True)
@@ -63,19 +60,14 @@ class _Optimizer:
     alone: dict[int, str] = field(default_factory=dict)  # the names of its parameters in no wrapper, by identity
     marks: list[int] = field(default_factory=list)
     marked: Callable[[], Any] = lambda: None  # a small parameter that is in no wrapper
-    zeroed: dict[Location | None, int] = field(default_factory=dict)  # how often since the last step, by line
-    zeroed_before: dict[Location | None, int] = field(default_factory=dict)  # likewise, before that step
-    zeroings: int = 0  # steps, one after the other, in which that was the same
     inside: bool = False  # of `step`
     schedule: ScheduleState | None = None  # at the last step
     apart: bool = False  # ranks may have run out of batches, or train apart: steps do not pair up by their number
     sample: Callable[[], Any] = lambda: None  # one of its parameters
-    left: tuple[Callable[[], Any], int] = (lambda: None, 0)  # its gradient and version, as backward left it last
     used: tuple[int, tuple[str, ...]] = (-1, ())  # backward passes until its last step, and the lines that led to it
     late: Location | None = None  # of an all_reduce of gradients that this step had used
     rescaled_at: Location | None = None  # the line that scales gradients by the number of ranks
     norm_at: Location | None = None  # the line that takes a norm of the shards of gradients
-    for_inputs: bool = False  # a backward pass since the last step was for inputs (an attack, a penalty)
     watches: tuple[tuple[int, ...], list[ref[ScriptWatch]]] = field(default=((), []))  # of wrappers, by what was there
 
 
@@ -122,8 +114,8 @@ class OptimizerRecorder:
         register_optimizer_step_post_hook(UnpickledHook(self._after_step))
         patched(torch.optim.Optimizer, "zero_grad", self._before_zero_grad)
         patched(nn.Module, "zero_grad", self._before_module_zero_grad)
-        self._leftovers = LeftoverRecorder(sink)
-        self._clips = ClipRecorder(sink, watches, self._is_written, self._note_left)
+        self._zeroings = ZeroingRecorder(sink)
+        self._clips = ClipRecorder(sink, watches, self._is_written, self._zeroings.note_changed)
         uses = UseRecorder(sink, watches, lambda: self.steps, self._held)
         self.states = StateRecorder(sink, watches, uses, writes.copied)
         self._flat: list[tuple[int, float, Location | None]] = []  # elements, squared norm, line
@@ -182,11 +174,10 @@ class OptimizerRecorder:
         watches = self._watches_of(optimizer, known)
         if watches and in_backward():
             return
-        self._leftovers.begins_to_step(optimizer, known.number)
+        self._zeroings.begins_to_step(optimizer, known.number)
         known.apart |= any(watch.are_apart for watch in watches)
         for watch in watches:
             watch.optimizer_steps()
-        self._judge_zeroing(known)
         if (marked := known.marked()) is not None and len(known.marks) < _MOST_MARKS:
             known.marks.append(fingerprint(marked))
         if self._is_written(known.steps):
@@ -204,7 +195,7 @@ class OptimizerRecorder:
         self._writes.stepping = False
         if (known := self._known.get(optimizer)) is not None:
             known.inside = False
-            self._leftovers.has_stepped(optimizer)
+            self._zeroings.has_stepped(optimizer)
 
     def _described(self, optimizer: Any, known: _Optimizer, watches: list[ScriptWatch]) -> OptimizerStep:
         held = _parameters_of(optimizer)
@@ -331,12 +322,7 @@ class OptimizerRecorder:
         for watch in list(self._watches):
             watch.any_backward_begins()
         self._clips.backward_begins()
-        self._leftovers.backward_begins()
-        for known in self._looked_at():
-            repeats = any(times > 1 for times in known.zeroed_before.values())
-            if repeats and not known.for_inputs and isinstance(loss, torch.Tensor):
-                leaves = walk_graph([loss]).leaves
-                known.for_inputs = any(not isinstance(leaf, nn.Parameter) for leaf in leaves)
+        self._zeroings.backward_begins(loss)
 
     def after_backward(self) -> None:
         """It has ended."""
@@ -345,16 +331,7 @@ class OptimizerRecorder:
         for watch in list(self._watches):
             watch.any_backward_ended()
         self._clips.backward_ended()
-        self._leftovers.backward_ended()
-        self._note_left()
-
-    def _note_left(self) -> None:
-        for known in self._looked_at():
-            gradient = getattr(known.sample(), "grad", None)
-            known.left = (lambda: None, 0) if gradient is None else (tensor_ref(gradient), version_of(gradient))
-
-    def _looked_at(self) -> list[_Optimizer]:
-        return [known for known in self._all if known.steps < _MOST_LOOKED_AT] if self.steps < _MOST_STEPS else []
+        self._zeroings.backward_ended()
 
     def _before_zero_grad(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
         known = self._known.get(optimizer)
@@ -362,12 +339,7 @@ class OptimizerRecorder:
             return
         for watch in self._watches_of(optimizer, known):
             watch.gradients_zeroed()
-        if known.steps >= _MOST_LOOKED_AT:
-            return
-        gradients = [p.grad for p in _parameters_of(optimizer) if p.grad is not None]
-        if gradients and bool(sum(float(dense(g).detach().abs().sum()) for g in gradients[:8])):
-            where = user_location()
-            known.zeroed[where] = known.zeroed.get(where, 0) + 1
+        self._zeroings.zeroes(optimizer)
 
     def _before_module_zero_grad(self, module: nn.Module, *arguments: Any, **named: Any) -> None:
         theirs = {id(p) for p in module.parameters()}
@@ -375,24 +347,6 @@ class OptimizerRecorder:
             held = {id(p) for p in _parameters_of(optimizer)}
             if held <= theirs:
                 self._before_zero_grad(optimizer, *arguments, **named)
-
-    def _judge_zeroing(self, known: _Optimizer) -> None:
-        """Note it where it was so, at the same line and as often, before several steps, one after the other.
-
-        Not where a gradient is another one than backward has left: the program has made it of those that it zeroed.
-        """
-        gradient, (left, version) = getattr(known.sample(), "grad", None), known.left
-        as_left = gradient is not None and left() is gradient and version_of(gradient) == version
-        repeats = known.zeroed == known.zeroed_before and any(times > 1 for times in known.zeroed.values())
-        if repeats and as_left and not known.for_inputs:
-            known.zeroings += 1
-            if known.zeroings == _FEWEST_ZEROINGS:
-                where = max(known.zeroed, key=lambda line: known.zeroed[line])
-                self._sink(GradientsZeroed(known.number, known.zeroed[where], where))
-        else:
-            known.zeroings = 0
-        known.zeroed, known.zeroed_before = {}, known.zeroed
-        known.for_inputs = False
 
 
 def _parameters_of(optimizer: Any) -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.stream.rank_log import RankLog
 
 _MOST_USES = 4096  # distinct ones: by path, how, line, and collectives before
+_SHARED_MEMORY = "pym-"  # of `multiprocessing`, which begins as a file
 _MOST_LOOKS = 1 << 14  # at files that are opened to be read
 _MOST_READS = 8  # of one of them
 _STARTED = 30.0  # seconds before this process, at which another rank may have begun to write
@@ -110,7 +111,7 @@ class FileRecorder:
 
     def _note_opened(self, path: Any, mode: Any, flags: int) -> None:
         """A file is opened: one that the program empties in order to write it is written."""
-        if not isinstance(path, str | os.PathLike):
+        if not isinstance(path, str | os.PathLike) or os.path.basename(path).startswith(_SHARED_MEMORY):
             return
         if isinstance(mode, str) and mode.startswith("w"):
             name = os.path.realpath(path)

@@ -6,7 +6,6 @@ missing. What it writes is judged with the logs of the other ranks when the scri
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -19,11 +18,9 @@ from torch import nn
 from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file, user_location
-from ddpcheck.gather.collectives.collective_log import note_collective
-from ddpcheck.gather.ddp.ddp_wrapper import group_of, inner_module, is_ddp, joins
+from ddpcheck.findings.source_lines import is_called_by_a_package, user_location
 from ddpcheck.gather.ddp.sharding import mesh_of
-from ddpcheck.gather.state.module_description import class_name, module_entries
+from ddpcheck.gather.state.module_description import class_name, classes_of_program, module_entries
 from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
 from ddpcheck.gather.steps.gradient_sketch import Kept
@@ -36,10 +33,10 @@ from ddpcheck.record.loop.pace_recorder import PaceRecorder, Position
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
 from ddpcheck.record.loop.step_tracker import StepListener
 from ddpcheck.record.module_hooks import UnpickledHook, hold, release
+from ddpcheck.record.rank.wrapper_collectives import WrapperCollectives
 from ddpcheck.record.replicas.replica_recorder import ReplicaRecorder
 from ddpcheck.stream.entries import NotCompared, StepsReported, WrapperMade
 from ddpcheck.stream.ledger import AROUND
-from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, place_of_backward
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.rank_report import RankReport, is_probed, is_sampled
 
@@ -75,10 +72,7 @@ class ScriptWatch(StepListener):
         self._log = log
         self.number = number
         self._every = every
-        self._which = f"wrapper {of_group}" if of_group > 1 else ""  # of those of its process group
-        self.forwards = 0  # that may train
-        self._by_line: dict[Location | None, int] = {}  # these, by their line
-        self._unsynced = 0  # of them, under no_sync
+        self._collectives = WrapperCollectives(log, number, f"wrapper {of_group}" if of_group > 1 else "")
         self._note_changes = note_changes
         self._inputs = InputRecorder(log.add, number, samples)
         self._pace = PaceRecorder(number, position, log.add)
@@ -88,7 +82,6 @@ class ScriptWatch(StepListener):
         self._told_apart = False  # that steps are not compared
         self._marks = ApartMarks(lambda: self._recorder, number)
         self._alarmed = False  # a report is due when the step has ended
-        self._forward_line: Location | None = None
         self._fresh: dict[str, torch.Tensor] = {}  # parameters whose averaged gradient was not zero
         self._reduced: dict[str, float] = {}  # norms of gradients of shards, as the last reduction has left them
         self._loads = 0  # of files, before the last step that has ended
@@ -132,7 +125,7 @@ class ScriptWatch(StepListener):
                 self._recorder.context,
                 at or user_location(),
                 is_called_by_a_package(),
-                _classes(wrapper),
+                classes_of_program(self.module),
                 module_entries(self.module) if number == 0 and dist.get_rank() == 0 else (),
             )
         )
@@ -141,6 +134,11 @@ class ScriptWatch(StepListener):
     def module(self) -> nn.Module:
         """What is wrapped."""
         return self._recorder.module
+
+    @property
+    def forwards(self) -> int:
+        """How many forward passes there have been that may train."""
+        return self._collectives.forwards
 
     @property
     def is_sharded(self) -> bool:
@@ -159,7 +157,7 @@ class ScriptWatch(StepListener):
         """Forward begins. A hook that another one has just removed is called once more, and without `named`."""
         if not self._attached:
             return
-        _note_broadcast(self._which, wrapper)
+        self._collectives.broadcasts(wrapper)
         if not torch.is_grad_enabled():
             self._inputs.evaluates(self.step, (arguments, dict(named)))
 
@@ -180,10 +178,7 @@ class ScriptWatch(StepListener):
     def shards_forward(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """The forward pass of a sharded module is about to run, and to gather its parameters."""
         if self._gathers_together:
-            line = user_location()
-            number = self._by_line.get(line, 0) + 1
-            place = place_of_backward(number, line, self._unsynced, self._log.batch) if torch.is_grad_enabled() else ""
-            note_collective(SHARD_FORWARD, self._which, self._gathers_in, place=place)
+            self._collectives.gathers(self._gathers_in)
         self._recorder.tracker.before_forward(wrapper, arguments, named)
 
     def shards_returned(self, wrapper: nn.Module, output: Any) -> None:
@@ -348,11 +343,7 @@ class ScriptWatch(StepListener):
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
         """Count it, by its line."""
-        self.forwards += 1
-        line = self._forward_line = user_location()
-        made = self._by_line[line] = self._by_line.get(line, 0) + 1
-        self._log.count_forward(self.number, line.line if line is not None else 0, made)
-        self._unsynced += not synced
+        self._collectives.forward_returned(synced=synced)
         if (wrapper := self._recorder.wrapper) is not None and wrapper.training:
             self._pace.forward()
 
@@ -371,10 +362,8 @@ class ScriptWatch(StepListener):
         """Note the collectives of the reduction that comes."""
         self._through_forward = True
         wrapper = self._recorder.wrapper
-        if wrapper is not None and is_ddp(wrapper) and not joins(wrapper):  # those of shards are torch's Python
-            line = self._forward_line
-            place = place_of_backward(self._by_line.get(line, 0), line, self._unsynced, self._log.batch)
-            note_collective(DDP_BACKWARD, self._which, group_of(wrapper), place=place)
+        if wrapper is not None:
+            self._collectives.reduces(wrapper)
         self._log.count(self.number, self.step + 1, self.step)
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
@@ -388,29 +377,5 @@ class ScriptWatch(StepListener):
             self._fresh = {name: self.parameters[name] for name, size in sizes.items() if 0 < size < math.inf}
             self._reduced = {name: sizes[name] for name in self._fresh} if self.is_sharded else {}
             if snapshot is not None:
-                self._inputs.trained(step, (snapshot.arguments, dict(snapshot.named)), self._forward_line)
+                self._inputs.trained(step, (snapshot.arguments, dict(snapshot.named)), self._collectives.line)
         self._log.count(self.number, step + 1, step + 1)
-
-
-def _note_broadcast(which: str, wrapper: nn.Module) -> None:
-    """Log the broadcast of buffers with which a forward pass of DDP's begins."""
-    if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
-        if not wrapper._join_config.enable:  # a rank that has no batch any more takes part without a forward pass
-            note_collective(DDP_FORWARD, which, wrapper.process_group)
-
-
-def _classes(wrapper: nn.Module) -> dict[str, tuple[tuple[str, str], ...]]:
-    found = {}
-    for path, part in inner_module(wrapper).named_modules():
-        kinds = [(_file_of(kind), kind.__qualname__) for kind in type(part).__mro__]
-        if theirs := tuple((file, name) for file, name in kinds if file):
-            found[path] = theirs
-    return found
-
-
-def _file_of(kind: type) -> str:
-    try:
-        file = inspect.getfile(kind)
-    except (OSError, TypeError):
-        return ""
-    return file if is_user_file(file) else ""

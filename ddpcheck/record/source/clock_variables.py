@@ -1,4 +1,9 @@
-"""The variables of a function that are made of the time of a clock: timers, rates, meters of seconds; no metrics."""
+"""The variables of a function that are made of the time of a clock: timers, rates, meters of seconds; no metrics.
+
+A number does not say what it was made of, so this is read from the source. It only withholds: what is found here is not
+asked about, and a variable that is wrongly taken for a timer loses a finding on a metric, and makes none. One that is
+not found is a number like others, and a metric only if it is just what the counts of a loop make of it.
+"""
 
 from __future__ import annotations
 

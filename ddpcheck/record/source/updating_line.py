@@ -1,4 +1,8 @@
-"""The line of a program that assigns an attribute, or gives a variable a new value made of its old one."""
+"""The line of a program that assigns an attribute, or gives a variable a new value made of its old one.
+
+It is the line to change, and decides nothing: that values differ between ranks, or have changed, is measured. Where no
+line is found, or another one, the finding is the same at the place where it was noticed, or at that line.
+"""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def decided(given: CheckOptions, target: Recipe | str, hosts: RankHosts | None =
     if isinstance(target, str) and is_path(place := split_target(target)[0]):
         find_file(place)
     sharing = given.world_size if hosts is None else hosts.sharing
-    preload = allowed.check_modules("preload", given.preload)
+    preload = allowed.check_modules(given.preload)
     select, ignore = rule_patterns("select", given.select), rule_patterns("ignore", given.ignore)
     for one in given.suppress:
         if not isinstance(one, Suppression):

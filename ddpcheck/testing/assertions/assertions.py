@@ -108,7 +108,7 @@ def assert_parity(
     from ddpcheck.render import as_text
     from ddpcheck.report.checking.check import check
 
-    _refuse_on_a_rank("assert_parity")
+    _refuse_on_a_rank()
     _refuse(_tolerance_error(rtol, atol), "assert_parity")
     select, ignore = _several(select), _several(ignore)
     for pattern in (*select, *ignore):
@@ -249,14 +249,14 @@ def _several(names: Sequence[str]) -> Sequence[str]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _refuse_on_a_rank(what: str) -> None:
+def _refuse_on_a_rank() -> None:
     try:
         rank = this_rank.current().rank
     except DdpcheckError:
         return
     raise UsageError(
-        f"{what} was called on rank {rank} of a ddpcheck world, and starts a world of its own: call it in a plain "
-        "test, without the ddp marker and outside of ddp_world.run; on ranks, use assert_same_on_all_ranks"
+        f"assert_parity was called on rank {rank} of a ddpcheck world, and starts a world of its own: call it in a "
+        "plain test, without the ddp marker and outside of ddp_world.run; on ranks, use assert_same_on_all_ranks"
     )
 
 

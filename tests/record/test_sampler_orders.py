@@ -1,4 +1,4 @@
-"""Whether a sampler of the user's own draws its order from the epoch: its code, as its switches have it."""
+"""Whether a sampler gives another order in another epoch: a copy of it is asked."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, Sampler
+from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.data.script_data import judge_loaders
-from ddpcheck.record.data.sampler_code import epoch_of, shuffles_by_epoch
+from ddpcheck.record.data.sampler_orders import epoch_of, shuffles_by_epoch
 
 
 class Own(Sampler[int]):
@@ -43,6 +43,23 @@ class ByMethod(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         yield from self._order()
+
+
+class Global(Sampler[int]):
+    """Of torch's own random numbers, and without set_epoch; it holds what cannot be copied."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.dataset = Uncopied()
+
+    def __iter__(self) -> Iterator[int]:
+        torch.manual_seed(self.epoch)
+        yield from torch.randperm(8).tolist()
+
+
+class Uncopied(Dataset[int]):
+    def __deepcopy__(self, memo: object) -> Uncopied:
+        raise RuntimeError
 
 
 class Fixed(Sampler[int]):
@@ -76,16 +93,21 @@ class ByLength(Sampler[int]):
         (ByMethod([1]), True),
         (Fixed(), False),
         (ByLength(), False),
-        (DistributedSampler(range(8), 2, 0), False),  # type: ignore[arg-type]  # torch's own says by itself
+        (DistributedSampler(range(8), 2, 0), True),  # type: ignore[arg-type]
+        (DistributedSampler(range(8), 2, 0, shuffle=False), False),  # type: ignore[arg-type]
+        (Global(), True),
         ([3, 1, 2], False),
     ],
 )
-def test_what_draws_its_order_from_the_epoch(sampler: object, shuffles: bool) -> None:
-    assert shuffles_by_epoch(sampler) == shuffles
+def test_what_gives_another_order_in_another_epoch(sampler: object, shuffles: bool) -> None:
+    epoch, states = epoch_of(sampler), (torch.get_rng_state(), random.getstate())
+    assert shuffles_by_epoch(sampler, ()) == shuffles
+    assert epoch_of(sampler) == epoch
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
 
 
 def test_the_epoch_of_a_sampler() -> None:
-    assert [epoch_of(one) for one in (Own(), ByMethod(), [1], DistributedSampler(range(8), 2, 0))] == [0, 3, -1, 0]  # type: ignore[arg-type]
+    assert [epoch_of(one) for one in (Own(), ByMethod(), [1], DistributedSampler(range(8), 2, 0))] == [0, -1, -1, 0]  # type: ignore[arg-type]
 
 
 def test_an_own_sampler_that_is_told_of_no_epoch() -> None:

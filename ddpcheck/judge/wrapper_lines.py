@@ -1,0 +1,109 @@
+"""The check lines of wrappers in `ddpcheck run`: what was compared of them, how often, and why not more."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import counted, format_ranks
+from ddpcheck.judge.loop.script_wrappers import judge_begun, judge_wrappers
+from ddpcheck.judge.script_facts import ScriptFacts
+from ddpcheck.judge.verdict import Verdict, Verdicts
+from ddpcheck.stream.entries import NotCompared, ReplicaCaptured
+
+_COMPRESSED = 0.1  # what a communication hook may lose, from which on a comparison tells nothing
+
+_NOT_REDUCED = (
+    "gradients that are split among more than 8 ranks or along several dimensions, or that come to shards by "
+    "operations on them too, are not compared with the average"
+)
+
+
+PARTS = {  # by heading: the families of rules, and what was compared
+    "parameters": (("DDP1",), "the part of each parameter in the loss, in {steps}"),
+    "replicas": (("DDP2", "DDP301", "DDP306"), "modules, parameters, buffers and gradients of the ranks, {times}"),
+    "reducer": (("DDP302", "DDP303", "DDP310"), "gradients against the average of the ranks' own, {times}"),
+    "loop": (("DDP305", "DDP5"), "forward and backward passes, no_sync and optimizer steps, in {steps}"),
+}
+_OF_SHARDS = {
+    "replicas": "modules and buffers of the ranks{built}, {times}",
+    "loop": "forward and backward passes, switches of the reduction and optimizer steps, in {steps}",
+}
+
+
+def judge_all_of_wrappers(facts: ScriptFacts) -> Verdicts:
+    """All that the wrappers of a script have shown, under the check lines of `PARTS`."""
+    found = judge_wrappers(facts)
+    captured = [wrapper.of(ReplicaCaptured) for wrapper in facts.wrappers]
+    times = max(
+        (len({id(one) for one in itertools.chain(*of_ranks)}) // len(of_ranks) for of_ranks in captured), default=0
+    )
+    why = sorted({one.why for wrapper in facts.wrappers for one in itertools.chain(*wrapper.of(NotCompared))})
+    of_hooks, told = _of_hooks(facts, captured, found)
+    missing = sorted({rank for wrapper in facts.wrappers for rank in wrapper.missing})
+    verdicts = {}
+    sharded = [one.made.context.sharded for one in facts.wrappers]
+    for heading, (families, what) in PARTS.items():
+        if sharded and all(sharded):
+            known = all(
+                of_rank.keys() >= {*one.made.context.trainable}
+                for one in facts.wrappers
+                for of_rank in one.values_built
+            )
+            built = ", and values before fully_shard" if known else ""
+            what = _OF_SHARDS.get(heading, what).replace("{built}", built)
+        made = told if heading == "reducer" else times
+        said = what.format(steps=counted(facts.steps, "step"), times=f"compared {counted(made, 'time')}")
+        lacking = not_here(missing)
+        if "{times}" in what:
+            parts = [*why, *(of_hooks if heading == "reducer" else ())]
+            partly = "" if made else "no step was compared"
+            lacking = lacking or ": ".join(filter(None, (partly, "; ".join(parts) if parts else "")))
+            said = said if made else ""
+            if heading == "replicas" and any(facts.hook_that_leaves_own(one.number) for one in facts.wrappers):
+                said = said.replace(", buffers and gradients", " and buffers")
+        if heading == "reducer" and any(sharded) and not all(map(_has_own, captured)):
+            said, lacking = said if any(map(_has_own, captured)) else "", lacking or _NOT_REDUCED
+        own = [finding for finding in found if finding.code.startswith(families)]
+        verdicts[heading] = Verdict(own, "" if missing else said, lacking) if facts.steps else Verdict(own)
+    return verdicts
+
+
+def not_here(missing: Sequence[int]) -> str:
+    """Why not all ranks were compared; empty where they were."""
+    return f"not compared with {format_ranks(missing)}, of which nothing is here" if missing else ""
+
+
+def _of_hooks(
+    facts: ScriptFacts, captured: Sequence[Sequence[Sequence[ReplicaCaptured]]], found: Sequence[Finding]
+) -> tuple[list[str], int]:
+    """Why gradients were not, or not in each step, compared with the average; and in how many steps they were."""
+    told = [[[one for one in of_rank if _tells(one)] for of_rank in of_ranks] for of_ranks in captured]
+    every = [one for of_ranks in captured for of_rank in of_ranks for one in of_rank]
+    why = [f"what {one.hook} leaves where it compresses is not compared" for one in every if not _tells(one)]
+    for wrapper in facts.wrappers:
+        hook = facts.hook_that_leaves_own(wrapper.number)
+        if hook and facts.averages_by_hand(wrapper.number):
+            return [f"{hook} leaves each rank its own gradients, and the script averages them"], 0
+    if any(finding.code == "DDP301" for finding in found):
+        return ["the gradients differ between ranks"], 0
+    times = max((max(map(len, of_ranks)) for of_ranks in told), default=0)
+    return list(dict.fromkeys(why)), times
+
+
+def _has_own(captured: Sequence[Sequence[ReplicaCaptured]]) -> bool:
+    """Whether each rank has kept something of its own gradients."""
+    return all(any(one.own for one in of_rank) for of_rank in captured)
+
+
+def _tells(one: ReplicaCaptured) -> bool:
+    """Whether a comparison of what a wrapper has left with the average tells something."""
+    return max(one.eps.values(), default=0.0) < _COMPRESSED
+
+
+def judge_constructions(facts: ScriptFacts) -> Verdicts:
+    """What shows when wrappers are made, although one may not have come to its end."""
+    found = judge_begun(facts)
+    order = [finding for finding in found if finding.code == "DDP403"]
+    return {"replicas": Verdict([one for one in found if one not in order]), "collectives": Verdict(order)}

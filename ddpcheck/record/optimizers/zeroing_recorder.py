@@ -1,0 +1,172 @@
+"""What becomes of gradients between the steps of each optimizer: zeroed before one has used them, or never zeroed.
+
+Programs zero gradients in many ways, so a parameter of each optimizer is asked what is there: the ledger, which takes
+in the events of a wrapper's loop, does not know of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.evidence.pace import GradientsLeft
+from ddpcheck.findings.evidence.script import GradientsZeroed
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.autograd.autograd_graph import walk_graph
+from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.state.tensor_refs import tensor_ref
+from ddpcheck.gather.state.tensor_values import version_of
+from ddpcheck.gather.steps.gradient_distance import dense, has_gradient
+
+_MOST_LOOKED_AT = 16  # steps of an optimizer
+_MOST_STEPS = 1024  # of all of them
+_FEWEST_LEFT = 3  # steps, one after the other
+_FEWEST_ZEROED = 2  # likewise
+_SOME_PARAMETERS = 8
+
+_State = tuple[Callable[[], Any], int]  # a gradient, and its version
+_NONE: _State = (lambda: None, 0)
+
+
+@dataclass(slots=True)
+class _Followed:
+    number: int
+    sample: Callable[[], Any]  # a parameter
+    plain: bool  # whether its gradient is a tensor, and no shard
+    steps: int = 0
+    now: _State = _NONE  # its gradient, as the last backward pass, or what has clipped it, has left it
+
+    left: int = 0  # a fingerprint of its gradient after a step; 0 where it is zero or gone
+    own: bool = False  # whether that step was its optimizer's
+    line: Location | None = None  # of the last backward pass that has reached it
+    mixed: tuple[Location | None, Location | None] | None = None  # of a pass that added to what was left, and of that
+    times_left: int = 0
+    told: bool = False
+
+    zeroed: dict[Location | None, int] = field(default_factory=dict)  # how often since the last step, by line
+    zeroed_before: dict[Location | None, int] = field(default_factory=dict)  # likewise, before that step
+    times_zeroed: int = 0  # steps, one after the other, in which that was the same
+    for_inputs: bool = False  # a backward pass since the last step was for inputs (an attack, a penalty)
+
+
+class ZeroingRecorder:
+    """Follows a parameter of each optimizer; hands what it finds to `sink`."""
+
+    def __init__(self, sink: Callable[[GradientsLeft | GradientsZeroed], object]) -> None:
+        self._sink = sink
+        self._steps = 0
+        self._known: WeakKeyDictionary[Any, _Followed] = WeakKeyDictionary()
+
+    def begins_to_step(self, optimizer: Any, number: int) -> None:
+        """An optimizer is about to step."""
+        one = self._known.get(optimizer)
+        if one is None:
+            held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if held:
+                plain = type(held[0].grad) is torch.Tensor
+                self._known[optimizer] = _Followed(number, tensor_ref(held[0]), plain)
+            return
+        self._tell_left(one)
+        self._tell_zeroed(one)
+
+    def has_stepped(self, optimizer: Any) -> None:
+        """It has stepped: what do all of them leave behind?"""
+        self._steps += 1
+        for other, one in self._living():
+            one.steps += other is optimizer
+            if one.plain and (other is optimizer or not one.left):
+                one.left, one.own = _mark(one.sample()), other is optimizer
+
+    def backward_begins(self, loss: Any) -> None:
+        """A backward pass of the script begins from `loss`."""
+        leaves: Iterable[Any] | None = None
+        for _, one in self._living():
+            one.now = _gradient_of(one)
+            if (one.left or one.mixed) and not (value := _mark(one.sample())):
+                one.left, one.mixed = 0, None  # zeroed
+            elif one.left and value != one.left:
+                one.left = 0
+            if _repeats(one.zeroed_before) and not one.for_inputs and isinstance(loss, torch.Tensor):
+                leaves = walk_graph([loss]).leaves if leaves is None else leaves
+                one.for_inputs = any(not isinstance(leaf, nn.Parameter) for leaf in leaves)
+
+    def backward_ended(self) -> None:
+        """It has ended."""
+        here: Location | None = None
+        for _, one in self._living():
+            if not one.plain or getattr(one.sample(), "grad", None) is None or _is_as_it_was(one):
+                continue
+            here = here or user_location()
+            if one.left:
+                one.mixed, one.left = (one.line, here), 0
+            one.line = here
+        self.note_changed()
+
+    def note_changed(self) -> None:
+        """The gradients are as they are to be used: a backward pass has ended, or they are clipped."""
+        for _, one in self._living():
+            one.now = _gradient_of(one)
+
+    def zeroes(self, optimizer: Any) -> None:
+        """The program zeroes the gradients of an optimizer."""
+        one = self._known.get(optimizer)
+        if one is None or one.steps >= _MOST_LOOKED_AT:
+            return
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if gradients and bool(sum(float(dense(g).detach().abs().sum()) for g in gradients[:_SOME_PARAMETERS])):
+            where = user_location()
+            one.zeroed[where] = one.zeroed.get(where, 0) + 1
+
+    def _tell_left(self, one: _Followed) -> None:
+        mixed, one.mixed = one.mixed, None
+        again = mixed is not None and (one.own or mixed[0] != mixed[1])
+        one.times_left = one.times_left + 1 if again else 0
+        if mixed is not None and one.times_left == _FEWEST_LEFT and not one.told:
+            one.told = True
+            self._sink(GradientsLeft(one.number, one.own, mixed[0], mixed[1], user_location()))
+
+    def _tell_zeroed(self, one: _Followed) -> None:
+        """Tell it where it was so, at the same line and as often, before several steps, one after the other.
+
+        Not where a gradient is another one than backward has left: the program has made it of those that it zeroed.
+        """
+        repeats = one.zeroed == one.zeroed_before and _repeats(one.zeroed)
+        again = repeats and _is_as_it_was(one) and not one.for_inputs
+        one.times_zeroed = one.times_zeroed + 1 if again else 0
+        if one.times_zeroed == _FEWEST_ZEROED:
+            where = max(one.zeroed, key=lambda line: one.zeroed[line])
+            self._sink(GradientsZeroed(one.number, one.zeroed[where], where))
+        one.zeroed, one.zeroed_before = {}, one.zeroed
+        one.for_inputs = False
+
+    def _living(self) -> list[tuple[Any, _Followed]]:
+        if self._steps >= _MOST_STEPS:
+            return []
+        return [(other, one) for other, one in list(self._known.items()) if one.steps < _MOST_LOOKED_AT]
+
+
+def _repeats(zeroed: dict[Location | None, int]) -> bool:
+    return any(times > 1 for times in zeroed.values())
+
+
+def _gradient_of(one: _Followed) -> _State:
+    gradient = getattr(one.sample(), "grad", None)
+    return _NONE if gradient is None else (tensor_ref(gradient), version_of(gradient))
+
+
+def _is_as_it_was(one: _Followed) -> bool:
+    gradient, (before, version) = getattr(one.sample(), "grad", None), one.now
+    return gradient is not None and before() is gradient and version_of(gradient) == version
+
+
+def _mark(parameter: Any) -> int:
+    """A fingerprint of its gradient; 0 where there is none, or it is zero."""
+    if parameter is None or not has_gradient(parameter):
+        return 0
+    return fingerprint(dense(parameter.grad)) or 1
