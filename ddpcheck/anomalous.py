@@ -55,7 +55,8 @@ def detect_anomalous_params(
         The names, and one finding for each cause.
 
     Raises:
-        UsageError: `loss` has no tensor, or needs no gradient.
+        UsageError: `loss` has no tensor, or needs no gradient; or the model is or holds a `FullyShardedDataParallel`
+            (FSDP1).
     """
     from torch import nn
 
@@ -63,11 +64,13 @@ def detect_anomalous_params(
     from ddpcheck.gather.autograd.autograd_graph import all_names, named_parameters, reached_by, walk_graph
     from ddpcheck.gather.autograd.gradient_paths import Explainer
     from ddpcheck.gather.autograd.unregistered_leaves import unregistered_leaves
+    from ddpcheck.gather.ddp.sharding import refuse_fsdp1
     from ddpcheck.recipe.pytree import tree_tensors
     from ddpcheck.recipe.recipe import kind_of
 
     if not isinstance(model, nn.Module):
         raise WrongTypeError(f"detect_anomalous_params takes the loss and an nn.Module, not {kind_of(model)}")
+    refuse_fsdp1(model, "the model of detect_anomalous_params")
     if hasattr(model, "reducer") and hasattr(model, "module"):
         model = model.module  # type: ignore[assignment]
     losses = [tensor.sum() for tensor in tree_tensors(loss) if tensor.requires_grad]

@@ -38,12 +38,13 @@ def check_consistency(
         if values differ and `module` is wrapped already.
 
     Raises:
-        UsageError: There is no process group.
+        UsageError: There is no process group, or the module is or holds a `FullyShardedDataParallel` (FSDP1).
         HangError: A rank did not answer in time; names the ranks.
     """
     import torch.distributed as dist
     from torch import nn
 
+    from ddpcheck.gather.ddp.sharding import refuse_fsdp1
     from ddpcheck.gather.state.fingerprints import fingerprints
     from ddpcheck.gather.state.module_description import describe
     from ddpcheck.recipe.recipe import kind_of
@@ -52,6 +53,7 @@ def check_consistency(
         raise WrongTypeError(f"check_consistency takes an nn.Module, not {kind_of(module)}")
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError("check_consistency needs a process group: call torch.distributed.init_process_group first")
+    refuse_fsdp1(module, "the module of check_consistency")
     wrapped = hasattr(module, "reducer") and hasattr(module, "module")
     bare: nn.Module = module.module if wrapped else module  # type: ignore[assignment]
     mine = describe(bare)

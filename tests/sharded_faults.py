@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
@@ -36,21 +36,25 @@ STEPS = 12
 
 @dataclass(frozen=True)
 class Expected:
-    """What is to be said of a fault: by which rule, at which line; and how many ranks it needs."""
+    """What is to be said of a fault: by which rule, at which line; and how many ranks it needs.
+
+    `alike`: whether torch's comparison with a replica holds without the fault.
+    """
 
     loop: Loop
     code: str
     line: str
     ranks: int
+    alike: bool
 
 
 FAULTS: dict[str, Expected] = {}
 _sharding = True  # a replica is trained where it is not
 
 
-def fault(code: str, line: str, *, ranks: int = 2) -> Callable[[Loop], Loop]:
+def fault(code: str, line: str, *, ranks: int = 2, alike: bool = True) -> Callable[[Loop], Loop]:
     def note(loop: Loop) -> Loop:
-        FAULTS[loop.__name__] = Expected(loop, code, line, ranks)
+        FAULTS[loop.__name__] = Expected(loop, code, line, ranks, alike)
         return loop
 
     return note
@@ -506,6 +510,86 @@ def sum_of_unequal_batches() -> Iterator[nn.Module]:
         loss.backward()
         optimizer.step()
         yield model
+
+
+# Parameters that are replaced
+
+
+@fault("DDP503", "model.head.weight = nn.Parameter(initial)")
+def parameter_replaced() -> Iterator[nn.Module]:
+    """The weight of the head is replaced for a new task: the next forward pass puts the old one back."""
+    model = shard(build())
+    initial = torch.full((4, 16), 0.01)
+    for step, one in enumerate(train(model)):
+        yield one
+        if step != 3:
+            continue
+        if FIXED:
+            with torch.no_grad():
+                model.head.weight.copy_(part_of(initial, model.head.weight))
+        else:
+            model.head.weight = nn.Parameter(initial)
+
+
+class WithTable(Model):
+    """A model that knows its smallest input by a table, of the shape of its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 16)
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x) + self.table(x[:, :4].argmin(1))
+
+
+@fault("DDP503", "model.head.weight = model.table.weight")
+def tied_after_steps() -> Iterator[nn.Module]:
+    """The head is tied to the table after the first step: the next forward pass unties the two again."""
+    torch.manual_seed(0)
+    model = shard(WithTable())
+    if FIXED:  # until the first forward pass, fully_shard takes other shards for its own
+        model.head.weight = model.table.weight
+    for step, one in enumerate(train(model)):
+        yield one
+        if step == 0 and not FIXED:
+            model.head.weight = model.table.weight
+
+
+@fault("DDP521", "model.load_state_dict(torch.load(path))")
+def whole_loaded() -> Iterator[nn.Module]:
+    """Whole parameters are loaded into a model that has been sharded already."""
+    path = folder() / "model.pt"
+    if dist.get_rank() == 0:
+        torch.save(build(seed=1).state_dict(), path)
+    dist.barrier()
+    model = build()
+    if FIXED:
+        model.load_state_dict(torch.load(path))
+    model = shard(model)
+    if not FIXED:
+        model.load_state_dict(torch.load(path))
+    yield from train(model)
+
+
+# Mixed precision
+
+
+def halved(*, reduces: torch.dtype = torch.float32, casts: bool = True) -> MixedPrecisionPolicy:
+    """Parameters are gathered and used in bfloat16."""
+    return MixedPrecisionPolicy(torch.bfloat16, reduces, cast_forward_inputs=casts)
+
+
+@fault("DDP221", "return fully_shard(model, mesh=mesh or line(), **options)", alike=False)
+def policy_by_rank() -> Iterator[nn.Module]:
+    """A rank reduces gradients in another dtype than the others, by a setting of its own."""
+    own = torch.float32 if FIXED or dist.get_rank() else torch.bfloat16
+    yield from train(shard(build(), mp_policy=halved(reduces=own)))
+
+
+@fault("DDP401", "return fully_shard(model, mesh=mesh or line(), **options)", alike=False)
+def inputs_not_cast() -> Iterator[nn.Module]:
+    """Under a policy that does not cast inputs, layers with parameters in bfloat16 are given float32."""
+    yield from train(shard(build(), mp_policy=halved(casts=FIXED)))
 
 
 def main() -> None:

@@ -24,6 +24,12 @@ from ddpcheck.stream.watched_rank import WatchedRank
 
 _Kind = TypeVar("_Kind")
 
+NOT_WATCHED = "shards of parameters are not watched: their values, gradients and state are not compared"
+IN_FSDP1 = (
+    "parameters in a FullyShardedDataParallel (FSDP1) are not compared, nor their gradients and state; those of a "
+    "model that torch.distributed.fsdp.fully_shard shards are"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class WatchedWrapper:
@@ -58,6 +64,12 @@ class WatchedWrapper:
         """By rank, what its parameters were built with before they were sharded; empty for DDP."""
         contexts = [rank.wrappers[self.number].context.sharded for rank in self.ranks]
         return [one.values_built for one in contexts if one is not None]
+
+    @property
+    def policies(self) -> list[Mapping[str, str]]:
+        """By rank, the `mp_policy` that `fully_shard` was given; empty for DDP."""
+        contexts = [rank.wrappers[self.number].context.sharded for rank in self.ranks]
+        return [one.policies for one in contexts if one is not None]
 
     @property
     def losses(self) -> list[list[LossDifferentiated]]:
@@ -252,6 +264,16 @@ class ScriptFacts:
         """Whether shards are held by optimizers that are those of no module that is watched."""
         every = [one for rank in self.ranks for one in entries_of(rank, OptimizerStep)]
         return any(one.shards > len(one.held) for one in every)
+
+    @cached_property
+    def in_fsdp1(self) -> bool:
+        """Whether optimizers hold parameters that are in a `FullyShardedDataParallel`."""
+        return any(one.in_fsdp1 for rank in self.ranks for one in entries_of(rank, OptimizerStep))
+
+    @property
+    def why_unwatched(self) -> str:
+        """Why parameters of optimizers are not compared; empty where all are."""
+        return IN_FSDP1 if self.in_fsdp1 else NOT_WATCHED if self.unwatched_shards else ""
 
     @cached_property
     def trains_apart(self) -> bool:

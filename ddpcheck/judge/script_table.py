@@ -83,9 +83,6 @@ _REPLICAS_PART = (
 )
 
 
-NOT_WATCHED = "shards of parameters are not watched: their values, gradients and state are not compared"
-
-
 def _compared(found: Sequence[Finding], words: str, times: int) -> Verdict:
     """Of a comparison that was made so often; it had no subject where that is never."""
     return Verdict(found, words if times else "")
@@ -175,9 +172,8 @@ def _optimizers(facts: ScriptFacts) -> Verdicts:
     steps = sum(len(one.steps) for one in known)
     of_shards = "options and pace, and scale of the shards' gradients,"
     compared = of_shards if facts.shards else "options, state and gradients"
-    lacking = NOT_WATCHED if facts.unwatched_shards else ""
     what = f"{compared} of {counted(len(known), 'optimizer')}, in {counted(steps, 'step')}" if steps else ""
-    return {"optimizers": Verdict(found, what, lacking)}
+    return {"optimizers": Verdict(found, what, facts.why_unwatched)}
 
 
 def _are_of_same(one: Optimizer, other: Optimizer) -> bool:
@@ -323,7 +319,7 @@ def _copies(facts: ScriptFacts) -> Verdicts:
 _OF_A_WATCH = (
     *("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP106", "DDP107", "DDP108", "DDP109", "DDP111", "DDP112"),
     *("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP208", "DDP209"),
-    *("DDP211", "DDP212", "DDP213", "DDP214", "DDP215", "DDP216", "DDP222"),
+    *("DDP211", "DDP212", "DDP213", "DDP214", "DDP215", "DDP216", "DDP221", "DDP222"),
     *("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP310"),
     *("DDP501", "DDP502", "DDP503", "DDP508", "DDP509", "DDP513", "DDP514", "DDP515", "DDP517", "DDP521"),
 )

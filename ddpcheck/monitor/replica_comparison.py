@@ -9,17 +9,23 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.modules import ModuleDescription
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.collectives.allreduce import average_over_ranks
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, group_of, hook_loss
-from ddpcheck.gather.state.fingerprints import digest_of
+from ddpcheck.gather.ddp.sharding import mesh_of, shard_number, uneven_parts
+from ddpcheck.gather.state.fingerprints import digest_of, fingerprints
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, norm
 from ddpcheck.judge.loop.watched_steps import averages_elsewhere, judge_replica_states
+from ddpcheck.judge.replicas.repeated_shards import judge_repeated
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.record.parameters.step_probe import StepProbe
+from ddpcheck.stream.entries import ReplicaCaptured
+from ddpcheck.stream.rank_report import ReplicaState
 
 
 class ReplicaComparison:
@@ -57,15 +63,33 @@ class ReplicaComparison:
             differences = self._differences_from_average(probe.local, wrapper)
             state = replace(state, values=replace(state.values, against_local=differences))
             alike &= not any(self._alarms.gather(f"parity/{key}", any(difference.bad for difference in differences)))
+        repeated = self._compare_shards(step, key) if self._recorder.is_sharded else []
         if alike:
-            return []
+            return repeated
         states = self._alarms.gather(f"state/{key}", state)
         context = self._recorder.context
         if wrapper is not None:  # hooks may be registered after it was made
             context = replace(context, wrapper=replace(context.wrapper, comm_hook=comm_hook_of(wrapper)))
         if not step and after_backward and averages_elsewhere([one.values for one in states], context, step):
             self.again = 1  # whether parameters stay the same
-        return judge_replica_states(states, context, step, after_backward=after_backward, first=not key)
+        found = judge_replica_states(states, context, step, after_backward=after_backward, first=not key)
+        return repeated + found
+
+    def _compare_shards(self, step: int, key: int) -> list[Finding]:
+        """Find ranks with the same values in shards of another number; each names its values only if some have."""
+        parameters = self._recorder.parameters
+        mesh = mesh_of(self._recorder.module)
+        number = next((shard_number(shard, mesh) for shard in parameters.values()), -1)
+        values = fingerprints(parameters.items())
+        every = self._alarms.gather(f"shards/{key}", (number, digest_of(values)))
+        if len({digest for _, digest in every}) >= len({one for one, _ in every}):
+            return []
+        parts = uneven_parts(parameters, mesh)
+        evidence = DdpStepEvidence(self._recorder.rank, step, parameters=values)
+        state = ReplicaState(ModuleDescription(), evidence)
+        return judge_repeated(
+            self._alarms.gather(f"parts/{key}", ReplicaCaptured(0, step, state, shard=number, parts=parts))
+        )
 
     def _differences_from_average(
         self, local: Mapping[str, torch.Tensor], wrapper: nn.Module

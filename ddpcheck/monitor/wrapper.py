@@ -18,7 +18,8 @@ from ddpcheck.findings.errors import FindingsError, UsageError, WrongTypeError
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.gather.ddp.ddp_wrapper import constructor_options
+from ddpcheck.gather.ddp.ddp_wrapper import constructor_options, outermost_sharded
+from ddpcheck.gather.ddp.sharding import refuse_fsdp1
 from ddpcheck.gather.state.module_description import describe
 from ddpcheck.judge.parameters.missing_parameters import judge_uninitialised
 from ddpcheck.judge.replicas.descriptions import judge_descriptions
@@ -221,6 +222,12 @@ def _check_module(module: object) -> None:
         raise UsageError(
             f"CheckedDistributedDataParallel was given a {type(module).__name__} that is, or holds, a "
             "DistributedDataParallel; wrap the bare module, or follow that wrapper by ddpcheck.watch"
+        )
+    refuse_fsdp1(module, "the module that CheckedDistributedDataParallel was given")
+    if outermost_sharded(module):
+        raise UsageError(
+            f"CheckedDistributedDataParallel was given a {type(module).__name__} that fully_shard has sharded, which "
+            "averages gradients by itself; follow it by ddpcheck.watch"
         )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.steps import Call
@@ -33,6 +35,7 @@ from ddpcheck.judge.endings.rank_failure import describe_failure, follows_from_a
 from ddpcheck.judge.endings.stories import judge_endings
 from ddpcheck.judge.endings.timelines import those_that_differ, timelines
 from ddpcheck.judge.endings.torch_errors import RaisedFacts, judge_torch_errors
+from ddpcheck.judge.replicas.script_changes import REPLACED
 from ddpcheck.run.hang_watch import Hang, Unended
 from ddpcheck.stream.entries import ExitCalled, RankRaised
 from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, lines_in
@@ -89,8 +92,10 @@ def judge_ending(
     constructs = {rank.started.rank for rank in ranks if rank.constructs}  # DDP raises there on what is not alike
     if known and all(follows_from_another_rank(failure) or failure.rank in constructs for failure in ordered):
         return []
+    if any("mp_policy" in one.subjects for one in known) and all(map(_is_of_gloo, ordered)):
+        return []
     if not ending.interrupted and (raised := judge_torch_errors(_raised_facts(ranks, ordered, source))):
-        return raised
+        return [one for one in raised if (one.code, one.location) not in {(k.code, k.location) for k in known}]
     failed = {one.rank for one in found}
     finished = [rank.started.rank for rank in ranks if rank.has_ended and rank.started.rank not in failed]
     judged = judge_failure(ordered, comparable_logs(ranks), len(ranks), finished)
@@ -101,6 +106,11 @@ def judge_ending(
         if story := _story(ranks, ending, judged, source):
             return story
     return [_with_option_of_run(finding) for finding in judged]
+
+
+def _is_of_gloo(failure: RankFailure) -> bool:
+    """Whether a rank has failed as it does where others send tensors of another size."""
+    return follows_from_another_rank(failure) or failure.exit_code == -signal.SIGABRT or "gloo" in failure.message
 
 
 def _raised_facts(ranks: Sequence[WatchedRank], ordered: Sequence[RankFailure], source: ProgramSource) -> RaisedFacts:
@@ -119,6 +129,8 @@ def _raised_facts(ranks: Sequence[WatchedRank], ordered: Sequence[RankFailure], 
         [entry for entry in first.entries if isinstance(entry, WrapperBegun)],
         {rank: lines for rank, lines in at_work.items() if lines},
         source.ask(call_of, _CHECKPOINTS, first.files),
+        [one for one in first.entries if isinstance(one, ModuleChanged) and one.what == REPLACED],
+        [made for made in first.wrappers if made.context.sharded is not None],
     )
 
 

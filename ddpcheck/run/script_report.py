@@ -15,7 +15,7 @@ from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
 from ddpcheck.findings.selection import Suppression, is_any_selected, sort_out
 from ddpcheck.findings.wording import agreeing, counted, format_ranks, group_by
 from ddpcheck.judge.script_facts import ScriptFacts, entries_of
-from ddpcheck.judge.script_table import HEADINGS, NOT_WATCHED, ROWS
+from ddpcheck.judge.script_table import HEADINGS, ROWS
 from ddpcheck.judge.verdict import Told, Verdict, judge_all, status_of
 from ddpcheck.judge.wrapper_lines import not_here
 from ddpcheck.run.ending import Ending, failures_of, judge_ending, timelines_of
@@ -169,8 +169,8 @@ def _entered(facts: ScriptFacts) -> CheckResult:
         if any(rank.constructs for rank in ranks):
             why = "the constructor of DistributedDataParallel has not come to its end"
         return CheckResult("ranks", "skipped", detail=why)
-    if not facts.wrappers and facts.unwatched_shards:
-        return CheckResult("ranks", "skipped", detail=f"no DistributedDataParallel was constructed; {NOT_WATCHED}")
+    if not facts.wrappers and (why := facts.why_unwatched):
+        return CheckResult("ranks", "skipped", detail=f"no DistributedDataParallel was constructed; {why}")
     watched = _wrappers(facts) or f"no DistributedDataParallel, {counted(steps, 'optimizer step')}"
     detail = f"{counted(size, 'rank')} ({ranks[0].started.backend}), {watched}"
     return CheckResult("ranks", "passed", detail=detail)

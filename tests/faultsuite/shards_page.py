@@ -74,7 +74,8 @@ def main(names: Sequence[str]) -> None:
         theirs = [name for name, one in FAULTS.items() if one.ranks == ranks]
         launch = ("--standalone", f"--nproc-per-node={ranks}")
         code, report = found_by_ddpcheck(theirs, ranks, "--fixed")
-        alike = run("torch.distributed.run", *launch, SCRIPT, *theirs, "--fixed", "--parity", patience=_PATIENCE)
+        whole = [name for name in theirs if FAULTS[name].alike]
+        alike = run("torch.distributed.run", *launch, SCRIPT, *whole, "--fixed", "--parity", patience=_PATIENCE)
         if code or report["findings"] or alike.code:
             wrong.append(f"without faults, {ranks} ranks: {report['findings']} {alike.stderr[-2000:]}")
     for name in names or FAULTS:

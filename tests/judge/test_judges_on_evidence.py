@@ -52,6 +52,8 @@ _TEST_OF_SCRIPT = {
     "script_losses.judge_accumulated": "test_script_steps",
     "script_optimizers.judge_schedule": "test_script_changes",
     "script_changes.judge_ignored": "test_script_changes",
+    "script_changes.judge_replaced": "test_script_changes",
+    "script_changes.replaced_after_sharding": "test_script_changes",
     "script_clips.judge_changed": "test_script_steps",
     "script_alone.judge_taken": "test_script_taken",
     "script_states.judge_uses": "test_script_states",
@@ -94,6 +96,8 @@ NO_FAULT_NEEDS = {
     "reducer.explain_by_parts_of_models": "test_model_parts",
     "descriptions.judge_values_before_sharding": "test_sharded",
     "rank_failure.explain_by_shards_in_the_loss": "test_sharded",
+    "rank_failure.explain_by_replaced_shards": "test_sharded",
+    "repeated_shards.judge_repeated": "test_sharded",
     "rank_failure.judge_undefined_losses": "test_tensor_kinds::test_a_loss_that_only_some_ranks_cannot_compute",
     "training_loop._judge_bypassed": "test_run_backward_inside::test_how_a_wrapper_is_bypassed_is_said",
     "replica_state.judge_never_averaged": (

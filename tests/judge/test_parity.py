@@ -327,6 +327,9 @@ def test_a_loss_that_is_averaged_over_unequal_counts() -> None:
 def test_a_loss_that_scales_by_the_world_size(ratio: float, words: str) -> None:
     finding = only(judge_single(scaled("a", ratio), against_shards=Fit(ratio, 1e-9), against_global=Fit(ratio, 1e-9)))
     assert (finding.code, finding.subjects) == ("DDP303", ("loss",)) and words in finding.message
+    made = replace(COUPLED, location=Location("loss.py", 7))
+    fits = {"against_shards": Fit(ratio, 1e-9), "against_global": Fit(ratio, 1e-9)}
+    assert only(judge_single(scaled("a", ratio), terms=(made,), **fits)).location == made.location
 
 
 def test_a_collective_without_a_gradient_is_to_blame_where_shards_alone_give_something_else() -> None:

@@ -18,7 +18,7 @@ from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.loop.script_optimizers import judge_optimizer_options, judge_schedule
 from ddpcheck.judge.replicas.descriptions import MODE
-from ddpcheck.judge.replicas.script_changes import at_the_change, judge_ignored
+from ddpcheck.judge.replicas.script_changes import at_the_change, judge_ignored, judge_replaced
 from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.replicas.write_recorder import WriteRecorder
 
@@ -223,6 +223,15 @@ def test_an_assignment_to_data_of_a_shard_is_told_and_other_changes_are_not() ->
     (found,) = judge_ignored([[ignored], [ignored]])
     assert (found.code, found.subjects, found.location) == ("DDP503", ("head.weight",), LOADS)
     assert judge_ignored([[LOADED, THAWED], [RESET]]) == []
+
+
+@pytest.mark.parametrize(("forwards", "words"), [(0, "the first forward pass fails"), (3, "puts it back")])
+def test_a_parameter_that_takes_the_place_of_a_shard(forwards: int, words: str) -> None:
+    replaced = ModuleChanged(0, "replaced", "head.weight", ("head.weight",), LOADS, forwards)
+    (found,) = judge_replaced([[replaced], [replaced]])
+    assert (found.code, found.subjects, found.location) == ("DDP503", ("head.weight",), LOADS)
+    assert words in found.message
+    assert judge_replaced([[LOADED, THAWED], [RESET]]) == []
 
 
 def test_gradients_that_are_scaled_are_told_where_the_divisor_was_set() -> None:

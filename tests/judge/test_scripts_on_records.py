@@ -55,6 +55,8 @@ BY_HAND = frozenset(
         "script_alone._averaged_late",
         "script_alone._in_no_group",
         "script_changes.judge_ignored",
+        "script_changes.judge_replaced",
+        "script_changes.replaced_after_sharding",
         "script_draws.judge_step_draws",
         "script_files._judge_devices",
         "script_losses._judge_shared",
@@ -69,8 +71,7 @@ BY_HAND = frozenset(
         "script_states._finding_of_use",
         "script_states.judge_uses",
         "script_wrappers.judge_apart",  # test_comm_hooks.py
-        "script_wrappers.judge_meshes",  # test_sharded.py, as the next one
-        "script_wrappers.judge_repeated",
+        "script_wrappers.judge_meshes",  # test_sharded.py
         "watched_steps.judge_events",
     }
 )

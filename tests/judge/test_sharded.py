@@ -19,9 +19,10 @@ from ddpcheck.findings.wording import Names
 from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
 from ddpcheck.judge.gradients.sharded import judge_shard_scales, judge_sharded, judge_switched_off, why_not_updated
 from ddpcheck.judge.judge_context import JudgeContext
-from ddpcheck.judge.loop.script_wrappers import _judge_replicas, judge_meshes, judge_repeated
+from ddpcheck.judge.loop.script_wrappers import _judge_replicas, judge_meshes
 from ddpcheck.judge.parameters.missing_parameters import judge_parameters
 from ddpcheck.judge.replicas.descriptions import judge_values_before_sharding
+from ddpcheck.judge.replicas.repeated_shards import judge_repeated
 from ddpcheck.judge.script_facts import WatchedWrapper
 from ddpcheck.stream.entries import Entry, PeerReceived, RankStarted, ReplicaCaptured, Sketch, WrapperMade
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
@@ -134,6 +135,15 @@ def test_shards_that_meet_tensors_in_the_loss_are_a_forward_that_was_bypassed() 
     assert (finding.code, finding.location) == ("DDP501", Location("loss.py", 3))
     in_optimizer = [RankFailure(rank, "raised", message, 0.0, place="step 0: optimizer") for rank in (0, 1)]
     assert judge_wrapper_error(in_optimizer, {}, KNOWN) == []
+
+
+def test_a_plain_parameter_that_wrap_has_put_in_the_place_of_a_shard() -> None:
+    message = "rank 0 raised AttributeError: 'Parameter' object has no attribute '_local_tensor'"
+    failures = [RankFailure(rank, "raised", message, 0.0, place="step 0: fully_shard forward") for rank in (0, 1)]
+    known = replace(KNOWN, wrapper=ShardedFacts(is_ddp=False, ignored=frozenset({"head.weight"})))
+    finding = only(judge_wrapper_error(failures, {}, known))
+    assert (finding.code, finding.subjects, finding.evidence) == ("DDP503", ("head.weight",), (message,))
+    assert judge_wrapper_error(failures, {}, KNOWN) == []  # every parameter is a shard
 
 
 def of_optimizer(*scales: dict[str, float]) -> list[OptimizerStep]:

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.construction import WrapperBegun
-from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
+from ddpcheck.findings.evidence.modules import ModuleDescription, ShardedFacts, TensorRecord
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
+from ddpcheck.findings.wording import Names
 from ddpcheck.judge.endings.torch_errors import RaisedFacts, judge_torch_errors
+from ddpcheck.stream.entries import WrapperMade
 from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD
+from ddpcheck.stream.rank_report import WatchContext
 
 LINE = "train.py:30"
 
@@ -88,6 +94,41 @@ def test_an_operation_on_a_shard_is_one_outside_of_forward() -> None:
     found = judged("aten.addmm.default got mixed torch.Tensor and DTensor, need to convert all", ("all_gather_single",))
     assert (found.code, found.location) == ("DDP501", Location.parse(LINE))
     assert "register_fsdp_forward_method" in found.what_to_do
+
+
+def test_whole_tensors_that_are_given_to_shards_are_no_call_past_forward() -> None:
+    mixed = "aten.copy_.default got mixed torch.Tensor and DTensor, need to convert all"
+    lost, inside = "'Parameter' object has no attribute '_local_tensor'", "fsdp/_fully_shard/_fsdp_param.py"
+    for text, traceback in ((mixed, ""), (mixed, "load_state_dict"), (lost, f"{inside} load_state_dict")):
+        found = judged(text, (), traceback=traceback)
+        assert (found.code, found.location) == ("DDP521", Location.parse(LINE))
+        assert "set_model_state_dict" in found.what_to_do
+    assigned = ModuleChanged(0, "replaced", "head.weight", ("head.weight",), Location("train.py", 9))
+    found = judged(lost, (), traceback=inside, replaced=[assigned])
+    assert (found.code, found.subjects, found.location) == ("DDP503", ("head.weight",), Location("train.py", 9))
+    assert f"noticed at {LINE}" in found.evidence
+    assert str(judged(lost, (), traceback=inside).location) == LINE
+    assert not judge_torch_errors(RaisedFacts([raised(0, lost)], [calls()] * 2))  # of the script's own
+
+
+@pytest.mark.parametrize(
+    ("policies", "words"),
+    [
+        ({"mp_policy": "(param_dtype=torch.bfloat16, cast_forward_inputs=False)"}, "its inputs are not cast"),
+        ({"mp_policy": "(param_dtype=torch.bfloat16, output_dtype=torch.float32)"}, "is cast to output_dtype"),
+        ({"mp_policy": "()", "mp_policy of block": "(param_dtype=torch.bfloat16)"}, "not every part has the same"),
+        ({"mp_policy": "(param_dtype=torch.bfloat16)"}, "made in forward"),
+    ],
+)
+def test_a_layer_that_gets_another_dtype_than_its_parameters(policies: dict[str, str], words: str) -> None:
+    def made(facts: ShardedFacts) -> WrapperMade:
+        context = WatchContext(Names({}), facts, 2, sharded=facts)
+        return WrapperMade("Net", (0, 1), context, Location("train.py", 9), by_library=False, classes={})
+
+    text = "mat1 and mat2 must have the same dtype, but got Float and BFloat16"
+    found = judged(text, (), sharded=[made(ShardedFacts(policies=policies))])
+    assert (found.code, found.location) == ("DDP401", Location("train.py", 9)) and words in found.message
+    assert not judge_torch_errors(RaisedFacts([raised(0, text)], [calls()] * 2, sharded=[made(ShardedFacts())]))
 
 
 def test_a_timeout_that_is_shorter_than_the_work_of_a_rank() -> None:

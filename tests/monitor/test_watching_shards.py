@@ -113,6 +113,43 @@ def test_a_buffer_that_comes_to_differ_is_told_and_one_that_is_averaged_is_not()
     assert (finding.code, finding.subjects) == ("DDP214", ("seen",))
 
 
+def fill(model: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            shard: Any = parameter
+            shard.to_local().copy_(torch.randn(shard.to_local().shape))
+
+
+class Even(Net):
+    """Of which two ranks have shards of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 10), nn.Linear(10, 2)
+
+
+@ON_RANKS
+@pytest.mark.parametrize("apart", [False, True])
+def test_one_shard_on_every_rank_is_told_and_another_on_each_is_not(apart: bool) -> None:
+    model = sharded(Even())
+    fill(model, dist.get_rank() if apart else 0)
+    found = train(model, 3)
+    assert [one.code for one in found] == ([] if apart else ["DDP521"])
+    assert all(one.severity is ddpcheck.Severity.ERROR and len(one.subjects) == 3 for one in found)
+
+
+@ON_RANKS
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_part_that_no_group_holds_is_told(grouped: bool) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ignored = set[nn.Parameter]() if grouped else set(model.head.parameters())
+    found = train(fsdp.fully_shard(model, mesh=mesh, ignored_params=ignored), 3)
+    assert {one.code for one in found} == (set() if grouped else {"DDP111"}), found
+
+
 @pytest.mark.ddp(world_size=1, timeout=60)
 def test_what_cannot_be_watched_is_told() -> None:
     with pytest.raises(ddpcheck.UsageError, match="under fully_shard that is a shard on each rank"):

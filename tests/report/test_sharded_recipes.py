@@ -1,6 +1,7 @@
 """Recipes whose `wrap` calls `fully_shard`: what is compared, and what is found, on real ranks."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,6 +253,23 @@ def divided(factor: float) -> Wrap:
     return wrap
 
 
+def replaced(*, after: bool) -> Wrap:
+    def wrap(module: nn.Module, device: torch.device) -> nn.Module:
+        sharded = whole()(module, device) if after else module
+        sharded.get_submodule("2").weight = nn.Parameter(torch.full((3, 17), 0.1))
+        return sharded if after else whole()(module, device)
+
+    return wrap
+
+
+def reduced_in(*, by_rank: bool) -> Wrap:
+    def wrap(module: nn.Module, device: torch.device) -> nn.Module:
+        own = torch.bfloat16 if by_rank and dist.get_rank() else torch.float32
+        return whole(mp_policy=fsdp.MixedPrecisionPolicy(torch.bfloat16, own))(module, device)
+
+    return wrap
+
+
 def first_layer_alone(module: nn.Module, device: torch.device) -> nn.Module:
     fsdp.fully_shard(next(module.children()), mesh=line())
     return module
@@ -338,6 +356,8 @@ FAULTS: dict[str, tuple[str, Recipe, Recipe]] = {
     "switched off": ("DDP502", recipe(switched(False)), recipe(switched(False, True))),
     "never reduced": ("DDP502", recipe(whole(), loss=never_reduced), recipe(whole(), loss=accumulated)),
     "divided": ("DDP303", recipe(divided(2.0)), recipe(divided(1.0))),
+    "replaced": ("DDP503", recipe(replaced(after=True)), recipe(replaced(after=False))),
+    "policies": ("DDP221", recipe(reduced_in(by_rank=True)), recipe(reduced_in(by_rank=False))),
     "norm of a shard": (
         "DDP306",
         recipe(whole(), optimizer=clipped(ClippedByShards)),
@@ -374,6 +394,9 @@ def test_a_fault_is_told_by_its_own_rule_and_its_twin_is_clean(name: str) -> Non
     code, broken, healthy = FAULTS[name]
     finding = the_error(ddpcheck.check(broken, steps=2))
     assert finding.code == code
+    if code == "DDP303":
+        assert finding.location is not None and "set_gradient_divide_factor is called there" in finding.evidence
+        assert "set_gradient_divide_factor(" in Path(__file__).read_text().splitlines()[finding.location.line - 1]
     assert "find_unused_parameters" not in f"{finding.message}{finding.fix}{finding.evidence}"
     assert_healthy(ddpcheck.check(healthy, steps=2))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from torch.distributed import fsdp
@@ -49,3 +50,44 @@ def test_layers_that_are_frozen_and_unfrozen_later_are_no_fault() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "no findings, but 1 of 9 checks was not made: optimizers" in done.stderr
+
+
+FSDP1 = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+dist.init_process_group("gloo")
+for options in ({}, {"use_orig_params": True}, {"sharding_strategy": ShardingStrategy.NO_SHARD}):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 17), nn.ReLU(), nn.Linear(17, 4))
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    average = [p.detach().clone() for p in model.parameters()]
+    torch.manual_seed(dist.get_rank())
+    for _ in range(5):
+        x = torch.randn(8, 8)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+        for one, p in zip(average, model.parameters()):
+            one.lerp_(p.detach(), 0.1)
+dist.destroy_process_group()
+"""
+
+
+def test_what_is_in_fsdp1_is_not_compared_and_has_no_finding(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FSDP1)
+    done = subprocess.run(
+        [sys.executable, "-m", "ddpcheck", "run", "--standalone", "--nproc-per-node=2", "train.py"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("parameters in a FullyShardedDataParallel (FSDP1) are not compared") == 2, done.stderr
+    assert "no findings, but 2 of 3 checks were not made: ranks, optimizers" in done.stderr

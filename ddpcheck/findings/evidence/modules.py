@@ -122,11 +122,13 @@ class ShardedFacts(WrapperFacts, frozen=True):
         reduces_unused: Whether it reduces zeros in the place of gradients that are missing on a rank.
         values_built: Fingerprint of each parameter as this rank has built it, of which the rank still holds its shard.
         alone: Whether `parallelize_module` has split it, and no `fully_shard`.
+        policies: The `mp_policy` that it was given, in words, by what it is of; of parts, if it is another one there.
     """
 
     reduces_unused: bool = False
     values_built: Mapping[str, int] = field(default_factory=dict)
     alone: bool = False
+    policies: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def named(self) -> str:

@@ -212,6 +212,7 @@ class OptimizerStep(Struct, frozen=True):
         shards: How many parameters that it trains are shards of this rank (DTensor), with norms and state of a part.
         shard_scales: By what factor the gradient of each of them has grown since its reduction, as far as that is
             known, in its norm.
+        in_fsdp1: How many of its parameters a `FullyShardedDataParallel` holds.
     """
 
     optimizer: int
@@ -242,6 +243,7 @@ class OptimizerStep(Struct, frozen=True):
     norm_at: Location | None = None
     shards: int = 0
     shard_scales: Mapping[str, float] = field(default_factory=dict)
+    in_fsdp1: int = 0
 
 
 class OptimizerEnd(Struct, frozen=True):

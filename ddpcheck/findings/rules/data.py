@@ -110,7 +110,7 @@ torch.save(ddp.state_dict(), path)       # by every rank; right: if rank == 0, a
         code="DDP521",
         name="shard-as-whole",
         severity=ERROR,
-        summary="A rank's shard of the parameters is saved, loaded or filled as if it was the whole of them.",
+        summary="A rank's shard of the parameters is taken for the whole of them, or the whole for a shard.",
         why=(
             "Under fully_shard each parameter is a DTensor, of which a rank holds one part; state_dict() and "
             "to_local() give that part. A file of rank 0 alone lacks the parts of the others. Loaded on every rank, it "
@@ -126,7 +126,8 @@ torch.save(ddp.state_dict(), path)       # by every rank; right: if rank == 0, a
             "`ddpcheck run` looks at what torch.save is given: all shards of a model, of some ranks only, when every "
             "rank has come to its end, are reported. It compares the shards of the ranks in sampled steps and in the "
             "first step after torch.load: where all that are not of one value only are the same on ranks that should "
-            "have different parts, that is reported."
+            "have different parts, that is reported. Where torch raises since whole tensors are loaded or copied into "
+            "shards, that is reported at the line that does it."
         ),
         ignore="If the file is for inspection only, or if a model of repeated blocks is meant to begin so.",
         example="""\

@@ -20,7 +20,7 @@ from ddpcheck.findings.errors import OptionsDifferError, UsageError
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.gather.autograd.autograd_graph import gradient_nodes
 from ddpcheck.gather.collectives.store_exchange import StoreExchange
-from ddpcheck.gather.ddp.sharding import is_sharded, mesh_of, sharded_facts
+from ddpcheck.gather.ddp.sharding import is_sharded, mesh_of, refuse_fsdp1, sharded_facts
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.module_state import sharding_classes
 from ddpcheck.gather.state.tensor_values import is_shard
@@ -71,6 +71,8 @@ def find_wrapper(module: nn.Module) -> nn.Module:
         found = [wrapper for wrapper in living_wrappers() if vars(wrapper)["_modules"].get("module") is module]
     if not found and isinstance(module, nn.Module):
         found = outermost_sharded(module)
+    if not found and isinstance(module, nn.Module):
+        refuse_fsdp1(module, f"the {type(module).__name__} that is to be watched")
     if len(found) != 1:
         raise UsageError(
             "watch needs a DistributedDataParallel, or a module that holds one or is in one, or one that fully_shard "

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.findings.evidence.modules import ShardedFacts
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.source_lines import user_location
@@ -53,6 +55,7 @@ def sharded_facts(module: nn.Module, built: Mapping[str, int], settings: Iterabl
         ignored=frozenset(name for name, p in module.named_parameters() if not is_shard(p)),
         reduces_unused=unused[-1:] == [True] or in_force,
         values_built=built,
+        policies=policies_of(module),
     )
 
 
@@ -71,6 +74,33 @@ def values_kept(module: nn.Module, built: Mapping[str, torch.Tensor]) -> dict[st
             if torch.equal(own.to_local(), shard.to_local()):
                 kept[name] = built[name]
     return fingerprints(kept.items())
+
+
+# FullyShardedDataParallel
+
+
+def refuse_fsdp1(module: nn.Module, what: str, error: type[DdpcheckError] = UsageError) -> None:
+    """Raise `error` where a part of `module` is a `FullyShardedDataParallel` (FSDP1), of which nothing is compared.
+
+    Args:
+        module: Any.
+        what: It is what of the user's, in words.
+        error: The exception.
+    """
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if kind is not None and any(isinstance(part, kind) for part in module.modules()):
+        raise error(
+            f"{what} is or holds a FullyShardedDataParallel (FSDP1), which ddpcheck does not compare; shard the model "
+            "with torch.distributed.fsdp.fully_shard"
+        )
+
+
+def is_in_fsdp1(parameter: torch.Tensor) -> bool:
+    """Whether a `FullyShardedDataParallel` (FSDP1) holds a parameter: a part of it, or of several in one.
+
+    The mark is private to torch; the parameters of such modules have it, and no others.
+    """
+    return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 # Gathering
@@ -108,24 +138,30 @@ def shards(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torc
 
 @contextlib.contextmanager
 def recorded_settings() -> Iterator[list[LoopEvent]]:
-    """Record the calls in the block that decide whether gradients are reduced; `synchronises` says what was set."""
+    """Record the calls in the block that decide whether gradients are reduced, and what they are divided by.
+
+    `synchronises` says what was set.
+    """
     events: list[LoopEvent] = []
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     with contextlib.ExitStack() as stack:
-        for patch in note_settings(fsdp, events.append):
+        for patch in note_settings(fsdp, events.append, SCALING):
             stack.enter_context(patch)
         yield events
 
 
-def note_settings(fsdp: Any, sink: Callable[[LoopEvent], object]) -> list[Patch]:
-    """Hand each such call of a method of `FSDPModule` to `sink`, until what is returned is undone."""
+def note_settings(fsdp: Any, sink: Callable[[LoopEvent], object], more: Iterable[str] = ()) -> list[Patch]:
+    """Hand each call of a method of `FSDPModule` that switches reductions to `sink`, until what is returned is undone.
+
+    And of those with the names in `more`.
+    """
 
     def note(name: str, _module: nn.Module, value: bool = True, **given: Any) -> None:
         where = user_location(sys._getframe(CALLER))
         value = next((one for key, one in given.items() if key == name.removeprefix("set_")), value)
         sink(LoopEvent(name, str(where) if where else "", synchronises=bool(value)))
 
-    names = [name for name in (*_SYNCHRONISING, _FOR_UNUSED) if hasattr(fsdp, name)]
+    names = [name for name in (*_SYNCHRONISING, _FOR_UNUSED, *more) if hasattr(fsdp, name)]
     return [patched(fsdp, name, functools.partial(note, name)) for name in names]
 
 
@@ -133,7 +169,8 @@ def parameter_groups(module: nn.Module) -> list[Any]:
     """The groups in which `fully_shard` gathers and reduces the parameters of `module`; none where torch hides them.
 
     Private to torch. Of a group are read: `reduce_grads`, `all_reduce_grads`, `reduce_scatter_unused_params`, the mesh
-    of `mesh_info`, and `sharded_param` of its `fsdp_params`.
+    of `mesh_info`, and `sharded_param`, `_unsharded_param` and
+    `_module_info` of its `fsdp_params`.
     """
     found: list[Any] = []
     for part in module.modules():
@@ -145,9 +182,42 @@ def parameter_groups(module: nn.Module) -> list[Any]:
 
 
 def shards_in_use(module: nn.Module) -> set[int]:
-    """The identities of the shards that `fully_shard` gathers: also of those that it has taken after `Module.to`."""
-    groups = parameter_groups(module)
-    return {id(getattr(one, "sharded_param", None)) for group in groups for one in getattr(group, "fsdp_params", ())}
+    """The identities of the shards that `fully_shard` gathers, and of what it has gathered; empty where torch hides it.
+
+    Also of those that it has taken after `Module.to`, and after `load_state_dict(assign=True)`.
+    """
+    return set().union(*map(_identities, _parameters_of_groups(module)))
+
+
+def shards_in_use_as(module: nn.Module, part: nn.Module, name: str) -> set[int]:
+    """Likewise those of the parameter that has this name in a part of `module`."""
+    found: set[int] = set()
+    for one in _parameters_of_groups(module):
+        info = getattr(one, "_module_info", None)
+        if info is None or any(held is part and own == name for held, own in _places(info)):
+            found |= _identities(one)
+    return found
+
+
+def gathered_twice(module: nn.Module) -> set[int]:
+    """The identities of shards that are gathered under each of several names: they were tied after sharding."""
+    counts = Counter(id(getattr(one, "sharded_param", None)) for one in _parameters_of_groups(module))
+    return {identity for identity, times in counts.items() if times > 1}
+
+
+def _parameters_of_groups(module: nn.Module) -> list[Any]:
+    return [one for group in parameter_groups(module) for one in getattr(group, "fsdp_params", ())]
+
+
+def _identities(one: Any) -> set[int]:
+    found = (getattr(one, name, None) for name in ("sharded_param", "_unsharded_param"))
+    return {id(tensor) for tensor in found if tensor is not None}
+
+
+def _places(info: Any) -> Iterator[tuple[Any, Any]]:
+    """The modules in which a parameter is, with its name in each."""
+    yield getattr(info, "module", None), getattr(info, "param_name", None)
+    yield from zip(getattr(info, "shared_modules", ()), getattr(info, "shared_param_names", ()), strict=False)
 
 
 def reduces(groups: Iterable[Any]) -> bool:
@@ -256,17 +326,28 @@ def _dictionaries(value: Any, depth: int = 2) -> Iterator[Mapping[Any, Any]]:
 def mixed_precision(module: nn.Module) -> torch.dtype | None:
     """The coarsest dtype in which a policy of `fully_shard` has gradients computed or reduced; None without one.
 
-    The policy is private to torch; where it cannot be read, that counts as bfloat16.
+    Where the policy cannot be read, that counts as bfloat16.
     """
     found = set()
-    for part in module.modules():
-        if isinstance(part, sharding_classes()):
-            try:
-                policy = part._get_fsdp_state()._mp_policy  # type: ignore[operator]
-                found |= {policy.param_dtype, policy.reduce_dtype}
-            except AttributeError:
-                found.add(torch.bfloat16)
+    for _, policy in _policies(module):
+        found |= {torch.bfloat16} if policy is None else {policy.param_dtype, policy.reduce_dtype}
     return max(found - {None}, key=eps_of, default=None)
+
+
+def policies_of(module: nn.Module) -> dict[str, str]:
+    """The `mp_policy` that `fully_shard` was given, in words, by what it is of; of parts, where it is another one."""
+    every = {path: repr(policy) for path, policy in _policies(module) if policy is not None}
+    first = next(iter(every.values()), "")
+    others = {f"mp_policy of {path}": text for path, text in every.items() if text != first}
+    return {"mp_policy": first, **others} if every else {}
+
+
+def _policies(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """By the path of each part that `fully_shard` was called on, its policy, which is private to torch; or None."""
+    for path, part in module.named_modules():
+        if isinstance(part, sharding_classes()):
+            state: Any = getattr(part, "_get_fsdp_state", lambda: None)
+            yield path, getattr(state(), "_mp_policy", None)
 
 
 @contextlib.contextmanager

@@ -41,7 +41,9 @@ from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.gather.ddp.sharding import (
     before_sharding,
     is_sharded,
+    policies_of,
     recorded_settings,
+    refuse_fsdp1,
     sharded_facts,
     values_kept,
 )
@@ -94,6 +96,7 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
             "model() returned a module that is, or holds, a DistributedDataParallel; return the bare module, and wrap "
             "it in the recipe's wrap(module, device)"
         )
+    refuse_fsdp1(module, "what model() returned", TargetError)
     seed_everything(model_seed(seed))
     reference = recipe.build_model()
     if reference is module or {id(p) for p in reference.parameters()} & {id(p) for p in module.parameters()}:
@@ -190,6 +193,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         stack.enter_context(around or contextlib.nullcontext())
         wrapped = state.recipe.wrap_module(original, state.device)
     hooks = tuple(hook for hook in recorded_hooks() if hook not in known_hooks)
+    refuse_fsdp1(wrapped, "what wrap(module, device) returned", TargetError)
     wrapper = find_ddp(wrapped)
     if wrapper is not wrapped and wrapper.module is not original:
         wrapper = wrapped  # a part of the model is wrapped, not the whole
@@ -206,7 +210,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     trainable = {name: p for name, p in state.module.named_parameters() if p.requires_grad}
     facts = facts_of(wrapper, names)
     if not facts.is_ddp:  # before anything is gathered, for which all ranks have to come
-        compare_options({"fully_shard": str(is_sharded(wrapper))})
+        compare_options({"fully_shard": str(is_sharded(wrapper)), **policies_of(wrapper)})
     if not facts.is_ddp and is_sharded(wrapper):
         facts = sharded_facts(wrapper, values_kept(wrapper, dict(reference.named_parameters())), settings)
     place = data_place(wrapper, parts, state.group)

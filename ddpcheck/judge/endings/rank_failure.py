@@ -29,6 +29,7 @@ from ddpcheck.findings.wording import (
 )
 from ddpcheck.judge.endings.call_sites import judge_partings
 from ddpcheck.judge.judge_context import JudgeContext, first_explanation
+from ddpcheck.judge.replicas.script_changes import replaced_after_sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +348,18 @@ def explain_by_shards_in_the_loss(facts: WrapperErrorFacts) -> list[Finding]:
     )
 
 
+def explain_by_replaced_shards(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP503: `wrap` has put plain parameters in the place of shards, on which the first forward pass fails.
+
+    Before the sentences of DDP, none of which comes up then.
+    """
+    plain = [name for name in facts.known.wrapper.ignored if facts.known.wrapper.sharded]
+    if "object has no attribute '_local_tensor'" not in facts.text or not plain:
+        return []
+    found = replaced_after_sharding(sorted(plain), facts.known.names.location(plain), later=False)
+    return [replace(one, ranks=facts.raised_on, evidence=(facts.failures[0].message,)) for one in found]
+
+
 _IN_PLACE = "modified by an inplace operation"
 _SENTENCES = {  # of torch, with the code and the message for each
     "mark a variable ready only once": ("DDP406", "DDP took a gradient to be complete, and it came again"),
@@ -386,6 +399,7 @@ WRAPPER_EXPLANATIONS = (
     explain_by_bypassed_forward,
     explain_by_overwritten_parameters,
     explain_by_shards_in_the_loss,
+    explain_by_replaced_shards,
     explain_by_sentence_of_torch,
 )
 """Likewise, of failures under the wrapper."""

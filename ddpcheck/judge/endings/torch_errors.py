@@ -1,4 +1,4 @@
-"""DDP101, 311, 402, 406 and 513: what torch raised in a rank of a script, by the cause that is behind it.
+"""DDP101, 311, 402, 406, 501, 503, 513 and 521: what torch raised in a rank of a script, by the cause behind it.
 
 Pure functions from how ranks have failed, their collectives and what they had wrapped to findings.
 """
@@ -10,10 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb, unless_all
+from ddpcheck.judge.replicas.script_changes import replaced_after_sharding
+from ddpcheck.stream.entries import WrapperMade
 from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD
 
 
@@ -27,6 +31,8 @@ class RaisedFacts:
         begun: The wrappers of the rank that failed first.
         at_work: By rank that was ended while it did not wait, the lines of the program that it was in, innermost first.
         checkpoint: The line of the program that checkpoints activations, if there is one.
+        replaced: What the rank that failed first has assigned in the place of shards.
+        sharded: The modules of that rank that `fully_shard` has sharded.
     """
 
     failures: Sequence[RankFailure]
@@ -34,6 +40,8 @@ class RaisedFacts:
     begun: Sequence[WrapperBegun] = ()
     at_work: Mapping[int, Sequence[str]] = field(default_factory=dict)
     checkpoint: Location | None = None
+    replaced: Sequence[ModuleChanged] = ()
+    sharded: Sequence[WrapperMade] = ()
 
     @property
     def first(self) -> RankFailure:
@@ -220,11 +228,14 @@ def _forwards(facts: RaisedFacts) -> int:
     return count
 
 
-def _given_shards(facts: RaisedFacts, _text: str) -> list[Finding]:
+def _given_shards(facts: RaisedFacts, text: str) -> list[Finding]:
     """DDP501: an operation on a shard, outside of the forward in which the whole parameter is there.
 
-    In the constructor of DDP it is another cause, DDP401: parameters that tensor parallelism has split.
+    In the constructor of DDP it is another cause, DDP401: parameters that tensor parallelism has split. Where values
+    are loaded or copied it is DDP521.
     """
+    if "load_state_dict" in text or "aten.copy_." in text:
+        return _whole_into_shards(facts, "copied into")
     for begun in facts.begun[-1:]:
         if str(begun.location) != facts.first.location:
             continue
@@ -255,6 +266,76 @@ def _given_shards(facts: RaisedFacts, _text: str) -> list[Finding]:
     )
 
 
+def _no_shard(facts: RaisedFacts, text: str) -> list[Finding]:
+    """DDP503: `fully_shard` finds a plain tensor where its shard was; DDP521 where that was loaded by assignment."""
+    if "_fully_shard" not in text:
+        return []
+    if "load_state_dict" in text:
+        return _whole_into_shards(facts, "assigned in the place of")
+    where = next((one.location for one in facts.replaced), None)
+    names = [name for one in facts.replaced if one.location == where for name in one.names]
+    return [
+        replace(
+            finding,
+            ranks=unless_all(facts.ranks, len(facts.logs)),
+            evidence=(f"noticed at {facts.first.location}", facts.first.message),
+        )
+        for finding in replaced_after_sharding(
+            names or ["parameters"], where or Location.parse(facts.first.location), later=False
+        )
+    ]
+
+
+_CASTS = {
+    "output_dtype=torch.": "what a part returns is cast to output_dtype, on its way to others too",
+    "cast_forward_inputs=False": "its inputs are not cast (cast_forward_inputs=False)",
+}
+
+
+def _other_dtype(facts: RaisedFacts, _text: str) -> list[Finding]:
+    """DDP401: a layer gets another dtype than its parameters have under the `mp_policy` of `fully_shard`."""
+    for made in facts.sharded:
+        policies = made.context.sharded.policies if made.context.sharded is not None else {}
+        if not any("param_dtype=torch." in text for text in policies.values()):
+            continue
+        why = "what it is given is made in forward, or by a part without parameters"
+        if len(policies) > 1:
+            why = "not every part has the same policy"
+        for option, words in _CASTS.items():
+            if any(option in text for text in policies.values()):
+                why = words
+        return one_finding(
+            "DDP401",
+            ("mp_policy",),
+            "A layer is given tensors of another dtype than fully_shard gathers its parameters in (param_dtype of "
+            f"mp_policy), and {why}.",
+            ranks=unless_all(facts.ranks, len(facts.logs)),
+            location=made.location or Location.parse(facts.first.location),
+            evidence=[
+                f"raised at {facts.first.location}",
+                facts.first.message,
+                *(f"{name}: {text}" for name, text in [*policies.items()][:3]),
+            ],
+            fix="Give each call of fully_shard, that of the root too, the same MixedPrecisionPolicy, and leave "
+            "cast_forward_inputs as it is; or cast what the layer is given.",
+        )
+    return []
+
+
+def _whole_into_shards(facts: RaisedFacts, how: str) -> list[Finding]:
+    return one_finding(
+        "DDP521",
+        ("parameters",),
+        f"Whole tensors are {how} parameters that fully_shard has sharded: each rank has a part of each (DTensor).",
+        ranks=unless_all(facts.ranks, len(facts.logs)),
+        location=Location.parse(facts.first.location),
+        evidence=[facts.first.message],
+        fix="Load whole values before fully_shard; or after it, on all ranks, by set_model_state_dict(model, values, "
+        "options=StateDictOptions(full_state_dict=True)), with broadcast_from_rank0=True where rank 0 alone has them. "
+        "For a single parameter: distribute_tensor(value, parameter.device_mesh, parameter.placements).",
+    )
+
+
 _TIMED_OUT = r"[Tt]imed out waiting (\d+) ?ms|Timeout\(ms\)=(\d+)|timed out after (\d+) ?ms"
 _SENTENCES = {
     "mark a variable ready only once": _marked_twice,
@@ -262,6 +343,8 @@ _SENTENCES = {
     "training graph has changed in this iteration": _graph_changed,
     "Expected to have finished reduction in the prior iteration": _not_finished,
     "got mixed torch.Tensor and DTensor": _given_shards,
+    "object has no attribute '_local_tensor'": _no_shard,
+    r"(?s)(?=.*(BFloat16|Half)).*(must have the same dtype|expected scalar type|should be the same)": _other_dtype,
     _TIMED_OUT: _timed_out,
 }
 """By a pattern of torch's message: what it comes from. Torch's errors have no codes, but texts."""

@@ -12,7 +12,7 @@ from typing import Any
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.single_process import LOOSEST_FIT
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence
-from ddpcheck.findings.report import Finding
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import (
     capitalized,
@@ -233,6 +233,11 @@ def _evidence_between_ranks(facts: ReducerFacts) -> list[str]:
     return [*facts.reduction(names), *[str(by_step[min(by_step)]) for by_step in wrong][:3]]
 
 
+_SCALING = (  # methods of a module that fully_shard has sharded
+    *("set_gradient_divide_factor", "set_reduce_scatter_divide_factor", "set_force_sum_reduction_for_comms"),
+)
+
+
 def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
     """DDP303: one factor accounts for every mismatch.
 
@@ -241,11 +246,13 @@ def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
     ratio = _constant_ratio(facts.mismatches)
     if ratio is None:
         return []
+    scaled = [event for event in facts.evidence[0].events if event.kind in _SCALING]
     return facts.mismatch(
         "DDP303",
         f"Under the wrapper every one of these gradients is {format_factor(ratio, facts.known.world_size)} times the "
         "average of the ranks' own gradients.",
-        location=None,
+        *(f"{event.kind} is called there" for event in scaled[-1:]),
+        location=Location.parse(scaled[-1].location) if scaled else None,
         fix=_AVERAGING_HOOK
         if facts.known.wrapper.comm_hook
         else "Leave out set_gradient_divide_factor, or give it the number of ranks."

@@ -246,10 +246,12 @@ def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
 
 def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> list[Finding]:
     factor, named = format_factor(ratio, facts.known.world_size), facts.known.wrapper.named
+    made = [term.location for term in facts.analysis.terms]
     return facts.one_finding(
         "DDP303",
         f"Every gradient is {factor} times that of the same shards without a process group: the model or the loss "
         f"scales by the world size, and {named} averages already.",
+        location=(made[0] if len(made) == 1 else None) or facts.known.loss_location,
         fix=f"Take the factor {ratio:.4g} out of the loss (a division or multiplication by the world size, or an "
         f"all-reduce of the loss): {named} averages already.",
     )

@@ -22,14 +22,16 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, select_findings
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.source_lines import assignment_in_classes, last_assignment
-from ddpcheck.findings.wording import capitalized, counted, format_ranks, group_by, join_names, one_finding, plural_verb
+from ddpcheck.findings.wording import capitalized, format_ranks, group_by, join_names, one_finding, plural_verb
 from ddpcheck.judge.causes import ReportedCauses
 from ddpcheck.judge.gradients.script_losses import are_sums
 from ddpcheck.judge.gradients.target_weights import severity_of_targets
 from ddpcheck.judge.loop.watched_steps import judge_replica_states, judge_reports
 from ddpcheck.judge.replicas.descriptions import differing_names, judge_values_before_sharding
+from ddpcheck.judge.replicas.rank_configuration import judge_options
+from ddpcheck.judge.replicas.repeated_shards import judge_repeated
 from ddpcheck.judge.replicas.replica_state import AVERAGE_THEM, never_averaged
-from ddpcheck.judge.replicas.script_changes import at_the_change, judge_ignored
+from ddpcheck.judge.replicas.script_changes import at_the_change, judge_ignored, judge_replaced
 from ddpcheck.judge.replicas.wrapper_construction import COUNTED, judge_constructions
 from ddpcheck.judge.script_facts import ScriptFacts, WatchedWrapper, entries_of
 from ddpcheck.stream.entries import PeerReceived, ReplicaCaptured, Sketch, StepsReported, TrainedApart, WrapperMade
@@ -147,6 +149,7 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
         captured.setdefault(one.step, []).append(one)
     if not wrapper.missing and (built := wrapper.values_built):
         reported.add(select_findings(judge_values_before_sharding(built, {})), locate)
+        reported.add(judge_options("DDP221", wrapper.policies, "What fully_shard was given"), locate)
     for step in () if wrapper.missing else sorted(reports.keys() | captured.keys()):
         found = _judge_step(wrapper, step, reports[step]) if step in reports else []
         if len(captured.get(step, ())) == len(wrapper.ranks):
@@ -171,7 +174,8 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
     kept = [with_buffers(one, more_buffers) for one in kept]
     kept = [_at_the_load(one, facts.of(FileUsed), made.location) if one.code == "DDP521" else one for one in kept]
     changes = wrapper.of(ModuleChanged)
-    return [*judge_ignored(changes), *(at_the_change(one, changes, made.location) for one in kept)]
+    by_hand = [*judge_ignored(changes), *judge_replaced(changes)]
+    return [*by_hand, *(at_the_change(one, changes, made.location) for one in kept)]
 
 
 def note_more_buffers(more: dict[str, int], reported: Sequence[Finding], found: Sequence[Finding], step: int) -> None:
@@ -300,30 +304,6 @@ def _judge_shards(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptur
             fix = _ALIKE if finding.code == "DDP208" else finding.fix
             apart[finding.code] = replace(most, ranks=tuple(sorted(places)), evidence=(), fix=fix)
     return [*found, *apart.values()]
-
-
-def judge_repeated(everyone: Sequence[ReplicaCaptured]) -> list[Finding]:
-    """DDP521: ranks have the same values where each should have another part of the parameters.
-
-    Of all parameters whose shards have values of several kinds: zeros and ones are the same by right, and a model may
-    have single parameters that are made of equal blocks.
-    """
-    count = len({one.shard for one in everyone})
-    names = list(dict.fromkeys(name for one in everyone for name in one.parts))
-    values = [one.state.values.parameters for one in everyone]
-    if count < 2 or not names or any(len({of_rank.get(name) for of_rank in values}) > 1 for name in names):
-        return []
-    return one_finding(
-        "DDP521",
-        names,
-        f"Every rank has the same shard of {counted(len(names), 'parameter')}, where each should have another part: "
-        f"{plural_verb('it is', 'they are', names)} one part, {count} times.",
-        steps=(everyone[0].step,),
-        evidence=[
-            "a file with the shards of one rank that every rank loads leaves them so, and so do values that each "
-            "rank draws for its shards from the same seed"
-        ],
-    )
 
 
 _ALIKE = (

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Sequence
 from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, format_ranks, one_finding
+from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb
 from ddpcheck.judge.replicas.descriptions import MODE
 
 _OF_VALUES = ("values", "written")
 _OTHERS = (*_OF_VALUES, "buffer", "scale", "ignored")
+REPLACED = "replaced"
 _ORDER = ("load_state_dict", "apply")  # what sets values for sure, and what may; then what writes parameters in place
 
 Changes = Sequence[Sequence[ModuleChanged]]
@@ -59,6 +60,35 @@ def judge_ignored(changes: Changes) -> list[Finding]:
             "load them by set_model_state_dict.",
         )
     ]
+
+
+def judge_replaced(changes: Changes) -> list[Finding]:
+    """DDP503: a parameter was assigned in the place of a shard: the next forward pass puts the shard back, or fails."""
+    found: dict[tuple[Location | None, bool], list[str]] = {}
+    for one in itertools.chain.from_iterable(changes):
+        if one.what == REPLACED:
+            found.setdefault((one.location, bool(one.forwards)), []).extend(one.names)
+    return [
+        finding
+        for (where, later), names in found.items()
+        for finding in replaced_after_sharding(list(dict.fromkeys(names)), where, later=later)
+    ]
+
+
+def replaced_after_sharding(names: Sequence[str], where: Location | None, *, later: bool) -> list[Finding]:
+    """The finding on parameters that were replaced; `later`: not before the first forward pass, which fails on them."""
+    was, them = plural_verb("was", "were", names), plural_verb("it", "them", names)
+    gathers = f"fully_shard gathers {them} no more: the first forward pass fails on what is no DTensor"
+    if later:
+        gathers = f"fully_shard still gathers the old {plural_verb('one', 'ones', names)}, and puts {them} back"
+    return one_finding(
+        "DDP503",
+        names,
+        f"{join_names(names)} {was} replaced after fully_shard: {gathers}.",
+        location=where,
+        fix="Replace parameters and tie them before fully_shard; after it, write values in place, under "
+        "torch.no_grad(), or load them by set_model_state_dict.",
+    )
 
 
 def _at_scale(finding: Finding, calls: Sequence[ModuleChanged]) -> Finding:

@@ -23,6 +23,7 @@ from ddpcheck.findings.source_lines import below_common, lines_of_program, user_
 from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
+from ddpcheck.gather.ddp.sharding import is_in_fsdp1
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
 from ddpcheck.gather.state.tensor_refs import tensor_ref
@@ -255,6 +256,7 @@ class OptimizerRecorder:
             norm_at=known.norm_at,
             shards=sum(p.requires_grad and is_shard(p) for p in held),
             shard_scales={name: scale for watch in watches for name, scale in watch.shard_scales().items()},
+            in_fsdp1=sum(map(is_in_fsdp1, held)),
         )
 
     def _sums_in_one(self, gradients: list[tuple[str, torch.Tensor]]) -> dict[str, Location | None]:
@@ -354,5 +356,6 @@ def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _is_whole(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is a plain tensor, and not this rank's shard of one (DTensor, ShardedTensor)."""
-    return type(parameter) in (torch.Tensor, nn.Parameter) and parameter.layout == torch.strided
+    """Whether a parameter is a plain tensor, and not this rank's shard of one (DTensor, ShardedTensor, FSDP1)."""
+    plain = type(parameter) in (torch.Tensor, nn.Parameter) and parameter.layout == torch.strided
+    return plain and not is_in_fsdp1(parameter)

@@ -140,10 +140,12 @@ class ParameterHistory:
             changed = {name: how for name, how in changed.items() if how in ("added", "replaced")}
             parameters = dict(self._module.named_parameters()) if changed else {}
             used = shards_in_use(self._module) if changed else set()
-            whole = parameters.keys() - self._wrapper.ignored  # may be in the place of the shard for a while
-            whole = {name for name in whole if is_gathered(parameters[name], self._parameters.get(name))}
-            changed = {name: how for name, how in changed.items() if name not in whole or how == "added"}
+            if not used:  # what is gathered is not known, and may be in the place of the shard for a while
+                gathered = (n for n in parameters if is_gathered(parameters[n], self._parameters.get(n)))
+                whole = set(gathered) - self._wrapper.ignored
+                changed = {name: how for name, how in changed.items() if name not in whole or how == "added"}
             changed = {name: how for name, how in changed.items() if id(parameters[name]) not in used}
+            changed = {n: how for n, how in changed.items() if how == "added" or parameters[n].requires_grad}
         return {name: how for name, how in changed.items() if name not in self._created_in_forward}
 
     def _probed(self, step: int, probe: StepProbe, snapshot: Snapshot | None) -> StepEvidence:

@@ -17,6 +17,7 @@ from ddpcheck.findings.evidence.parameters import PathEnd, UnregisteredTensor
 from ddpcheck.gather.autograd.autograd_graph import gradient_nodes, unregistered_tensors, walk_graph
 from ddpcheck.gather.autograd.gradient_paths import function_returning_none
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
+from ddpcheck.gather.ddp.sharding import gathered_twice, shards_in_use
 from ddpcheck.gather.state.tensor_values import is_shard, own_part
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.record.module_hooks import remove_hooks
@@ -130,11 +131,15 @@ class StepProbe:
         self.reentrant |= any("CheckpointFunctionBackward" in name for name in walk.node_names)
         self._roots = [tensor.grad_fn for tensor in tensors] if walk.functions else []
         now = dict(self._module.named_parameters())
-        self.created_in_forward |= {
-            name: UnregisteredTensor(name, tuple(parameter.shape), created_in_forward=True)
-            for name, parameter in now.items()
-            if name not in self._before
-        }
+        if new := {name: p for name, p in now.items() if name not in self._before}:
+            gathered = shards_in_use(self._module)  # of two names of one shard, each has a whole of its own
+            self.created_in_forward |= {
+                name: UnregisteredTensor(name, tuple(parameter.shape), created_in_forward=True)
+                for name, parameter in new.items()
+                if id(parameter) not in gathered
+            }
+            twice = gathered_twice(self._module)
+            self.beside |= {name for name, p in self._parameters.items() if id(p) in twice}
         known = {*map(id, now.values()), *map(id, self._leaves)}
         strange = [leaf for leaf in walk.leaves if id(leaf) not in known and leaf.requires_grad]
         if strange:

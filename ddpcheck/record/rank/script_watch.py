@@ -191,6 +191,14 @@ class ScriptWatch(StepListener):
         names = tuple(n for n, p in self.module_parameters() if id(p) in theirs)
         self._log.add(ModuleChanged(self.number, "scale", name, names, where, self.forwards, self.step))
 
+    def note_replaced(self, name: str, where: Location | None, *, later: bool) -> None:
+        """A parameter was assigned in the place of a shard, and is none that `fully_shard` gathers.
+
+        `later`: after the first forward pass, which may have been one that does not train.
+        """
+        forwards = max(self.forwards, 1) if later else 0
+        self._log.add(ModuleChanged(self.number, "replaced", name, (name,), where, forwards, self.step))
+
     def look_for_leaves(self, prefix: str, part: nn.Module) -> None:
         """The parameters of a part of a sharded module are in the place of their shards."""
         self._recorder.tracker.parameters.look_for_leaves(prefix, part)

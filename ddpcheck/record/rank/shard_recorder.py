@@ -13,19 +13,27 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch.nn.modules import module as registration
 
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
-from ddpcheck.gather.ddp.sharding import SCALING
+from ddpcheck.gather.ddp.sharding import SCALING, shards_in_use_as
 from ddpcheck.gather.patching import Patch, accompanied, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.tensor_refs import tensor_ref
+from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.record.loop import shard_switches
+from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.rank.script_watch import ScriptWatch
 
 _HOME = "torch.distributed.fsdp._fully_shard._fully_shard"  # private to torch; without it no shard is watched
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param"  # likewise; without it no value from before is known
+
+
+_MOST_ASSIGNED = 256
+_Assigned = tuple[Callable[[], nn.Module | None], str, Callable[[], Any], Location | None]
+"""A module, the name in it, the parameter that was assigned, and the line."""
 
 
 def _nobody() -> None:
@@ -51,6 +59,9 @@ class ShardRecorder:
         self._scales: WeakKeyDictionary[nn.Module, list[tuple[str, Location | None]]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[nn.Module, tuple[Callable[[], ScriptWatch | None], str]] = WeakKeyDictionary()
         self._built: dict[int, tuple[Callable[[], Any], int, int]] = {}  # a shard, the whole of it, and itself
+        self._assigned: list[_Assigned] = []
+        hook = UnpickledHook(self._registers)
+        registration.register_module_parameter_registration_hook(hook)
         when_imported((_HOME,), self._follow)
         when_imported((_PARAMETER,), self._follow_values)
 
@@ -91,14 +102,43 @@ class ShardRecorder:
         if value is not None and isinstance(shard, torch.Tensor):
             self._built[id(shard)] = tensor_ref(shard), value, fingerprint(shard)
 
+    def _registers(self, module: nn.Module, name: str, parameter: Any) -> None:
+        """A parameter is assigned; note it where it takes the place of a shard, or of what was gathered of one."""
+        before = module._parameters.get(name)
+        if before is None or not isinstance(parameter, nn.Parameter) or parameter is before:
+            return
+        if (is_shard(before) or module in self._known) and len(self._assigned) < _MOST_ASSIGNED:
+            self._assigned.append((ref(module), name, tensor_ref(parameter), user_location()))
+
+    def _note_replaced(self, watch: ScriptWatch, *, first: bool) -> None:
+        """Before a forward pass of the outermost module: what was assigned since the last one and is not gathered.
+
+        In the first one torch takes other shards for its own.
+        """
+        assigned, self._assigned = self._assigned, []
+        for one in assigned:
+            module, name, given, where = one
+            part, parameter = module(), given()
+            path = None if part is None else watch.path_of(part)
+            if part is None or parameter is None:
+                continue
+            if path is None:
+                self._assigned.append(one)
+                continue
+            used = set() if first else shards_in_use_as(watch.module, part, name)
+            if id(parameter) not in used if used else not is_shard(parameter):
+                watch.note_replaced(f"{path}.{name}".lstrip("."), where, later=not first)
+
     def _before(self, _state: Any, module: nn.Module, arguments: Any, named: Any) -> Iterator[None]:
-        made, prefix = self._known[module] if module in self._known else self._begin(module)
+        first = module not in self._known
+        made, prefix = self._begin(module) if first else self._known[module]
         watch = made()
         if watch is not None and watch.module is module and watch.has_other_shards():
             watch.close()
             made, prefix = self._begin(module)
             watch = made()
         if watch is not None and watch.module is module:
+            self._note_replaced(watch, first=first)
             watch.shards_forward(module, arguments, named)
         yield
         if watch is not None:
