@@ -48,8 +48,8 @@ LIGHT = (
 )
 HEAVY = """
     .recipe.recipe. .recipe.pytree. .graph.graph_phases. .graph.tensor_flow. .matrix.matrix_phases.
-    .schedule.schedule_phases. .repro.probe. .demonstrations. .first_recipe.guessing. .anomalies_on_rank.
-    .replica_values_on_rank. .launchers.init_dist. .launchers.dist_info.
+    .matrix.variant_phases. .schedule.schedule_phases. .repro.probe. .demonstrations. .first_recipe.guessing.
+    .anomalies_on_rank. .replica_values_on_rank. .launchers.init_dist. .launchers.dist_info.
 """.split()
 """Of those what runs on ranks, and imports torch."""
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from ddpcheck.findings.evidence.changes import OF_A_COPY, ModuleChanged
+from ddpcheck.findings.evidence.compilation import FunctionCompiled
 from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.evaluation import (
     EvaluationPass,
@@ -56,6 +57,7 @@ from ddpcheck.judge.gradients.script_losses import (
     judge_sums,
 )
 from ddpcheck.judge.gradients.sharded import judge_shard_scales
+from ddpcheck.judge.loop.script_compilations import judge_graphs, judge_recompilations, trained_functions
 from ddpcheck.judge.loop.script_optimizers import (
     judge_metrics,
     judge_optimizer_options,
@@ -77,6 +79,7 @@ from ddpcheck.judge.wrapper_lines import PARTS, judge_all_of_wrappers, judge_con
 from ddpcheck.stream.watched_rank import WatchedRank
 
 _NEAR = 0.3  # of a norm by a sketch, as a power of the world size
+_FEWEST_STEPS = 4  # that tell what is always so from what is so now and then
 _MOST_RUNS = 1024  # as many are written down: without a regular pace
 _REPLICAS_PART = (
     *("DDP208", "DDP301", "DDP306", "DDP501", "DDP502", "DDP503", "DDP504", "DDP508", "DDP515", "DDP518"),
@@ -135,6 +138,23 @@ def _judge_pace(facts: ScriptFacts) -> list[Finding]:
         if len(paces) == len(wrapper.made.ranks) and (found := judge_shifts(paces)):
             return found
     return []
+
+
+def _compilations(facts: ScriptFacts) -> Verdicts:
+    functions = trained_functions(facts.of(FunctionCompiled)) if _have_one_model(facts) else []
+    what = f"what torch.compile has made of {counted(len(functions), 'function')}"
+    return {"loop": _compared(judge_recompilations(functions), what, len(functions))}
+
+
+def _graphs(facts: ScriptFacts) -> Verdicts:
+    if not _have_one_model(facts) or facts.steps < _FEWEST_STEPS:
+        return {}
+    return {"loop": Verdict(judge_graphs(facts.of(FunctionCompiled)))}
+
+
+def _have_one_model(facts: ScriptFacts) -> bool:
+    """Whether all ranks train the same model: no stages of a pipeline, and no parts of one."""
+    return not facts.model_groups and any(len(one.made.ranks) == len(facts.ranks) for one in facts.wrappers)
 
 
 # Optimizers
@@ -331,6 +351,7 @@ _OF_MODULES = (
     *("DDP211", "DDP212", "DDP213", "DDP221"),
 )
 
+_OF_OTHER_MODULES = (*_OF_MODULES, "DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP222", "DDP511", "DDP513")
 _OF_PARTS = ("DDP208", "DDP301", "DDP306", "DDP504", "DDP516")
 
 ROWS: tuple[Row[ScriptFacts], ...] = (
@@ -343,6 +364,8 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
     Row(_over_ranks(_optimizers), ("optimizers",), _OF_OPTIMIZERS, yields=("DDP301", "DDP305")),
     Row(_over_ranks(_metrics), ("optimizers",), ("DDP518",)),
     Row(_over_ranks(_loop), ("loop",), ("DDP309", "DDP501", "DDP508", "DDP517", "DDP520")),
+    Row(_over_ranks(_compilations), ("loop",), ("DDP522",)),
+    Row(_over_ranks(_graphs), ("loop",), ("DDP522",), unless=_OF_OTHER_MODULES),
     Row(_over_ranks(_data), ("data",), ("DDP505", "DDP506", "DDP510", "DDP516", "DDP519"), yields=("DDP505", "DDP516")),
     Row(_over_ranks(_statistics), ("replicas",), ("DDP217",)),
     Row(_over_ranks(_files), ("files",), ("DDP512", "DDP521")),

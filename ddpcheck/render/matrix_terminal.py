@@ -87,7 +87,7 @@ def _grouped(rows: Sequence[MatrixRow]) -> list[MatrixRow]:
     skipped: dict[str, list[str]] = {}
     for row in left_out:
         rest = DdpOptions({name: value for name, value in row.arguments.items() if name not in common}, row.hook)
-        skipped.setdefault(row.reason, []).append(row.title if rest == DEFAULTS else str(rest))
+        skipped.setdefault(row.reason, []).append(row.title if row.label or rest == DEFAULTS else str(rest))
     return [
         *(row for row in rows if row.verdict != "skipped"),
         *(MatrixRow({}, "skipped", label="; ".join(titles), reason=reason) for reason, titles in skipped.items()),

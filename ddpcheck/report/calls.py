@@ -30,6 +30,7 @@ MODULES = (
     "ddpcheck.gather.phases.single_process",
     "ddpcheck.report.graph.graph_phases",
     "ddpcheck.report.matrix.matrix_phases",
+    "ddpcheck.report.matrix.variant_phases",
     "ddpcheck.report.repro.probe",
     "ddpcheck.report.schedule.schedule_phases",
 )
@@ -47,6 +48,7 @@ if TYPE_CHECKING:  # under their own names, since other modules import them from
     from ddpcheck.gather.phases import single_process as single_process
     from ddpcheck.report.graph import graph_phases as graph_phases
     from ddpcheck.report.matrix import matrix_phases as matrix_phases
+    from ddpcheck.report.matrix import variant_phases as variant_phases
     from ddpcheck.report.repro import probe as probe
     from ddpcheck.report.schedule import schedule_phases as schedule_phases
 else:

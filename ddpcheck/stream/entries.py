@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct, field
 
 from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.evidence.compilation import FunctionCompiled
 from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.evaluation import (
@@ -259,6 +260,7 @@ Entry = (
     | GradientsLeft
     | GradientsTaken
     | PaceRun
+    | FunctionCompiled
     | GroupUsed
     | CallersSeen
     | ExitCalled

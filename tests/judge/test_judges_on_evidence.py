@@ -61,7 +61,7 @@ _TEST_OF_SCRIPT = {
 }
 
 
-_OWN = ("draws", "evaluation", "gathers", "rows", "statistics", "steps")
+_OWN = ("compilations", "draws", "evaluation", "gathers", "rows", "statistics", "steps")
 
 
 def _test_of(judge: str) -> str:

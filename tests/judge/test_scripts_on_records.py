@@ -57,6 +57,8 @@ BY_HAND = frozenset(
         "script_changes.judge_ignored",
         "script_changes.judge_replaced",
         "script_changes.replaced_after_sharding",
+        "script_compilations._other_graphs",
+        "script_compilations.judge_graphs",
         "script_draws.judge_step_draws",
         "script_files._judge_devices",
         "script_losses._judge_shared",

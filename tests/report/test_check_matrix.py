@@ -6,7 +6,12 @@ import pytest
 
 import ddpcheck
 from ddpcheck.report.checking.check_run import CheckRun
-from ddpcheck.report.matrix.matrix import Matrix
+from ddpcheck.report.checking.check_state import CheckOptions
+from ddpcheck.report.matrix.check_matrix import _MatrixRun
+from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
+from ddpcheck.report.matrix.option_sets import DEFAULTS
+from ddpcheck.report.matrix.variant_rows import variant_rows
+from ddpcheck.report.matrix.variants import COMPILED, SYNCED, UNSYNCED
 from tests.faultsuite.cases import FAULTS
 from tests.tiers import share
 
@@ -41,6 +46,12 @@ def verdicts(matrix: Matrix) -> dict[str, str]:
 
 def said(matrix: Matrix, kind: str) -> str:
     return " ".join(advice.message for advice in matrix.advice if advice.kind == kind)
+
+
+@pytest.fixture(autouse=True)
+def _without_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have tests of their own; tests/test_readme.py runs a whole matrix."""
+    monkeypatch.setattr(_MatrixRun, "_try_variants", lambda run: None)
 
 
 @pytest.fixture
@@ -106,6 +117,69 @@ loss = lambda model, x: model(x).square().mean()
     (row,) = (row for row in matrix.rows if row.label)
     assert matrix.ok and matrix.error is None
     assert (row.title, row.verdict) == ("fully_shard", "stops") and "non-contiguous" in row.reason
+
+
+def variants_of(path: Path) -> dict[str, MatrixRow]:
+    asked = CheckOptions(backend="gloo", timeout=20)
+    return {row.title: row for row in variant_rows(str(path), asked, None, DEFAULTS, lambda _words: None, None)}
+
+
+@pytest.mark.slow
+def test_steps_in_micro_batches_and_compiled_are_those_of_the_batch(recipe) -> None:
+    found = variants_of(recipe(""))
+    assert {title: row.verdict for title, row in found.items()} == dict.fromkeys((UNSYNCED, SYNCED, COMPILED), "right")
+    assert all(row.error is not None and row.error < 1e-5 for row in found.values())
+
+
+@pytest.mark.slow
+def test_a_loss_over_a_count_of_the_batch_is_no_mean_over_micro_batches_and_not_all_is_compiled(recipe) -> None:
+    path = recipe(
+        """
+import torch.distributed as dist
+
+class Net(nn.Sequential):
+    def forward(self, x):
+        if torch.compiler.is_compiling():
+            raise ValueError
+        return super().forward(x)
+
+def loss(model, batch):
+    wanted = (batch[:, 0] > -0.6).float()
+    count = wanted.sum()
+    dist.all_reduce(count)
+    return ((model(batch)[:, 0] - batch.sum(1)).square() * wanted).sum() * 2 / count
+
+model = lambda: Net(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+"""
+    )
+    found = variants_of(path)
+    assert [(row.verdict, row.code) for row in found.values()] == [*[("wrong", "DDP514")] * 2, ("incomplete", "")]
+    assert "no mean over samples" in found[SYNCED].reason
+    assert found[COMPILED].reason == "torch.compile has compiled nothing of it"
+
+
+@pytest.mark.slow
+def test_a_step_that_raises_in_micro_batches_under_the_wrapper_costs_its_own_row_only(recipe) -> None:
+    path = recipe(
+        """
+def loss(model, batch):
+    if isinstance(model, DistributedDataParallel) and len(batch) < 6:
+        raise ValueError("too few")
+    return (model(batch)[:, 0] - batch.sum(1)).square().mean()
+"""
+    )
+    found = variants_of(path)
+    assert [row.verdict for row in found.values()] == ["stops", "stops", "right"]
+    assert "too few" in found[UNSYNCED].reason
+
+
+@pytest.mark.slow
+def test_what_cannot_be_split_or_compiled_is_skipped_with_the_reason(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpcheck.report.matrix.variant_rows._LONGEST_COMPILATION", 1e-3)
+    found = variants_of(recipe("\nbatch = lambda step: torch.ones(10, 8)\n"))
+    assert {row.verdict for row in found.values()} == {"skipped"}
+    assert found[UNSYNCED].reason == "the 5 samples of a rank cannot be split into 2 equal micro-batches"
+    assert found[COMPILED].reason == "to compile it takes more than 0.001 s"
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpcheck.findings.rules.rule import ERROR, GRADIENTS, Explains, Rule
+from ddpcheck.findings.rules.rule import ERROR, GRADIENTS, WARNING, Explains, Rule
 
 RULES = (
     Rule(
@@ -330,6 +330,34 @@ loss_of_generator.backward()             # reaches the discriminator too
 generator_optimizer.step()
 loss_of_discriminator.backward()         # right: discriminator_optimizer.zero_grad() first
 discriminator_optimizer.step()
+""",
+    ),
+    Rule(
+        code="DDP522",
+        name="rank-dependent-compilation",
+        severity=WARNING,
+        summary="torch.compile compiles a function again and again, or to other operations, on some ranks only.",
+        why=(
+            "While one rank compiles, for a tenth of a second or for minutes, all others wait in the reduction of "
+            "gradients. After 8 recompilations (torch._dynamo.config.recompile_limit) torch gives up, and that rank "
+            "runs the function as it is written, slower than the others, to the end. Where the code itself depends on "
+            "the rank, the ranks train different models. (PyTorch docs, torch.compile, Recompilation.)"
+        ),
+        fix=(
+            "Pad batches to one shape, or compile for any size: torch.compile(dynamic=True) or "
+            "torch._dynamo.mark_dynamic. Have Python values and branches in forward the same on every rank."
+        ),
+        detected=(
+            "`ddpcheck run` records what each rank compiles while it trains, and which guard has failed, as torch has "
+            "it. It is reported where the same guard fails twice or more on a rank and never on another, or where some "
+            "ranks alone reach the limit; and where inputs of the same shapes give other operations with gradients on "
+            "each rank, every time, in a function without graph breaks."
+        ),
+        ignore="If the rank that compiles has met all its shapes by now, and the others meet theirs later.",
+        example="""\
+model = DistributedDataParallel(torch.compile(net, dynamic=False))
+for tokens in loader:                    # lengths that vary on one rank
+    model(tokens).backward()             # right: torch.compile(net), which compiles for any length at the second
 """,
     ),
 )

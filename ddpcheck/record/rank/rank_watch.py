@@ -47,6 +47,7 @@ from ddpcheck.record.data.draw_recorder import DrawRecorder
 from ddpcheck.record.data.loader_recorder import LoaderRecorder
 from ddpcheck.record.evaluation.evaluation_recorder import EvaluationRecorder
 from ddpcheck.record.loop.bypass_recorder import DDP_FILE
+from ddpcheck.record.loop.compilation_recorder import CompilationRecorder
 from ddpcheck.record.loop.taken_recorder import TakenRecorder
 from ddpcheck.record.loss.gather_recorder import GatherRecorder
 from ddpcheck.record.loss.loss_recorder import LossRecorder
@@ -149,6 +150,7 @@ class _WatchedRank:
         self._draws = DrawRecorder(log.add, lambda: self._optimizers.steps)
         losses = LossRecorder(log.add, self._optimizers, lambda: self._loaders.taken)
         self._taken = TakenRecorder(log.add, self._watches)
+        CompilationRecorder(log.add, self._watches, lambda: self._optimizers.steps)
         gathers = GatherRecorder(log.add, lambda: self._optimizers.steps)
         self._statistics = StatisticsRecorder(log.add, lambda: self._loaders.samples)
         self._constructions = ConstructionRecorder()

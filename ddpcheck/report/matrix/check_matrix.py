@@ -37,6 +37,7 @@ from ddpcheck.report.matrix.option_sets import (
     first_option_sets,
     further_option_sets,
 )
+from ddpcheck.report.matrix.variant_rows import variant_rows
 from ddpcheck.worlds import preloading
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class _MatrixRun:
                 self._try_options()
                 if not wrapped[0].together:  # sharded instead, it would be another model
                     self._try_shards()
+                    self._try_variants()
             if step_times and wrapped[0].together:
                 self.notes.append("step times are not measured of a model that tensor parallelism splits")
             elif step_times:
@@ -231,6 +233,13 @@ class _MatrixRun:
             nearest = DEFAULTS.plus(broadcast_buffers=False)
             state = self._check(nearest, label, partial(calls.matrix_phases.wrap_in_shards, shape))
             self.rows.append(replace(self._judged(state, DEFAULTS, own=False), label=label))
+
+    def _try_variants(self) -> None:
+        """Other ways to make a step, under the first options under which the model is right."""
+        fine = [row for row in self.rows if row.fine and not row.hook and (row.own or not row.label)]
+        if fine and not self.facts.own_hook:
+            options = None if fine[0].own else fine[0].options
+            self.rows += variant_rows(self.target, self.asked, options, fine[0].options, self.progress, self.hosts)
 
     def _row(self, option_set: OptionSet, expected: int) -> MatrixRow:
         """One row, whatever happens in it."""

@@ -1,0 +1,150 @@
+"""What a rank compiles with `torch.compile`, and why it compiles it again.
+
+torch has no public way to ask for it. Each private name that is used here is one that may be missing: then nothing is
+recorded, or without its reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+
+from ddpcheck.findings.evidence.compilation import FunctionCompiled
+from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location
+from ddpcheck.gather.patching import Patch, guarded, patched
+from ddpcheck.record.rank.module_finder import when_imported
+from ddpcheck.record.rank.script_watch import ScriptWatch
+
+_FRAMES, _GRAPHS, _UTILS = (f"torch._dynamo.{name}" for name in ("convert_frame", "output_graph", "utils"))
+_MOST = 1024
+_LONGEST = 160  # characters of a reason
+_COMPILED_AS = re.compile(r"^\d+/\d+: ")  # which of the compilations before it was
+_SOURCE = re.compile(r"\s*  # .*")  # of the line that reads it, which torch appends
+_VALUES = re.compile(r"(?<= (?:==|is|in) ).*|(?<= expected ).*")
+_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+class CompilationRecorder:
+    """Hands each compilation of a function to `sink`; costs nothing until a function is compiled."""
+
+    def __init__(
+        self,
+        sink: Callable[[FunctionCompiled], object],
+        watches: Iterable[ScriptWatch],
+        steps: Callable[[], int],
+    ) -> None:
+        """Begin; `watches` are those on the wrappers, and `steps` says how many steps optimizers have made."""
+        self._sink = sink
+        self._watches = watches
+        self._steps = steps
+        self._graphs: list[Any] = []  # of the compilation that is under way
+        self._count = 0
+        when_imported((_FRAMES,), self._follow)
+        when_imported((_GRAPHS,), self._follow_graphs)
+
+    def _follow(self, frames: ModuleType) -> None:
+        if hasattr(frames, "_compile"):
+            patched(frames, "_compile", self._compiles)
+
+    def _follow_graphs(self, graphs: ModuleType) -> None:
+        kind = vars(graphs).get("OutputGraph")
+        if hasattr(kind, "call_user_compiler"):
+            Patch(kind, "call_user_compiler", self._noting)
+
+    def _noting(self, original: Any) -> Any:
+        """`original`, which is called while torch traces: `patched` would not tell of it."""
+        note = guarded(self._graphs.append)
+
+        @functools.wraps(original)
+        @passes_on
+        def call_user_compiler(graph: Any, module: Any, *arguments: Any, **named: Any) -> Any:
+            note(module.graph)
+            return original(graph, module, *arguments, **named)
+
+        return call_user_compiler
+
+    def _compiles(self, code: CodeType, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
+        known, began = len(_reasons(code)), time.monotonic()
+        trains = torch.is_grad_enabled() and any(watch.module.training for watch in self._watches)
+        self._graphs.clear()
+        compiled = None
+        try:
+            compiled = yield
+        finally:
+            graphs = self._graphs.copy()
+            self._graphs.clear()
+            given_up = compiled is None and _is_given_up()
+            if (graphs and compiled is not None) or given_up:
+                said = (_reasons(code)[known:] or [""])[0]
+                self._note(code, graphs, said, time.monotonic() - began, trains=trains, given_up=given_up)
+
+    def _note(
+        self, code: CodeType, graphs: Iterable[Any], said: str, seconds: float, *, trains: bool, given_up: bool
+    ) -> None:
+        self._count += 1
+        if self._count > _MOST:
+            return
+        nodes = [node for graph in graphs for node in graph.nodes]
+        reason = _SOURCE.sub("", _COMPILED_AS.sub("", said.partition("\n")[0])).strip()
+        self._sink(
+            FunctionCompiled(
+                getattr(code, "co_qualname", code.co_name).rpartition("<locals>.")[2],
+                Location(relative_path(code.co_filename), code.co_firstlineno),
+                _line_in(said) or user_location(),
+                self._steps(),
+                round(seconds, 3),
+                trains=trains,
+                guard=_VALUES.sub("", reason).strip()[:_LONGEST],
+                reason=reason[:_LONGEST],
+                given_up=given_up,
+                inputs=zlib.crc32(repr([_shape_of(node) for node in nodes if node.op == "placeholder"]).encode()),
+                operations=Counter(_name_of(node) for node in nodes if _has_gradient(node)),
+            )
+        )
+
+
+def _reasons(code: CodeType) -> list[str]:
+    """Why code was compiled again, up to now; empty where this torch does not say it."""
+    failures = getattr(sys.modules.get(_UTILS), "guard_failures", {})  # private to torch
+    return [str(one) for one in failures.get(code, ())]
+
+
+def _is_given_up() -> bool:
+    """Whether the compilation that has failed last was one too many; not known where this torch does not say it."""
+    metrics: list[Any] = getattr(sys.modules.get(_UTILS), "get_compilation_metrics", list)()  # private to torch
+    return bool(metrics) and "limit" in str(getattr(metrics[-1], "fail_reason", None)).partition("\n")[0]
+
+
+def _line_in(said: str) -> Location | None:
+    """The innermost line of the program in the stack that follows a reason."""
+    lines = [(match["file"], int(match["line"])) for match in _LINE.finditer(said)]
+    lines = [(file, line) for file, line in lines if is_user_file(file) and not is_installed(file)]
+    return Location(relative_path(lines[-1][0]), lines[-1][1]) if lines else None
+
+
+def _has_gradient(node: Any) -> bool:
+    """Whether backward goes through an operation of a graph, as far as torch notes what it gives."""
+    value = node.meta.get("example_value")
+    tensors = value if isinstance(value, tuple | list) else (value,)
+    called = node.op.startswith("call_")
+    return called and any(isinstance(one, torch.Tensor) and one.requires_grad for one in tensors)
+
+
+def _shape_of(node: Any) -> str:
+    value = node.meta.get("example_value")
+    return f"{value.dtype} {[*map(str, value.shape)]}" if isinstance(value, torch.Tensor) else node.op
+
+
+def _name_of(node: Any) -> str:
+    return str(getattr(node.target, "__name__", node.target))
