@@ -95,6 +95,7 @@ _WHEN: Mapping[When, Callable[[Finding, Finding], bool]] = {
     "its statistics": lambda cause, found: (
         BY_NORMALISATION in cause.tags and all(name.rpartition(".")[2] in RUNNING_STATISTICS for name in found.subjects)
     ),
+    "a note": lambda _cause, found: found.severity is Severity.NOTE,
     # backward passes that are averaged are fewer
     "by steps": lambda _cause, found: "step" in found.subjects,
 }

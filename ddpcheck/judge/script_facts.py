@@ -220,7 +220,8 @@ class ScriptFacts:
         for rank in self.ranks:
             times: Counter[tuple[Any, ...]] = Counter()  # that a script has made it anew, in each round say
             for first in first_steps(rank):
-                numbers = {int(name.partition("/")[0]) for name in first.held}
+                named = (*first.held, *(name for name in first.alone if "/" in name))
+                numbers = {int(name.partition("/")[0]) for name in named}
                 groups = {rank.wrappers[number].ranks for number in numbers}
                 members = next(iter(groups)) if len(groups) == 1 else tuple(range(rank.started.world_size))
                 same = [one for one in entries_of(rank, OptimizerStep) if one.optimizer == first.optimizer]

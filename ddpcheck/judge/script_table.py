@@ -19,6 +19,7 @@ from ddpcheck.findings.evidence.evaluation import (
     MetricShown,
     ResultExchanged,
     RowsCompared,
+    SumsReduced,
 )
 from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged, GradientsTaken
@@ -27,6 +28,7 @@ from ddpcheck.findings.evidence.running_statistics import RunningStatistic
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
     Evaluated,
+    FilesLeft,
     FileUsed,
     GradientsClipped,
     GradientsZeroed,
@@ -43,7 +45,9 @@ from ddpcheck.findings.wording import counted
 from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.data.script_draws import judge_added_noise, judge_step_draws, judge_streams
 from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved
+from ddpcheck.judge.data.script_rows import OTHER_VALUES
 from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
+from ddpcheck.judge.evaluation.script_sums import judge_sums_again
 from ddpcheck.judge.evaluation.script_targets import judge_targets
 from ddpcheck.judge.gradients.script_alone import are_local, judge_alone, judge_taken
 from ddpcheck.judge.gradients.script_clips import judge_changed, judge_clips, judge_rescaled, judge_step_gradients
@@ -281,7 +285,8 @@ def _data(facts: ScriptFacts) -> Verdicts:
             evaluated = dict(zip(by_number, wrapper.of(Evaluated), strict=True))
             found += judge_inputs(given, by_number) or judge_streams(by_number, given, evaluated)
     tables = facts.of(DerivedTable)
-    found += judge_tables(tables, passes)
+    if of_tables := judge_tables(tables, passes):
+        found = [finding for finding in found if OTHER_VALUES not in finding.tags] + of_tables
     taken = [one for one in passes[0] if one.trains]
     what = {
         f"samples of {counted(len(taken), 'pass')} over loaders": taken,
@@ -301,7 +306,9 @@ def _take_slices(ranks: Sequence[WatchedRank]) -> bool:
 def _files(facts: ScriptFacts) -> Verdicts:
     uses = facts.of(FileUsed)
     paths = {one.path for of_rank in uses for one in of_rank}
-    found = judge_files(uses) + (judge_shards_saved(uses) if facts.ended else [])
+    sizes = [item for of_rank in facts.of(FilesLeft) for one in of_rank for item in one.sizes.items()]
+    empty = {path for path, _ in sizes} - {path for path, size in sizes if size}
+    found = judge_files(uses, empty) + (judge_shards_saved(uses) if facts.ended else [])
     return {"files": _compared(found, f"uses of {counted(len(paths), 'file')}", len(paths))}
 
 
@@ -311,6 +318,7 @@ def _evaluation(facts: ScriptFacts) -> Verdicts:
     passes = facts.of(EvaluationPass)
     exchanged, shown, compared = facts.of(ResultExchanged), facts.of(MetricShown), facts.of(RowsCompared)
     found = judge_evaluations(facts.passes, passes, exchanged, shown, compared)
+    found += judge_sums_again(facts.of(SumsReduced))
     found += judge_targets(facts.of(GatheredTargets), facts.of(LossDifferentiated))
     loops = f"after {counted(len(passes[0]), 'loop')} without backward"
     what = f"the numbers and labels that were exchanged and shown, {loops}"
@@ -344,7 +352,8 @@ _OF_A_WATCH = (
     *("DDP501", "DDP502", "DDP503", "DDP508", "DDP509", "DDP513", "DDP514", "DDP515", "DDP517", "DDP521"),
 )
 _OF_OPTIMIZERS = (
-    *("DDP111", "DDP208", "DDP223", "DDP301", "DDP303", "DDP305", "DDP306", "DDP501", "DDP504", "DDP507", "DDP508"),
+    *("DDP111", "DDP208", "DDP223", "DDP301", "DDP303", "DDP305", "DDP306", "DDP501", "DDP503", "DDP504", "DDP507"),
+    "DDP508",
 )
 _OF_MODULES = (
     *("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP209"),
@@ -369,7 +378,11 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
     Row(_over_ranks(_data), ("data",), ("DDP505", "DDP506", "DDP510", "DDP516", "DDP519"), yields=("DDP505", "DDP516")),
     Row(_over_ranks(_statistics), ("replicas",), ("DDP217",)),
     Row(_over_ranks(_files), ("files",), ("DDP512", "DDP521")),
-    Row(_over_ranks(_evaluation), ("evaluation",), ("DDP516", "DDP801", "DDP802", "DDP803", "DDP804", "DDP805")),
+    Row(
+        _over_ranks(_evaluation),
+        ("evaluation",),
+        ("DDP516", "DDP801", "DDP802", "DDP803", "DDP804", "DDP805", "DDP806"),
+    ),
     Row(_over_ranks(_unheld), ("optimizers",), ("DDP504",), unless=("DDP504",)),
     Row(_over_ranks(_copies), ("replicas",), ("DDP214", "DDP306"), unless=_REPLICAS_PART),
 )

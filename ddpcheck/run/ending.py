@@ -160,7 +160,7 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
     at_end = []
     for rank, log in zip(ranks, comparable_logs(ranks), strict=True):
         failure = found.get(rank.started.rank)
-        exit_at, for_worker = "", False
+        exit_at, for_worker, waits_for = "", False, None
         stacks = ending.hang.stacks if ending.hang is not None else {}
         lines = program_lines(stacks.get(rank.started.rank, rank.stack))
         follows = failure is None or follows_from_another_rank(failure)
@@ -169,6 +169,8 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
                 raised_at = program_lines(failure.traceback)
                 lines = tuple(line for line in raised_at if line.rpartition(":")[0] in rank.files)
             doing = describe_failure(failure)
+            if failure.kind == "stuck" and rank.waits_for is not None:
+                waits_for, doing = rank.waits_for, f"waits in {rank.waits_for}"
             log = _with_forward(log, failure, lines)
             if for_worker := region_of(own_stack(stacks.get(failure.rank, ""))) == WORKERS:
                 doing = f"waits for a worker of its data loader{f' at {lines[0]}' if lines else ''}"
@@ -186,7 +188,7 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
         ended = rank.has_ended and (failure is None or failure.kind != "stuck")
         waits = follows and not (failure is not None and failure.kind == "stuck" and not is_waiting(failure))
         number, passes = rank.started.rank, rank.passes
-        story = (doing, lines, waits, ended, passes, exit_at, for_worker, rank.forwards)
+        story = (doing, lines, waits, ended, passes, exit_at, for_worker, rank.forwards, waits_for)
         at_end.append(RankAtEnd(number, log, earlier, *story))
     return at_end
 

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
+from ddpcheck.findings.evidence.endings import PeerWait
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.stream.held_file import mapped_file
 
@@ -15,13 +16,15 @@ _HEAD = struct.Struct("<qq")  # how many there have been; how often the main thr
 HEAD_SIZE = _HEAD.size
 """Bytes at the beginning of the file, which change as long as the rank comes to collectives, or these end."""
 _SEPARATOR = "\x1f"
+_FIELDS = 4  # of a wait
+_WAIT = _HEAD.size + _KEPT * _WIDTH  # where it is written for which rank this one waits
 
 
 class CallRing:
     """The ring that this process writes."""
 
     def __init__(self, path: Path) -> None:
-        self._memory = mapped_file(path, _HEAD.size + _KEPT * _WIDTH)
+        self._memory = mapped_file(path, _WAIT + _WIDTH)
         self._count = self._turns = self._depth = 0
 
     def add(self, call: Call, callers: int) -> None:
@@ -37,6 +40,17 @@ class CallRing:
         self._depth += 1 if begins else -1
         self._turns += self._depth == begins  # not for one inside of another
         _HEAD.pack_into(self._memory, 0, self._count, self._turns)
+
+    def wait(self, wait: PeerWait | None) -> None:
+        """Write that the rank begins to wait for another one in a point-to-point call; or no more."""
+        fields = () if wait is None else (wait.operation, str(wait.peer), str(wait.tag), wait.location)
+        self._memory[_WAIT:] = _SEPARATOR.join(fields).encode("utf-8", "replace")[:_WIDTH].ljust(_WIDTH, b"\0")
+
+
+def read_wait(path: Path) -> PeerWait | None:
+    """What a rank waits for in a point-to-point call; `None` where it does not."""
+    words = path.read_bytes()[_WAIT:].rstrip(b"\0").decode("utf-8", "replace").split(_SEPARATOR)
+    return PeerWait(words[0], int(words[1]), int(words[2]), words[3]) if len(words) == _FIELDS else None
 
 
 def is_inside(path: Path) -> bool:

@@ -21,6 +21,7 @@ from ddpcheck.findings.evidence.evaluation import (
     MetricShown,
     ResultExchanged,
     RowsCompared,
+    SumsReduced,
 )
 from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged, GradientsTaken
@@ -30,6 +31,7 @@ from ddpcheck.findings.evidence.running_statistics import RunningStatistic
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
     Evaluated,
+    FilesLeft,
     FileUsed,
     GradientsClipped,
     GradientsZeroed,
@@ -250,12 +252,14 @@ Entry = (
     | GradientsZeroed
     | ReducedInPlace
     | FileUsed
+    | FilesLeft
     | ModuleChanged
     | GradientsChanged
     | EvaluationPass
     | ResultExchanged
     | MetricShown
     | RowsCompared
+    | SumsReduced
     | GatheredTargets
     | GradientsLeft
     | GradientsTaken

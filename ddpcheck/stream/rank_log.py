@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from ddpcheck.findings.evidence.endings import PeerWait
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.source_lines import file_of
 from ddpcheck.stream.codec import encoded
@@ -86,6 +87,11 @@ class RankLog:
         """Write that this rank comes into a collective, or a wait for one; or out of it. Of its main thread."""
         if os.getpid() == self._process and threading.current_thread() is threading.main_thread():
             self._calls.turn(begins=begins)
+
+    def wait_for(self, wait: PeerWait | None) -> None:
+        """Write what this rank begins to wait for in a point-to-point call of its main thread; `None`: no more."""
+        if os.getpid() == self._process and threading.current_thread() is threading.main_thread():
+            self._calls.wait(wait)
 
     def count_batch(self, loader: int, number: int, batches: int) -> None:
         """Write that a batch was taken: how many there were, in which pass over which loader."""

@@ -9,11 +9,12 @@ from pathlib import Path
 from msgspec import Struct, field
 
 from ddpcheck.findings.evidence.construction import WrapperBegun
+from ddpcheck.findings.evidence.endings import PeerWait
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.stream.codec import decoded
-from ddpcheck.stream.collective_ring import read_calls
+from ddpcheck.stream.collective_ring import read_calls, read_wait
 from ddpcheck.stream.counters import read_counters
 from ddpcheck.stream.entries import (
     CallersSeen,
@@ -46,6 +47,7 @@ class WatchedRank(Struct, frozen=True):
         batches: By loader, the number of its last pass and how many batches were taken in it.
         forwards: By the number of the line of a wrapper's last forward pass, how many it has made there.
         unknown: How many entries this version cannot read.
+        waits_for: What it waits for in a point-to-point call, if that is what it does.
     """
 
     started: RankStarted
@@ -57,6 +59,7 @@ class WatchedRank(Struct, frozen=True):
     batches: Sequence[tuple[int, int]] = ()
     forwards: Mapping[int, int] = field(default_factory=dict)
     unknown: int = 0
+    waits_for: PeerWait | None = None
 
     @property
     def wrappers(self) -> list[WrapperMade]:
@@ -147,4 +150,5 @@ def _read(path: Path) -> WatchedRank | None:
         batches,
         {line: made for line, made in forwards if lines.count(line) == 1},
         unknown,
+        read_wait(path.with_suffix(".calls")),
     )

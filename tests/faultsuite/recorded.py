@@ -193,7 +193,7 @@ def read_evidence(case: Case, folder: Path = FOLDER) -> dict[str, Any]:
     if data["source"] != _digest(case):
         raise EvidenceError(f"{case}: the file has changed since its evidence was recorded; run {COMMAND} {case}")
     for name, fields in data["classes"].items():
-        if fields.split() != fields_of(name):
+        if fields.split() != [field for field in fields_of(name) if field in fields.split()]:  # others have a default
             other = sorted(set(fields.split()) ^ set(fields_of(name))) or ["their order"]
             raise EvidenceError(
                 f"{case}: the fields of {name} are others than when evidence was recorded ({', '.join(other)}); "

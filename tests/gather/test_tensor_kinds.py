@@ -15,7 +15,7 @@ from torch import nn
 from ddpcheck.findings.errors import NonFiniteLossError, RankFailure
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.module_description import describe
-from ddpcheck.gather.state.module_state import capture_state, moved
+from ddpcheck.gather.state.module_state import buffers_left_out, capture_state, moved
 from ddpcheck.gather.state.tensor_values import version_of
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
@@ -126,3 +126,11 @@ def test_a_tensor_of_inference_mode_has_no_version() -> None:
         made = torch.zeros(2)
     assert version_of(made) == -1
     assert version_of(torch.zeros(2).add_(1)) == 1
+
+
+def test_buffers_that_a_state_dict_leaves_out() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    module.register_buffer("mask", torch.ones(2), persistent=False)
+    module[1].register_buffer("count", torch.ones(2), persistent=False)
+    named = {name for name, _ in module.named_buffers()}
+    assert buffers_left_out(module) == named - module.state_dict().keys() == {"mask", "1.count"}

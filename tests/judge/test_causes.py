@@ -21,6 +21,7 @@ APART: dict[When, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "by steps": (("a",), ("step",), ()),
     "always": (("head.weight",), ("other",), ()),
     "an error": (("no_sync",), ("head.weight",), ()),
+    "a note": (("head.weight",), ("hook",), ()),
 }
 """By case: the subjects of the cause and of its consequence, and the tags of the cause."""
 
@@ -32,7 +33,8 @@ def finding(code: str, *subjects: str, tags: tuple[str, ...] = (), severity: Sev
 @pytest.mark.parametrize(("code", "explains", "other"), RELATIONS, ids=lambda value: getattr(value, "when", value))
 def test_a_consequence_is_told_as_evidence_of_its_cause(code, explains, other) -> None:
     mine, theirs, tags = APART[explains.when]
-    cause, found = finding(code, *mine, tags=tags), finding(other, *theirs)
+    severity = Severity.NOTE if explains.when == "a note" else Severity.ERROR
+    cause, found = finding(code, *mine, tags=tags), finding(other, *theirs, severity=severity)
     for both in ([cause, found], [found, cause]):
         causes = find_causes(both)
         (kept,) = causes.findings
@@ -51,6 +53,7 @@ def test_a_consequence_is_told_as_evidence_of_its_cause(code, explains, other) -
         ("DDP106", ("table",), "DDP312", ("head.weight",)),
         ("DDP304", ("norm",), "DDP214", ("seen",)),
         ("DDP502", ("a",), "DDP508", ("a",)),
+        ("DDP303", ("a",), "DDP302", ("a",)),
     ],
 )
 def test_what_has_another_cause_stays(code, mine, other, theirs) -> None:

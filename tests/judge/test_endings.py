@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.findings.evidence.endings import RankAtEnd
+from ddpcheck.findings.evidence.endings import PeerWait, RankAtEnd
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block, blocks_around
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.endings.stories import judge_endings
+from ddpcheck.stream.collective_ring import CallRing, read_calls, read_wait
 from ddpcheck.stream.places import (
     DDP_BACKWARD,
     DDP_FORWARD,
@@ -416,3 +417,55 @@ def test_who_takes_the_continue_is_the_odd_one_of_two(odd: int) -> None:
     ranks = [[of_d, of_g, of_d, of_g], [of_d, of_g, of_d, of_d]]
     finding = only(judge(*(ranks if odd else ranks[::-1])))
     assert (finding.code, finding.ranks, finding.location) == ("DDP403", (odd,), Location("train.py", 69))
+
+
+# Point-to-point calls
+
+
+def waiting(rank: int, operation: str, peer: int, line: int, **more: Any) -> RankAtEnd:
+    wait = PeerWait(operation, peer, more.pop("tag", 0), f"a.py:{line}")
+    return RankAtEnd(rank, [], doing=f"waits in {wait}", waits_for=wait)
+
+
+ENDED = RankAtEnd(1, [], doing="has run to its end", waits=False, ended=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message", "fix"),
+    [
+        (
+            [waiting(0, "send", 1, 10), waiting(1, "send", 0, 20)],
+            "Rank 0 waits in send to rank 1 at a.py:10 and rank 1 waits in send to rank 0 at a.py:20: each waits for "
+            "the next one.",
+            "receive first",
+        ),
+        (
+            [waiting(0, "isend", 1, 10), waiting(1, "irecv", 0, 20, tag=4)],
+            "Rank 0 waits in isend to rank 1 at a.py:10 and rank 1 waits in irecv from rank 0 with tag 4 at a.py:20: "
+            "each waits for the next one.",
+            "group and tag",
+        ),
+        ([waiting(0, "recv", 1, 10), ENDED], "Rank 0 waits in recv from rank 1 at a.py:10 and rank 1 has run", "send"),
+    ],
+)
+def test_ranks_that_wait_for_each_other_in_point_to_point_calls(ranks: list[RankAtEnd], message: str, fix: str) -> None:
+    (found,) = judge_endings(ranks, {})
+    assert (found.code, found.location) == ("DDP402", Location("a.py", 10))
+    assert found.message.startswith(message) and fix in found.fix
+
+
+def test_a_circle_of_some_ranks_is_told_and_who_waits_for_one_of_them_is_not() -> None:
+    ring = [waiting(rank, "send", peer, 10) for rank, peer in ((0, 1), (1, 2), (2, 3), (3, 1))]
+    (found,) = judge_endings(ring, {})
+    assert found.ranks == (1, 2, 3)
+    assert not judge_endings([waiting(0, "recv", -1, 10), waiting(1, "recv", -1, 10)], {})  # from any rank
+
+
+def test_what_a_rank_waits_for_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "0.calls"
+    ring, wait = CallRing(path), PeerWait("send", 3, 7, "a.py:10")
+    assert read_wait(path) is None
+    ring.wait(wait)
+    assert read_wait(path) == wait
+    ring.wait(None)
+    assert read_wait(path) is None and read_calls(path, {}, {}) == (0, [])

@@ -108,7 +108,11 @@ def test_the_average_is_not_asked_about_gradients_that_differ_between_ranks() ->
 
 def test_a_buffer_is_judged_by_what_the_wrapper_does_about_buffers() -> None:
     by_step = {0: [step(rank, buffers={"n": rank}) for rank in (0, 1)]}
-    assert codes(replica_state.judge_buffers(ReplicaFacts(by_step, (), KNOWN))) == ["DDP214"]
+    (saved,) = replica_state.judge_buffers(ReplicaFacts(by_step, (), KNOWN))
+    left_out = replace(KNOWN, wrapper=replace(KNOWN.wrapper, not_saved=frozenset({"n", "m"})))
+    (other,) = replica_state.judge_buffers(ReplicaFacts(by_step, (), left_out))
+    assert (saved.code, "checkpoint" in saved.message) == ("DDP214", True)
+    assert (other.code, "checkpoint" in other.message, "leaves out n" in str(other.evidence)) == ("DDP214", False, True)
     broadcast = ReplicaFacts(by_step, (), replace(KNOWN, broadcasts_buffers=True))
     assert codes(replica_state.judge_buffers(broadcast)) == ["DDP215"]
     assert replica_state.judge_buffers(ReplicaFacts({0: [step(0), step(1)]}, (), KNOWN)) == []

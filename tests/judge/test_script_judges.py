@@ -369,10 +369,8 @@ def test_optimizer_state_that_differs() -> None:
     assert not judge_optimizer_state([[here, sharded]])
 
 
-def alone(count: int, value: int, gradient: float) -> OptimizerStep:
-    return step(
-        count, held=(), reductions=-1, alone={"Head.w": value}, gradients={"Head.w": [gradient]}, marks=(value,)
-    )
+def alone(count: int, value: int, gradient: float, name: str = "Head.w") -> OptimizerStep:
+    return step(count, held=(), reductions=-1, alone={name: value}, gradients={name: [gradient]}, marks=(value,))
 
 
 @pytest.mark.parametrize(
@@ -394,6 +392,13 @@ def alone(count: int, value: int, gradient: float) -> OptimizerStep:
 def test_parameters_in_no_wrapper(ranks: list[list[tuple[int, int, float]]], found: list[str]) -> None:
     steps = [[alone(*one) for one in at] for at in zip(*ranks, strict=True)]
     assert codes(judge_alone(steps, [], wrapped=False)) == found
+
+
+def test_parameters_that_a_wrapper_does_not_know_of_are_told_by_their_names_in_it() -> None:
+    of_ranks = [[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 5.0), (1, 3, 6.0)]]
+    steps = [[alone(*one, name="0/head.w") for one in at] for at in zip(*of_ranks, strict=True)]
+    (found,) = judge_alone(steps, [], wrapped=True)
+    assert (found.code, found.subjects) == ("DDP503", ("head.w",))
 
 
 def test_what_ranks_add_to_gradients_that_are_reduced_is_not_told_as_no_reduction() -> None:
@@ -700,6 +705,13 @@ def test_files_that_one_rank_makes_and_another_reads(
     writer: list[FileUsed], reader: list[FileUsed], found: list[str]
 ) -> None:
     assert codes(judge_files([writer, reader])) == found
+
+
+def test_a_file_that_is_only_touched_is_no_race() -> None:
+    for touched in ([opened("done", 2, writes=True)], [opened("done", 2)]):
+        assert codes(judge_files([[opened("done", 2, writes=True)], touched])) == ["DDP512"]
+        assert not judge_files([[opened("done", 2, writes=True)], touched], {"/data/done"})
+        assert codes(judge_files([[CACHE], [CACHE]], {"/data/done"})) == ["DDP512"]
 
 
 def test_a_checkpoint_that_is_loaded_onto_the_device_of_another_rank() -> None:

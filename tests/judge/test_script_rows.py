@@ -49,7 +49,18 @@ def test_samples_that_ranks_share_by_their_contents(mine: LoaderPass, theirs: Lo
     assert found([mine], [theirs]) == ([(code, MADE)] if code else [])
 
 
-TWICE = [row for row in range(32) for _ in range(2)]
+def in_turn(*workers: Sequence[int]) -> list[int]:
+    """What workers give in batches of four."""
+    begun = range(0, max(map(len, workers)), 4)
+    return [row for begin in begun for worker in workers for row in worker[begin : begin + 4]]
+
+
+TWICE = in_turn(range(32), range(32))
+UNEVEN = in_turn(range(9), range(9))
+AUGMENTED = in_turn([row // 2 for row in range(32)], [16 + row // 2 for row in range(32)])
+"""Each worker gives its part of the stream, and each sample twice."""
+IN_ROUNDS = in_turn([*range(0, 33, 2), *range(1, 33, 2)], [*range(1, 33, 2), *range(0, 33, 2)])
+"""The workers go through the stream twice, in turn."""
 SORTED = {"samples": {"items": tuple(range(64))}, "size": 64, "contents": {"0": {0: 1, 9: 2, 5: 3}}}
 
 
@@ -58,6 +69,9 @@ SORTED = {"samples": {"items": tuple(range(64))}, "size": 64, "contents": {"0": 
     [
         (epoch(TWICE, workers=2), epoch([row + 32 for row in TWICE], workers=2), "DDP505 warning"),
         (epoch(TWICE, workers=2), epoch(TWICE, workers=2), "DDP505 error"),  # nor by rank
+        (epoch(AUGMENTED, workers=2), epoch([row + 32 for row in AUGMENTED], workers=2), ""),
+        (epoch(IN_ROUNDS, workers=2), epoch([row + 33 for row in IN_ROUNDS], workers=2), ""),
+        (epoch(UNEVEN, workers=2), epoch([row + 9 for row in UNEVEN], workers=2), "DDP505 warning"),
         (epoch(TWICE, workers=2), epoch(range(32, 96), workers=2), ""),  # one of them only
         (epoch(range(32), workers=1), epoch(range(32, 64), workers=1), ""),
         (epoch(TWICE, workers=3), epoch([row + 32 for row in TWICE], workers=3), ""),
@@ -131,7 +145,34 @@ def test_places_of_a_dataset_that_are_other_samples_on_each_rank() -> None:
         [replace(one, labels=tuple(n % 3 for n in one.indices)) for one in two(part, *places)]
         for part, places in ((EVEN, (FIRST, late)), (ODD, (SECOND, early)))
     ]
-    assert not found(*labelled)  # the same data, which each rank changes in its own way
+    assert found(*labelled) == [("DDP516", MADE)]  # the same data, which each rank changes in its own way
+
+
+@pytest.mark.parametrize(
+    ("theirs", "more", "is_found"),
+    [
+        (range(100, 132), {}, True),
+        (range(32), {}, False),
+        (range(100, 132), {"draws": {1: 2}}, False),
+        (range(100, 132), {"samples": {}}, False),  # other data, perhaps
+        (range(100, 132), {"state": {"rank": 1}}, False),
+    ],
+)
+def test_samples_that_a_rank_makes_in_its_own_way(theirs: Sequence[int], more: dict[str, Any], is_found: bool) -> None:
+    def two(part: Sequence[int], *orders: Sequence[int], **more: Any) -> list[LoaderPass]:
+        more = {"samples": {"texts": tuple(range(32))}, "drawn": 0, **more}
+        return [half(part, order, number, **more) for number, order in enumerate(orders)]
+
+    late, early = (*FIRST[:8], *SECOND[:8]), (*FIRST[8:], *SECOND[8:])
+    both = two(range(32), FIRST, late), two(theirs, SECOND, early, **more)
+    assert found(*both) == ([("DDP516", MADE)] if is_found else [])
+
+
+def test_parts_of_ranks_whose_labels_come_in_the_same_order() -> None:
+    held = {"contents": {"1": {place: place // 8 for place in range(32)}}}
+    parts = [[half(part, range(32), samples={"x": tuple(part)}, **held)] for part in (EVEN, ODD)]
+    assert not found(*parts)
+    assert found(*([half(EVEN, range(32), samples={}, **held)] for _ in range(2))) == [("DDP505", MADE)]
 
 
 def test_a_sampler_that_splits_subsets_of_the_ranks() -> None:

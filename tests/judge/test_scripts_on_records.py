@@ -68,6 +68,7 @@ BY_HAND = frozenset(
         "script_optimizers.judge_parts",
         "script_optimizers.judge_stale",
         "script_rows.judge_labels",
+        "script_rows.judge_other_values",
         "script_rows.judge_restarted",
         "script_rows.judge_workers",
         "script_states._finding_of_use",

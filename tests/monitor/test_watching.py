@@ -81,6 +81,16 @@ def test_a_parameter_that_no_operation_reads_is_named_in_the_first_backward_pass
     assert model.findings[0].location.path.endswith("test_watching.py")
 
 
+def test_a_forward_pass_that_is_called_by_its_name_is_a_step_as_well():
+    ways, model = ["whole", "whole", "short"], nn.parallel.DistributedDataParallel(Net())
+    entered = nn.parallel.DistributedDataParallel._pre_forward  # of torch
+    with ddpcheck.watch(model, on_finding=lambda finding: None) as watch:
+        for way in ways:
+            model.forward(torch.ones(3, 4), way).sum().backward()
+    assert watch.step == len(ways) and nn.parallel.DistributedDataParallel._pre_forward is entered
+    assert [(one.code, one.steps) for one in watch.findings] == [("DDP105", (2,))]
+
+
 def test_what_is_raised_does_not_show_how_it_was_found():
     model = CheckedDistributedDataParallel(Net())
     with pytest.raises(FindingsError) as raised:

@@ -135,6 +135,17 @@ def test_healthy_evaluations_that_look_like_faults_are_clean() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("of", ["healthy", "faulty"])
+def test_what_scripts_do_by_hand(of: str, tmp_path: Path) -> None:
+    script, file = ROOT / "tests" / "by_hand.py", tmp_path / "report.json"
+    run(DDPCHECK, "--check-output", str(file), str(script), of)
+    found = json.loads(file.read_text(encoding="utf-8"))["findings"]
+    told = {(one["code"], *one["subjects"]) for one in found}
+    layers = {("DDP503", "2.weight", "2.bias"), ("DDP503", "3.weight", "3.bias")}
+    assert told == (layers | {("DDP512", "lock"), ("DDP806", "all_reduce")} if of == "faulty" else set())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "loops"), [(2, []), (4, ["hybrid"])])
 def test_healthy_loops_of_shards_are_clean(ranks: int, loops: Sequence[str]) -> None:
     watched = run(DDPCHECK, str(ROOT / "tests" / "healthy_shards.py"), *loops, ranks=ranks)

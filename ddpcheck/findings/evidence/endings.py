@@ -13,6 +13,33 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 
 
+class PeerWait(Struct, frozen=True):
+    """A rank waits in a point-to-point call, or for one that it has started.
+
+    Attributes:
+        operation: "send", "recv", "isend" or "irecv".
+        peer: The rank to which it sends, or from which it receives; negative for any.
+        tag: Of the call.
+        location: The line of the call.
+    """
+
+    operation: str
+    peer: int
+    tag: int
+    location: str
+
+    @property
+    def sends(self) -> bool:
+        """Whether the rank has something to send."""
+        return self.operation.endswith("send")
+
+    def __str__(self) -> str:
+        to = "to" if self.sends else "from"
+        peer = f"rank {self.peer}" if self.peer >= 0 else "any rank"
+        tag = f" with tag {self.tag}" if self.tag else ""
+        return f"{self.operation} {to} {peer}{tag}{f' at {self.location}' if self.location else ''}"
+
+
 class RankAtEnd(Struct, frozen=True):
     """One rank when the job had stopped.
 
@@ -28,6 +55,7 @@ class RankAtEnd(Struct, frozen=True):
         exit_at: The line that has called `sys.exit`; "" where none has.
         for_worker: Whether it waits for a worker of its data loader.
         forwards: By the number of its line, how many forward passes a wrapper has made there, where it is called last.
+        waits_for: What it waits for in a point-to-point call, if that is what it does.
     """
 
     rank: int
@@ -41,3 +69,4 @@ class RankAtEnd(Struct, frozen=True):
     exit_at: str = ""
     for_worker: bool = False
     forwards: Mapping[int, int] = field(default_factory=dict)
+    waits_for: PeerWait | None = None

@@ -66,6 +66,20 @@ class ResultExchanged(Struct, frozen=True):
     values: tuple[float, ...] = ()
 
 
+class SumsReduced(Struct, frozen=True):
+    """Calls of all_reduce at one line, one after the other: no number is less than what the call before has left.
+
+    Attributes:
+        location: The line.
+        given: By call, the rank's own numbers.
+        left: By call, their sums over all ranks.
+    """
+
+    location: Location | None
+    given: tuple[tuple[float, ...], ...]
+    left: tuple[tuple[float, ...], ...]
+
+
 class RowsCompared(Struct, frozen=True):
     """Two tensors of as many numbers as there are samples, or rows of them, have been compared number by number.
 

@@ -79,6 +79,7 @@ class WrapperFacts(Struct, frozen=True):
         delayed: Parameters named in `delay_all_reduce_named_params`.
         comm_hook: Name of the communication hook, and its line where it is the user's; empty without one.
         sparse: Parameters whose gradient is sparse.
+        not_saved: Buffers that a state dict leaves out.
     """
 
     is_ddp: bool = True
@@ -88,6 +89,7 @@ class WrapperFacts(Struct, frozen=True):
     delayed: frozenset[str] = frozenset()
     comm_hook: str = ""
     sparse: frozenset[str] = frozenset()
+    not_saved: frozenset[str] = frozenset()
 
     @property
     def tolerates_unused(self) -> bool:

@@ -389,6 +389,12 @@ class ReducedInPlace(Struct, frozen=True):
     factor: float | None = None
 
 
+class FilesLeft(Struct, frozen=True):
+    """By path of the files that the script has opened to write them, their bytes when it removed them, or ended."""
+
+    sizes: Mapping[str, int]
+
+
 class FileUsed(Struct, frozen=True):
     """The script has written or read a file.
 

@@ -154,10 +154,12 @@ if rank == 0:
             "Ranks whose gradients are not those of their shards are asked for the plain values that the program "
             "holds; those that differ are reported. `ddpcheck run` compares dictionaries with the same keys and "
             "values, lists that are made of a set of texts and numbered by `index`, the random splits of datasets, the "
-            "samples of parts that overlap, and the labels of samples. Ranks that compute one model together, by the "
+            "samples of parts that overlap, the labels of samples, and the values that the same sample has on several "
+            "ranks in all epochs, where no random numbers are drawn. Ranks that compute one model together, by the "
             "mesh that parallelize_module is given, are to take the same samples: those that do not are reported."
         ),
-        ignore="If ranks are to hold other data on purpose, for example a table of each rank's neighbours.",
+        ignore="If ranks are to hold other data on purpose, for example a table of each rank's neighbours, or samples "
+        "that each has augmented once.",
         example="""\
 labels = {name: number for number, name in enumerate(set(names))}   # right: enumerate(sorted(set(names)))
 """,

@@ -135,4 +135,27 @@ dist.all_reduce(loss)
 print(loss.item() / world_size)
 """,
     ),
+    Rule(
+        code="DDP806",
+        name="sum-reduced-again",
+        severity=WARNING,
+        summary="A running sum is all_reduced after each batch, and what that leaves goes into the next one.",
+        why=(
+            "all_reduce leaves the sum of all ranks on each of them. Where a rank adds to it and reduces it again, the "
+            "sums of earlier batches are counted as often as there are ranks, and again with each batch: the first "
+            "batches have almost all of the weight."
+        ),
+        fix="Reduce once, after the loop; or reduce what came since the last time, and add that to the total.",
+        detected=(
+            "`ddpcheck run` looks at all_reduce of up to eight numbers, the first 64 times at a line. It is reported "
+            "where, four times in turn, each rank gives what the call before has left and about as much again, so "
+            "that it grows by the number of ranks."
+        ),
+        ignore="If the number is to grow so.",
+        example="""\
+for x, y in batches:
+    total += loss(ddp(x), y).detach()
+    dist.all_reduce(total)               # right: after the loop
+""",
+    ),
 )

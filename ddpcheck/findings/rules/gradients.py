@@ -63,6 +63,7 @@ loss.backward()                          # only the first of the two is reduced;
         code="DDP303",
         name="scaled-gradient",
         severity=ERROR,
+        explains=(Explains(("DDP302",), when="a note", quietly=True),),
         spreads=True,
         summary="Every gradient is the reference's times a constant, such as the world size or one over it.",
         why=(

@@ -13,7 +13,9 @@ ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
 GRADIENTS = ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP312")
 """The rules on gradients that are not what they should be."""
 
-When = Literal["always", "an error", "same subjects", "only the loss", "made in forward", "its statistics", "by steps"]
+When = Literal[
+    "always", "an error", "same subjects", "only the loss", "made in forward", "its statistics", "by steps", "a note"
+]
 
 
 @dataclass(frozen=True, slots=True)

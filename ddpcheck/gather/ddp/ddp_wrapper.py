@@ -22,7 +22,7 @@ from ddpcheck.gather.autograd.autograd_graph import gradient_nodes
 from ddpcheck.gather.collectives.store_exchange import StoreExchange
 from ddpcheck.gather.ddp.sharding import is_sharded, mesh_of, refuse_fsdp1, sharded_facts
 from ddpcheck.gather.state.fingerprints import fingerprint
-from ddpcheck.gather.state.module_state import sharding_classes
+from ddpcheck.gather.state.module_state import buffers_left_out, sharding_classes
 from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.gather.steps.gradient_distance import eps_of
 from ddpcheck.worlds import rank as this_rank
@@ -258,6 +258,7 @@ def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:
         delayed=frozenset(delayed),
         comm_hook=comm_hook_of(wrapper),
         sparse=frozenset(names[id(table.weight)] for table in tables if id(table.weight) in names),
+        not_saved=buffers_left_out(inner_module(wrapper)),
     )
 
 

@@ -25,7 +25,7 @@ from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.patching import CALLER, Patch, patched
 from ddpcheck.gather.state.fingerprints import fingerprints
-from ddpcheck.gather.state.module_state import sharding_classes
+from ddpcheck.gather.state.module_state import buffers_left_out, sharding_classes
 from ddpcheck.gather.state.tensor_values import is_shard, own_part
 from ddpcheck.gather.steps.gradient_distance import eps_of
 
@@ -53,6 +53,7 @@ def sharded_facts(module: nn.Module, built: Mapping[str, int], settings: Iterabl
     return ShardedFacts(
         is_ddp=False,
         ignored=frozenset(name for name, p in module.named_parameters() if not is_shard(p)),
+        not_saved=buffers_left_out(module),
         reduces_unused=unused[-1:] == [True] or in_force,
         values_built=built,
         policies=policies_of(module),

@@ -56,6 +56,16 @@ class ModuleState:
                             targets[name].detach().copy_(saved)
 
 
+def buffers_left_out(module: nn.Module) -> frozenset[str]:
+    """The buffers that a state dict leaves out (`persistent=False`), by name."""
+    if not hasattr(module, "_non_persistent_buffers_set"):  # private to torch
+        return frozenset(dict(module.named_buffers())) - module.state_dict().keys()
+    parts: list[tuple[str, Any]] = list(module.named_modules())
+    return frozenset(
+        f"{path}.{name}" if path else name for path, part in parts for name in part._non_persistent_buffers_set
+    )
+
+
 def moved(module: nn.Module, device: torch.device | str) -> nn.Module:
     """`module` on `device`, but for what is on the meta device: it has no values, and stays where it is."""
     if not any(tensor.is_meta for _, tensor in _registered(module)):

@@ -22,6 +22,7 @@ from ddpcheck.judge.data.script_rows import (
     FEWEST_ROWS,
     have_same_labels,
     judge_labels,
+    judge_other_values,
     judge_restarted,
     judge_resumed,
     judge_rows,
@@ -49,7 +50,11 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
             same = _are_of_same_data([of_rank[0] for of_rank in everyone])
             found += (
                 (judge_split(everyone) or judge_overlap(everyone, ranks) or judge_left_out(everyone))
-                or (judge_sharded_twice(everyone) or judge_rows(everyone, same_data=same))
+                or (
+                    judge_other_values(everyone)
+                    or judge_sharded_twice(everyone)
+                    or judge_rows(everyone, same_data=same)
+                )
                 or judge_workers(everyone)
                 or judge_labels(everyone)
             )
@@ -370,6 +375,9 @@ def _are_of_same_data(passes: Sequence[LoaderPass]) -> bool:
 
 
 def _is_of_same_data(one: LoaderPass, other: LoaderPass) -> bool:
+    if one.samples and one.samples.keys() == other.samples.keys():
+        if all({*one.samples[name]}.isdisjoint(other.samples[name]) for name in one.samples):
+            return False  # labels may have the same order in both
     alike = []  # of each part of a sample that varies; an augmented one differs, and its label does not
     for place, rows in one.contents.items():
         common = rows.keys() & other.contents.get(place, {}).keys()

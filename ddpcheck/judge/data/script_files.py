@@ -6,7 +6,7 @@ Pure functions from `findings.evidence.script` (gathered by `record.rank.file_re
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, product
 from pathlib import PurePath
 
@@ -16,8 +16,8 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import format_ranks, one_finding, plural_verb
 
 
-def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
-    """At most one finding a line; `uses` by rank, in order of time.
+def judge_files(uses: Sequence[Sequence[FileUsed]], empty: Collection[str] = ()) -> list[Finding]:
+    """At most one finding a line; `uses` by rank, in order of time, `empty` the files in which nothing was written.
 
     Two uses are apart if a collective of all ranks is between them: the rank that came to it first has waited in it
     for the other. Uses that none is between may happen at the same time, whatever the clock said in this run; unless
@@ -28,7 +28,7 @@ def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
     uses = [[use for use in of_rank if use.by_torch or use.path not in saved] for of_rank in uses]
     for rank, use, other_rank, other in _at_the_same_time(uses):
         line = use.location if other.writes else other.location
-        if line in found or other.waited or (other.writes and use.waited):
+        if use.path in empty or line in found or other.waited or (other.writes and use.waited):
             continue
         if not (use.by_torch or other.writes) and _is_followed(use, other, uses[rank], uses[other_rank]):
             continue

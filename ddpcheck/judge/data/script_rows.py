@@ -6,6 +6,7 @@ passes have the fingerprints of their rows.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -15,6 +16,9 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, join_names, one_finding
 
 _SHARED = 0.2  # of a rank's samples that are on another rank, too, before that is chance
+_CHANCE = 1e-6  # that what agrees does so by chance
+OTHER_VALUES = "values by rank"
+"""Tags a finding on samples of which a table that differs is the cause, if there is one."""
 FEWEST_ROWS = 8  # rows that tell samples apart
 
 
@@ -92,14 +96,20 @@ def judge_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
 
 
 def _is_taken_by_each_worker(one: LoaderPass) -> bool:
+    """Whether each worker has given all samples; not where each gives its part several times, or they do in turn."""
     times = Counter(one.rows)
-    return (
-        one.workers > 1
-        and one.size < 0
-        and one.exhausted
-        and len(times) >= FEWEST_ROWS
-        and set(times.values()) == {one.workers}
-    )
+    if one.workers < 2 or one.size >= 0 or not one.exhausted:
+        return False
+    if len(times) < FEWEST_ROWS or set(times.values()) != {one.workers}:
+        return False
+    if len(set(one.rows[: len(times)])) == len(times):
+        return False  # the first round of several over the stream
+    rows = iter(one.rows)  # the batches of the workers in turn, of which the last ones may be smaller
+    given: list[set[int]] = [set() for _ in range(one.workers)]
+    for begun in range(0, len(times), one.batch_size):
+        for of_worker in given:
+            of_worker |= set(itertools.islice(rows, min(one.batch_size, len(times) - begun)))
+    return all(2 * len(of_worker) > len(times) for of_worker in given)
 
 
 def judge_sharded_twice(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
@@ -258,6 +268,51 @@ def judge_labels(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         line=one.split or one.made,
         evidence=["each label of one rank stands for one other label of the other"],
     )
+
+
+def judge_other_values(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP516: the same samples, which have other values on other ranks, and on each the same ones in every epoch.
+
+    By what is no random number: a hash that differs between processes, an order of a set, statistics of a rank's part.
+    """
+    first = [of_rank[0] for of_rank in passes]
+    rows = [_by_place(of_rank, labels=False) for of_rank in passes]
+    if len(first) < 2 or not all(rows) or any(one.draws for of_rank in passes for one in of_rank):
+        return []
+    held = first[0].samples, first[0].state
+    hold_same = bool(first[0].samples) and all((one.samples, one.state) == held for one in first)
+    for number, mine in enumerate(rows):
+        for other, theirs in enumerate(rows[:number]):
+            common = sorted(mine.keys() & theirs.keys())
+            apart = [place for place in common if mine[place] != theirs[place]]
+            if len(common) < FEWEST_ROWS or 2 * len(apart) < len(common):
+                continue
+            if not hold_same and not _are_named_alike(passes[number], passes[other], common):
+                continue
+            same = "the datasets hold the same samples" if hold_same else "these samples have the same labels"
+            return _one(
+                "DDP516",
+                first[0],
+                f"The same samples have other values on other ranks, the same ones in every epoch: {len(apart)} of "
+                f"{len(common)} that ranks {other} and {number} have both taken.",
+                severity=Severity.WARNING,
+                evidence=[f"on all ranks {same}", "no random numbers are drawn for them"],
+                tags=(OTHER_VALUES,),
+                fix="Make each sample in the same way on every rank: hash() of a text differs between processes unless "
+                "PYTHONHASHSEED is set (zlib.crc32 does not), and so does the order of a set; take statistics of all "
+                "of the data, or all_reduce their sums.",
+            )
+    return []
+
+
+def _are_named_alike(mine: Sequence[LoaderPass], theirs: Sequence[LoaderPass], places: Sequence[int]) -> bool:
+    """Whether labels tell that the same places are the same samples on two ranks: they agree, and not by chance."""
+    labels = _by_place(mine, labels=True), _by_place(theirs, labels=True)
+    pairs = [(labels[0][place], labels[1].get(place)) for place in places if place in labels[0]]
+    times = Counter(label for label, _ in pairs)
+    chance = sum((count / len(pairs)) ** 2 for count in times.values())  # of one place, where they are others
+    in_order = sum(a != b for a, b in itertools.pairwise(label for label, _ in pairs)) < 2 * len(times)
+    return all(a == b for a, b in pairs) and bool(pairs) and not in_order and chance ** len(pairs) < _CHANCE
 
 
 def have_same_labels(passes: Sequence[Sequence[LoaderPass]]) -> bool:

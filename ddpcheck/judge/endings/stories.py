@@ -19,6 +19,7 @@ from ddpcheck.judge.endings.collective_order import first_mismatch
 from ddpcheck.judge.endings.ending_facts import EndingFacts, Position, calls_there, lines_of, named, own_branches, told
 from ddpcheck.judge.endings.join_endings import explain_by_join
 from ddpcheck.judge.endings.loop_endings import explain_by_loader, explain_by_loop
+from ddpcheck.judge.endings.peer_endings import judge_circle, judge_missing_peer
 from ddpcheck.judge.endings.skipped_endings import explain_by_skipped_end, explain_by_skipped_pass
 from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD
 
@@ -28,9 +29,11 @@ _MOST_CLASSES = 8  # of ranks that have called the same, whose calls are compare
 def judge_endings(ranks: Sequence[RankAtEnd], blocks: Mapping[str, Sequence[Block]]) -> list[Finding]:
     """At most one finding: what one rank did and the others did not, after which they wait for each other for good."""
     facts = EndingFacts(ranks, blocks)
+    if circle := judge_circle(ranks):
+        return circle
     parted = parting(facts)
     if parted is None:
-        return []
+        return judge_missing_peer(ranks)
     for explain in EXPLANATIONS:
         if found := explain(facts, *parted):
             return found
@@ -181,7 +184,7 @@ def _called_alone(
     verb = plural_verb("comes", "come", calling)
     return one_finding(
         "DDP403",
-        (one.call.operation if one.call is not None else what.partition("(")[0],),
+        (one.call.operation if one.call is not None else what.partition("(")[0].partition(" ")[0],),
         f"{format_ranks(calling).capitalize()} {verb} to {what} at {where}{test}, and {format_ranks(missing)} "
         f"{plural_verb('does', 'do', missing)} not: {told(facts, missing)}.",
         ranks=missing if len(missing) < len(calling) or never else calling,

@@ -1,4 +1,4 @@
-"""DDP111, 208, 501: parameters that an optimizer holds and no wrapper does, and that ranks train apart from each other.
+"""DDP111, 208, 501, 503: parameters that an optimizer holds and no wrapper averages, and that ranks train apart.
 
 Pure functions from `findings.evidence.script` (gathered by `record`) to findings.
 """
@@ -12,7 +12,7 @@ from ddpcheck.findings.evidence.gradient_changes import GradientsTaken
 from ddpcheck.findings.evidence.script import OptimizerEnd
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import join_names, one_finding, plural_verb
-from ddpcheck.judge.gradients.script_gradients import Steps, are_near, gradients_differ
+from ddpcheck.judge.gradients.script_gradients import Steps, are_near, gradients_agree, gradients_differ, short
 
 _PARTED = "the values were the same on all ranks in the first step of the optimizer, and are not in the last"
 _FEWEST_TAKEN = 3  # looks at what torch.autograd.grad gives
@@ -26,7 +26,7 @@ def judge_alone(
     wrapped: bool,
     sharded_at: Location | None = None,
 ) -> list[Finding]:
-    """DDP501 or 208: parameters in no wrapper that ranks train apart from each other.
+    """DDP501, 503 or 208: parameters that no wrapper averages and that ranks train apart from each other.
 
     Args:
         steps: Of one optimizer.
@@ -55,13 +55,18 @@ def judge_alone(
     apart = [name for name in began if not any(alike(one, name) for one in of_ranks[-1:])]
     local = [name for name in apart if any(gradients_differ(one, name) for one in of_ranks)]
     if local and _few_agree(of_ranks):
+        later = all("/" in name for name in local)  # parameters of a wrapper
+        local = [*map(short, local)]
         if late := next((at for one in of_ranks for each in one if (at := each.late_sum_at)), None):
             return _averaged_late(local, of_ranks, late)
         if sharded_at is not None:
             return _in_no_group(local, of_ranks, sharded_at)
         how = f"{plural_verb('is', 'are', local)} averaged by nothing in this script"
         fix = "Wrap the module in DistributedDataParallel, or all_reduce every gradient before the step."
-        if wrapped:
+        if later:
+            how = f"{plural_verb('was', 'were', local)} added or unfrozen after wrapping"
+            fix = "Finish the module first, wrap it last; wrap again after any such change."
+        elif wrapped:
             how = f"{plural_verb('is', 'are', local)} in no DistributedDataParallel"
             fix = "Put it into the module that is wrapped, or wrap it too."
         elif all(one.collectives > before.collectives for before, one in itertools.pairwise(of[0] for of in of_ranks)):
@@ -70,7 +75,7 @@ def judge_alone(
                 "all_reduce every gradient, and change it after that in the same way on every rank, random numbers too."
             )
         return _alone(
-            "DDP501",
+            "DDP503" if later else "DDP501",
             local,
             f"{join_names(local)} {how}: every rank trains {plural_verb('it', 'them', local)} on its own gradients.",
             of_ranks,
@@ -78,7 +83,7 @@ def judge_alone(
             fix,
         )
     other = [name for name in names if name not in began and not any(alike(one, name) for one in of_ranks)]
-    averaged = [name for name in other if all(_are_same_gradients(one, name) for one in of_ranks)]
+    averaged = [short(name) for name in other if all(gradients_agree(one, name) for one in of_ranks)]
     if averaged:
         return _alone(
             "DDP208",
@@ -197,8 +202,3 @@ def _few_agree(steps: Sequence[Steps]) -> bool:
     names = steps[0][0].alone
     apart = [any(gradients_differ(one, name) for name in names) for one in steps]
     return sum(apart) * 2 > len(steps)
-
-
-def _are_same_gradients(steps: Steps, name: str) -> bool:
-    there = [one.gradients[name] for one in steps if name in one.gradients]
-    return len(there) == len(steps) and are_near(there) and any(there[0])

@@ -36,6 +36,12 @@ def gradients_differ(steps: Steps, name: str) -> bool:
     return len(there) == len(steps) and not are_near(there)
 
 
+def gradients_agree(steps: Steps, name: str) -> bool:
+    """Whether all ranks have the same gradient of a parameter in no wrapper, which is not zero."""
+    there = [one.gradients[name] for one in steps if name in one.gradients]
+    return len(there) == len(steps) and are_near(there) and any(there[0])
+
+
 def are_near(sketches: Sequence[Sequence[float]]) -> bool:
     """Whether sketches are of the same gradient."""
     first, *others = sketches

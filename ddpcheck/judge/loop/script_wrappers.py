@@ -24,6 +24,7 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.source_lines import assignment_in_classes, last_assignment
 from ddpcheck.findings.wording import capitalized, format_ranks, group_by, join_names, one_finding, plural_verb
 from ddpcheck.judge.causes import ReportedCauses
+from ddpcheck.judge.gradients.script_gradients import gradients_agree, gradients_differ
 from ddpcheck.judge.gradients.script_losses import are_sums
 from ddpcheck.judge.gradients.target_weights import severity_of_targets
 from ddpcheck.judge.loop.watched_steps import judge_replica_states, judge_reports
@@ -37,6 +38,7 @@ from ddpcheck.judge.script_facts import ScriptFacts, WatchedWrapper, entries_of
 from ddpcheck.stream.entries import PeerReceived, ReplicaCaptured, Sketch, StepsReported, TrainedApart, WrapperMade
 from ddpcheck.stream.rank_report import RankReport, ReplicaState
 
+_FEWEST_AGREE = 2  # steps of an optimizer with the same gradient on all ranks, which is not zero
 _FEWEST_MARKS = 3  # of ranks that train apart: where that began, and after two steps
 _TOLERANCE = 1e-3  # of a sketch in float32, whose sums of many elements are rounded
 
@@ -172,10 +174,21 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
     severity = _severity_of_means(wrapper, reports)
     kept = [replace(one, severity=severity) if one.code == "DDP305" else one for one in kept]
     kept = [with_buffers(one, more_buffers) for one in kept]
+    kept = [one for one in kept if one.code != "DDP503" or not _averaged_by_hand(facts, wrapper.number, one)]
     kept = [_at_the_load(one, facts.of(FileUsed), made.location) if one.code == "DDP521" else one for one in kept]
     changes = wrapper.of(ModuleChanged)
     by_hand = [*judge_ignored(changes), *judge_replaced(changes)]
     return [*by_hand, *(at_the_change(one, changes, made.location) for one in kept)]
+
+
+def _averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> bool:
+    """Whether optimizers are given the same gradients on all ranks of parameters that a wrapper knows nothing of."""
+    for name in (f"{wrapper}/{subject}" for subject in finding.subjects):
+        steps = [of_ranks for one in facts.optimizers for of_ranks in one.steps if name in of_ranks[0].alone]
+        agree = sum(gradients_agree(of_ranks, name) for of_ranks in steps)
+        if agree < _FEWEST_AGREE or any(gradients_differ(of_ranks, name) for of_ranks in steps):
+            return False
+    return True
 
 
 def note_more_buffers(more: dict[str, int], reported: Sequence[Finding], found: Sequence[Finding], step: int) -> None:

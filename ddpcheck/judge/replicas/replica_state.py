@@ -191,10 +191,11 @@ def judge_buffers(facts: ReplicaFacts) -> list[Finding]:
         return []
     names = list(differing)
     them = plural_verb("it", "them", names)
+    saved = "" if known.wrapper.not_saved.issuperset(names) else ", and a checkpoint keeps rank 0's"
     consequence = (
         f"the next forward overwrites {them} with rank 0's, so what the other ranks computed is discarded"
         if known.broadcasts_buffers
-        else f"nothing synchronises {them}, and a checkpoint keeps rank 0's"
+        else f"nothing synchronises {them}{saved}"
     )
     return one_finding(
         "DDP215" if known.broadcasts_buffers else "DDP214",
@@ -212,6 +213,8 @@ def _why_buffers_differ(names: Sequence[str], known: JudgeContext) -> list[str]:
     facts = []
     if known.wrapper.is_ddp and not known.broadcasts_buffers:
         facts.append(f"{known.wrapper_class or 'DistributedDataParallel'}.broadcast_buffers is False")
+    if left_out := [name for name in names if name in known.wrapper.not_saved]:
+        facts.append(f"a state dict leaves out {join_names(left_out)} (persistent=False)")
     split = [name.rpartition(".") for name in names]
     layers = list(dict.fromkeys(layer or "the module" for layer, _, last in split if last in RUNNING_STATISTICS))
     if layers:

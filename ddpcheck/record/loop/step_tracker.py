@@ -133,6 +133,7 @@ class StepTracker:
         self._took_part: Set[int] = NONE  # in the backward pass that runs; `parameters.all` itself where it is all
         self._is_hidden = False  # backward passes run under compiled autograd, and no more hooks are hung for them
         self._expected_inside = False  # the forward pass that runs has backward passes in it, which are expected
+        self._by_name = False  # the forward pass that runs is a call of `wrapper.forward`
         self._has_end_callbacks = True  # torch has, for backward passes
         self._hook = UnpickledHook(self._on_gradient)
         self._no_sync_hook = UnpickledHook(self._on_no_sync_gradient)
@@ -185,6 +186,20 @@ class StepTracker:
             self._step.snapshot = Snapshot.take(inner_module(wrapper), arguments, named, thorough=self.number < 1)
         else:
             self._loop.add(FORWARDS[False])
+
+    def enter_by_name(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+        """DDP's own forward of a wrapper begins; returns whether it is called by its name, which calls no hook."""
+        if self.wrapper is not wrapper or self.in_forward or not self._handles:
+            return False
+        self._by_name = True
+        self.before_forward(wrapper, arguments, named)
+        return True
+
+    def leave_by_name(self, wrapper: Any, output: Any) -> None:
+        """It returns."""
+        if self._by_name and self.wrapper is wrapper:
+            self._by_name = False
+            self.after_forward(wrapper, (), output)
 
     def _begin(self) -> None:
         if len(self._step.unused) in (0, len(self.parameters.all)):  # no backward pass of the step has run yet

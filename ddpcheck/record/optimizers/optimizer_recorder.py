@@ -294,13 +294,16 @@ class OptimizerRecorder:
         if not known.number:
             for table in tables_of_program():
                 self._sink(table)
-        watched = {id(p) for watch in self._watches for p in watch.parameters.values()}
+        watches = list(self._watches)
+        watched = {id(p) for watch in watches for p in watch.parameters.values()}
         loose = [p for p in _parameters_of(optimizer) if id(p) not in watched and _is_whole(p)]
+        later: dict[int, str] = {}  # of which the wrapper that they are in knows nothing
         if loose:
-            wrapped = parameters_in_wrappers()  # those that came after the wrapper, or that it was told to leave alone
+            later = {id(p): f"{watch.number}/{name}" for watch in watches for name, p in watch.later_parameters()}
+            wrapped = parameters_in_wrappers() - later.keys()  # that they were told to leave alone
             loose = [p for p in loose if id(p) not in wrapped]
         if loose:
-            names = names_of_parameters({id(p) for p in loose})
+            names = names_of_parameters({id(p) for p in loose}) | later
             for index, p in enumerate(loose):
                 known.alone[id(p)] = names.get(id(p), f"? {index} {tuple(p.shape)}")
             known.marked = tensor_ref(min(loose, key=torch.Tensor.numel))

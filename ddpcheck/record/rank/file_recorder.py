@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ddpcheck.findings.evidence.script import FileUsed
+from ddpcheck.findings.evidence.script import FilesLeft, FileUsed
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location
 from ddpcheck.gather.ddp.sharding import shard_held
@@ -48,15 +49,28 @@ class FileRecorder:
         self._looks = 0
         self._reads: Counter[str] = Counter()
         self._locked = -1  # collectives before this rank last tried to lock a file, and has so waited for others
+        self._opened: dict[
+            str, int
+        ] = {}  # to be written, by path: their size as it was seen last; negative before that
         note, note_lock = guarded(self._note_opened), guarded(self._note_lock)
+        note_removed = guarded(self._note_removed)
 
         def hear(event: str, given: tuple[Any, ...]) -> None:
             if event == "open":
                 note(*given)
             elif event in _LOCKS:
                 note_lock()
+            elif event == "os.remove":
+                note_removed(*given)
 
         sys.addaudithook(hear)
+
+    def close(self) -> None:
+        """The script has ended."""
+        for name in self._opened:
+            self._note_size(name)
+        if sizes := {name: size for name, size in self._opened.items() if size >= 0}:
+            self._log.add(FilesLeft(sizes))
 
     def _saves(self, held: Any, f: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
         began = self._log.collectives, self._log.waited
@@ -118,6 +132,8 @@ class FileRecorder:
             if not name.startswith(_NO_FILES) and _is_of_program():
                 now, waited = self._log.collectives, self._log.waited
                 self._write(FileUsed(name, True, now, now, user_location(), waited=waited, by_torch=False))
+                if len(self._opened) < _MOST_USES:
+                    self._opened.setdefault(name, -1)
         elif isinstance(mode, str) and mode.startswith("r"):
             self._note_read(path)
         elif mode is None and flags & os.O_CREAT:
@@ -126,6 +142,17 @@ class FileRecorder:
             if (line := _line_of_program()) is not None:  # it may say that another one is complete
                 now = self._log.collectives
                 self._write(FileUsed(os.path.realpath(path), False, now, now, line, waited=True, by_torch=False))
+
+    def _note_removed(self, path: Any, *_folder: int) -> None:
+        """One is about to be removed; its path may begin at another folder than the current one."""
+        last = os.path.basename(os.fsdecode(path))
+        for name in self._opened:
+            if os.path.basename(name) == last:
+                self._note_size(name)
+
+    def _note_size(self, name: str) -> None:
+        with contextlib.suppress(OSError):  # it is gone
+            self._opened[name] = os.stat(name).st_size
 
     def _note_read(self, path: str | os.PathLike[str]) -> None:
         """One that has been written lately may be one that another rank is writing."""

@@ -46,6 +46,7 @@ from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, accompanied, guar
 from ddpcheck.record.data.draw_recorder import DrawRecorder
 from ddpcheck.record.data.loader_recorder import LoaderRecorder
 from ddpcheck.record.evaluation.evaluation_recorder import EvaluationRecorder
+from ddpcheck.record.evaluation.sum_recorder import SumRecorder
 from ddpcheck.record.loop.bypass_recorder import DDP_FILE
 from ddpcheck.record.loop.compilation_recorder import CompilationRecorder
 from ddpcheck.record.loop.taken_recorder import TakenRecorder
@@ -60,6 +61,7 @@ from ddpcheck.record.rank.construction_recorder import ConstructionRecorder
 from ddpcheck.record.rank.environment import STACK_SIGNAL, RunOptions, options_of_run
 from ddpcheck.record.rank.file_recorder import FileRecorder
 from ddpcheck.record.rank.line_recorder import LineRecorder
+from ddpcheck.record.rank.peer_recorder import PeerRecorder
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.rank.shard_recorder import ShardRecorder
 from ddpcheck.record.rank.started_processes import on_end
@@ -154,15 +156,14 @@ class _WatchedRank:
         gathers = GatherRecorder(log.add, lambda: self._optimizers.steps)
         self._statistics = StatisticsRecorder(log.add, lambda: self._loaders.samples)
         self._constructions = ConstructionRecorder()
-        FileRecorder(log, self._watches)
+        self._files = FileRecorder(log, self._watches)
         ShardRecorder(lambda module, built, at: self._watch(module, began_alike=False, built=built, at=at))
         for recorder in (evaluations, targets, gathers, losses, self._statistics):
             record_given(guarded(recorder.note_collective))
+        self._sums = SumRecorder(log.add)
+        record_given(guarded(self._sums.note_given))
         record_overwritten(guarded(self._overwritten))
         patched(_DDP, "__init__", self._constructed)
-        for name, around in (("_pre_forward", self._enters), ("_post_forward", self._leaves)):
-            if hasattr(_DDP, name):  # private to torch; without them a forward that is called by its name is not known
-                patched(_DDP, name, around)
         if reducer := vars(dist).get("Reducer"):  # private to torch; without it such a pass is not known
             patched(reducer, "prepare_for_backward", self._prepares)
         atexit.register(self._ended)
@@ -180,15 +181,6 @@ class _WatchedRank:
             self._log.turn(begins=False)
         if watched:
             self._watch(wrapper, began_alike=named.get("init_sync", True) is not False)
-
-    def _enters(self, wrapper: nn.Module, /, *arguments: Any, **named: Any) -> None:
-        for watch in list(self._watches):
-            watch.forward_entered(wrapper, arguments, named)
-
-    def _leaves(self, wrapper: nn.Module, *_arguments: Any) -> Iterator[None]:
-        output = yield
-        for watch in list(self._watches):
-            watch.forward_left(wrapper, output)
 
     def _prepares(self, reducer: Any, *outputs: Any) -> None:
         """DDP does this in its forward; a framework, before a backward pass inside of that (Lightning, by hand)."""
@@ -226,6 +218,7 @@ class _WatchedRank:
                 self._log.add(PeerReceived())
             yield from waits()
 
+        PeerRecorder(self._log.wait_for)
         replace_functions(("recv", "irecv", "recv_object_list"), lambda _, original: accompanied(original, receives))
         store: Any = vars(dist.distributed_c10d)["Store"]
         with contextlib.suppress(AttributeError, TypeError):  # a class made in C++
@@ -299,6 +292,7 @@ class _WatchedRank:
 
     def _overwritten(self, call: Call, given: Mapping[str, Any]) -> None:
         """Notice a backward pass that comes through what a collective has overwritten; and gradients that are sums."""
+        self._sums.note_left(call, given)
         tensor = given.get("tensor")
         if call.operation in ("all_reduce", "broadcast") and len(call.members) == dist.get_world_size():
             self._optimizers.states.note_together(tensor)
@@ -339,6 +333,7 @@ class _WatchedRank:
             self._loaders.close()
             self._optimizers.close()
             self._taken.close()
+            self._files.close()
             self._writes.write()
             self._close(failing=failing or getattr(sys, "last_value", None) is not None)
             self._log.add(ProgramEnded())

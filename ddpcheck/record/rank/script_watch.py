@@ -27,6 +27,7 @@ from ddpcheck.gather.steps.gradient_sketch import Kept
 from ddpcheck.record.data.input_recorder import InputRecorder
 from ddpcheck.record.loop.apart_marks import ApartMarks
 from ddpcheck.record.loop.bypass_recorder import BypassRecorder
+from ddpcheck.record.loop.forward_by_name import follow_forward, unfollow_forward
 from ddpcheck.record.loop.forward_snapshot import Snapshot
 from ddpcheck.record.loop.loop_record import ZEROED
 from ddpcheck.record.loop.pace_recorder import PaceRecorder, Position
@@ -44,6 +45,7 @@ _ALWAYS_FOR, _THEN_EVERY = 32, 16  # steps after which parameters are asked whet
 _JOINED = "under Join, ranks without further batches may have left the loop"
 _APART = "the communication hook lets ranks train apart for some steps"
 _HIDDEN = "backward passes run under compiled autograd, in which steps cannot be followed"
+_SINCE = ("added", "replaced", "unfrozen")
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
 
@@ -116,7 +118,7 @@ class ScriptWatch(StepListener):
         self._bypass = BypassRecorder(self.module, self._recorder.tracker.parameters.tensors, self._recorder.loop.add)
         self._recorder.attach()
         hold(self.module, self)
-        self._by_name = False  # the forward pass that runs is a call of `wrapper.forward`, which calls no hook
+        follow_forward(self)
         self._handle = wrapper.register_forward_pre_hook(UnpickledHook(self._forward_runs), with_kwargs=True)
         log.add(
             WrapperMade(
@@ -147,10 +149,7 @@ class ScriptWatch(StepListener):
 
     def forward_entered(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """DDP's own forward of a wrapper has begun; hooks are not called where the script calls it by its name."""
-        tracker = self._recorder.tracker
-        if self._attached and tracker.wrapper is wrapper and not tracker.in_forward:
-            self._by_name = True
-            tracker.before_forward(wrapper, arguments, named)
+        if self._recorder.tracker.enter_by_name(wrapper, arguments, named):
             self._forward_runs(wrapper, arguments, named)
 
     def _forward_runs(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any] = _NONE) -> None:
@@ -163,9 +162,7 @@ class ScriptWatch(StepListener):
 
     def forward_left(self, wrapper: nn.Module, output: Any) -> None:
         """It returns."""
-        if self._by_name and self._recorder.wrapper is wrapper:
-            self._by_name = False
-            self._recorder.tracker.after_forward(wrapper, (), output)
+        self._recorder.tracker.leave_by_name(wrapper, output)
 
     def has_other_shards(self) -> bool:
         """Whether a sharded module has other parameters now, as after `load_state_dict(assign=True)`, and uses them."""
@@ -232,6 +229,12 @@ class ScriptWatch(StepListener):
     def module_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All parameters of the wrapped module as it is now, by name."""
         return self.module.named_parameters()
+
+    def later_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that the wrapped module has, and that were added, replaced or unfrozen after the wrapper was made."""
+        changed = self._recorder.history.changed()
+        known = dict(self.module_parameters())
+        return ((name, known[name]) for name, how in changed.items() if how in _SINCE and name in known)
 
     def path_of(self, module: nn.Module) -> str | None:
         """Where a module was in the wrapped one when that was wrapped; `None` for another."""
@@ -300,6 +303,7 @@ class ScriptWatch(StepListener):
         if was_attached and (apart := self._marks.at_last()) is not None:
             self._log.add(apart)
         self._handle.remove()
+        unfollow_forward(self)
         self._bypass.close()
         self._recorder.detach()
         release(self.module, self)
