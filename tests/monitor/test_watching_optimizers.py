@@ -55,6 +55,7 @@ def train(how: str, *, by_wrapper: bool = False) -> list[tuple[str, str]]:
     return [(one.code, one.message) for one in found]
 
 
+@pytest.mark.slow
 @pytest.mark.ddp(world_size=2, timeout=60)
 def test_healthy_optimizers_over_ranks_are_silent() -> None:
     for how in ("zero", "parts", "local", "noop"):
@@ -62,6 +63,7 @@ def test_healthy_optimizers_over_ranks_are_silent() -> None:
     assert train("local", by_wrapper=True) == [] == train("noop", by_wrapper=True)
 
 
+@pytest.mark.slow
 @pytest.mark.ddp(world_size=2, timeout=60)
 def test_parts_that_nobody_shares_and_averages_that_nobody_makes_are_told() -> None:
     for how, code, words in (

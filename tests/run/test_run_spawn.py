@@ -16,7 +16,7 @@ from ddpcheck.record.rank.started_processes import leave_agent_store, mark_first
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.watched_rank import rank_processes
-from tests.tiers import share
+from tests.tiers import one_of, share
 
 ROOT = Path(__file__).parents[2]
 USES_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
@@ -149,7 +149,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("how", share(CASES, []))
+@pytest.mark.parametrize("how", share(one_of(2, CASES), []))
 def test_a_script_that_starts_its_own_ranks_runs_as_it_is(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
