@@ -44,6 +44,7 @@ print(made_at([]), seeded_at("torch").line)
 """
 
 
+@pytest.mark.slow
 def test_they_are_those_of_the_program_whatever_stands_between(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -111,6 +111,7 @@ def test_what_ranks_do_and_what_was_found_is_told_while_they_go_on(
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_the_run_that_is_meant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -173,7 +173,7 @@ _WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("shards", share([True, False], [False]))
+@pytest.mark.parametrize("shards", share([True, False], []))
 def test_the_check_lines_say_what_is_compared_of_shards(shards: bool, tmp_path: Path) -> None:
     script, file = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(_SHARDED.format(wrapped=_WRAPPED[shards]), encoding="utf-8")

@@ -397,6 +397,7 @@ def test_a_rank_that_never_asks_is_named_within_the_timeout_of_the_group(rank: i
         ddpcheck.assert_same_on_all_ranks(ramp(), name="loss", group=group, timeout=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.ddp(world_size=3, reuse="module")
 def test_a_rank_that_has_given_up_waiting_is_not_taken_for_one_that_never_asked(rank: int) -> None:
     ddpcheck.assert_same_on_all_ranks(ramp())
