@@ -69,6 +69,8 @@ BY_HAND = frozenset(
         "script_optimizers.judge_stale",
         "script_rows.judge_labels",
         "script_rows.judge_other_values",
+        "script_sums._told",
+        "script_sums.judge_sums_again",
         "script_rows.judge_restarted",
         "script_rows.judge_workers",
         "script_states._finding_of_use",
