@@ -84,12 +84,13 @@ steady: $(READY) ## every fault 20 times in worlds of 2, 3 and 4 ranks, under lo
 	$(BIN)/python -m tests.faultsuite.steady
 
 # Test harnesses of torch need a package that nothing else here does. For a look: `python -m benchmarks.harnesses --quick`.
-bench: $(READY) ## what a distributed test, a step of the wrapper, a run and the memory of a check cost, into docs/; on an idle machine
+bench: $(READY) ## what a distributed test, a step of the wrapper, a run, the memory of a check and many ranks cost, into docs/; on an idle machine
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python -m benchmarks.harnesses --write
 	$(BIN)/python -m benchmarks.wrapper --write
 	$(BIN)/python benchmarks/run.py --write
 	$(BIN)/python benchmarks/memory.py --write
+	$(BIN)/python benchmarks/scale.py --write
 
 docs: $(READY) ## the documentation as HTML, into build/docs; warnings are errors
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs build/docs

@@ -118,8 +118,8 @@ PAGE = """\
 <!-- Written by `python benchmarks/scale.py --write`. -->
 # How the cost grows with the ranks
 
-{machine}. Medians of {repeats} runs. An exponent of 1 means that twice as many ranks take twice as long, so that a rank
-costs the same.
+{machine}. Medians of {repeats} runs. An exponent of 1
+means that twice as many ranks take twice as long, so that a rank costs the same.
 
 ## Real ranks, gloo
 
