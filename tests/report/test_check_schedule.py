@@ -75,6 +75,28 @@ def more():
         dist.all_reduce(torch.ones(1))
     return 0
 """
+BY_VOTE = """
+def more():
+    rank, size = here()
+    bad = torch.tensor(float(rank % 3 == 1))
+    dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+    if bad > 0:
+        dist.all_reduce(torch.ones(1))
+    said = [None] * size
+    dist.all_gather_object(said, "x" * (rank + 1))
+    if len(said[-1]) > 2:
+        dist.barrier()
+    return 0
+"""
+BY_MEAN = """
+def more():
+    rank, size = here()
+    mean = torch.tensor(float(rank))
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    if rank > mean:
+        dist.barrier()
+    return 0
+"""
 IN_TWO_GROUPS = """
 PAIRS = {}
 
@@ -116,6 +138,17 @@ def test_what_some_ranks_do_alone_is_found_and_told_in_two_groups(tmp_path: Path
     assert (finding.code, finding.ranks) == ("DDP403", (4, 5))
     assert finding.evidence[0].startswith("ranks 0 to 3, collective number ")
     assert finding.evidence[1].startswith("ranks 4 and 5, collective number ")
+
+
+def test_ranks_that_decide_together_are_answered_as_by_all(tmp_path: Path) -> None:
+    report = scheduled(tmp_path, BY_VOTE, world_size=4)
+    assert report.status == "clean", shown(report)
+    assert "2 barrier" in report.checks[1].detail, "rank 0 alone has sent no longer text"
+
+
+def test_ranks_that_decide_each_by_itself_on_what_all_have_sent_part(tmp_path: Path) -> None:
+    (finding,) = scheduled(tmp_path, BY_MEAN, world_size=4).findings
+    assert (finding.code, finding.ranks) == ("DDP403", (2, 3)) and "barrier" in finding.subjects
 
 
 @pytest.mark.slow

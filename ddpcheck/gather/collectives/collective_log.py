@@ -109,6 +109,11 @@ def unlogged() -> Iterator[None]:
         _thread.depth -= 1
 
 
+def in_collective() -> bool:
+    """Whether this thread makes a collective that is logged: what that calls in its turn is a part of it."""
+    return bool(_thread.depth)
+
+
 def record_collectives(directory: Path, rank: int) -> None:
     """From now on, log the collectives of this process; to be called before the user's code is imported."""
     file = os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -1,7 +1,8 @@
 """A process group of many ranks of which one is there: each collective is answered as if all had said the same.
 
-What a root sends is known where its rank was simulated before: it is left in a folder. Only the order of collectives
-means something here, not the numbers: torch's own `FakeProcessGroup` has the same idea, and leaves results as they are.
+What a root sends is known where its rank was simulated before: it is left in a folder. So is what ranks send in small
+tensors, in a later round. Only the order of collectives means something here, not the numbers: torch's own
+`FakeProcessGroup` has the same idea, and leaves results as they are.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ddpcheck.gather.collectives.collective_log import (
     record_given,
     replace_functions,
 )
+from ddpcheck.gather.collectives.simulated_answers import SimulatedAnswers, reduced
 
 BACKEND = "simulated"
 _LARGEST_SENT = 1 << 20  # bytes that a root leaves for the others
@@ -57,9 +59,10 @@ class _Done(_Work):  # type: ignore[misc]
 class SimulatedGroup(_Group):  # type: ignore[misc]
     """One rank of a process group whose other ranks are not there."""
 
-    def __init__(self, rank: int, size: int, folder: Path) -> None:
+    def __init__(self, rank: int, size: int, folder: Path, answers: SimulatedAnswers) -> None:
         super().__init__(rank, size)
         self._folder = folder
+        self._answers = answers
         self._sent: Counter[str] = Counter()
         self._name = ""
 
@@ -97,8 +100,13 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         self._note("all_reduce", *tensors)
-        for tensor in tensors:
-            _as_of_all(tensor, getattr(opts, "reduceOp", None), self.size())
+        operation, sent = getattr(opts, "reduceOp", None), self._answers.ask(self, self._name, tensors)
+        for place, tensor in enumerate(tensors):
+            answer = None if sent is None else reduced([of_rank[place] for of_rank in sent], operation)
+            if answer is None:
+                _as_of_all(tensor, operation, self.size())
+            else:
+                tensor.detach().copy_(answer)
         return _Done(tensors)
 
     allreduce_coalesced = allreduce
@@ -115,13 +123,15 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         self._note("all_gather", *inputs)
-        for output, given in zip(outputs, inputs, strict=True):
-            for part in output:
-                part.copy_(given)
+        sent = self._answers.ask(self, self._name, inputs) or [inputs] * self.size()
+        for place, output in enumerate(outputs):
+            for part, of_rank in zip(output, sent, strict=True):
+                part.copy_(of_rank[place])
         return _Done(outputs[0] if outputs else [])
 
     def _allgather_base(self, output: Any, given: Any, opts: Any = None) -> Any:
-        output.reshape(self.size(), -1).copy_(given.reshape(1, -1).expand(self.size(), -1))
+        sent = self._answers.ask(self, self._name, [given]) or [[given]] * self.size()
+        output.copy_(torch.cat([one.reshape(-1) for (one,) in sent]).reshape(output.shape))
         return _Done([output])
 
     all_gather_single = _allgather_base
@@ -196,15 +206,17 @@ def _copy_as_far(output: torch.Tensor, given: torch.Tensor) -> None:
         output.copy_(flat[index].reshape(output.shape))
 
 
-def join_simulated(rank: int, world_size: int, folder: Path) -> list[ScheduledCall]:
+def join_simulated(rank: int, world_size: int, folder: Path) -> tuple[list[ScheduledCall], SimulatedAnswers]:
     """Make a default process group in which this process is one rank and the others are not there.
 
     Returns:
-        The collectives that this process makes from now on, as it makes them.
+        The collectives that this process makes from now on, as it makes them; and what it sends in them.
     """
+    calls: list[ScheduledCall] = []
+    answers = SimulatedAnswers(folder, rank, calls.__len__)
 
     def make(_store: Any, rank: int, size: int, _timeout: Any) -> SimulatedGroup:
-        return SimulatedGroup(rank, size, folder)
+        return SimulatedGroup(rank, size, folder, answers)
 
     dist.Backend.register_backend(BACKEND, make, devices=["cpu"])
     dist.init_process_group(
@@ -213,12 +225,11 @@ def join_simulated(rank: int, world_size: int, folder: Path) -> list[ScheduledCa
         rank=rank,
         world_size=world_size,
     )
-    calls: list[ScheduledCall] = []
     replace_functions(("new_group",), _of_our_backend)
     replace_functions(("monitored_barrier",), lambda _name, _original: _barrier)
     record_calls(lambda call: calls.append(ScheduledCall(call)))
     record_given(functools.partial(_note_wait, calls))
-    return calls
+    return calls, answers
 
 
 def _of_our_backend(_name: str, original: Callable[..., Any]) -> Callable[..., Any]:

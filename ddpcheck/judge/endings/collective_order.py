@@ -53,7 +53,7 @@ def judge_collectives(
             sorted({call.operation for call in calls}),
             message,
             ranks=minority,
-            location=Location.parse(differing.location),
+            location=Location.parse(differing.location or next((call.location for call in calls if call.location), "")),
             evidence=[
                 f"{format_ranks(rank for rank, _ in some)}, collective number {place}: {words}"
                 for words, some in group_by(zip(ranks, found, strict=True), lambda one: _in_words(one[1])).items()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import chain
+from typing import Any
 
 from ddpcheck import __version__
 from ddpcheck.findings.compiled_names import plain_name
@@ -47,41 +48,51 @@ _NEAR = 0.01  # an error that is no fault under any tolerance
 
 def report_of(state: CheckState) -> Report:
     """The report of a check that has been judged."""
-    asked = state.asked
-    chosen = sort_out(
-        state.findings,
-        asked.target,
-        select=asked.select,
-        ignore=asked.ignore,
-        suppress=asked.suppress,
-        baseline=asked.baseline,
-    )
     told = [some for some in _entries(state).values() if any(_kind(entry) != "zero" for entry in some)]
-    report = Report(
-        target=asked.target,
-        tool={"name": "ddpcheck", "version": __version__},
-        environment=environment(),
-        world={**world_of(asked), "notes": list(dict.fromkeys(state.log.notes))},
-        checks=tuple(_line(state, name, chosen.kept) for name in HEADINGS),
+    return make_report(
+        state.asked,
+        state.findings,
+        lambda kept: (_line(state, name, kept) for name in HEADINGS),
+        notes=state.log.notes,
         parity=tuple(sorted(chain(*told), key=lambda entry: (entry.step, entry.reference, entry.parameter))),
         timing={name: round(seconds, 4) for name, seconds in state.log.seconds.items()},
         error=state.log.error or next(iter(state.log.bugs), None),
         modules=state.modules,
         timelines=state.timelines,
     )
-    return limited(chosen.complete(report).with_excerpts())
 
 
-def environment() -> dict[str, str]:
-    """The versions and the platform of a report."""
-    torch = metadata.version("torch")
-    return {"python": platform.python_version(), "torch": torch, "platform": platform.system().lower()}
-
-
-def world_of(asked: CheckOptions) -> dict[str, object]:
-    """The options of a report's world."""
+def make_report(
+    asked: CheckOptions,
+    findings: Sequence[Finding],
+    lines: Callable[[Sequence[Finding]], Iterable[CheckResult]],
+    *,
+    notes: Iterable[str],
+    **parts: Any,
+) -> Report:
+    """A report on what was asked: the findings that count, and the check lines that `lines` makes of these."""
+    chosen = sort_out(
+        findings,
+        asked.target,
+        select=asked.select,
+        ignore=asked.ignore,
+        suppress=asked.suppress,
+        baseline=asked.baseline,
+    )
     launcher = {"launcher": asked.launcher} if asked.launcher is not None else {}
-    return {**{name: getattr(asked, name) for name in _WORLD}, **launcher}
+    report = Report(
+        target=asked.target,
+        tool={"name": "ddpcheck", "version": __version__},
+        environment={
+            "python": platform.python_version(),
+            "torch": metadata.version("torch"),
+            "platform": platform.system().lower(),
+        },
+        world={**{name: getattr(asked, name) for name in _WORLD}, **launcher, "notes": list(dict.fromkeys(notes))},
+        checks=tuple(lines(chosen.kept)),
+        **parts,
+    )
+    return limited(chosen.complete(report).with_excerpts())
 
 
 # Check lines

@@ -11,26 +11,24 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from ddpcheck import __version__
 from ddpcheck.findings.errors import EXIT_HANG, EXIT_TARGET, EXIT_USAGE, DdpcheckError, HangError, RankError, UsageError
 from ddpcheck.findings.evidence.schedules import ScheduledCall, Simulated, SimulatedRank
 from ddpcheck.findings.report import CheckResult, Finding, Report, ReportError
-from ddpcheck.findings.selection import Suppression, sort_out
-from ddpcheck.findings.shortening import limited
+from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.wording import counted, join_names
 from ddpcheck.harness import World
 from ddpcheck.judge.endings.schedules import judge_schedules
 from ddpcheck.judge.verdict import Verdict, status_of
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import decided
-from ddpcheck.report.checking.check_report import environment, world_of
+from ddpcheck.report.checking.check_report import make_report
 from ddpcheck.report.checking.check_state import CheckOptions
 from ddpcheck.worlds import preloading
 from ddpcheck.worlds.validation import check_count
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 65_536
 _MOST_AT_ONCE = 8
+_MOST_ROUNDS = 6
 _MOST_NAMED = 6  # that a check line names
 
 Result = TypeVar("Result")
@@ -106,36 +105,54 @@ class _Simulation:
         self.found: list[Finding] = []
         self.error: ReportError | None = None
         self.shards = 0
+        self.unsettled = False  # whether ranks still make other collectives in each round
 
     def run(self) -> Report:
-        """Simulate one rank after the other, until one of them fails, and judge what they have come to."""
+        """Simulate the ranks, until one of them fails, and judge what they have come to."""
         begun = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="ddpcheck-", ignore_cleanup_errors=True) as folder:
             self._simulate(Path(folder))
-        if self.error is None:
-            self.found = judge_schedules(self.schedules, [rank.schedule for rank in self.ranks])
         return self._report(time.perf_counter() - begun)
 
     def _simulate(self, folder: Path) -> None:
-        size, at_once = self.asked.world_size, min(_MOST_AT_ONCE, os.cpu_count() or 1)
-        of_recipe = self.target, self.asked.seed
-        count = partial(calls.schedule_phases.count_shards, *of_recipe, size)
+        """Go on for as long as what ranks send each other changes with what they are answered."""
+        asked = self.asked
+        count = partial(calls.schedule_phases.count_shards, self.target, asked.seed, asked.world_size)
         self.shards = sum(self._on_ranks([0], lambda _rank: count))
-        there = Simulated(size, self.asked.steps, self.shards, folder)
+        there = Simulated(asked.world_size, asked.steps, self.shards, folder)
+        sent, made = [""], [""]
+        for _ in range(_MOST_ROUNDS):
+            before, made = made, self._simulate_ranks(there)
+            last, sent = sent, self._on_ranks([0], lambda _rank: partial(calls.schedule_phases.answer, there))
+            if self.error is not None:
+                return
+            if sent == last:
+                break
+        self.unsettled = sent != last and made != before  # by votes on votes, and not by numbers that are learned
+        self.found = [] if self.unsettled else judge_schedules(self.schedules, made)
+
+    def _simulate_ranks(self, there: Simulated) -> list[str]:
+        """Once, one rank after the other; returns the name of each rank's list of collectives."""
+        size, at_once = there.world_size, min(_MOST_AT_ONCE, os.cpu_count() or 1)
+        self.ranks = []
         while self.error is None and len(self.ranks) < size:
             self.progress(f"{len(self.ranks)} of {counted(size, 'rank')}")
             # rank 0 alone at first: what it sends as a root is what the others get
             ranks = range(len(self.ranks), min(size, len(self.ranks) + at_once) if self.ranks else 1)
             self.ranks += self._on_ranks(
-                ranks, lambda rank: partial(calls.schedule_phases.simulate, *of_recipe, rank, there)
+                ranks,
+                lambda rank: partial(calls.schedule_phases.simulate, self.target, self.asked.seed, rank, there),
             )
-        for name in {rank.schedule for rank in self.ranks}:
-            data = (folder / f"schedule-{name}").read_bytes()
-            self.schedules[name] = msgspec.msgpack.decode(data, type=list[ScheduledCall])
+        names = [rank.schedule for rank in self.ranks]
+        decoded = partial(msgspec.msgpack.decode, type=list[ScheduledCall])
+        self.schedules = {name: decoded((there.folder / f"schedule-{name}").read_bytes()) for name in set(names)}
+        return names
 
     def _on_ranks(self, ranks: Sequence[int], phase: Callable[[int], Callable[[], Result]]) -> list[Result]:
         """What a process of its own returns for each rank; of the first that fails the error is kept."""
         preload = (*preloading.DDP, *calls.MODULES, *self.asked.preload)
+        if self.error is not None:
+            return []
         with contextlib.ExitStack() as stack:
             worlds = [
                 stack.enter_context(
@@ -156,30 +173,18 @@ class _Simulation:
     # The report
 
     def _report(self, seconds: float) -> Report:
-        asked = self.asked
-        chosen = sort_out(
-            self.found,
-            asked.target,
-            select=asked.select,
-            ignore=asked.ignore,
-            suppress=asked.suppress,
-            baseline=asked.baseline,
-        )
         told = {"collectives": [(finding, finding) for finding in self.found]}
         verdicts = {"ranks": self._of_ranks(), "collectives": self._of_collectives()}
-        lines = {name: status_of(verdict, told.get(name, []), chosen.kept) for name, verdict in verdicts.items()}
-        if self.error is not None:
-            lines["ranks"] = "error", self.error.message
-        report = Report(
-            target=asked.target,
-            tool={"name": "ddpcheck", "version": __version__},
-            environment=environment(),
-            world={**world_of(asked), "notes": self._notes()},
-            checks=tuple(CheckResult(name, status, 0.0, detail) for name, (status, detail) in lines.items()),
-            timing={"total": round(seconds, 4)},
-            error=self.error,
-        )
-        return limited(chosen.complete(report).with_excerpts())
+
+        def lines(kept: Sequence[Finding]) -> Iterator[CheckResult]:
+            for name, verdict in verdicts.items():
+                status, detail = status_of(verdict, told.get(name, []), kept)
+                if name == "ranks" and self.error is not None:
+                    status, detail = "error", self.error.message
+                yield CheckResult(name, status, 0.0, detail)
+
+        timing = {"total": round(seconds, 4)}
+        return make_report(self.asked, self.found, lines, notes=self._notes(), timing=timing, error=self.error)
 
     def _of_ranks(self) -> Verdict:
         steps = counted(self.asked.steps, "step")
@@ -188,6 +193,9 @@ class _Simulation:
     def _of_collectives(self) -> Verdict:
         if self.error is not None:
             return Verdict(lacking="not reached")
+        if self.unsettled:
+            changes = "what ranks call still changes with what the others send"
+            return Verdict(lacking=f"not known: {changes}, after {_MOST_ROUNDS} rounds")
         counts = [Counter(one.call.operation for one in schedule) for schedule in self.schedules.values()]
         sums = sorted({sum(count.values()) for count in counts})
         number = str(sums[0]) if len(sums) == 1 else f"{sums[0]} to {sums[-1]}"
@@ -199,8 +207,8 @@ class _Simulation:
 
     def _notes(self) -> list[str]:
         notes = [
-            "each rank was alone: what it received from others was what it had sent itself, or what rank 0 or another "
-            "root had sent; send and recv are not followed"
+            "each rank was alone: it received what a root had sent, small tensors as the others had sent them, and "
+            "else what it had sent itself; send and recv are not followed"
         ]
         if 0 < self.shards < self.asked.world_size:
             parts = (

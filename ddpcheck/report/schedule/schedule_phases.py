@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from ddpcheck.findings.evidence.schedules import ScheduledCall, Simulated, SimulatedRank
+from ddpcheck.gather.collectives.simulated_answers import combine
 from ddpcheck.gather.collectives.simulated_group import join_simulated
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.phases.local_step import samples_of
@@ -35,7 +36,7 @@ def simulate(target: str | Recipe, seed: int, rank: int, world: Simulated) -> Si
     """Train as one rank of `world`, in which no other is there, and leave its collectives."""
     _take_place(rank, world.world_size)
     run_as_written()
-    calls = join_simulated(rank, world.world_size, world.folder)
+    calls, answers = join_simulated(rank, world.world_size, world.folder)
     with synchronised_on_cpu():
         recipe, device = load_on_rank(target), torch.device("cpu")
         settle_device(device)
@@ -55,7 +56,13 @@ def simulate(target: str | Recipe, seed: int, rank: int, world: Simulated) -> Si
             run_backward(loss.total)
             this_rank.set_status(f"step {step}: optimizer")
             run_optimizer(optimizer, "step")
+    answers.write()
     return SimulatedRank(rank, _written(calls, world.folder))
+
+
+def answer(world: Simulated) -> str:
+    """Find out what ranks would have answered each other; a digest of all that they have sent."""
+    return combine(world.world_size, world.folder)
 
 
 def count_shards(target: str | Recipe, seed: int, world_size: int) -> int:
