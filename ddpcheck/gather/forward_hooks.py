@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -20,3 +22,18 @@ def before_forward(module: nn.Module, hook: Callable[..., None], *, with_kwargs:
 def after_forward(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
     """Have `hook` called after each forward pass of `module`; for the rest, as `before_forward`."""
     return nn.Module.register_forward_hook(module, hook)
+
+
+class OutsideOfCompiledCode:
+    """A hook on a part of a model, which code that `torch.compile` makes of the model does not call.
+
+    Modules are followed from some step on, and may be compiled again after that. torch traces this class, and finds
+    that nothing is done: the code stays one graph, also with `fullgraph=True`.
+    """
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *arguments: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._hook(*arguments)

@@ -19,7 +19,7 @@ from torch import nn
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location
-from ddpcheck.gather.forward_hooks import before_forward
+from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, before_forward
 from ddpcheck.gather.state.tensor_values import version_of
 from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
 
@@ -76,7 +76,7 @@ class BypassRecorder:
 
     def _listen(self) -> None:
         if self._listens and not self._handles and not self.event.location:
-            hook = UnpickledHook(self._called)
+            hook = OutsideOfCompiledCode(UnpickledHook(self._called))
             self._handles = [before_forward(part, hook) for part in self._module.modules()]
 
     def _called(self, *_arguments: Any) -> None:

@@ -22,7 +22,7 @@ from torch.nn.modules.loss import _Loss
 from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, StateHeld
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, last_assignment, parsed_source, relative_path, variables_of
-from ddpcheck.gather.forward_hooks import after_forward
+from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, after_forward
 from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.gather.state.tensor_refs import tensor_ref
 from ddpcheck.recipe.pytree import tree_tensors
@@ -230,7 +230,7 @@ class StateRecorder:
     def _use_of(self, module: nn.Module) -> str:
         if module not in self._used:
             self._used[module] = ""
-            after_forward(module, UnpickledHook(self._after_forward))
+            after_forward(module, OutsideOfCompiledCode(UnpickledHook(self._after_forward)))
         return self._used[module]
 
     def _after_forward(self, module: nn.Module, _arguments: Any, output: Any) -> None:

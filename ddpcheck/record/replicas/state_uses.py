@@ -15,7 +15,7 @@ from torch import nn
 from ddpcheck.findings.evidence.state_uses import StateUsed, digest_of_values
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import lines_of_program, user_location
-from ddpcheck.gather.forward_hooks import after_forward
+from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, after_forward
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.tensor_values import is_shard
@@ -69,7 +69,7 @@ class UseRecorder:
             for layer in _layers(module):
                 if layer not in self._followed:
                     self._followed[layer] = one
-                    after_forward(layer, UnpickledHook(self._called))
+                    after_forward(layer, OutsideOfCompiledCode(UnpickledHook(self._called)))
 
     def follow_wrapped(self) -> None:
         """Listen to those of the modules that are wrapped, too."""
