@@ -291,12 +291,16 @@ class ScaledTerm(Struct, frozen=True):
         factor: The gradient that arrives at it in backward: by what the loss multiplies it.
         count: The number of its elements.
         chosen: Whether these are some of a tensor, chosen by an index or a mask.
+        divisors: The numbers by which it is divided on the way to the loss.
+        multipliers: Those by which it is multiplied.
     """
 
     kind: str
     factor: float
     count: int
     chosen: bool = False
+    divisors: tuple[float, ...] = ()
+    multipliers: tuple[float, ...] = ()
 
 
 class NumberReduced(Struct, frozen=True):
@@ -305,12 +309,10 @@ class NumberReduced(Struct, frozen=True):
     Attributes:
         value: The rank's own.
         location: The line of the call.
-        by_world: Whether a function of the script that leads to it scales anything by the world size.
     """
 
     value: float
     location: Location | None
-    by_world: bool = False
 
 
 class LossDifferentiated(Struct, frozen=True):

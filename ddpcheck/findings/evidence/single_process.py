@@ -7,13 +7,20 @@ and `gather.phases.shard_analysis`.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from msgspec import Struct
 
 from ddpcheck.findings.report import Location
 
+RandomNumbers = Literal["drawn", "by sample", "constant"]
+"""Which random numbers a step gets: those of its seed, those of each sample, or constants in their place."""
+
 LOOSEST_FIT = 0.05
 """A pattern explains a difference when it leaves less than this share of it (and the rest is rounding)."""
+
+EXACT_FIT = 1e-3
+"""The share that rounding alone leaves, also of a gradient in float32."""
 
 
 class LossTerm(Struct, frozen=True):
@@ -110,6 +117,7 @@ class ShardAnalysis(Struct, frozen=True):
         coupling: Where samples first depend on each other.
         rounded: The gradients that differ from the global batch's by rounding alone.
         error: Why the shards could not be run one by one, or why that could not be explained further.
+        numbers: The random numbers with which they were run, as in `SingleStep`.
     """
 
     terms: tuple[LossTerm, ...] = ()
@@ -124,6 +132,15 @@ class ShardAnalysis(Struct, frozen=True):
     coupling: Coupling = Coupling()
     rounded: tuple[str, ...] = ()
     error: str = ""
+    numbers: RandomNumbers = "drawn"
+
+    @property
+    def is_all_normalisation(self) -> bool:
+        """Whether other weights of the shards, which each gave what its rank did, make the global batch's gradient."""
+        alike = abs(self.against_shards.ratio - 1) <= EXACT_FIT and self.against_shards.residual <= EXACT_FIT
+        wrong = [term for term in self.terms if term.error > EXACT_FIT]
+        exact = all(term.residual <= EXACT_FIT * term.error and term.is_normalised for term in wrong)
+        return alike and exact and bool(wrong) and not self.frozen and not any(term.coupled for term in wrong)
 
 
 class SingleStep(Struct, frozen=True):
@@ -134,15 +151,15 @@ class SingleStep(Struct, frozen=True):
         norm: Of all gradients together.
         batch: Fingerprint of the batch.
         batch_again: Fingerprint of the batch made a second time (first step only).
-        draws_random_numbers: Whether the forward pass draws random numbers.
         float64_error: Why there is no float64 run, empty when there is one.
         backwards: The user's own backward passes in the step, and the last one.
+        numbers: The random numbers that it has got (see `RandomNumbers`).
     """
 
     loss: float
     norm: float
     batch: tuple[int, ...]
     batch_again: tuple[int, ...]
-    draws_random_numbers: bool
     float64_error: str
     backwards: int = 1
+    numbers: RandomNumbers = "drawn"

@@ -16,6 +16,7 @@ from torch import nn
 from ddpcheck.findings.errors import EmptyShardError, TargetError
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.parameters import ParameterChange, StepEvidence, UnregisteredTensor
+from ddpcheck.findings.evidence.single_process import RandomNumbers
 from ddpcheck.findings.evidence.steps import LocalStep, RandomDraws
 from ddpcheck.findings.exception_origin import is_ours
 from ddpcheck.findings.replace import replace
@@ -342,25 +343,25 @@ def average(step: int, file: Path | None, *, shared: bool = True) -> None:
 
 
 @replays_step
-def quiet_step(step: int) -> tuple[float, tuple[str, ...]] | str:
-    """The local step again with a constant in place of every random number, to compare with the global batch.
+def comparable_step(step: int, numbers: RandomNumbers) -> tuple[float, tuple[str, ...]] | str:
+    """The local step again with random numbers that are the same in the global batch, to compare with it.
 
     Returns:
         The loss and the operations that chose among many at random, or why that cannot be done: it may be another loss
-        without its random numbers.
+        with such numbers.
     """
     state = rank_state()
     data, seed = state.step, step_seed(state.seed, step)
     try:
         with random_choices(samples_of(data.batch) or 0) as choices:
             gradients, loss = compute_gradients(
-                state.recipe, state.reference.module, data.batch, step=step, seed=seed, quiet=True
+                state.recipe, state.reference.module, data.batch, step=step, seed=seed, numbers=numbers
             )
     except TargetError as error:
         return str(error)
     data.local = gradients
     data.norms = {name: norm(gradient) for name, gradient in gradients.items()}
-    data.without_random = True
+    data.numbers = numbers
     return loss.value, tuple(choices)
 
 
@@ -392,13 +393,19 @@ def average_exactly(step: int, file: Path) -> str:
         Why that cannot be done (a model that insists on its dtype), empty where it can.
     """
     state = rank_state()
-    quiet = state.step.without_random
+    numbers = state.step.numbers
     try:
         module = copied_module(state.reference.module).double()
-        seed = step_seed(state.seed, step) if quiet else state.seed_of(step)
+        seed = state.seed_of(step) if numbers == "drawn" else step_seed(state.seed, step)
         with unlogged():
             gradients, _ = compute_gradients(
-                state.recipe, module, upcast(state.step.batch), step=step, seed=seed, quiet=quiet, place="in float64, "
+                state.recipe,
+                module,
+                upcast(state.step.batch),
+                step=step,
+                seed=seed,
+                numbers=numbers,
+                place="in float64, ",
             )
             owners = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
             local = [gradients.get(name) for name in owners]

@@ -18,6 +18,7 @@ from torch import nn
 
 from ddpcheck.findings.evidence.modules import GradientHook, ModuleDescription, WrapperFacts
 from ddpcheck.findings.evidence.parameters import ParameterChange
+from ddpcheck.findings.evidence.single_process import RandomNumbers
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
 from ddpcheck.gather.ddp.copied_optimizer import CopiedOptimizer
@@ -102,7 +103,7 @@ class StepData:
     local: Gradients = field(default_factory=dict)  # of this rank by itself
     norms: dict[str, float] = field(default_factory=dict)  # of `local`
     missing: list[str] = field(default_factory=list)  # parameters that received no gradient
-    without_random: bool = False  # whether `local` was computed with constants in place of random numbers
+    numbers: RandomNumbers = "drawn"  # with which `local` was computed
     averages: Mapping[str, torch.Tensor] = field(default_factory=dict)  # see `averaged`
     averages_file: Path | None = None  # in which they are, once all ranks have gone on
     scale: dict[str, float] = field(default_factory=dict)  # root mean square of the ranks' norms

@@ -27,11 +27,10 @@ from ddpcheck.gather.phases.shard_terms import (
     total_gradient,
 )
 from ddpcheck.gather.phases.single_process import SingleProcess
-from ddpcheck.gather.state.randomness import constant_random_numbers
 from ddpcheck.gather.state.tensor_file import TensorFile
 from ddpcheck.gather.steps.batch_coupling import first_coupling
 from ddpcheck.gather.steps.gradient_distance import distance, fit
-from ddpcheck.gather.steps.training_step import Gradients, compute_loss, make_batch, step_seed
+from ddpcheck.gather.steps.training_step import Gradients, compute_loss, make_batch, random_numbers, step_seed
 from ddpcheck.recipe.pytree import to_device, upcast
 from ddpcheck.recipe.recipe import summary
 from ddpcheck.worlds import rank as this_rank
@@ -67,7 +66,7 @@ def _analyse(
 ) -> ShardAnalysis:
     averaged = TensorFile(gradient_file, device=own.device)
     compared = {name: averaged[name] for name in own.step.gradients if name in averaged}
-    found = ShardAnalysis(global_loss=own.step.loss)
+    found = ShardAnalysis(global_loss=own.step.loss, numbers=own.numbers)
     beyond = _beyond(own, averaged, own.step.gradients)
     batch = to_device(make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size), own.device)
     if exact_file is not None and own.double is not None:
@@ -207,7 +206,7 @@ def _coupling(own: SingleProcess, batch: Any, shard: Any, step: int) -> Coupling
 
     def run(module: nn.Module, part: Any) -> None:
         own.rewind(module)
-        with constant_random_numbers(module):
+        with random_numbers(own.numbers, module, part):
             compute_loss(own.recipe, module, part, step=step, seed=step_seed(own.seed, step))
 
     found = first_coupling(own.module, partial(run, own.module, batch), partial(run, own.module, shard))

@@ -21,7 +21,6 @@ from ddpcheck.gather.autograd.autograd_graph import named_parameters, recorded_l
 from ddpcheck.gather.autograd.loss_terms import Edge, PairedTerms, backward_of, split_loss
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.phases.single_process import SingleProcess
-from ddpcheck.gather.state.randomness import constant_random_numbers
 from ddpcheck.gather.steps.batch_coupling import FirstActivations, are_felt, changes_for
 from ddpcheck.gather.steps.gradient_distance import fit, norm
 from ddpcheck.gather.steps.training_step import (
@@ -30,6 +29,7 @@ from ddpcheck.gather.steps.training_step import (
     clear_gradients,
     compute_loss,
     gradients_of,
+    random_numbers,
     run_backward,
     step_seed,
 )
@@ -50,7 +50,6 @@ class ShardRun:
     own: SingleProcess
     module: nn.Module  # in its own dtype or in float64
     step: int
-    quiet: bool = False  # whether random operations give constants
     frozen: Sequence[str] = ()  # modules that are in eval mode meanwhile
     activations: FirstActivations | None = None  # watches the forward pass
 
@@ -60,8 +59,7 @@ class ShardRun:
         self.own.rewind(self.module)
         clear_gradients(self.module)
         with contextlib.ExitStack() as stack:
-            if self.own.draws or self.quiet:
-                stack.enter_context(constant_random_numbers(self.module))
+            stack.enter_context(random_numbers(self.own.numbers, self.module, part))
             for name in self.frozen:
                 self.module.get_submodule(name).eval()
             stack.callback(lambda: [self.module.get_submodule(name).train() for name in self.frozen])
@@ -197,10 +195,10 @@ def look_at_terms(
             replace(term, doubles_with_batch=doubles) for term, doubles in zip(seen.terms, summed, strict=True)
         ]
     with contextlib.suppress(Exception):  # a forward pass that does not like to be changed
-        felt = _coupled_terms(replace(run, quiet=True), batch, shards[0], paired, large=False)
+        felt = _coupled_terms(run, batch, shards[0], paired, large=False)
         seen.terms = [replace(term, coupled=coupled) for term, coupled in zip(seen.terms, felt, strict=True)]
         if any(term.coupled is False and not term.is_normalised for term in seen.terms):
-            felt = _coupled_terms(replace(run, quiet=True), batch, shards[0], paired, large=True)
+            felt = _coupled_terms(run, batch, shards[0], paired, large=True)
             seen.terms = [
                 term if term.coupled is not False or term.is_normalised else replace(term, coupled=coupled)
                 for term, coupled in zip(seen.terms, felt, strict=True)

@@ -20,7 +20,7 @@ from torch import nn
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.gradients import Difference
-from ddpcheck.findings.evidence.single_process import SingleStep
+from ddpcheck.findings.evidence.single_process import RandomNumbers, SingleStep
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back
@@ -39,6 +39,7 @@ from ddpcheck.gather.state.training_mode import into_training
 from ddpcheck.gather.steps.gradient_distance import dense, difference, distance, fit, norm, scales, tolerances
 from ddpcheck.gather.steps.training_step import (
     Gradients,
+    Loss,
     batch_fingerprint,
     clear_gradients,
     compute_gradients,
@@ -88,7 +89,7 @@ class SingleProcess:
     mapped: frozenset[
         str
     ]  # of a large model, the parameters that are in a file until written to; in float64 made of it
-    draws: bool = False  # whether forward draws random numbers, so that it runs with constants in their place
+    numbers: RandomNumbers = "drawn"  # otherwise those that can be compared, since forward draws some
     after: ModuleState | None = None  # what the forward passes of the last step have left
     step: SingleStepData = field(init=False)
 
@@ -185,18 +186,27 @@ def run_step(step: int, state_file: Path | None) -> SingleStep:
         before.tensors, before.file = {**TensorFile(state_file), **before.tensors}, state_file
     else:
         before = capture_state(own.module, into=last)
-    data = own.step = SingleStepData(before, own.external_state.capture())
+    own.step = SingleStepData(before, own.external_state.capture())
+    return _run(own, step)
+
+
+def run_with_constants(step: int) -> SingleStep:
+    """The step under way again, and all later ones, with constants in the place of random numbers."""
+    own: SingleProcess = this_rank.state["single"]
+    own.numbers = "constant"
+    own.rewind(own.module)
+    return _run(own, step)
+
+
+def _run(own: SingleProcess, step: int) -> SingleStep:
+    data = own.step
     batch = make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size)
     again = (
         batch_fingerprint(make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size)) if step == 0 else ()
     )
     on_device = to_device(batch, own.device)
     with counted_backwards() as backwards:
-        gradients, loss = _gradients(own, own.module, on_device, step)
-    if loss.drew and not own.draws:
-        own.draws = True
-        own.rewind(own.module)
-        gradients, loss = _gradients(own, own.module, on_device, step)
+        gradients, loss = _comparable_gradients(own, on_device, step)
     own.after = capture_attributes(own.module, buffers=False)
     data.loss = loss.value
     del loss
@@ -213,7 +223,7 @@ def run_step(step: int, state_file: Path | None) -> SingleStep:
         data.tolerance = {name: max(measured[name], allowed) for name, allowed in data.tolerance.items()}
     total = sum(norm(gradient) ** 2 for gradient in data.gradients.values()) ** 0.5
     own.forget_double()
-    return SingleStep(data.loss, total, batch_fingerprint(batch), again, own.draws, own.double_error, backwards[0])
+    return SingleStep(data.loss, total, batch_fingerprint(batch), again, own.double_error, backwards[0], own.numbers)
 
 
 def _moved(gradients: Gradients) -> Mapping[str, torch.Tensor]:
@@ -226,9 +236,26 @@ def _moved(gradients: Gradients) -> Mapping[str, torch.Tensor]:
     return moved
 
 
-def _gradients(own: SingleProcess, module: nn.Module, batch: Any, step: int) -> tuple[Gradients, Any]:
+def _comparable_gradients(own: SingleProcess, batch: Any, step: int) -> tuple[Gradients, Loss]:
+    """Those of the module, with random numbers that a rank can have as well."""
+    while True:
+        try:
+            gradients, loss = _gradients(own, own.module, batch, step)
+        except Exception:
+            if own.numbers != "by sample":
+                raise
+            own.numbers = "constant"
+        else:
+            if not loss.drew or own.numbers != "drawn":
+                return gradients, loss
+            own.numbers = "by sample"
+        own.rewind(own.module)
+
+
+def _gradients(own: SingleProcess, module: nn.Module, batch: Any, step: int) -> tuple[Gradients, Loss]:
     seed = step_seed(own.seed, step)
-    return compute_gradients(own.recipe, module, batch, step=step, seed=seed, quiet=own.draws, place="single process, ")
+    place = "single process, "
+    return compute_gradients(own.recipe, module, batch, step=step, seed=seed, numbers=own.numbers, place=place)
 
 
 def _rounding(own: SingleProcess, batch: Any, step: int, streamed: Collection[str]) -> dict[str, float] | None:

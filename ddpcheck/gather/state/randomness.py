@@ -178,7 +178,11 @@ class QuietRandomness(TorchDispatchMode):
         if handler is None or self._left <= 0:
             return func(*args, **(kwargs or {}))
         self._left -= 1
-        return handler(func, args, dict(kwargs or {}))
+        return self._answer(handler, func, args, dict(kwargs or {}))
+
+    @passes_on
+    def _answer(self, constants: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return constants(func, args, kwargs)
 
 
 def _constant(value: float) -> Callable[..., Any]:
@@ -308,10 +312,3 @@ class quiet_modules:
     ) -> None:
         for module, dropout in self._saved:
             module.dropout = dropout
-
-
-@contextlib.contextmanager
-def constant_random_numbers(module: nn.Module) -> Iterator[None]:
-    """A block in which random operations give constants, in the recurrent layers of `module` too."""
-    with quiet_modules(module), QuietRandomness():
-        yield

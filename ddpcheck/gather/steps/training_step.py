@@ -14,19 +14,22 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.errors import NonFiniteLossError, TargetError
+from ddpcheck.findings.evidence.single_process import RandomNumbers
 from ddpcheck.findings.exception_origin import for_target
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_tensors
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.randomness import (
-    constant_random_numbers,
+    QuietRandomness,
     drawn_since,
     generator_states,
     mixed_seed,
+    quiet_modules,
     seed_everything,
 )
+from ddpcheck.gather.state.sample_randomness import SampleRandomness
 from ddpcheck.gather.state.tensor_values import plain_values, version_of
 from ddpcheck.gather.steps.gradient_distance import dense
-from ddpcheck.recipe.pytree import batch_size, copied, equal_parts, named_tensors, tree_tensors
+from ddpcheck.recipe.pytree import batch_size, copied, equal_parts, named_tensors, tree_tensors, upcast
 from ddpcheck.recipe.recipe import Recipe, call_loss
 from ddpcheck.worlds.rank import set_status
 
@@ -145,17 +148,33 @@ def run_optimizer(optimizer: torch.optim.Optimizer, method: Literal["step", "zer
     getattr(optimizer, method)()
 
 
-def compute_gradients(
-    recipe: Recipe, model: nn.Module, batch: Any, *, step: int, seed: int, quiet: bool = False, place: str = ""
-) -> tuple[Gradients, Loss]:
-    """Forward and backward from cleared gradients; returns the dense gradients that arrived, by name.
+@contextlib.contextmanager
+def random_numbers(which: RandomNumbers, model: nn.Module, batch: Any) -> Iterator[None]:
+    """A block in which the forward and backward passes of `model` on `batch` get such random numbers."""
+    if which == "drawn":
+        yield
+        return
+    # Of what is the same in each dtype in which `batch` may come.
+    samples = sample_fingerprints(upcast(batch)) if which == "by sample" else ()
+    with quiet_modules(model), SampleRandomness(samples) if samples else QuietRandomness():
+        yield
 
-    `quiet` gives every random operation a constant (see `QuietRandomness`).
-    """
+
+def compute_gradients(
+    recipe: Recipe,
+    model: nn.Module,
+    batch: Any,
+    *,
+    step: int,
+    seed: int,
+    numbers: RandomNumbers = "drawn",
+    place: str = "",
+) -> tuple[Gradients, Loss]:
+    """Forward and backward from cleared gradients; returns the dense gradients that arrived, by name."""
     clear_gradients(model)
     parameters = named_parameters(model)  # forward may put others in their place, which no optimizer or DDP knows
-    place = f"{place}random numbers silenced, " if quiet else place
-    with constant_random_numbers(model) if quiet else contextlib.nullcontext():
+    place = place if numbers == "drawn" else f"{place}random numbers {numbers}, "
+    with random_numbers(numbers, model, batch):
         loss = compute_loss(recipe, model, batch, step=step, seed=seed, place=place)
         set_status(f"step {step}: {place}backward")
         run_backward(loss.total)
@@ -265,9 +284,14 @@ def sample_fingerprints(batch: Any) -> tuple[int, ...]:
         return ()
     if size == 0 or sum(t.numel() * t.element_size() for t in tensors) > _MOST_BYTES:
         return ()
-    total = torch.zeros(size, dtype=torch.int64)
+    return fingerprints_of_rows(tensors)
+
+
+def fingerprints_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """One fingerprint for each row that the tensors have together, which are as long as each other."""
+    total = torch.zeros(len(tensors[0]), dtype=torch.int64)
     for tensor in tensors:
-        total = (total ^ (total >> 29)) * _ODD + row_fingerprints(tensor.cpu())
+        total = (total ^ (total >> 29)) * _ODD + row_fingerprints(tensor.detach().cpu())
     return tuple(total.tolist())
 
 

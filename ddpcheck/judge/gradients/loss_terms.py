@@ -57,6 +57,7 @@ def format_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
 def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) -> list[Finding]:
     """DDP305: terms of the loss that are sums, or means over counts that differ between ranks."""
     world_size, sizes, named = facts.known.world_size, facts.known.local.shard_sizes, facts.known.wrapper.named
+    by_sample = facts.analysis.numbers == "by sample"
     worst_first = sorted(wrong, key=lambda term: -term.error)
     reasons: dict[str, str] = {}
     for term in worst_first:
@@ -81,6 +82,8 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
             why += f"the ranks by {here}" if here else f"each by {1 / world_size:.4g}"
             if term.count not in ("", "samples"):
                 why = f"{term.count}: {' and '.join(f'{count:g}' for count in term.counts)} on the ranks; {why}"
+            elif not term.count and by_sample:
+                why += "; no count in the batch fits: what is counted is drawn at random, by a mask for example"
         reasons.setdefault(what, why)
     (first, reason), *others = reasons.items()
     uneven = [f"samples a rank: {', '.join(map(str, sizes))}"] if len(set(sizes)) > 1 else []
@@ -95,12 +98,16 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
         "by the world size."
         if " sums over " in first
         else "",
-        tags=(IS_SUM,) if any(" sums over " in what for what in reasons) else (),
+        tags=((IS_SUM,) if any(" sums over " in what for what in reasons) else ())
+        + ((BY_SAMPLE,) if by_sample else ()),
     )
 
 
 IS_SUM = "is a sum"
 """Tag of a DDP305 on a term that sums over samples: its gradient has another scale with each number of ranks."""
+
+BY_SAMPLE = "random numbers by sample"
+"""Tag of a DDP305 that shows where each sample has random numbers of its own, the same on any rank."""
 
 
 def _coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> list[Finding]:

@@ -6,7 +6,9 @@ Pure functions from `findings.evidence.script` (gathered by `record.loss.loss_re
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Container, Sequence
+from functools import partial
 
 from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
 from ddpcheck.findings.report import Finding, Location
@@ -101,15 +103,27 @@ def _judge_shared(passes: Losses) -> list[Finding]:
 
 def _divided_by(of_ranks: Sequence[LossDifferentiated]) -> tuple[float, Location | None] | None:
     """The sum of what the ranks have reduced by which all terms of all their losses are divided, and its line."""
-    terms = [term for one in of_ranks for term in one.terms]
-    if not terms or any(term.kind != "sum" for term in terms) or any(one.scaled for one in of_ranks):
+    terms = [term for one in of_ranks for term in one.terms if term.factor]
+    size = float(len(of_ranks))
+    by_size = all(size in term.multipliers for term in terms) or any(size in term.divisors for term in terms)
+    if by_size or not all(term.kind == "sum" and _is_all_known(term) for term in terms):
         return None
     for numbers in zip(*(one.reduced for one in of_ranks), strict=False):
         total = sum(number.value for number in numbers)
-        if len({number.location for number in numbers}) == 1 and not any(number.by_world for number in numbers):
-            if total > 1 and all(abs(abs(term.factor) * total - 1) < _TOLERANCE for term in terms):
+        if len({number.location for number in numbers}) == 1:
+            if total > 1 and all(any(map(partial(_is_near, total), term.divisors)) for term in terms):
                 return total, numbers[0].location
     return None
+
+
+def _is_all_known(term: ScaledTerm) -> bool:
+    """Whether the numbers by which a term is divided and multiplied make its factor."""
+    known = math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf)
+    return bool(term.divisors) and _is_near(abs(known), abs(term.factor))
+
+
+def _is_near(one: float, other: float) -> bool:
+    return abs(one - other) < _TOLERANCE * abs(one)
 
 
 def judge_accumulated(losses: Losses) -> list[Finding]:

@@ -19,7 +19,7 @@ from ddpcheck.findings.source_lines import user_frame, user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward, made_shapes
 from ddpcheck.gather.patching import guarded, patched
 from ddpcheck.gather.state.tensor_values import is_shard
-from ddpcheck.record.loss.loss_source import LossSource, loss_source, scales_by_world_size
+from ddpcheck.record.loss.loss_source import LossSource, loss_source
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
 from ddpcheck.stream.rank_report import is_probed
@@ -52,6 +52,7 @@ class LossRecorder:
         self._counted = (-1, 0)  # a step, and its backward passes so far
         self._wrapped = (0, 0)  # the number of the newest wrapper, and the step in which it was seen first
         self._reduced: list[NumberReduced] = []
+        self._used: int | None = None  # the step whose backward passes have come after that
         self._sources: dict[tuple[CodeType, int], LossSource] = {}  # by line that calls backward
         patched(torch.autograd, "backward", self._backward)
         patched(torch.amp.GradScaler, "scale", self._scales)
@@ -72,10 +73,11 @@ class LossRecorder:
         if len(call.members) != dist.get_world_size() or not self._is_probed(self._optimizers.steps):
             return
         if isinstance(tensor, torch.Tensor) and not tensor.is_complex() and tensor.numel() <= _MOST_A_NUMBER:
+            if self._used not in (None, self._optimizers.steps):
+                self._reduced, self._used = [], None
             where = Location.parse(call.location)
-            by_world = scales_by_world_size(user_frame(sys._getframe(1)))
             values = tensor.detach().flatten().tolist()
-            self._reduced += [NumberReduced(float(value), where, by_world) for value in values]
+            self._reduced += [NumberReduced(float(value), where) for value in values]
             del self._reduced[:-_MOST_NUMBERS]
 
     def _is_probed(self, step: int) -> bool:
@@ -96,7 +98,7 @@ class LossRecorder:
         reductions = self._optimizers.reductions()
         if (newest := max(reductions, default=0)) > self._wrapped[0]:  # whose first steps are looked at, too
             self._wrapped = newest, step
-        reduced, self._reduced = tuple(self._reduced), []
+        reduced, self._used = tuple(self._reduced), step
         if (
             not self._is_probed(step)
             or before >= _MOST_A_STEP
@@ -111,15 +113,15 @@ class LossRecorder:
         handles = []
         scaler = self._scaled[1] if self._scaled[0] == id(losses) else None
         scale = 1.0 if scaler is None else scaler.get_scale()
-        for number, (node, kind) in enumerate(_terms(losses.grad_fn)):
-            handles.append(node.register_prehook(UnpickledHook(_note_of(arrived, number, kind, node))))
+        for number, (node, kind, scales) in enumerate(_terms(losses.grad_fn)):
+            handles.append(node.register_prehook(UnpickledHook(_note_of(arrived, number, kind, node, scales))))
 
         def ended() -> None:
             for handle in handles:
                 handle.remove()
             terms = tuple(arrived[number] for number in sorted(arrived))
             if scale not in (0.0, 1.0):
-                terms = tuple(replace(term, factor=term.factor / scale) for term in terms)
+                terms = tuple(_unscaled(term, scale) for term in terms)
             now = self._optimizers.reductions()
             wrappers = tuple(number for number in now if now[number] > reductions.get(number, 0))
             put_off = tuple(sorted(self._optimizers.put_off() - set(wrappers)))
@@ -139,30 +141,56 @@ class LossRecorder:
         return self._sources.get(key, LossSource())
 
 
-def _note_of(arrived: dict[int, ScaledTerm], number: int, kind: str, node: Any) -> Callable[[Any], None]:
+def _unscaled(term: ScaledTerm, scale: float) -> ScaledTerm:
+    """The same without the factor of a gradient scaler."""
+    own = list(term.multipliers)
+    if scale in own:
+        own.remove(scale)
+    return replace(term, factor=term.factor / scale, multipliers=tuple(own))
+
+
+def _note_of(
+    arrived: dict[int, ScaledTerm], number: int, kind: str, node: Any, scales: _Scales
+) -> Callable[[Any], None]:
     count, chosen = _count(node), _chooses(node)
 
     def note(given: Any) -> None:
         if given[0] is not None and given[0].numel():
-            arrived[number] = ScaledTerm(kind, float(given[0].detach().flatten()[0]), count, chosen)
+            factor = float(given[0].detach().flatten()[0])
+            by = [tuple(value for name, value in scales if name == kind_of_scale) for kind_of_scale in ("Div", "Mul")]
+            arrived[number] = ScaledTerm(kind, factor, count, chosen, *by)
 
     return note
 
 
-def _terms(root: Any) -> Iterator[tuple[Any, str]]:
+_Scales = tuple[tuple[str, float], ...]
+"""The numbers by which a loss is divided ("Div") and multiplied ("Mul") on the way to a term."""
+
+
+def _terms(root: Any) -> Iterator[tuple[Any, str, _Scales]]:
     """The sums and means that a loss is put together from by arithmetic; nothing where there are too many."""
-    pending, found = [root], []
-    for node in pending:  # which grows
+    pending: list[tuple[Any, _Scales]] = [(root, ())]
+    found = []
+    for node, scales in pending:  # which grows
         if node is None or len(pending) > _MOST_NODES:
             return
         name = node.name()
         if name.startswith(_MEANS) or getattr(node, "_saved_reduction", None) == _REDUCES_TO_MEAN:
-            found.append((node, "mean"))
+            found.append((node, "mean", scales))
         elif name.startswith(_SUMS) or getattr(node, "_saved_reduction", None) == _REDUCES_TO_SUM:
-            found.append((node, "sum"))
+            found.append((node, "sum", scales))
         elif name.startswith(_PASSED):
-            pending += [following for following, _ in node.next_functions if following is not None]
+            for edge, (following, _) in enumerate(node.next_functions):
+                if following is not None:
+                    pending.append((following, scales + _scale(node, name[:3], edge)))
     yield from found
+
+
+def _scale(node: Any, name: str, edge: int) -> _Scales:
+    """The number by which an operation multiplies or divides what comes from an edge."""
+    other = getattr(node, "_saved_self" if edge else "_saved_other", None) if name in ("Mul", "Div") else None
+    is_number = isinstance(other, torch.Tensor) and other.numel() == 1 and not other.is_complex()
+    return ((name, float(other.detach())),) if is_number and other is not None else ()
 
 
 def _count(node: Any) -> int:

@@ -249,18 +249,6 @@ def is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
     return any(_says_world_size(scope, one, seen) for one in ast.walk(node))
 
 
-def scales_by_world_size(frame: FrameType | None) -> bool:
-    """Whether the function of the script in `frame`, or one that leads to it, scales by the number of ranks."""
-    for _ in range(_MOST_CALLERS):
-        scope = None if frame is None else scope_of_frame(frame)
-        if frame is None or scope is None:
-            break
-        if any(is_world_size(scope, factor, set()) for node in ast.walk(scope.body) for factor in _factors(node)):
-            return True
-        frame = user_caller(frame)
-    return False
-
-
 def gradients_scaled_at(frame: FrameType | None) -> Location | None:
     """The line that scales `.grad` by the number of ranks, in functions that lead to `frame`, or that those call."""
     for _ in range(_MOST_CALLERS):

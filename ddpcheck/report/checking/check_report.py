@@ -232,7 +232,9 @@ def _verdict(state: CheckState, name: str) -> Verdict:
     if name == "parity":
         what = "those of the global batch in a single process"
         if any(item.random.libraries for item in state.steps.local):
-            what += ", with constants in the place of random numbers"
+            constants = state.single.constants
+            what += f", with {'constants in the place of' if constants else 'the same'} random numbers"
+            what += "" if constants else " for each sample"
     held = tally.equal(what, state.asked.steps) if tally.held else ""
     if held and name == "reducer" and (updates := _held_updates(state)):
         of = "parts" if state.models else "shards"

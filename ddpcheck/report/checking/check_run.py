@@ -14,7 +14,7 @@ from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError, HangError, Option
 from ddpcheck.findings.evidence.gradients import RepeatedStep
 from ddpcheck.findings.evidence.modules import BuiltModule, ShardedFacts, WrappedModule
 from ddpcheck.findings.evidence.parameters import PathEnd
-from ddpcheck.findings.evidence.single_process import ShardAnalysis, SingleStep
+from ddpcheck.findings.evidence.single_process import RandomNumbers, ShardAnalysis, SingleStep
 from ddpcheck.findings.evidence.steps import LocalStep, NoExplanation, ShardedStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import ReportError
@@ -189,8 +189,8 @@ class CheckRun(CheckWorlds):
             if wanted and (result := self._settle_single(begun or run_single())) is not None:
                 self._check_batch([local[0].batch, result.batch, result.batch_again], step)
                 self.state.add_single(step, result)
-                if not draws or self._quieten(step, averaged):
-                    doubtful |= self._compare_with_single(step, averaged)
+                compare = partial(self._compare_drawing, numbers=result.numbers) if draws else self._compare_with_single
+                doubtful |= compare(step, averaged)
             if self.state.steps.draws_alike() and step == 0:
                 what = "whether the ranks draw the same numbers"
                 self.state.single.draws = self._explained(what, [], calls.repeated_step.draws, step)
@@ -259,16 +259,40 @@ class CheckRun(CheckWorlds):
         what = "why gradients are missing"
         return self._explained(what, {}, calls.missing_gradients.explain, step) if in_step else [{} for _ in local]
 
-    def _quieten(self, step: int, averaged: Path) -> bool:
-        """Average gradients without random numbers; returns whether the loss can do without."""
-        what = "the gradients without random numbers"
-        said = self._explained(what, "the step without them failed", calls.local_step.quiet_step, step)
-        if trouble := next((item for item in said if isinstance(item, str)), ""):
-            self.state.single.skipped = f"not comparable with random numbers silenced: {trouble}"
+    def _compare_drawing(self, step: int, averaged: Path, *, numbers: RandomNumbers) -> bool:
+        """As `_compare_with_single`, where the ranks draw random numbers: with those of each sample, or with constants.
+
+        A mask keeps its count with those of each sample. They are not the same on a rank where what is drawn has other
+        parts than samples, so that such a difference is one only where the shards, weighed otherwise, explain it.
+        """
+        single = self.state.single
+        if numbers == "by sample":
+            if not self._average_with(numbers, step, averaged):
+                if not self._compare_with_single(step, averaged):
+                    return False
+                if single.analysis is not None and single.analysis.is_all_normalisation:
+                    return True
+            single.analysis = None
+            single.differences.pop(step, None)
+            again = self._settle_single(self._start_single(partial(calls.single_process.run_with_constants, step)))
+            if again is None:
+                return False
+            self.state.add_single(step, again)
+        if trouble := self._average_with("constant", step, averaged):
+            single.skipped = f"not comparable with random numbers silenced: {trouble}"
             return False
-        self.state.add_quiet_steps([item for item in said if not isinstance(item, str)])
+        single.constants = True
+        return self._compare_with_single(step, averaged)
+
+    def _average_with(self, numbers: RandomNumbers, step: int, averaged: Path) -> str:
+        """Average gradients that are computed with such random numbers; returns why the loss cannot do with them."""
+        what = f"the gradients with random numbers {numbers}"
+        said = self._explained(what, "the step with them failed", calls.local_step.comparable_step, step, numbers)
+        if trouble := next((item for item in said if isinstance(item, str)), ""):
+            return trouble
+        self.state.add_comparable_steps([item for item in said if not isinstance(item, str)])
         self._all(calls.local_step.average, step, averaged, shared=self._one_machine)
-        return True
+        return ""
 
     def _check_in_step(self, *, when: bool) -> None:
         """End the check where the ranks have not made the same collectives, before a phase relies on it."""

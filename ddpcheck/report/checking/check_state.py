@@ -188,6 +188,7 @@ class SingleComparison:
         hang: The same, where that is a hang.
         incomparable: Why a difference from it shows nothing.
         backwards: Backward passes that it makes in a step.
+        constants: Whether constants stand for random numbers in some step.
         differences: By step, from its gradients.
         analysis: Of the shards, in the step that differs and was looked at.
         analysed: That step, by rank; empty where none was looked at.
@@ -201,6 +202,7 @@ class SingleComparison:
     hang: str = ""
     incomparable: str = ""
     backwards: int = 1
+    constants: bool = False
     differences: dict[int, tuple[Difference, ...]] = field(default_factory=dict)
     analysis: ShardAnalysis | None = None
     analysed: Sequence[LocalStep] = ()
@@ -289,8 +291,8 @@ class CheckState:
         """Add findings of a part, by default of the one under way."""
         self.found += ((part or self.log.part, finding) for finding in found)
 
-    def add_quiet_steps(self, steps: Sequence[tuple[float, tuple[str, ...]]]) -> None:
-        """Put the ranks' losses without random numbers, and what chose among many at random, into the last step."""
+    def add_comparable_steps(self, steps: Sequence[tuple[float, tuple[str, ...]]]) -> None:
+        """Put the losses with comparable random numbers, and what chose among many at random, into the last step."""
         self.steps.local = [
             replace(item, loss=loss, random=replace(item.random, choices=choices))
             for item, (loss, choices) in zip(self.steps.local, self.of_models(steps), strict=True)

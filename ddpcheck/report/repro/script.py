@@ -15,6 +15,7 @@ from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import relative_path
 from ddpcheck.findings.wording import format_ranks, format_steps, join_names, printable
+from ddpcheck.judge.gradients.loss_terms import BY_SAMPLE
 from ddpcheck.report.repro.choice import Demonstration, steps_for, tolerance_for, world_size_for
 from ddpcheck.report.repro.target_code import imports_of, names_in
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _PACKAGE = Path(__file__).parents[2]
 SOURCES = (
     *(f"report/repro/demonstrations/{name}.py" for name in ("training", "ranks", "harness")),
-    *(f"gather/state/{name}.py" for name in ("training_mode", "randomness", "tensor_values")),
+    *(f"gather/state/{name}.py" for name in ("training_mode", "randomness", "sample_randomness", "tensor_values")),
     *(f"gather/steps/{name}.py" for name in ("training_step", "gradient_distance")),
     *("gather/autograd/autograd_graph.py", "gather/ddp/sync_batchnorm.py", "recipe/pytree.py"),
 )
@@ -125,7 +126,9 @@ def _demonstration(
     arguments = ["made(recipe)", *filter(None, [chosen.facts])]
     joins_itself = chosen.name == "global_gradient"  # after the single process
     if joins_itself:
-        arguments += ["quiet=without_randomness"] if target.forward_draws else []
+        by_sample = BY_SAMPLE in finding.tags
+        numbers = "randomness_by_sample" if by_sample else "without_randomness" if target.forward_draws else ""
+        arguments += [f"numbers={numbers}"] if numbers else []
         in_group = "process group of one" in " ".join(map(str, report.world.get("notes", ())))
         arguments += ["in_group=True"] if in_group else []
     last = [*([] if joins_itself else ["join()"]), f"leave({chosen.name}({', '.join(arguments)}))"]

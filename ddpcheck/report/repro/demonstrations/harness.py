@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpcheck.gather.state.randomness import QuietRandomness, quiet_modules
+from ddpcheck.gather.state.sample_randomness import SampleRandomness
 from ddpcheck.gather.state.training_mode import into_training
-from ddpcheck.gather.steps.training_step import batch_seed, model_seed, step_seed
-from ddpcheck.recipe.pytree import to_device, tree_leaves, tree_map, tree_tensors
+from ddpcheck.gather.steps.training_step import batch_seed, fingerprints_of_rows, model_seed, step_seed
+from ddpcheck.recipe.pytree import to_device, tree_leaves, tree_map, tree_tensors, upcast
 
 # A script has settings of its own in the place of these.
 RANK = int(os.environ["RANK"])
@@ -140,9 +141,17 @@ def training_steps(recipe: Any, ddp: Any, optim: Any) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def without_randomness(module: torch.nn.Module) -> Iterator[None]:
+def without_randomness(module: torch.nn.Module, data: Any) -> Iterator[None]:
     """Random numbers become constants: ranks and one process cannot draw the same."""
-    with QuietRandomness(), quiet_modules(module):
+    with quiet_modules(module), QuietRandomness():
+        yield
+
+
+@contextlib.contextmanager
+def randomness_by_sample(module: torch.nn.Module, data: Any) -> Iterator[None]:
+    """A sample has the same random numbers on its rank and in one process."""
+    samples = fingerprints_of_rows([x for x in tree_tensors(upcast(data)) if x.dim()])
+    with quiet_modules(module), SampleRandomness(samples):
         yield
 
 

@@ -170,18 +170,19 @@ def unregistered(recipe: Any) -> int:
 # Gradients against those of one process, of the ranks, and of a second run
 
 
-def global_gradient(
-    recipe: Any, quiet: Callable[[nn.Module], Any] = contextlib.nullcontext, in_group: bool = False
-) -> int:
-    """Compare DDP on shards with one process on the whole batch, which has a group of its own where `in_group`."""
+def global_gradient(recipe: Any, numbers: Callable[[nn.Module, Any], Any] | None = None, in_group: bool = False) -> int:
+    """Compare DDP on shards with one process on the whole batch, which has a group of its own where `in_group`.
+
+    `numbers` gives both the same random numbers.
+    """
 
     def last_gradients(module: nn.Module, batch: Callable[[Any, int], Any], rank: int) -> dict[str, torch.Tensor]:
         optim = optimizer_for(recipe, module)
         for step in range(STEPS):
             optim.zero_grad()
             data = batch(recipe, step)
-            seed_all(step_seed(SEED, step, rank))
-            with quiet(module):
+            seed_all(step_seed(SEED, step, 0 if numbers else rank))
+            with numbers(module, data) if numbers else contextlib.nullcontext():
                 loss_of(recipe, module, data).backward()
             if step + 1 < STEPS:
                 optim.step()

@@ -1,0 +1,39 @@
+"""The sums and means of a loss, and the numbers that it scales them by, as they stand in its graph."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpcheck.record.loss.loss_recorder import _terms
+
+X = torch.ones(4, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (X.sum() / 3, [("sum", [("Div", 3)])]),
+        (X.sum() / torch.tensor([3.0]), [("sum", [("Div", 3)])]),
+        (2 * (X.sum() / torch.tensor(3)) / 4, [("sum", [("Div", 4), ("Mul", 2), ("Div", 3)])]),
+        (torch.tensor(5.0) * X.sum(), [("sum", [("Mul", 5)])]),
+        (X.sum().mul_(7), [("sum", [("Mul", 7)])]),
+        (X.mean() + 0.5 * X.square().sum(), [("mean", []), ("sum", [("Mul", 0.5)])]),
+        (X.sum() * X.mean(), [("sum", [("Mul", 1)]), ("mean", [("Mul", 4)])]),
+        (torch.nn.functional.mse_loss(X, X.detach(), reduction="sum") / 8, [("sum", [("Div", 8)])]),
+    ],
+)
+def test_the_numbers_on_the_way_to_each_term(loss: Tensor, expected: list[tuple[str, list[tuple[str, float]]]]) -> None:
+    found = [(kind, list(scales)) for _, kind, scales in _terms(loss.grad_fn)]
+    assert found == expected
+
+
+def test_they_make_the_gradient_that_arrives_at_a_term() -> None:
+    x = torch.ones(4, requires_grad=True)
+    (3 * x.sum() / 5 / torch.tensor(2.0)).backward()
+    loss = 3 * x.sum() / 5 / torch.tensor(2.0)
+    ((_, _, scales),) = _terms(loss.grad_fn)
+    assert x.grad is not None
+    factor = math.prod(value if name == "Mul" else 1 / value for name, value in scales)
+    assert math.isclose(float(x.grad[0]), factor, rel_tol=1e-6)
