@@ -39,7 +39,7 @@ from ddpcheck.findings.evidence.script import (
     ReducedInPlace,
     StateHeld,
 )
-from ddpcheck.findings.evidence.state_uses import StateUsed
+from ddpcheck.findings.evidence.state_uses import NothingLoaded, StateUsed
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
 from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
@@ -75,7 +75,7 @@ from ddpcheck.judge.loop.script_optimizers import (
 )
 from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld
 from ddpcheck.judge.replicas.model_groups import compare_groups
-from ddpcheck.judge.replicas.script_states import judge_states, judge_uses
+from ddpcheck.judge.replicas.script_states import judge_loads, judge_states, judge_uses
 from ddpcheck.judge.replicas.script_statistics import judge_statistics
 from ddpcheck.judge.script_facts import Optimizer, ScriptFacts, entries_of, first_steps, used_by
 from ddpcheck.judge.verdict import Row, Verdict, Verdicts
@@ -309,6 +309,7 @@ def _files(facts: ScriptFacts) -> Verdicts:
     sizes = [item for of_rank in facts.of(FilesLeft) for one in of_rank for item in one.sizes.items()]
     empty = {path for path, _ in sizes} - {path for path, size in sizes if size}
     found = judge_files(uses, empty) + (judge_shards_saved(uses) if facts.ended else [])
+    found += judge_loads(facts.of(NothingLoaded))
     return {"files": _compared(found, f"uses of {counted(len(paths), 'file')}", len(paths))}
 
 
@@ -377,7 +378,7 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
     Row(_over_ranks(_graphs), ("loop",), ("DDP522",), unless=_OF_OTHER_MODULES),
     Row(_over_ranks(_data), ("data",), ("DDP505", "DDP506", "DDP510", "DDP516", "DDP519"), yields=("DDP505", "DDP516")),
     Row(_over_ranks(_statistics), ("replicas",), ("DDP217",)),
-    Row(_over_ranks(_files), ("files",), ("DDP512", "DDP521")),
+    Row(_over_ranks(_files), ("files",), ("DDP512", "DDP521", "DDP523")),
     Row(
         _over_ranks(_evaluation),
         ("evaluation",),

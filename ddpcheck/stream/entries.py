@@ -44,7 +44,7 @@ from ddpcheck.findings.evidence.script import (
     ReducedInPlace,
     StateHeld,
 )
-from ddpcheck.findings.evidence.state_uses import StateUsed
+from ddpcheck.findings.evidence.state_uses import NothingLoaded, StateUsed
 from ddpcheck.findings.figures import ModuleEntry
 from ddpcheck.findings.report import Location
 from ddpcheck.stream.rank_report import RankReport, ReplicaState, WatchContext
@@ -245,6 +245,7 @@ Entry = (
     | PartStep
     | StateHeld
     | StateUsed
+    | NothingLoaded
     | RunningStatistic
     | LossDifferentiated
     | MetricUsed

@@ -1,6 +1,6 @@
 """Evidence on what a script evaluates beside its training: copies of wrapped modules, and what it loads.
 
-Judged in `judge.replicas.script_states`; gathered in `record.replicas.state_uses`.
+Judged in `judge.replicas.script_states`; gathered in `record.replicas.state_uses` and `record.replicas.state_loads`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,24 @@ class StateUsed(Struct, frozen=True):
     wrapped: bool
     loaded: bool
     location: Location | None
+
+
+class NothingLoaded(Struct, frozen=True):
+    """A state was loaded with strict=False, and an optimizer steps, though no key of the state was one of the module's.
+
+    Attributes:
+        name: The class of the module.
+        location: The line that loads it.
+        prefix: What the keys of one of the two begin with, which apart from that fit.
+        of_state: Whether that is the state, and not the module.
+        keys: Of the module.
+    """
+
+    name: str
+    location: Location | None
+    prefix: str
+    of_state: bool
+    keys: int
 
 
 def digest_of_values(fingerprints: Iterable[int]) -> int:

@@ -360,4 +360,30 @@ for tokens in loader:                    # lengths that vary on one rank
     model(tokens).backward()             # right: torch.compile(net), which compiles for any length at the second
 """,
     ),
+    Rule(
+        code="DDP523",
+        name="state-not-loaded",
+        severity=ERROR,
+        summary="load_state_dict(strict=False) loads nothing, since the keys of the state have another prefix.",
+        why=(
+            "A state that was taken from a DistributedDataParallel has keys that begin with 'module.'; one that was "
+            "taken from a compiled module, with '_orig_mod.'. With strict=False torch loads the keys that fit and says "
+            "nothing of the others: where none fits, training starts anew, from the values that the model was "
+            "initialised with. (PyTorch docs, torch.nn.Module.load_state_dict.)"
+        ),
+        fix=(
+            "Take and load the state of the same module (`ddp.module` on both sides), or remove the prefix: "
+            "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, 'module.'). Leave strict=False out, "
+            "and torch raises."
+        ),
+        detected=(
+            "`ddpcheck run` compares the keys of each state that is loaded with those of the module. It is reported if "
+            "no key fits, most would with another prefix, and an optimizer steps before a state is loaded that fits."
+        ),
+        ignore="If the load is meant to do nothing.",
+        example="""\
+state = torch.load("checkpoint.pt")                # of ddp.state_dict(): "module.head.weight"
+ddp.module.load_state_dict(state, strict=False)    # right: ddp.load_state_dict(state)
+""",
+    ),
 )

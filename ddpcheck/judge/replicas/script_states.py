@@ -1,4 +1,4 @@
-"""DDP306, DDP214: models that a script holds beside its wrappers, and that drift apart.
+"""DDP306, DDP214, DDP523: models that a script holds beside its wrappers and that drift apart; states not loaded.
 
 Pure functions from `findings.evidence.script` (gathered by `record.replicas.program_state`) to findings.
 """
@@ -9,10 +9,18 @@ from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.script import StateHeld
-from ddpcheck.findings.evidence.state_uses import StateUsed, digest_of_values
+from ddpcheck.findings.evidence.state_uses import NothingLoaded, StateUsed, digest_of_values
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import format_ranks, join_names, minority_ranks, one_finding, plural_verb
+from ddpcheck.findings.wording import (
+    counted,
+    format_ranks,
+    join_names,
+    minority_ranks,
+    one_finding,
+    plural_verb,
+    unless_all,
+)
 
 _FEWEST = 2  # looks, of which the last two have to differ
 
@@ -49,6 +57,24 @@ def judge_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -
             alike = [number for number, of_ranks in enumerate(every) if len({str(one.values) for one in of_ranks}) == 1]
             found += _finding(every, alike[-1] + 1 if alike else 0, _written_at(changes, name[1]))
     return found[:1]
+
+
+def judge_loads(loads: Sequence[Sequence[NothingLoaded]]) -> list[Finding]:
+    """DDP523: a state without a key that fits, of which strict=False says nothing; `loads` by rank."""
+    first = next((one for of_rank in loads for one in of_rank), None)
+    if first is None:
+        return []
+    ranks = [rank for rank, of_rank in enumerate(loads) if any(one.location == first.location for one in of_rank)]
+    one, other = ("state", "module") if first.of_state else ("module", "state")
+    return one_finding(
+        "DDP523",
+        (first.name,),
+        f"load_state_dict(strict=False) loads nothing into {first.name}, which trains on as it was: the keys of the "
+        f"{one} begin with {first.prefix!r}, those of the {other} do not.",
+        ranks=unless_all(ranks, len(loads)),
+        location=first.location,
+        evidence=[f"none of the {counted(first.keys, 'key')} of {first.name} is in the state"],
+    )
 
 
 _Written = tuple[Location | None, list[str], tuple[int, ...]]

@@ -43,6 +43,7 @@ from ddpcheck.record.replicas.program_state import (
     names_of_parameters,
     tables_of_program,
 )
+from ddpcheck.record.replicas.state_loads import LoadRecorder
 from ddpcheck.record.replicas.state_uses import UseRecorder
 from ddpcheck.record.replicas.write_recorder import WriteRecorder
 from ddpcheck.record.source.updating_line import assignment_in_program
@@ -117,6 +118,7 @@ class OptimizerRecorder:
         patched(nn.Module, "zero_grad", self._before_module_zero_grad)
         self._zeroings = ZeroingRecorder(sink)
         self._clips = ClipRecorder(sink, watches, self._is_written, self._zeroings.note_changed)
+        self._loads = LoadRecorder(sink)
         uses = UseRecorder(sink, watches, lambda: self.steps, self._held)
         self.states = StateRecorder(sink, watches, uses, writes.copied)
         self._flat: list[tuple[int, float, Location | None]] = []  # elements, squared norm, line
@@ -162,6 +164,7 @@ class OptimizerRecorder:
 
     def _before_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
         self.steps += 1
+        self._loads.before_step()
         self._writes.stepping = True
         self._writes.write()
         self._clips.steps(self.steps)
