@@ -51,7 +51,6 @@ class ReportDifference(Document):
         return EXIT_FINDINGS if bad else EXIT_CLEAN
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as `to_json` writes it."""
         return {**Document.to_dict(self), "kind": "difference"}
 
 

@@ -16,7 +16,7 @@ from ddpcheck.findings.from_json import added, parse, read
 from ddpcheck.findings.location import Location as Location
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.severity import Severity as Severity
 
 SCHEMA_VERSION = 1
 _UNTOLD = 0.5  # a tolerance from which on a comparison tells nothing: the smallest fault that was measured is as large
@@ -396,20 +396,16 @@ def select_findings(
     A pattern is a code ("DDP101"), a prefix of one ("DDP1") or a rule's name ("unused-parameter"). Where both
     match, the longer pattern wins, so that `--ignore DDP1 --select DDP101` keeps DDP101.
     """
+    kept = (finding for finding in findings if is_selected(finding.code, select, ignore))
+    return tuple(sorted(kept, key=Finding.sort_key))
 
-    def longest(patterns: Sequence[str], finding: Finding) -> int:
-        name = RULES[finding.code].name
-        return max(
-            (
-                len(finding.code) if p.lower() == name else len(p)
-                for p in patterns
-                if p.lower() == name or finding.code.startswith(p.upper())
-            ),
-            default=-1,
-        )
 
-    def kept(finding: Finding) -> bool:
-        chosen, refused = longest(select, finding), longest(ignore, finding)
-        return (chosen > refused) if select else refused < 0
+def is_selected(code: str, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> bool:
+    """Whether `select_findings` keeps the findings of a rule."""
 
-    return tuple(sorted(filter(kept, findings), key=Finding.sort_key))
+    def longest(patterns: Sequence[str]) -> int:
+        name = RULES[code].name
+        fits = [p for p in patterns if p.lower() == name or code.startswith(p.upper())]
+        return max((len(code) if p.lower() == name else len(p) for p in fits), default=-1)
+
+    return longest(select) > longest(ignore) if select else longest(ignore) < 0

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import AcceptedFinding, Finding, Report, select_findings
+from ddpcheck.findings.report import AcceptedFinding, Finding, Report, is_selected, select_findings
 from ddpcheck.findings.rules import matching_rules
-from ddpcheck.findings.wording import counted, join_names, make_finding
+from ddpcheck.findings.wording import counted, join_names
 
 Mark = tuple[str, str, str]
 """One subject of a finding's `fingerprint`: code, file, subject."""
@@ -129,7 +129,7 @@ def sort_out(
             kept.append(finding)
     hidden = [finding.code for finding in findings if finding not in chosen]
     gone = _gone(baseline, findings, target, hidden) if baseline is not None else ()
-    loose = (_loose(one, findings, kept) for one in own if _is_selected(one, select, ignore))
+    loose = (_loose(one, findings, kept) for one in own if all(is_selected(code, select, ignore) for code in one.codes))
     return Selection(
         tuple(kept), tuple(sorted(hidden)), tuple(accepted), tuple(dict.fromkeys(filter(None, loose))), tuple(gone)
     )
@@ -137,13 +137,7 @@ def sort_out(
 
 def is_any_selected(codes: Iterable[str], *, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> bool:
     """Whether any rule with one of these codes is selected, and not ignored."""
-    return bool(select_findings([make_finding(code, (), "") for code in codes], select=select, ignore=ignore))
-
-
-def _is_selected(suppression: Suppression, select: Sequence[str], ignore: Sequence[str]) -> bool:
-    """Whether all of its rules are reported."""
-    made = [make_finding(code, (), "") for code in suppression.codes]
-    return len(select_findings(made, select=select, ignore=ignore)) == len(made)
+    return any(is_selected(code, select, ignore) for code in codes)
 
 
 def _loose(suppression: Suppression, findings: Sequence[Finding], kept: Sequence[Finding]) -> str:

@@ -81,9 +81,9 @@ def group_by(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key,
     return groups
 
 
-def group_by_value(values: Sequence[Any], say: Callable[[Any], str] = str) -> tuple[str, ...]:
+def group_by_value(values: Sequence[Any]) -> tuple[str, ...]:
     """The values of all ranks, equal ones together: "rank 0: a", "ranks 1 and 2: b"."""
-    groups = group_by(range(len(values)), lambda rank: say(values[rank]))
+    groups = group_by(range(len(values)), lambda rank: str(values[rank]))
     return tuple(f"{format_ranks(ranks)}: {text}" for text, ranks in groups.items())
 
 
@@ -93,8 +93,8 @@ def told_by_rank(values: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def counted(number: object, noun: str) -> str:
-    """A number of things in words: "1 step", "3 steps", "2 passes"."""
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+    """A number of things in words: "1 step", "3 steps", "2 passes", "2 batches"."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def suggestion(word: str, choices: Sequence[str], noun: str) -> str:
@@ -204,3 +204,9 @@ def agreeing(phrase: str, ranks: Sequence[int]) -> str:
         return phrase
     verb, space, rest = phrase.partition(" ")
     return _OF_SEVERAL.get(verb, verb) + space + rest.replace("before its work", "before their work")
+
+
+def told_together(said: Iterable[tuple[int, str]]) -> list[str]:
+    """What each rank does, ranks that do the same together: "rank 0 waits in a", "ranks 1 and 2 have ended"."""
+    groups = {text: [rank for rank, _ in same] for text, same in group_by(said, lambda one: one[1]).items()}
+    return [f"{format_ranks(ranks)} {agreeing(text, ranks)}" for text, ranks in groups.items()]

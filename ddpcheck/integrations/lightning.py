@@ -103,7 +103,6 @@ class DdpCheckCallback(WatchCallback, pl.Callback):
             self._compare()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compare the replicas."""
         self._compare()
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
@@ -111,7 +110,6 @@ class DdpCheckCallback(WatchCallback, pl.Callback):
         self._compare()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Detach."""
         self._detach()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -20,8 +20,7 @@ from mmengine.registry import HOOKS, MODEL_WRAPPERS
 from torch import nn
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.report import Finding
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import counted
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.reporting import as_text

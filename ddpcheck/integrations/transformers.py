@@ -55,7 +55,6 @@ class DdpCheckCallback(WatchCallback, TrainerCallback):
         self._compare()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any) -> None:
-        """Compare the replicas."""
         self._compare()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any) -> None:
@@ -63,5 +62,4 @@ class DdpCheckCallback(WatchCallback, TrainerCallback):
         self._compare()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any) -> None:
-        """Detach."""
         self._detach()

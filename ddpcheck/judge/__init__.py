@@ -1,1 +1,4 @@
-"""From evidence to findings: pure functions, which import `ddpcheck.findings` only, and never torch."""
+"""From evidence to findings: pure functions, which import `findings` and `stream` only, and never torch.
+
+On which facts each of them decides, and who gathers these, is in docs/rules-in-code.md.
+"""

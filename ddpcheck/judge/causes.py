@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding
+from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.rules.rule import Explains, When
-from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.gradients.loss_terms import BY_NORMALISATION
 from ddpcheck.judge.parameters.missing_parameters import MADE_IN_FORWARD
 from ddpcheck.judge.replicas.replica_state import RUNNING_STATISTICS

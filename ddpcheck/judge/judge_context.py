@@ -132,7 +132,6 @@ class SingleProcessFacts:
 
     @property
     def largest_error(self) -> float:
-        """The largest relative error."""
         return max(item.error for item in self.wrong)
 
     @property

@@ -201,11 +201,8 @@ class ScriptFacts:
 
     def captured(self, wrapper: int) -> dict[int, list[ReplicaCaptured]]:
         """The replicas of a wrapper that were written down, by step."""
-        by_step: dict[int, list[ReplicaCaptured]] = {}
-        for one in itertools.chain.from_iterable(self.of(ReplicaCaptured)):
-            if one.wrapper == wrapper:
-                by_step.setdefault(one.step, []).append(one)
-        return by_step
+        every = itertools.chain.from_iterable(self.of(ReplicaCaptured))
+        return group_by((one for one in every if one.wrapper == wrapper), lambda one: one.step)
 
     # Optimizers
 

@@ -229,7 +229,7 @@ def _unheld(facts: ScriptFacts) -> Verdicts:
     named = [name for one in every for name in (*one.held, *one.idle)]
     made = next((one.made for one in every if one.held or not named), None)
     in_vain = bool(every) and not any(one.norms or one.gradients for one in every)
-    found = judge_unheld(facts.moved, named, size=len(facts.moved), made=made, in_vain=in_vain)
+    found = judge_unheld(facts.moved, named, made=made, in_vain=in_vain)
     return {"optimizers": Verdict(found)}
 
 

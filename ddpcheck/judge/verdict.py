@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ddpcheck.findings.compiled_names import without_prefix
-from ddpcheck.findings.report import CheckStatus, Finding
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import CheckStatus, Finding, Severity
 from ddpcheck.findings.wording import join_names
 from ddpcheck.judge.causes import find_causes
 
@@ -85,12 +84,9 @@ class Judged:
         Findings that are not among those `kept` are ignored.
         """
         told = self.told.get(heading, [])
-        held, lacking, differing = ("; ".join(dict.fromkeys(filter(None, some))) for some in self._texts(heading))
-        return status_of(Verdict((), held, lacking, differing), told, kept) if told or held or lacking else None
-
-    def _texts(self, heading: str) -> list[list[str]]:
-        verdicts = self.verdicts.get(heading, [])
-        return [[getattr(one, name) for one in verdicts] for name in ("held", "lacking", "differing")]
+        said = zip(*((one.held, one.lacking, one.differing) for one in self.verdicts.get(heading, [])), strict=True)
+        texts = ["; ".join(dict.fromkeys(filter(None, some))) for some in said] or ["", "", ""]
+        return status_of(Verdict((), *texts), told, kept) if told or texts[0] or texts[1] else None
 
 
 def judge_all(facts: Facts, rows: Sequence[Row[Facts]]) -> Judged:

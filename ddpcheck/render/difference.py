@@ -29,7 +29,6 @@ class DifferenceTerminalRenderer(TextRenderer):
     """What is new in full, the rest a line each, then notes and the counts."""
 
     def render(self, difference: ReportDifference) -> str:
-        """The difference as text."""
         difference = limited(difference)
         title = [styled(("ddpcheck diff", "bold"), f" of {difference.old} and {difference.new}")]
         parts = [self._part(name, found) for name, found in _parts(difference)]
@@ -49,10 +48,9 @@ class DifferenceTerminalRenderer(TextRenderer):
 
 
 class DifferenceMarkdownRenderer(Renderer):
-    """The counts first, then a list of each kind."""
+    """The counts first, then a list of each kind, in GitHub's flavour; names and messages are escaped."""
 
     def render(self, difference: ReportDifference) -> str:
-        """The Markdown, in GitHub's flavour; names and messages are escaped."""
         lines = [f"## ddpcheck diff: {escaped(difference.summary)}"]
         for name, findings in _parts(difference):
             if findings:

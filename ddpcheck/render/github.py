@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ddpcheck.findings.report import Finding, Report
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Report, Severity
 from ddpcheck.findings.wording import counted, printable
 from ddpcheck.render import Renderer
 from ddpcheck.render.parts import plain_facts, sorted_findings, title_of
@@ -19,7 +18,6 @@ class GithubRenderer(Renderer):
     """An annotation for each finding, worst first, and the summary as a last line."""
 
     def render(self, report: Report) -> str:
-        """One command a line."""
         return self.medium.fitted("\n".join(_lines(report)) + "\n")
 
 

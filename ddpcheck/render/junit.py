@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-from ddpcheck.findings.report import CheckResult, Finding, Report
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import CheckResult, Finding, Report, Severity
 from ddpcheck.findings.wording import join_names
 from ddpcheck.render import Renderer
 from ddpcheck.render.parts import plain_facts, sorted_findings, title_of, why_accepted, words
@@ -21,7 +20,6 @@ class JunitRenderer(Renderer):
     """
 
     def render(self, report: Report) -> str:
-        """The XML."""
         cases = [_case_of_check(report.target, check) for check in report.checks]
         cases += [_case_of_finding(report.target, finding) for finding in sorted_findings(report)]
         for one in report.accepted:  # does not fail, and its reason is shown

@@ -21,7 +21,6 @@ class MatrixTerminalRenderer(TextRenderer):
     """Context, one line a combination of options, how the figures are meant, advice, notes, verdict."""
 
     def render(self, matrix: Matrix) -> str:
-        """The matrix as text."""
         matrix = limited(matrix)
         sections = (self._title, self._rows, self._legend, self._advice, self.notes, self.error)
         return self.printed([section(matrix) for section in sections], self._verdict(matrix))

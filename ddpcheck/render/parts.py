@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from ddpcheck.findings.report import AcceptedFinding, Finding, Report
+from ddpcheck.findings.report import AcceptedFinding, Finding, Report, Severity
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_place
 from ddpcheck.report.matrix.matrix import Matrix
 

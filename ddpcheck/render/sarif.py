@@ -10,10 +10,9 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
 
-from ddpcheck.findings.report import AcceptedFinding, Finding, Location, Report
+from ddpcheck.findings.report import AcceptedFinding, Finding, Location, Report, Severity
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.selection import fingerprint
-from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted
 from ddpcheck.render import Renderer
 from ddpcheck.render.parts import plain_facts, sorted_findings
@@ -31,7 +30,6 @@ class SarifRenderer(Renderer):
     """
 
     def render(self, report: Report) -> str:
-        """The log file."""
         accepted = {one.finding: one for one in report.accepted}
         findings = [*sorted_findings(report), *accepted]
         codes = sorted({finding.code for finding in findings})

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from rich.console import RenderableType
 
-from ddpcheck.findings.report import Finding, Report
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Report, Severity
 from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import counted, group_by
 from ddpcheck.render.parts import (
@@ -32,7 +31,6 @@ class TerminalRenderer(TextRenderer):
     """Text that a newcomer can read without the documentation: context, checks, findings, parity, notes, verdict."""
 
     def render(self, report: Report) -> str:
-        """The report as text."""
         report = limited(report)
         sections = (self.header, self._checks, self._findings, self._accepted, self._parity, self.notes, self.error)
         return self.printed([section(report) for section in sections], self._verdict(report))

@@ -99,7 +99,6 @@ class LaunchedWorld:
         return self._left[rank][1]
 
     def close(self) -> None:
-        """End the ranks."""
         if self._world is not None:
             self._world.close()
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from ddpcheck.findings.errors import RankError, RankFailure
-from ddpcheck.findings.wording import agreeing, format_ranks, phrase
+from ddpcheck.findings.wording import agreeing, format_ranks, phrase, told_together
 from ddpcheck.testing.rank_context import RankArtifacts
 from ddpcheck.testing.rank_side import Ended, text_of
 
@@ -70,10 +70,8 @@ def to_raise(verdict: TestOutcome, error: RankError | None, expected: Any = None
 
 
 def _disagreement(ended: Mapping[int, Ended]) -> str:
-    groups: dict[str, list[int]] = {}
-    for rank, one in sorted(ended.items(), key=lambda each: (each[1].how == "passed", each[0])):
-        groups.setdefault(_said(one), []).append(rank)
-    return "ranks disagree: " + ", ".join(f"{format_ranks(ranks)} {said}" for said, ranks in groups.items())
+    in_order = sorted(ended.items(), key=lambda each: (each[1].how == "passed", each[0]))
+    return f"ranks disagree: {', '.join(told_together((rank, _said(one)) for rank, one in in_order))}"
 
 
 def _said(one: Ended) -> str:

@@ -25,7 +25,7 @@ from ddpcheck.findings.stacks import (
     region_of,
     work_waited_for,
 )
-from ddpcheck.findings.wording import agreeing, format_ranks, phrase
+from ddpcheck.findings.wording import agreeing, format_ranks, group_by, phrase, told_together
 from ddpcheck.findings.wrapped_exceptions import original_of
 from ddpcheck.worlds import wire
 
@@ -189,7 +189,7 @@ def error(failures: Sequence[RankFailure]) -> RankError:
 def hang(failures: Sequence[RankFailure], headline: str) -> HangError:
     """Make the exception for ranks that did not finish."""
     ordered = sorted(failures, key=lambda one: (one.when, one.rank))
-    waiting = _group([(one.rank, one.message.removeprefix(f"rank {one.rank} ")) for one in ordered])
+    waiting = "; ".join(told_together((one.rank, phrase(one)) for one in ordered))
     message = f"{headline}: {waiting}" if waiting else headline
     return HangError(message, ordered, detail=_detail(ordered))
 
@@ -205,21 +205,12 @@ def _summary(rest: Sequence[RankFailure]) -> str:
             where = one.collective and f"waiting in {one.collective}"
             what = "was still " + (where or f"in {one.place or what.removeprefix('is in ')}")
         said.append((one.rank, what))
-    return _group(said)
-
-
-def _group(said: Sequence[tuple[int, str]]) -> str:
-    groups: dict[str, list[int]] = {}
-    for rank, what in said:
-        groups.setdefault(what, []).append(rank)
-    return "; ".join(f"{format_ranks(ranks)} {agreeing(what, ranks)}" for what, ranks in groups.items())
+    return "; ".join(told_together(said))
 
 
 def _detail(failures: Sequence[RankFailure]) -> str:
     """The details of each rank; those of ranks that failed in the same way once."""
-    groups: dict[tuple[str, str, str], list[RankFailure]] = {}
-    for one in failures:
-        groups.setdefault((phrase(one), one.traceback, one.stack), []).append(one)
+    groups = group_by(failures, lambda one: (phrase(one), one.traceback, one.stack))
     lines = []
     for (said, traceback, stack), group in groups.items():
         ranks = [one.rank for one in group]
@@ -239,7 +230,7 @@ def _first_line(text: str) -> str:
     return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
 
 
-def tail(path: Path, lines: int = 20) -> str:
+def tail(path: Path) -> str:
     """Return the last lines of a file, long ones cut, `""` when it cannot be read."""
     try:
         with path.open("rb") as file:
@@ -248,5 +239,5 @@ def tail(path: Path, lines: int = 20) -> str:
             data = file.read()
     except OSError:
         return ""
-    last = data.decode("utf-8", "replace").splitlines()[-lines:]
+    last = data.decode("utf-8", "replace").splitlines()[-20:]
     return "\n".join(line if len(line) <= _WIDEST else line[:_WIDEST] + "..." for line in last)

@@ -350,6 +350,9 @@ def test_metrics_of_pairs() -> None:
     assert math.isnan(OF_NUMBERS["correlation"]([((1.0,), (2.0,))]))
     scores = [((0.9,), (1.0,)), ((0.4,), (0.0,)), ((0.4,), (1.0,)), ((0.1,), (0.0,))]
     assert OF_SCORES["area under the curve"](scores) == 0.875
+    undefined = [((math.nan,), (1.0,)), ((2.0,), (0.0,))]
+    assert math.isnan(OF_NUMBERS["rank correlation"](undefined))
+    assert math.isnan(OF_SCORES["area under the curve"](scores + undefined))
 
 
 @pytest.mark.parametrize(

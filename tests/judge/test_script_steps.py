@@ -124,7 +124,7 @@ def test_gradients_that_are_used_again(own: bool, where: Location) -> None:
     ],
 )
 def test_parameters_that_no_optimizer_holds(moved: dict[str, bool], held: list[str], found: list[str]) -> None:
-    findings = judge_unheld(moved, held, size=2, made=MADE)
+    findings = judge_unheld(moved, held, made=MADE)
     assert [(one.code, list(one.subjects)) for one in findings] == ([("DDP504", found)] if found else [])
 
 
@@ -137,5 +137,5 @@ def test_parameters_that_no_optimizer_holds(moved: dict[str, bool], held: list[s
     ],
 )
 def test_an_optimizer_of_another_model(moved: dict[str, bool], in_vain: bool, found: list[str]) -> None:
-    findings = judge_unheld(moved, [], size=2, made=MADE, in_vain=in_vain)
+    findings = judge_unheld(moved, [], made=MADE, in_vain=in_vain)
     assert [(one.code, list(one.subjects)) for one in findings] == ([("DDP504", found)] if found else [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpcheck.findings.rules.rule import ERROR, WARNING, Explains, Rule
+from ddpcheck.findings.rules.rule import ERROR, WARNING, Explains, Rule, compared_by_digest
 
 RULES = (
     Rule(
@@ -16,10 +16,7 @@ RULES = (
             "broadcast_buffers.)"
         ),
         fix="Register the same buffers on every rank, before wrapping.",
-        detected=(
-            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
-            "the digests differ, the ranks exchange details and compare the names of buffers."
-        ),
+        detected=compared_by_digest("the names of buffers."),
         ignore="If broadcast_buffers=False and the buffer is local on purpose; make it a plain attribute then.",
         example="""\
 if dist.get_rank() == 0:
@@ -36,11 +33,7 @@ if dist.get_rank() == 0:
             "variance, without a message where the shapes are equal."
         ),
         fix="Register buffers in a fixed order, never in that of a set or of a directory listing.",
-        detected=(
-            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
-            "the digests differ, the ranks exchange details and compare the order of the buffers that all ranks "
-            "have."
-        ),
+        detected=compared_by_digest("the order of the buffers that all ranks have."),
         ignore="Never. Buffers are broadcast by position.",
         example="""\
 for name in {"mean", "variance"}:        # right: for name in ("mean", "variance")
@@ -57,10 +50,7 @@ for name in {"mean", "variance"}:        # right: for name in ("mean", "variance
             "differ, and reinterprets them where only the type does."
         ),
         fix="Give the buffer the same shape and dtype on every rank: pad it, or keep what is local out of the buffers.",
-        detected=(
-            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
-            "the digests differ, the ranks exchange details and compare the shapes and dtypes of buffers by name."
-        ),
+        detected=compared_by_digest("the shapes and dtypes of buffers by name."),
         ignore="Never while buffers are broadcast.",
         example="""\
 self.register_buffer("queue", torch.zeros(len(local_data), 8))   # right: a size that all ranks share

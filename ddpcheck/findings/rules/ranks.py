@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpcheck.findings.rules.rule import ERROR, GRADIENTS, Explains, Rule
+from ddpcheck.findings.rules.rule import ERROR, GRADIENTS, Explains, Rule, compared_by_digest
 
 RULES = (
     Rule(
@@ -17,10 +17,7 @@ RULES = (
             "DistributedDataParallel: the model must be the same on every rank.)"
         ),
         fix="Build the same module on every rank: take the rank, its data and its environment out of the constructor.",
-        detected=(
-            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
-            "the digests differ, the ranks exchange details and compare the names of parameters."
-        ),
+        detected=compared_by_digest("the names of parameters."),
         ignore="Never. Ranks with other parameters cannot train one model.",
         reports=("pytorch/pytorch#102438", "huggingface/accelerate#1481", "NJU-PCALab/STAR#44"),
         example="""\
@@ -43,11 +40,7 @@ if dist.get_rank() == 0:
             "Register modules in a fixed order: iterate over a list or a sorted() set, never over a set or "
             "os.listdir()."
         ),
-        detected=(
-            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
-            "the digests differ, the ranks exchange details and compare the order of parameters that all ranks "
-            "have."
-        ),
+        detected=compared_by_digest("the order of parameters that all ranks have."),
         ignore="Never. DDP pairs parameters by position.",
         example="""\
 for name in {"left", "right"}:           # the order of a set of strings differs between processes
@@ -68,10 +61,7 @@ for name in {"left", "right"}:           # the order of a set of strings differs
             "Give every rank the same size: compute it once (vocabulary, number of classes) and broadcast it, or "
             "configure it."
         ),
-        detected=(
-            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
-            "the digests differ, the ranks exchange details and compare the shapes of parameters by name."
-        ),
+        detected=compared_by_digest("the shapes of parameters by name."),
         ignore="Never.",
         example="""\
 classes = len(set(local_labels))         # counts what this rank happens to see; right: a constant for all ranks
@@ -92,10 +82,7 @@ self.head = nn.Linear(8, classes)
             "Cast on every rank or on none, before wrapping; decide it from the configuration, not from the local "
             "device."
         ),
-        detected=(
-            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
-            "the digests differ, the ranks exchange details and compare the dtypes of parameters by name."
-        ),
+        detected=compared_by_digest("the dtypes of parameters by name."),
         ignore="Never.",
         example="""\
 model.to(torch.bfloat16 if supports_bf16() else torch.float16)   # right: the same dtype on all ranks
@@ -115,10 +102,7 @@ model.to(torch.bfloat16 if supports_bf16() else torch.float16)   # right: the sa
             "Apply memory_format=torch.channels_last (or a transposed weight) on every rank or on none, before "
             "wrapping."
         ),
-        detected=(
-            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
-            "the digests differ, the ranks exchange details and compare the strides of parameters by name."
-        ),
+        detected=compared_by_digest("the strides of parameters by name."),
         ignore="Never. DDP refuses it, or averages elements of different places.",
         example="""\
 if torch.cuda.is_available():            # true on some machines only
@@ -136,10 +120,8 @@ if torch.cuda.is_available():            # true on some machines only
             "(PyTorch docs, DistributedDataParallel: requires_grad must be the same on all ranks.)"
         ),
         fix="Freeze the same parameters on every rank, before wrapping.",
-        detected=(
-            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
-            "the digests differ, the ranks exchange details and compare requires_grad by name. It is compared "
-            "again after a forward pass that may change it."
+        detected=compared_by_digest(
+            "requires_grad by name. It is compared again after a forward pass that may change it."
         ),
         ignore="Never. Freeze the same parameters on every rank.",
         example="""\
@@ -157,11 +139,7 @@ model.layers[dist.get_rank()].requires_grad_(False)   # right: the same layer on
             "between ranks. (PyTorch docs, DistributedDataParallel, device_ids.)"
         ),
         fix="Move the module with module.to(device) on every rank before wrapping; make a missing GPU an error.",
-        detected=(
-            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
-            "the digests differ, the ranks exchange details and compare the kind of device of each parameter, "
-            "between ranks and within one."
-        ),
+        detected=compared_by_digest("the kind of device of each parameter, between ranks and within one."),
         ignore="Never.",
         example="""\
 device = "cuda" if torch.cuda.is_available() else "cpu"   # a rank without a GPU falls back without a message
@@ -212,10 +190,7 @@ model = DistributedDataParallel(Net(), init_sync=False)   # right: leave init_sy
             "Tie on every rank, before wrapping, and tie again after anything that replaces parameters (casting, "
             "loading)."
         ),
-        detected=(
-            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
-            "the digests differ, the ranks exchange details and compare which names share one tensor."
-        ),
+        detected=compared_by_digest("which names share one tensor."),
         ignore="Never.",
         example="""\
 if os.path.exists(checkpoint):           # true on one machine only
@@ -255,10 +230,9 @@ DistributedDataParallel(model, find_unused_parameters=dist.get_rank() == 0)   # 
             "rank, gives gradients of different models, and DDP averages them without a message."
         ),
         fix="Build the same structure on every rank, and call train() or eval() on every rank at the same places.",
-        detected=(
-            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
-            "the digests differ, the ranks exchange details and compare the classes of modules and their mode "
-            "(training or evaluating), by name. The mode is compared again in later steps."
+        detected=compared_by_digest(
+            "the classes of modules and their mode (training or evaluating), by name. The mode is compared again "
+            "in later steps."
         ),
         ignore="If the modules of the ranks are to compute different functions on purpose.",
         example="""\

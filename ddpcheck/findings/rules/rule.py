@@ -72,6 +72,14 @@ class Rule:
     by_family: bool = False
 
 
+def compared_by_digest(what: str) -> str:
+    """How it is detected that ranks have built their modules differently: by comparing `what` of them."""
+    return (
+        "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If the "
+        f"digests differ, the ranks exchange details and compare {what}"
+    )
+
+
 def address_of(report: str) -> str:
     """The address of a public thread, OWNER/REPOSITORY#NUMBER."""
     repository, _, number = report.partition("#")

@@ -1,7 +1,6 @@
 """DDP505, 506, 510, 516 and 519: the data of a script, by what each rank's loaders and wrappers were given.
 
-Pure functions from `findings.evidence.script` (gathered by `record`) to findings. The passes of all ranks over
-one loader come in lists by rank; a loader that not every rank has is not judged.
+The passes of all ranks over one loader come in lists by rank; a loader that not every rank has is not judged.
 """
 
 from __future__ import annotations
@@ -10,16 +9,15 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, Inputs, LoaderPass
-from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, format_ranks, group_by, group_by_value, minority_ranks, one_finding
 from ddpcheck.judge.data.script_draws import line_of_selection
 from ddpcheck.judge.data.script_rows import (
     FEWEST_ROWS,
+    finding_on_loader,
     have_same_labels,
     judge_labels,
     judge_other_values,
@@ -29,10 +27,10 @@ from ddpcheck.judge.data.script_rows import (
     judge_sharded_twice,
     judge_stale_workers,
     judge_workers,
+    shared_by_ranks,
 )
 
-_SHARED = 0.2  # of a rank's samples that are on another rank, too, before that is no rounding at the end
-_LEFT_OUT = 0.05  # of the samples, likewise
+_LEFT_OUT = 0.05  # of the samples, before that is no rounding at the end
 FEWEST_INPUTS = 3  # steps in which ranks were given the same samples
 _FEWEST_DRAWS = 2  # batches that were made with the same random numbers
 
@@ -68,10 +66,7 @@ def _trained_on(passes: Sequence[LoaderPass]) -> dict[tuple[Location | None, str
 
     The numbers of loaders do not pair up where one rank alone goes through others: rank 0 validates, say.
     """
-    by_loader: dict[int, list[LoaderPass]] = {}
-    for one in passes:
-        if one.trains:
-            by_loader.setdefault(one.loader, []).append(one)
+    by_loader = group_by((one for one in passes if one.trains), lambda one: one.loader)
     places: Counter[tuple[Location | None, str]] = Counter()
     found = {}
     for theirs in by_loader.values():
@@ -91,12 +86,12 @@ def judge_split(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     if all(subset == common for subset in subsets) or not any(a & b for a in subsets for b in subsets if a is not b):
         return []
     lone = len(subsets[0]) - len(common)
-    return _one(
+    return finding_on_loader(
         "DDP516",
         passes[0][0],
         f"The ranks have split the dataset differently: {lone} of the {counted(len(subsets[0]), 'sample')} of rank 0's "
         "part are not in every other rank's, so that what one rank trains on, another one holds back.",
-        line=passes[0][0].split,
+        line=passes[0][0].split or passes[0][0].location,
         ranks=minority_ranks([tuple(sorted(subset)) for subset in subsets]) if len(subsets) > 2 else (),
         evidence=[
             f"rank {rank} begins with samples {_first(of_rank[0].subset)}" for rank, of_rank in enumerate(passes)
@@ -117,12 +112,11 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
     numbers = ranks or range(len(lists))
     alike = [rank for rank, indices in zip(numbers, lists, strict=True) if indices == most and lists.count(most) > 1]
     if alike and len(set(most)) > 1:
-        return _one(
+        return finding_on_loader(
             "DDP505",
             first[0],
             f"{format_ranks(alike).capitalize()} take the same samples in the same order from the loader, so together "
             "they do the work of one.",
-            line=first[0].made,
             ranks=alike if len(alike) < len(lists) else (),
             evidence=[
                 f"the first samples on each of them: {_first(most)}",
@@ -131,19 +125,16 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
         )
     if any(one.replaces or not one.exhausted or len(set(one.indices)) < len(one.indices) for one in first):
         return []
-    sets = [set(indices) for indices in lists]
-    shared = max(len(a & b) for number, a in enumerate(sets) for b in sets[:number])
-    allowed = max(one.batch_size for one in first) * len(first)  # what a sampler may repeat at the end
-    if shared <= allowed or shared < _SHARED * size:
+    if not (shared := shared_by_ranks(first, lists, size)):
         return []
     by_epoch = len({one.epoch for one in first}) > 1 and min(one.epoch for one in first) >= 0
     parts = "it shuffles all of the data, and each rank takes a part."
-    return _one(
+    return finding_on_loader(
         "DDP505",
         first[0],
         f"The ranks share {shared} of the {size} samples that each takes from the loader in an epoch, "
         f"in an order of its own{', and their samplers are in other epochs' if by_epoch else ''}.",
-        line=(by_epoch and next((one.told for one in first if one.told), None)) or first[0].made,
+        line=next((one.told for one in first if one.told), None) if by_epoch else None,
         severity=Severity.WARNING,
         evidence=[
             *([f"the epoch of the sampler: {'; '.join(group_by_value([one.epoch for one in first]))}"] * by_epoch),
@@ -175,11 +166,10 @@ def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     missing = size - len(next(iter(seen)))
     if len(seen) > 1 or missing <= max(_LEFT_OUT * size, max(one.batch_size for one in first) * len(first)):
         return []
-    return _one(
+    return finding_on_loader(
         "DDP519",
         first[0],
         f"{missing} of the {size} samples of the dataset are on no rank in any of {len(epochs)} epochs.",
-        line=first[0].made,
         evidence=[f"each rank takes {len(one.indices)} samples, by {one.sampler}" for one in first[:1]],
         fix="Give the sampler the world size and the rank of the process group, and split the data once only: by "
         "the sampler, or by the framework.",
@@ -203,11 +193,10 @@ def judge_epoch_order(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
             return []
     one = passes[0][0]
     epochs = min(sum(each.exhausted for each in of_rank) for of_rank in passes)
-    return _one(
+    return finding_on_loader(
         "DDP506",
         one,
         f"{one.sampler} shuffles, and all {epochs} epochs have the same order.",
-        line=one.made,
         evidence=[f"every epoch begins with samples {_first(one.indices)} on rank 0"],
         fix=""
         if one.has_epoch
@@ -236,12 +225,12 @@ def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         fix = "Have the workers seed with what they get from the loader and the rank, in worker_init_fn"
     elif one.workers:
         fix += "; or give the loader a generator that is seeded with seed + rank"
-    return _one(
+    return finding_on_loader(
         "DDP510",
         one,
         f"The dataset draws random numbers for its samples{where}, and every rank draws the same ones, in "
         f"{len(shared)} of {max(map(len, draws))} batches that were looked at.",
-        line=passes[-1][0].seeded,
+        line=passes[-1][0].seeded or one.location,
         evidence=[
             f"the states of the global random generators {when} these batches are equal on all ranks",
             *([f"worker 0 has the seed {one.worker_seed} on every rank"] * (one.worker_seed >= 0)),
@@ -394,15 +383,6 @@ def _hold_the_same(one: LoaderPass, other: LoaderPass) -> bool:
     common = len({*one.indices} & {*other.indices})
     shared = len({*one.rows} & {*other.rows})
     return bool(one.samples) and one.samples == other.samples and 2 * shared >= common >= FEWEST_ROWS
-
-
-def _one(
-    code: str, one: LoaderPass, message: str, *, line: Location | None, evidence: Sequence[str] = (), **more: Any
-) -> list[Finding]:
-    """A finding on a loader at the `line` to change; that of the loop, where it was noticed, is evidence."""
-    where = line or one.location
-    noticed = [f"the loop over the loader is at {one.location}"] if one.location and one.location != where else []
-    return one_finding(code, (one.dataset,), message, location=where, evidence=[*evidence, *noticed], **more)
 
 
 def _taken(one: LoaderPass) -> str:

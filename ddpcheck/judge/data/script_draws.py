@@ -1,7 +1,4 @@
-"""DDP510, and DDP505: random numbers that ranks draw alike in training steps, for samples of their own.
-
-Pure functions from `findings.evidence.draws` and `findings.evidence.script` to findings.
-"""
+"""DDP510, and DDP505: random numbers that ranks draw alike in training steps, for samples of their own."""
 
 from __future__ import annotations
 

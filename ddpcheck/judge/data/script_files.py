@@ -1,7 +1,4 @@
-"""DDP512 and 521: files that several ranks write, or that one reads while another writes; shards that one saves.
-
-Pure functions from `findings.evidence.script` (gathered by `record.rank.file_recorder`) to findings.
-"""
+"""DDP512 and 521: files that several ranks write, or that one reads while another writes; shards that one saves."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from itertools import accumulate, product
 from pathlib import PurePath
 
 from ddpcheck.findings.evidence.script import FileUsed
-from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import format_ranks, one_finding, plural_verb
 
 
@@ -62,11 +58,7 @@ def judge_files(uses: Sequence[Sequence[FileUsed]], empty: Collection[str] = ())
 
 
 def judge_shards_saved(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
-    """DDP521: all shards of a model that some ranks hold were saved, and those of the others were not.
-
-    Args:
-        uses: By rank, each of which has come to its end.
-    """
+    """DDP521: all shards of a model that some ranks hold were saved, and not those of the others; `uses`: by rank."""
     saved = {rank: [one for one in of_rank if one.shard is not None] for rank, of_rank in enumerate(uses)}
     every = [one for of_rank in saved.values() for one in of_rank]
     numbers = {one.shard[0] for one in every if one.shard is not None}
@@ -91,7 +83,7 @@ def _at_the_same_time(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int,
     """Each write, and each use of the same file by another rank that no collective keeps apart from it."""
     by_path: dict[str, dict[int, list[FileUsed]]] = {}
     for rank, of_rank in enumerate(uses):
-        for use in sorted(of_rank, key=_began):
+        for use in sorted(of_rank, key=lambda use: use.began):
             by_path.setdefault(use.path, {}).setdefault(rank, []).append(use)
     for of_path in by_path.values():
         ended = {rank: list(accumulate((use.ended for use in theirs), max)) for rank, theirs in of_path.items()}
@@ -99,7 +91,7 @@ def _at_the_same_time(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int,
         for (rank, use), (other_rank, others) in product(writes, of_path.items()):
             if other_rank != rank:
                 first = bisect_left(ended[other_rank], use.began)
-                near = others[first : bisect_right(others, use.ended, key=_began)]
+                near = others[first : bisect_right(others, use.ended, key=lambda other: other.began)]
                 yield from ((rank, use, other_rank, other) for other in near if other.ended >= use.began)
 
 
@@ -111,10 +103,6 @@ def _is_followed(use: FileUsed, read: FileUsed, writers: Sequence[FileUsed], rea
     paths = {one.path for one in readers}
     later = writers[max(number for number, one in enumerate(writers) if one is use) + 1 :]
     return any(one.path not in paths and one.began <= read.ended for one in later)
-
-
-def _began(use: FileUsed) -> int:
-    return use.began
 
 
 def _judge_devices(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:

@@ -1,18 +1,17 @@
 """DDP505, 506, 516 and 519: the samples that loaders gave, by their contents, where indices alone do not tell.
 
-Pure functions from `findings.evidence.script` to findings. All take the passes of a loader by rank; each rank's first
-passes have the fingerprints of their rows.
+All take the passes of a loader by rank; each rank's first passes have the fingerprints of their rows.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ddpcheck.findings.evidence.script import LoaderPass
-from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, join_names, one_finding
 
 _SHARED = 0.2  # of a rank's samples that are on another rank, too, before that is chance
@@ -36,7 +35,7 @@ def judge_rows(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> li
         return []
     rows = [list(one.rows) for one in first]
     if all(of_rank == rows[0] for of_rank in rows):
-        return _one(
+        return finding_on_loader(
             "DDP505",
             first[0],
             "Every rank takes the same samples in the same order from the loader, so together they do the work of one.",
@@ -46,32 +45,27 @@ def judge_rows(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> li
     if not all(one.exhausted for one in first):
         return []
     size = min(map(len, rows))
-    sets = [set(of_rank) for of_rank in rows]
-    shared = max(len(a & b) for number, a in enumerate(sets) for b in sets[:number])
-    if shared <= max(one.batch_size for one in first) * len(first) or shared < _SHARED * size:
+    if not (shared := shared_by_ranks(first, rows, size)):
         return []
+    others = any((one.samples, one.digest) != (first[0].samples, first[0].digest) for one in first)
     message = f"The ranks share {shared} of the {size} samples that each takes from the loader in an epoch"
     if first[0].size < 0:
-        return _one(
+        return finding_on_loader(
             "DDP505",
             first[0],
             f"{message}, by their contents.",
             severity=Severity.WARNING,
             fix=_SPLIT_STREAM,
         )
-    return _one(
+    return finding_on_loader(
         "DDP516",
         first[0],
         f"{message}: each has put its part together from another order or another split of the data.",
-        line=first[0].split or first[0].made,
+        line=first[0].split,
         severity=Severity.WARNING,
-        evidence=["the datasets of the ranks hold other samples, or hold them in another order"] * _hold_others(first),
+        evidence=["the datasets of the ranks hold other samples, or hold them in another order"] * others,
         fix="Sort what is listed, and shuffle or split with the same seed on every rank, before each takes its part.",
     )
-
-
-def _hold_others(first: Sequence[LoaderPass]) -> bool:
-    return any((one.samples, one.digest) != (first[0].samples, first[0].digest) for one in first)
 
 
 def judge_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
@@ -81,7 +75,7 @@ def judge_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         return []
     one = first[0]
     by_all = len(first) > 1 and all(other.rows == one.rows for other in first)
-    return _one(
+    return finding_on_loader(
         "DDP505",
         one,
         f"Each of the {one.workers} workers of the loader goes through the whole stream, so every sample is taken "
@@ -120,7 +114,7 @@ def judge_sharded_twice(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
     if not _share_places(first) or not _are_own_parts(passes):
         return []
     size = len(first[0].subset) or first[0].size
-    return _one(
+    return finding_on_loader(
         "DDP519",
         first[0],
         f"The data are split twice: each rank's dataset is a part of its own already, and the sampler takes "
@@ -142,7 +136,7 @@ def judge_stale_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
             return []
         changed |= names
     one = passes[0][0]
-    return _one(
+    return finding_on_loader(
         "DDP506",
         one,
         f"The program changes {join_names(sorted(changed))} of the dataset from epoch to epoch, and the workers of the "
@@ -155,8 +149,7 @@ def judge_stale_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
 def judge_resumed(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     """DDP506: a pass of which the script leaves out the first batches, to resume an epoch, in another order than that.
 
-    Args:
-        passes: Of all loaders, by rank, in the order in which they began.
+    The `passes` are of all loaders, by rank, in the order in which they began.
     """
     resumed = [_resumed(of_rank) for of_rank in passes]
     found = [one for one in resumed if one is not None]
@@ -164,12 +157,11 @@ def judge_resumed(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         return []
     one, left = found[0]
     first = "the first batch" if one.skipped == 1 else f"the first {one.skipped} batches"
-    return _one(
+    return finding_on_loader(
         "DDP506",
         one,
         f"An epoch is resumed in another order: the loop passes over {first}, and {left} of "
         "these samples had not been trained on. Others are trained on again.",
-        line=one.made,
         evidence=["the pass before began with other samples than those that are passed over"],
         fix="Before the loop that resumes, call set_epoch of the sampler with the epoch that is resumed; or restore "
         "the state of the generator from which the loader shuffles.",
@@ -211,8 +203,7 @@ def _begin_alike(one: LoaderPass, other: LoaderPass) -> bool:
 def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     """DDP506: training that goes on after some epochs, and whose sampler is at epoch 0 in the first pass.
 
-    Args:
-        passes: Of all loaders, by rank, in the order in which they began.
+    The `passes` are as those of `judge_resumed`.
     """
     first = [next((one for one in of_rank if one.trains and one.restored), None) for of_rank in passes]
     found = [one for one in first if one is not None and _gives_order(one) and one.has_epoch and one.epoch == 0]
@@ -221,12 +212,12 @@ def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         return []
     one = done[0]
     far = counted(restored.steps, "optimizer step") if restored.steps else counted(restored.epochs, "epoch")
-    return _one(
+    return finding_on_loader(
         "DDP506",
         one,
         f"Training goes on after {far}, and {one.sampler} is at epoch 0 again: the epochs have the orders that the "
         "first ones had.",
-        line=one.told or one.made,
+        line=one.told,
         evidence=[f"an optimizer was restored at {restored.location}"],
         fix="Count the epochs on from the one that the checkpoint is of, and call set_epoch with that before each.",
     )
@@ -261,11 +252,11 @@ def judge_labels(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         if len(pairs) != len({a for a, _ in pairs}) or len(pairs) != len({b for _, b in pairs}):
             return []
     one = passes[0][0]
-    return _one(
+    return finding_on_loader(
         "DDP516",
         one,
         f"The same samples have other labels on other ranks: {len(apart)} of {len(common)} that were compared.",
-        line=one.split or one.made,
+        line=one.split,
         evidence=["each label of one rank stands for one other label of the other"],
     )
 
@@ -290,7 +281,7 @@ def judge_other_values(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
             if not hold_same and not _are_named_alike(passes[number], passes[other], common):
                 continue
             same = "the datasets hold the same samples" if hold_same else "these samples have the same labels"
-            return _one(
+            return finding_on_loader(
                 "DDP516",
                 first[0],
                 f"The same samples have other values on other ranks, the same ones in every epoch: {len(apart)} of "
@@ -410,15 +401,24 @@ def _disjoint(parts: Sequence[Sequence[int]]) -> bool:
     return not any(set(a) & set(b) for number, a in enumerate(parts) for b in parts[:number])
 
 
-def _one(
+def shared_by_ranks(first: Sequence[LoaderPass], taken: Sequence[Iterable[int]], size: int) -> int:
+    """How many samples two ranks have both taken, of `size` that each has; 0 where a sampler may repeat as many."""
+    sets = [set(of_rank) for of_rank in taken]
+    shared = max(len(a & b) for number, a in enumerate(sets) for b in sets[:number])
+    at_the_end = max(one.batch_size for one in first) * len(first)
+    return shared if shared > at_the_end and shared >= _SHARED * size else 0
+
+
+def finding_on_loader(
     code: str,
     one: LoaderPass,
     message: str,
     *,
     line: Location | None = None,
     evidence: Sequence[str] = (),
-    **more: object,
+    **more: Any,
 ) -> list[Finding]:
+    """A finding at the `line` to change, else where the loader is made; where it was noticed, the loop, is evidence."""
     where = line or one.made or one.location
     noticed = [f"the loop over the loader is at {one.location}"] if one.location and one.location != where else []
-    return one_finding(code, (one.dataset,), message, location=where, evidence=[*evidence, *noticed], **more)  # type: ignore[arg-type]
+    return one_finding(code, (one.dataset,), message, location=where, evidence=[*evidence, *noticed], **more)

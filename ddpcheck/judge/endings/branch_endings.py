@@ -1,7 +1,4 @@
-"""DDP401 and 403: ranks that wait for each other since one handles an exception, or has decided by itself.
-
-Pure functions from `judge.endings.ending_facts` to findings.
-"""
+"""DDP401 and 403: ranks that wait for each other since one handles an exception, or has decided by itself."""
 
 from __future__ import annotations
 
@@ -9,16 +6,17 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block
-from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import format_ranks, one_finding, plural_verb
 from ddpcheck.judge.endings.ending_facts import (
     EndingFacts,
     Position,
     calls_there,
     described_call,
+    in_words,
     lines_of,
     named,
+    split_line,
     told,
 )
 from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, PASSES, backward_of, handled_in
@@ -107,16 +105,11 @@ def _comes_first(one: Sequence[str], other: Sequence[str], before: Sequence[str]
     here, there, last = (tuple(reversed(lines)) for lines in (one, other, before))
     for depth, (mine, theirs) in enumerate(zip(here, there, strict=False)):
         if mine != theirs:
-            (path, a), (of_other, b) = _split(mine), _split(theirs)
-            known = len(last) > depth and last[:depth] == here[:depth] and _split(last[depth])[0] == path
-            start = _split(last[depth])[1] if known else 0
+            (path, a), (of_other, b) = split_line(mine), split_line(theirs)
+            known = len(last) > depth and last[:depth] == here[:depth] and split_line(last[depth])[0] == path
+            start = split_line(last[depth])[1] if known else 0
             return path == of_other and (a <= start, a) < (b <= start, b)
     return len(here) > len(there)
-
-
-def _split(line: str) -> tuple[str, int]:
-    path, _, number = line.rpartition(":")
-    return path, int(number)
 
 
 def _is_anew(facts: EndingFacts, stays: Position, leaves: Position) -> bool:
@@ -160,14 +153,13 @@ def _decided_alone(facts: EndingFacts, stays: Position, leaves: Position, block:
     missing = [rank.rank for rank in facts.ranks if rank.rank not in calling]
     arms = {one.head for one in facts.around(leaves.lines, "branch") if not leaves.of.ended}
     is_arm = block.kind == "branch"
-    test = f"in the branch at {block.head}" if is_arm else f"past the `{block.word}` at {block.head}"
     instead = ", in the other branch of it" if block.head in arms else ""
     return one_finding(
         "DDP403",
         (call.operation,),
         f"{format_ranks(calling).capitalize()} {plural_verb('comes', 'come', calling)} to {described_call(call)}, "
-        f"{test}, and {format_ranks(missing)} {plural_verb('does', 'do', missing)} not in the same pass{instead}: "
-        f"{told(facts, missing)}.",
+        f"{in_words(block)}, and {format_ranks(missing)} {plural_verb('does', 'do', missing)} not in the same pass"
+        f"{instead}: {told(facts, missing)}.",
         ranks=missing if len(missing) < len(calling) + (not is_arm) else calling,  # who jumps is the odd one of two
         location=Location(block.path, block.line),
         evidence=[

@@ -2,7 +2,7 @@
 
 Two barriers of different lines are one collective to a backend. A rank that makes one in addition goes on, and all that
 it calls from then on pairs up with a later call of the others, until one waits for a call that nobody makes any more:
-that last call is innocent. Pure functions from `findings.evidence.steps.Call` to findings.
+that last call is innocent.
 """
 
 from __future__ import annotations

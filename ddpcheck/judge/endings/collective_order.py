@@ -1,8 +1,4 @@
-"""DDP403 and 407: collectives that do not match between ranks, by the logs of what each rank called.
-
-Pure functions from `findings.evidence.steps` (gathered by `gather.collectives` and `gather.phases.repeated_step`) to
-findings.
-"""
+"""DDP403 and 407: collectives that do not match between ranks, by the logs of what each rank called."""
 
 from __future__ import annotations
 

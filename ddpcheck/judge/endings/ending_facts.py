@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block
-from ddpcheck.findings.wording import agreeing, format_ranks, group_by
+from ddpcheck.findings.wording import agreeing, told_together
 from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, Backward, backward_of
 
 
@@ -72,6 +72,12 @@ def lines_of(call: Call) -> tuple[str, ...]:
     return call.callers or ((call.location,) if call.location else ())
 
 
+def split_line(line: str) -> tuple[str, int]:
+    """The path and the number of a line of the program; -1 where it is not known."""
+    path, _, number = line.rpartition(":")
+    return path, int(number or -1)
+
+
 def own_branches(facts: EndingFacts, one: Position, other: Position) -> list[Block]:
     """The branches in which `one` is, and the other rank neither is nor has made a collective; innermost first.
 
@@ -97,6 +103,13 @@ def described_call(call: Call) -> str:
     return f"{named(call)}{f' at {call.location}' if call.location else ''}"
 
 
+def in_words(branch: Block) -> str:
+    """Where what is in a branch stands, or past an early exit."""
+    return (
+        f"in the branch at {branch.head}" if branch.kind == "branch" else f"past the `{branch.word}` at {branch.head}"
+    )
+
+
 def named(call: Call) -> str:
     """What a call is to a reader."""
     return _NAMES.get(call.operation, call.operation)
@@ -117,9 +130,7 @@ def and_told(facts: EndingFacts, ranks: Sequence[int]) -> str:
 
 def told(facts: EndingFacts, ranks: Sequence[int]) -> str:
     """What ranks do, in words."""
-    groups = group_by((rank for rank in facts.ranks if rank.rank in ranks), lambda rank: rank.doing)
-    them = {doing: [rank.rank for rank in same] for doing, same in groups.items()}
-    return ", ".join(f"{format_ranks(same)} {agreeing(doing, same)}" for doing, same in them.items())
+    return ", ".join(told_together((rank.rank, rank.doing) for rank in facts.ranks if rank.rank in ranks))
 
 
 def calls_there(one: Position, other: Position) -> list[str]:

@@ -1,7 +1,4 @@
-"""DDP405 and 508: ranks that wait for each other since one has made fewer passes of a loop than the others.
-
-Pure functions from `judge.endings.ending_facts` to findings.
-"""
+"""DDP403, 405, 508: ranks that wait for each other since one has made fewer passes of a loop than the others."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ from ddpcheck.judge.endings.ending_facts import (
     and_told,
     backwards_of,
     calls_there,
+    described_call,
     lines_of,
     named,
     own_branches,
     told,
 )
-from ddpcheck.judge.endings.join_endings import has_joined
-from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, lines_in
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, JOINED, JOINING, SHARD_FORWARD, lines_in
 
 # A loader that ended earlier
 
@@ -46,7 +43,7 @@ def explain_by_loader(facts: EndingFacts, one: Position, other: Position) -> lis
         return one_finding(
             "DDP405",
             (first.dataset or "batches",),
-            f"The loader has {_batches(fewest)} on {format_ranks(short)}, and "
+            f"The loader has {counted(fewest, 'batch')} on {format_ranks(short)}, and "
             f"{format_ranks(longer)} {plural_verb('takes', 'take', longer)} batch {fewest + 1}: "
             f"{told(facts, short)}, {told(facts, longer)}.",
             ranks=short if len(short) <= len(longer) else longer,
@@ -93,14 +90,10 @@ def _has_parted(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, L
     return False
 
 
-def _batches(number: int) -> str:
-    return f"{number} batch{'' if number == 1 else 'es'}"
-
-
 def shard_in_words(one: LoaderPass) -> str:
     """How many batches a rank has taken, of how many samples."""
     size = len(one.indices) if one.exhausted and one.indices else -1
-    words = f"{_batches(one.batches)}{'' if one.exhausted else ' so far'}"
+    words = f"{counted(one.batches, 'batch')}{'' if one.exhausted else ' so far'}"
     if one.expected >= 0 and not one.exhausted:
         words += f" of {one.expected}"
     if size >= 0:
@@ -149,7 +142,7 @@ def _times_made(rank: RankAtEnd, call: Call) -> str:
     if call.operation not in (DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD):
         return f"{counted(times, 'call')} of {named(call)}"
     of_forward = call.operation != DDP_BACKWARD and any(one.operation == call.operation for one in rank.calls)
-    return f"{times} {'forward' if of_forward else 'backward'} pass{'' if times == 1 else 'es'}"
+    return counted(times, f"{'forward' if of_forward else 'backward'} pass")
 
 
 def exits_of(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> list[tuple[int, str]]:
@@ -238,3 +231,43 @@ def _fewer(facts: EndingFacts, loop: Block, gone: Sequence[int], times: int, sta
 def may_leave_out(block: Block) -> str:
     """A block that may leave out a pass of a loop."""
     return f"the `{block.word}` at {block.head} may leave it out"
+
+
+# Inside of Join, in which ranks without further batches take no part
+
+
+def explain_by_join(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+    """DDP403: under `Join`, ranks call something more than DDP does. Before loaders, which may be uneven there."""
+    done = [rank for rank in facts.ranks if has_joined(rank)]
+    by_rank = {rank.rank: call for rank in facts.ranks if rank not in done for call in _in_addition(rank)[:1]}
+    if not done or not by_rank:
+        return []
+    calling, missing = list(by_rank), [rank.rank for rank in done]
+    call = by_rank[calling[0]]
+    return one_finding(
+        "DDP403",
+        (call.operation,),
+        f"{format_ranks(calling).capitalize()} {plural_verb('calls', 'call', calling)} {described_call(call)} inside "
+        f"of `Join`, and {format_ranks(missing)} {plural_verb('does', 'do', missing)} not: without further batches, a "
+        f"rank joins the collectives of DDP only; {told(facts, missing)}.",
+        ranks=calling,
+        location=Location.parse(call.location) if call.location else None,
+        evidence=calls_there(one, other),
+        fix="Take the collective out of the `with Join(...)` block: add up on each rank, and reduce after it. Or give "
+        "Join a Joinable of its own, whose hook makes the same call.",
+    )
+
+
+def has_joined(rank: RankAtEnd) -> bool:
+    """Whether a rank has no further batch, and answers the collectives of those that have one."""
+    return bool(rank.calls) and rank.calls[-1].place == JOINED
+
+
+def _in_addition(rank: RankAtEnd) -> list[Call]:
+    """What a rank has called since its first forward pass under the `Join` in which it is, and DDP has not."""
+    calls = list(rank.calls)
+    left = max((at for at, call in enumerate(calls) if call.place == JOINED), default=-1)
+    first = next((at for at, call in enumerate(calls) if at > left and call.place == JOINING), len(calls))
+    return [
+        call for call in calls[first:] if call.place != JOINING and call.operation not in (DDP_BACKWARD, DDP_FORWARD)
+    ]

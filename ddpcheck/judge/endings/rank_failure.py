@@ -1,7 +1,4 @@
-"""DDP401 to 405: why ranks failed or did not finish; DDP302, 305, 311, 406, 501 and 513 where these are the reason.
-
-Pure functions from `findings.errors.RankFailure` and the ranks' logs of collectives to findings.
-"""
+"""DDP401 to 405: why ranks failed or did not finish; DDP302, 305, 311, 406, 501 and 513 where these are the reason."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from dataclasses import dataclass
 from ddpcheck.findings.errors import EmptyShardError, NonFiniteLossError, RankFailure
 from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.stacks import is_waiting
 from ddpcheck.findings.wording import (
     agreeing,

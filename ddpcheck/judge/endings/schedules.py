@@ -1,7 +1,4 @@
-"""DDP403: schedules of simulated ranks that do not pair up, or in which ranks wait for each other.
-
-Pure functions from `findings.evidence.schedules` (gathered by `report.schedule.schedule_phases`) to findings.
-"""
+"""DDP403: schedules of simulated ranks that do not pair up, or in which ranks wait for each other."""
 
 from __future__ import annotations
 

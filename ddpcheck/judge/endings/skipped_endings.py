@@ -1,7 +1,4 @@
-"""DDP508, 502 and 405: ranks that wait for each other since one has left out a pass of a loop that the others made.
-
-Pure functions from `judge.endings.ending_facts` to findings.
-"""
+"""DDP508, 502 and 405: ranks that wait for each other since one has left out a pass of a loop that the others made."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, one_finding, plural_verb
-from ddpcheck.judge.endings.ending_facts import EndingFacts, Position, backwards_of, lines_of, told
+from ddpcheck.judge.endings.ending_facts import EndingFacts, Position, backwards_of, lines_of, split_line, told
 from ddpcheck.judge.endings.loop_endings import FIX_OF_EXIT, exits_of, may_leave_out, shard_in_words
 from ddpcheck.stream.places import DDP_FORWARD, Backward, backward_of
 
@@ -231,7 +228,7 @@ def _left_out_by(facts: EndingFacts, left: Position, stays: Position, done: Back
         return ""
     mine, theirs = next(_last_common(left, stays, done), (None, None))
     more = 0 if mine is None or theirs is None else mine.forward - theirs.forward
-    made = left.of.forwards.get(_line_number(done.line)) if done.forward >= 0 else -1
+    made = left.of.forwards.get(split_line(done.line)[1]) if done.forward >= 0 else -1
     has_made = made is not None and 0 <= done.forward <= made - more
     taken = _taken(left.of, done)
     alike = mine is None or theirs is None or (mine.loader, mine.batch) == (theirs.loader, theirs.batch)
@@ -262,8 +259,3 @@ def _last_common(left: Position, stays: Position, done: Backward) -> Iterator[tu
         mine, theirs = backward_of(one), backward_of(other)
         if mine is not None and theirs is not None and mine.line == theirs.line == done.line:
             yield mine, theirs
-
-
-def _line_number(line: str) -> int:
-    number = line.rpartition(":")[2]
-    return int(number) if number else -1

@@ -1,25 +1,30 @@
-"""DDP402, 403, 405, 502 and 508: why ranks wait for each other, told by what one did and the others did not.
-
-Pure functions from `findings.evidence.endings` to findings.
-"""
+"""DDP402, 403, 405, 502 and 508: why ranks wait for each other, told by what one did and the others did not."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ddpcheck.findings.evidence.endings import RankAtEnd
+from ddpcheck.findings.evidence.endings import PeerWait, RankAtEnd
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_ranks, group_by, one_finding, plural_verb
+from ddpcheck.findings.wording import capitalized, format_ranks, group_by, join_names, one_finding, plural_verb
 from ddpcheck.judge.endings.branch_endings import explain_by_branch, explain_by_exception
 from ddpcheck.judge.endings.call_sites import place_of_call_in_addition
 from ddpcheck.judge.endings.collective_order import first_mismatch
-from ddpcheck.judge.endings.ending_facts import EndingFacts, Position, calls_there, lines_of, named, own_branches, told
-from ddpcheck.judge.endings.join_endings import explain_by_join
-from ddpcheck.judge.endings.loop_endings import explain_by_loader, explain_by_loop
-from ddpcheck.judge.endings.peer_endings import judge_circle, judge_missing_peer
+from ddpcheck.judge.endings.ending_facts import (
+    EndingFacts,
+    Position,
+    calls_there,
+    in_words,
+    lines_of,
+    named,
+    own_branches,
+    split_line,
+    told,
+)
+from ddpcheck.judge.endings.loop_endings import explain_by_join, explain_by_loader, explain_by_loop
 from ddpcheck.judge.endings.skipped_endings import explain_by_skipped_end, explain_by_skipped_pass
 from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD
 
@@ -71,6 +76,53 @@ def _position(rank: RankAtEnd, calls: Sequence[Call], at: int) -> Position:
     beside = [call for call in rank.calls if call not in calls]  # of a group that the other is not in
     lines = rank.lines or (lines_of(rank.calls[-1]) if beside and rank.calls[-1] is beside[-1] else ())
     return Position(rank, None, () if rank.ended else lines, calls)
+
+
+# Point-to-point calls
+
+
+_ORDER = (
+    "Let one of two ranks send first and the other one receive first (if rank % 2: ...), or start both directions "
+    "together: batch_isend_irecv([P2POp(isend, ...), P2POp(irecv, ...)]), and wait for all of them after that."
+)
+_PARTNER = "Let every send have its recv on the other rank: of the same two ranks, group and tag, in the same order."
+
+
+def judge_circle(ranks: Sequence[RankAtEnd]) -> list[Finding]:
+    """Ranks of which each waits for the next one, in a circle: before collectives, to which they do not come."""
+    by_rank = {rank.rank: rank for rank in ranks}
+    for rank in ranks:
+        circle = [rank.rank]
+        while (wait := by_rank[circle[-1]].waits_for) is not None and wait.peer in by_rank and wait.peer not in circle:
+            circle.append(wait.peer)
+        waits = [wait for number in circle if (wait := by_rank[number].waits_for) is not None]
+        if len(waits) == len(circle) > 1 and waits[-1].peer == rank.rank:
+            return _of_peers(by_rank, circle, waits, ": each waits for the next one")
+    return []
+
+
+def judge_missing_peer(ranks: Sequence[RankAtEnd]) -> list[Finding]:
+    """A rank that waits for another one, which is in no point-to-point call. Last."""
+    by_rank = {rank.rank: rank for rank in ranks}
+    for rank in ranks:
+        wait = rank.waits_for
+        if wait is not None and wait.peer in by_rank and by_rank[wait.peer].waits_for is None:
+            return _of_peers(by_rank, [rank.rank, wait.peer], [wait], "")
+    return []
+
+
+def _of_peers(
+    by_rank: dict[int, RankAtEnd], ranks: Sequence[int], waits: Sequence[PeerWait], how: str
+) -> list[Finding]:
+    alike = len({wait.sends for wait in waits}) == 1 and len(waits) > 1
+    return one_finding(
+        "DDP402",
+        tuple(dict.fromkeys(wait.operation for wait in waits)),
+        f"{capitalized(join_names([f'rank {number} {by_rank[number].doing}' for number in ranks], most=8))}{how}.",
+        ranks=ranks if len(ranks) < len(by_rank) else (),
+        location=Location.parse(waits[0].location),
+        fix=_ORDER if alike else _PARTNER,
+    )
 
 
 # A rank that ended
@@ -147,17 +199,12 @@ def explain_by_own_call(facts: EndingFacts, one: Position, other: Position) -> l
         heads = {side[2].head for side in sides if side[2] is not None}
         if len(in_branch) == 2 and len(heads) == 1:
             return _different(facts, one, other)
-        sides = in_branch if len(in_branch) == 1 else sorted(sides, key=lambda side: _order(side[1]))
+        sides = in_branch if len(in_branch) == 1 else sorted(sides, key=lambda side: split_line(side[1]))
     position, where, branch = sides[0]
     return _called_alone(facts, position, other if position is one else one, where, branch)
 
 
 _Side = tuple[Position, str, Block | None]
-
-
-def _order(line: str) -> tuple[str, int]:
-    path, _, number = line.rpartition(":")
-    return path, int(number)
 
 
 def _own(facts: EndingFacts, one: Position, other: Position) -> _Side | None:
@@ -179,7 +226,7 @@ def _called_alone(
     ]
     missing = [rank.rank for rank in facts.ranks if rank.rank not in calling]
     what = named(one.call) if one.call is not None else one.of.doing.partition(" at ")[0].removeprefix("waits in ")
-    test = f", {_in_words(branch)}" if branch is not None else ""
+    test = f", {in_words(branch)}" if branch is not None else ""
     never = branch is None and other.call is None  # what the others call is nothing in addition then
     verb = plural_verb("comes", "come", calling)
     return one_finding(
@@ -191,16 +238,10 @@ def _called_alone(
         location=Location.parse(where),
         evidence=[
             *([f"called from {', from '.join(one.lines[1:4])}"] if len(one.lines) > 1 else []),
-            *(f"which is {_in_words(block)}" for block in own_branches(facts, one, other)[1:]),
+            *(f"which is {in_words(block)}" for block in own_branches(facts, one, other)[1:]),
             *calls_there(one, other),
         ],
         fix=_fix_of_call(one.call, what, where, branch),
-    )
-
-
-def _in_words(branch: Block) -> str:
-    return (
-        f"in the branch at {branch.head}" if branch.kind == "branch" else f"past the `{branch.word}` at {branch.head}"
     )
 
 

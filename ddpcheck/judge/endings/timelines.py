@@ -1,7 +1,4 @@
-"""The last collectives of each process group as a report shows them: what each rank called, and whom it waits for.
-
-Pure functions from `findings.evidence.steps.Call` to `findings.figures`.
-"""
+"""The last collectives of each process group as a report shows them: what each rank called, and whom it waits for."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""DDP101, 311, 402, 406, 501, 503, 513 and 521: what torch raised in a rank of a script, by the cause behind it.
-
-Pure functions from how ranks have failed, their collectives and what they had wrapped to findings.
-"""
+"""DDP101, 311, 402, 406, 501, 503, 513 and 521: what torch raised in a rank of a script, by the cause behind it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.changes import ModuleChanged
@@ -45,13 +43,18 @@ class RaisedFacts:
 
     @property
     def first(self) -> RankFailure:
-        """The failure that came first."""
         return self.failures[0]
 
     @property
     def ranks(self) -> list[int]:
         """The ranks that raised the same."""
         return sorted(one.rank for one in self.failures if one.type == self.first.type and one.kind == "raised")
+
+    def one_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
+        """A finding at the line that raised, on the ranks that raised the same, unless others are given."""
+        first, ranks = self.first, unless_all(self.ranks, len(self.logs))
+        own = {"ranks": ranks, "location": Location.parse(first.location), "evidence": [first.message]}
+        return one_finding(code, subjects, message, **{**own, **more})
 
 
 def judge_torch_errors(facts: RaisedFacts) -> list[Finding]:
@@ -84,11 +87,10 @@ def _marked_twice(facts: RaisedFacts, text: str) -> list[Finding]:
         how = ": a parameter that find_unused_parameters=True takes for unused is used after all, outside of forward"
         fix = "Use parameters inside the wrapper's forward only, so that DDP finds them in its output."
     named = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", text)))
-    return one_finding(
+    return facts.one_finding(
         "DDP406",
         named or ("backward",),
         f"DDP took a gradient to be complete, and it came again in the same backward pass{how}.",
-        ranks=unless_all(facts.ranks, len(facts.logs)),
         location=where,
         evidence=[f"noticed in backward at {facts.first.location}", facts.first.message],
         fix=fix,
@@ -125,26 +127,20 @@ def _overwritten(facts: RaisedFacts, text: str) -> list[Finding]:
         how = ": it has the shape of a parameter, which an optimizer's step or an in-place update has written"
         fix = "Update parameters after the backward passes that need them: move the step or the update behind them."
     which = f" ({'one of ' if len(names) > 1 else ''}{join_names(names)}, by its shape)" if names else ""
-    return one_finding(
+    return facts.one_finding(
         "DDP311",
         names or ("backward",),
         f"What backward needs was overwritten after the forward pass had read it{which}{how}.",
-        ranks=unless_all(facts.ranks, len(facts.logs)),
-        location=Location.parse(facts.first.location),
-        evidence=[facts.first.message],
         fix=fix,
     )
 
 
 def _graph_changed(facts: RaisedFacts, _text: str) -> list[Finding]:
     """DDP513: the graph is not that of the first step, which static_graph=True has promised."""
-    return one_finding(
+    return facts.one_finding(
         "DDP513",
         ("backward",),
         "The graph is not the one that DDP recorded in the first step, and static_graph=True says that it stays so.",
-        ranks=unless_all(facts.ranks, len(facts.logs)),
-        location=Location.parse(facts.first.location),
-        evidence=[facts.first.message],
     )
 
 
@@ -158,12 +154,11 @@ def _not_finished(facts: RaisedFacts, text: str) -> list[Finding]:
     made = next((begun.lines[names[0]] for begun in facts.begun if names and names[0] in begun.lines), None)
     raised = Location.parse(facts.first.location)
     who = join_names(names, most=4) if names else counted(len(numbers), "parameter") if numbers else "A parameter"
-    return one_finding(
+    return facts.one_finding(
         "DDP101",
         names or ("parameters",),
         f"{who} had no part in the backward pass before: DDP has waited for what did not come, and raises at its next "
         "forward.",
-        ranks=unless_all(facts.ranks, len(facts.logs)),
         location=made or raised,
         evidence=[*([f"noticed in forward at {raised}"] if made else []), facts.first.message],
     )
@@ -191,7 +186,7 @@ def _timed_out(facts: RaisedFacts, text: str) -> list[Finding]:
         later = came[rank].when - facts.first.when
         said = f"came to it {max(later, 0.0):.0f} s after that, and was at work{since} until then"
         where = Location.parse(before[0].location if before else call.location)
-    return one_finding(
+    return facts.one_finding(
         "DDP402",
         (call.operation,),
         f"{format_ranks(waited).capitalize()} waited in {call.operation} at {call.location} for longer than the "
@@ -241,25 +236,19 @@ def _given_shards(facts: RaisedFacts, text: str) -> list[Finding]:
             continue
         if begun.options.get("device_mesh", "None") != "None":
             return []  # it leaves the second name of a tied parameter as it was, say
-        return one_finding(
+        return facts.one_finding(
             "DDP401",
             ("DistributedDataParallel",),
             "DistributedDataParallel is given parameters that are DTensors, as parallelize_module makes them, and no "
             "dimension of their mesh to average over.",
-            ranks=unless_all(facts.ranks, len(facts.logs)),
-            location=Location.parse(facts.first.location),
-            evidence=[facts.first.message],
             fix='Give it device_mesh=mesh["dp"], the dimension of replicas: '
             'init_device_mesh(..., mesh_dim_names=("dp", "tp")).',
         )
-    return one_finding(
+    return facts.one_finding(
         "DDP501",
         ("forward",),
         "An operation is given a plain tensor and a shard (DTensor): outside of the forward of a module that "
         "fully_shard was called on, each rank has its shards of the parameters only.",
-        ranks=unless_all(facts.ranks, len(facts.logs)),
-        location=Location.parse(facts.first.location),
-        evidence=[facts.first.message],
         fix="Call the module, and not its forward or another method of it; or name that method in "
         "torch.distributed.fsdp.register_fsdp_forward_method(module, name). What is computed of parameters beside it "
         "takes parameter.full_tensor(), before forward.",
@@ -304,12 +293,11 @@ def _other_dtype(facts: RaisedFacts, _text: str) -> list[Finding]:
         for option, words in _CASTS.items():
             if any(option in text for text in policies.values()):
                 why = words
-        return one_finding(
+        return facts.one_finding(
             "DDP401",
             ("mp_policy",),
             "A layer is given tensors of another dtype than fully_shard gathers its parameters in (param_dtype of "
             f"mp_policy), and {why}.",
-            ranks=unless_all(facts.ranks, len(facts.logs)),
             location=made.location or Location.parse(facts.first.location),
             evidence=[
                 f"raised at {facts.first.location}",
@@ -323,13 +311,10 @@ def _other_dtype(facts: RaisedFacts, _text: str) -> list[Finding]:
 
 
 def _whole_into_shards(facts: RaisedFacts, how: str) -> list[Finding]:
-    return one_finding(
+    return facts.one_finding(
         "DDP521",
         ("parameters",),
         f"Whole tensors are {how} parameters that fully_shard has sharded: each rank has a part of each (DTensor).",
-        ranks=unless_all(facts.ranks, len(facts.logs)),
-        location=Location.parse(facts.first.location),
-        evidence=[facts.first.message],
         fix="Load whole values before fully_shard; or after it, on all ranks, by set_model_state_dict(model, values, "
         "options=StateDictOptions(full_state_dict=True)), with broadcast_from_rank0=True where rank 0 alone has them. "
         "For a single parameter: distribute_tensor(value, parameter.device_mesh, parameter.placements).",

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ddpcheck.findings.evidence.evaluation import (
     EvaluationPass,
@@ -19,6 +20,7 @@ from ddpcheck.findings.evidence.evaluation import (
 )
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Location
+from ddpcheck.judge.evaluation.metrics_of_pairs import Row
 
 _SAME = 2e-6  # relative: of float32
 _FEWEST_DIGITS = 3  # of a printed number, before it is known by what is printed alone
@@ -53,24 +55,23 @@ def places_of(of_ranks: Sequence[Evaluated]) -> list[list[int]]:
     return [[places.get(index, index) for index in one.loader.indices] for one in of_ranks]
 
 
-def labels_given(of_ranks: Sequence[Evaluated], places: Sequence[Sequence[int]]) -> dict[int, int]:
-    """By place in the dataset, the label that came with each sample, where every rank's samples have one."""
-    if any(len(one.loader.classes) != one.samples for one in of_ranks):
+def given_by_loader(
+    of_ranks: Sequence[Evaluated], places: Sequence[Sequence[int]], kind: Literal["classes", "targets"]
+) -> dict[int, Row]:
+    """By place in the dataset, the label or the number that came with each sample; none unless all have one."""
+    given = [getattr(one.loader, kind) for one in of_ranks]
+    if any(len(values) != one.samples for values, one in zip(given, of_ranks, strict=True)):
         return {}
-    found: dict[int, int] = {}
-    for one, of_rank in zip(of_ranks, places, strict=True):
-        found |= dict(zip(of_rank, one.loader.classes, strict=True))
-    return found
+    pairs = zip(itertools.chain(*places), itertools.chain(*given), strict=True)
+    return {place: (float(value),) for place, value in pairs}
 
 
-def targets_given(of_ranks: Sequence[Evaluated], places: Sequence[Sequence[int]]) -> dict[int, float]:
-    """Likewise a floating-point number."""
-    if any(len(one.loader.targets) != one.samples for one in of_ranks):
-        return {}
-    found: dict[int, float] = {}
-    for one, of_rank in zip(of_ranks, places, strict=True):
-        found |= dict(zip(of_rank, one.loader.targets, strict=True))
-    return found
+def are_quotients(values: Sequence[float], sums: Sequence[float], counts: Sequence[int]) -> bool:
+    """Whether each rank's value is its sum divided by its count, as it is or in per cent."""
+    means = [one / count for one, count in zip(sums, counts, strict=True)]
+    return any(
+        all(is_close(value, scale * mean) for value, mean in zip(values, means, strict=True)) for scale in (1, 100)
+    )
 
 
 def are_other_data(of_ranks: Sequence[Evaluated]) -> bool:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from statistics import correlation, fmean
 
 Row = tuple[float, ...]
 Metric = Callable[[Sequence[tuple[Row, Row]]], float]
@@ -24,7 +26,7 @@ def is_scaled(numbers: Sequence[float], others: Sequence[float]) -> bool:
     if len(numbers) != len(others) or len(set(others)) < 2:
         return False
     try:
-        return abs(_correlation(numbers, others)) > 1 - _ROUNDING
+        return abs(correlation(numbers, others)) > 1 - _ROUNDING
     except (ArithmeticError, ValueError):
         return False
 
@@ -43,12 +45,8 @@ def _of(metric: _Of) -> Metric:
     return of_pairs
 
 
-def _mean(numbers: Sequence[float]) -> float:
-    return math.fsum(numbers) / len(numbers)
-
-
 def _mean_of(error: Callable[[float, float], float]) -> _Of:
-    return lambda p, t: _mean([error(x, y) for x, y in zip(p, t, strict=True)])
+    return lambda p, t: fmean([error(x, y) for x, y in zip(p, t, strict=True)])
 
 
 _squared = _mean_of(lambda x, y: (x - y) * (x - y))
@@ -61,32 +59,26 @@ def _smooth(x: float, y: float) -> float:
 
 
 def _variance(numbers: Sequence[float]) -> float:
-    mean = _mean(numbers)
-    return _mean([(x - mean) ** 2 for x in numbers])
-
-
-def _correlation(p: Sequence[float], t: Sequence[float]) -> float:
-    a, b = _mean(p), _mean(t)
-    return _mean([(x - a) * (y - b) for x, y in zip(p, t, strict=True)]) / math.sqrt(_variance(p) * _variance(t))
+    mean = fmean(numbers)
+    return fmean([(x - mean) ** 2 for x in numbers])
 
 
 def _concordance(p: Sequence[float], t: Sequence[float]) -> float:
-    both = _correlation(p, t) * math.sqrt(_variance(p) * _variance(t))
-    return 2 * both / (_variance(p) + _variance(t) + (_mean(p) - _mean(t)) ** 2)
+    both = correlation(p, t) * math.sqrt(_variance(p) * _variance(t))
+    return 2 * both / (_variance(p) + _variance(t) + (fmean(p) - fmean(t)) ** 2)
 
 
 def _ranks(numbers: Sequence[float]) -> list[float]:
     """The place of each in their order; that of equal ones is their mean."""
-    ordered = sorted(range(len(numbers)), key=numbers.__getitem__)
+    if any(map(math.isnan, numbers)):
+        return [math.nan] * len(numbers)  # they have no order
     found = [0.0] * len(numbers)
     begin = 0
-    while begin < len(ordered):
-        end = begin
-        while end < len(ordered) and numbers[ordered[end]] == numbers[ordered[begin]]:
-            end += 1
-        for one in ordered[begin:end]:
-            found[one] = (begin + end + 1) / 2
-        begin = end
+    for _, equal in groupby(sorted(range(len(numbers)), key=numbers.__getitem__), numbers.__getitem__):
+        ones = list(equal)
+        for one in ones:
+            found[one] = begin + (len(ones) + 1) / 2
+        begin += len(ones)
     return found
 
 
@@ -95,10 +87,6 @@ def _area(scores: Sequence[float], labels: Sequence[float]) -> float:
     positive = [rank for rank, label in zip(_ranks(scores), labels, strict=True) if label == 1]
     many, others = len(positive), len(labels) - len(positive)
     return (math.fsum(positive) - many * (many + 1) / 2) / (many * others)
-
-
-def _entropy(x: float, y: float) -> float:
-    return -(y * math.log(x) + (1 - y) * math.log(1 - x))
 
 
 _explained: _Of = lambda p, t: 1 - _variance([x - y for x, y in zip(p, t, strict=True)]) / _variance(t)  # noqa: E731
@@ -110,15 +98,15 @@ OF_NUMBERS: Mapping[str, Metric] = {
     "sum of squared errors": _of(lambda p, t: len(p) * _squared(p, t)),
     "sum of absolute errors": _of(lambda p, t: len(p) * _absolute(p, t)),
     "norm of the errors": _of(lambda p, t: math.sqrt(len(p) * _squared(p, t))),
-    "relative error": _of(lambda p, t: math.sqrt(_squared(p, t) / _mean([y * y for y in t]))),
+    "relative error": _of(lambda p, t: math.sqrt(_squared(p, t) / fmean([y * y for y in t]))),
     "largest error": _of(lambda p, t: max(abs(x - y) for x, y in zip(p, t, strict=True))),
     "median absolute error": _of(lambda p, t: sorted(abs(x - y) for x, y in zip(p, t, strict=True))[(len(p) - 1) // 2]),
     "smooth L1 loss": _of(_mean_of(_smooth)),
     "mean absolute percentage error": _of(_mean_of(lambda x, y: abs((x - y) / y))),
     "coefficient of determination": _of(lambda p, t: 1 - _squared(p, t) / _variance(t)),
     "explained variance": _of(_explained),
-    "correlation": _of(_correlation),
-    "rank correlation": _of(lambda p, t: _correlation(_ranks(p), _ranks(t))),
+    "correlation": _of(correlation),
+    "rank correlation": _of(lambda p, t: correlation(_ranks(p), _ranks(t))),
     "concordance": _of(_concordance),
     "cosine similarity": _of(
         lambda p, t: math.fsum(x * y for x, y in zip(p, t, strict=True)) / (math.hypot(*p) * math.hypot(*t))
@@ -127,8 +115,8 @@ OF_NUMBERS: Mapping[str, Metric] = {
 
 OF_SCORES: Mapping[str, Metric] = {
     "area under the curve": _of(_area),
-    "cross entropy": _of(_mean_of(_entropy)),
+    "cross entropy": _of(_mean_of(lambda x, y: -(y * math.log(x) + (1 - y) * math.log(1 - x)))),
     "mean squared error": _of(_squared),
     "mean absolute error": _of(_absolute),
-    "correlation": _of(_correlation),
+    "correlation": _of(correlation),
 }

@@ -1,7 +1,6 @@
 """DDP801, 802 and 805: how a script evaluates, by what each rank's loops counted, exchanged and showed.
 
-Pure functions from `findings.evidence.evaluation` (gathered by `record.evaluation.evaluation_recorder`) to
-findings. Nothing is said unless a number of the program's is just what the fault makes of it.
+Nothing is said unless a number of the program's is just what the fault makes of it.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from ddpcheck.findings.wording import counted, one_finding
 from ddpcheck.judge.evaluation.evaluation_results import (
     Evaluated,
     are_other_data,
+    are_quotients,
     common_keys,
     equal_rows,
     first_shown,
@@ -163,10 +163,8 @@ def _are_means_over_all(values: Sequence[float], of_ranks: Sequence[Evaluated]) 
         )
         if not proper or all(count in (0, one.samples) for count, one in zip(counts, of_ranks, strict=True)):
             continue
-        means = [count / one.samples for count, one in zip(counts, of_ranks, strict=True)]
-        for scale in (1, 100):
-            if all(is_close(value, scale * mean) for value, mean in zip(values, means, strict=True)):
-                return True
+        if are_quotients(values, counts, [one.samples for one in of_ranks]):
+            return True
     return False
 
 
@@ -357,10 +355,6 @@ def judge_mean_of_means(of_ranks: Sequence[Evaluated]) -> list[Finding]:
 
 def _are_means(values: Sequence[float], of_ranks: Sequence[Evaluated]) -> bool:
     """Whether these are what the ranks have added up, divided by the number of their own samples or batches."""
-    for key in common_keys(of_ranks):
-        for divisors in ([one.samples for one in of_ranks], [one.loader.batches for one in of_ranks]):
-            means = [one.held.numbers[key] / max(1, count) for one, count in zip(of_ranks, divisors, strict=True)]
-            for scale in (1, 100):
-                if all(is_close(value, scale * mean) for value, mean in zip(values, means, strict=True)):
-                    return True
-    return False
+    counts = [[one.samples for one in of_ranks], [max(1, one.loader.batches) for one in of_ranks]]
+    sums = [[one.held.numbers[key] for one in of_ranks] for key in common_keys(of_ranks)]
+    return any(are_quotients(values, of_key, of_kind) for of_key in sums for of_kind in counts)

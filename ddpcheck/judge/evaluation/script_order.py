@@ -1,7 +1,7 @@
 """DDP803: results that were gathered rank by rank, and compared with labels or targets in the order of the dataset.
 
-A pure function from `findings.evidence.evaluation` to findings. Nothing is said unless a number that the program shows
-is just what a metric is of the wrong pairs, and not what it is of the right ones; or it compares these pairs itself.
+Nothing is said unless a number that the program shows is just what a metric is of the wrong pairs, and not what it is
+of the right ones; or it compares these pairs itself.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from ddpcheck.judge.evaluation.evaluation_results import (
     are_other_data,
     first_shown,
     gathered_labels,
+    given_by_loader,
     is_shown,
-    labels_given,
     places_of,
-    targets_given,
 )
 from ddpcheck.judge.evaluation.metrics_of_pairs import OF_NUMBERS, OF_SCORES, Metric, Row, accuracy, is_scaled
 
@@ -74,8 +73,8 @@ def _references(
             rows = (tuple(floats[n * width : (n + 1) * width]) for n in range(one.loader.size))
             numbers[f"{name} of the dataset"] = dict(enumerate(rows))
     by_loader = "those that the loader gives"
-    labels[by_loader] = {place: (float(label),) for place, label in labels_given(of_ranks, places).items()}
-    numbers[by_loader] = {place: (target,) for place, target in targets_given(of_ranks, places).items()}
+    labels[by_loader] = given_by_loader(of_ranks, places, "classes")
+    numbers[by_loader] = given_by_loader(of_ranks, places, "targets")
     return labels, numbers
 
 

@@ -1,7 +1,4 @@
-"""DDP806: sums over the ranks that go into the next sum, in which they are counted once a rank.
-
-Pure functions from `findings.evidence.evaluation` (gathered by `record.evaluation.sum_recorder`) to findings.
-"""
+"""DDP806: sums over the ranks that go into the next sum, in which they are counted once a rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""DDP804: targets that index gathered rows, and name those of another rank.
-
-Pure functions from `findings.evidence.evaluation` (gathered by `record.loss.target_recorder`) to findings.
-"""
+"""DDP804: targets that index gathered rows, and name those of another rank."""
 
 from __future__ import annotations
 

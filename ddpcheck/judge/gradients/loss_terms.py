@@ -1,7 +1,4 @@
-"""DDP305, 304 and 312: normalisation of the terms of a loss, coupling of samples, and differences without a pattern.
-
-Pure functions from what the single process says of the shards (`ddpcheck.gather.phases.shard_terms`) to findings.
-"""
+"""DDP305, 304 and 312: normalisation of the terms of a loss, coupling of samples, and differences without a pattern."""
 
 from __future__ import annotations
 

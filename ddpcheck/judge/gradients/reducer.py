@@ -1,7 +1,4 @@
-"""DDP301 to 303, and their causes: the gradients that the wrapper and its reducer have left, compiled or not.
-
-Pure functions from `findings.evidence.steps` (gathered by `gather.phases.ddp_step`) to findings.
-"""
+"""DDP301 to 303, and their causes: the gradients that the wrapper and its reducer have left, compiled or not."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from typing import Any
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.single_process import LOOSEST_FIT
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence
-from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import (
     capitalized,
     counted,
@@ -21,6 +17,7 @@ from ddpcheck.findings.wording import (
     format_steps,
     join_names,
     one_finding,
+    plural_verb,
     unless_all,
 )
 from ddpcheck.judge.judge_context import JudgeContext, first_explanation, format_factor, group_by_step, worst_first
@@ -61,7 +58,6 @@ class ReducerFacts:
 
     @property
     def step_count(self) -> int:
-        """The number of steps."""
         return len({item.step for item in self.evidence})
 
     @property
@@ -108,7 +104,7 @@ def judge_reducer(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> l
 
 
 def explain_by_ignored_parameters(facts: ReducerFacts) -> list[Finding]:
-    """DDP111: the wrapper was told not to average these gradients.
+    """DDP111: the wrapper was told not to average these gradients, or they are of no group of `fully_shard`.
 
     Beside the other explanations, for it accounts for these parameters alone.
     """
@@ -116,12 +112,19 @@ def explain_by_ignored_parameters(facts: ReducerFacts) -> list[Finding]:
     ignored = [name for name in facts.unequal if name in facts.known.wrapper.ignored]
     if not ignored:
         return []
-    return names.one_finding(
-        "DDP111",
-        ignored,
-        f"{join_names(names.subjects(ignored))} is trained, but the wrapper was told to ignore it: "
-        "its gradients are not averaged and differ between the ranks.",
+    subjects, fix = names.subjects(ignored), ""
+    message = (
+        f"{join_names(subjects)} is trained, but the wrapper was told to ignore it: its gradients are not averaged and "
+        "differ between the ranks."
     )
+    if facts.known.wrapper.sharded:
+        message = (
+            f"{join_names(subjects)} {plural_verb('is', 'are', subjects)} trained, and no group of fully_shard holds "
+            f"{plural_verb('it', 'them', subjects)}: nothing averages {plural_verb('its', 'their', subjects)} "
+            "gradients, which differ between the ranks."
+        )
+        fix = "Call fully_shard on the root module as well, last, and without this parameter in ignored_params."
+    return names.one_finding("DDP111", ignored, message, fix=fix)
 
 
 BYPASSED = "The loss calls the wrapped module and not the wrapper, so DDP does not take part in the step."

@@ -1,7 +1,4 @@
-"""DDP111, 208, 501, 503: parameters that an optimizer holds and no wrapper averages, and that ranks train apart.
-
-Pure functions from `findings.evidence.script` (gathered by `record`) to findings.
-"""
+"""DDP111, 208, 501, 503: parameters that an optimizer holds and no wrapper averages, and that ranks train apart."""
 
 from __future__ import annotations
 
@@ -127,10 +124,7 @@ def judge_taken(taken: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:
     """DDP501: gradients from `torch.autograd.grad`, by which each rank moves the parameters of a wrapper for itself.
 
     They were the same on all ranks when the first gradients were taken, and are not any more: nothing has averaged
-    the gradients, nor the parameters now and then.
-
-    Args:
-        taken: Of one wrapper, by rank.
+    the gradients, nor the parameters now and then. What was `taken` is of one wrapper, by rank.
     """
     at = list(zip(*taken, strict=False))
     lengths = {len(of_rank) for of_rank in taken}

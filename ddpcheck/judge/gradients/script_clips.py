@@ -1,8 +1,4 @@
-"""DDP301, 303 and 310: gradients that a script changes between backward and the optimizer's step: clips, and all else.
-
-Pure functions from `findings.evidence.script` and `.gradient_changes` (gathered by
-`record.optimizers.clip_recorder`) to findings.
-"""
+"""DDP301, 303, 310: gradients that a script changes between backward and the optimizer's step: clips, and all else."""
 
 from __future__ import annotations
 
@@ -12,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
 from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import group_by_value, join_names, one_finding, plural_verb, told_by_rank
 from ddpcheck.judge.gradients.script_gradients import (
     Steps,

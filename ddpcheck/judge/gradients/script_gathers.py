@@ -1,15 +1,11 @@
-"""DDP309: features of all ranks that a loss takes as constants, the rank's own too.
-
-A pure function from `findings.evidence.gathers` to findings.
-"""
+"""DDP309: features of all ranks that a loss takes as constants, the rank's own too."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.gathers import GatheredConstant
-from ddpcheck.findings.report import Finding
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import one_finding
 
 _FEWEST = 2  # steps

@@ -1,4 +1,4 @@
-"""Comparisons of what optimizers are given on the ranks; pure functions on evidence."""
+"""Comparisons of what optimizers are given on the ranks."""
 
 from __future__ import annotations
 

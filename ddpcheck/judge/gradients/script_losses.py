@@ -1,7 +1,4 @@
-"""DDP303, DDP305, DDP514: losses that a script scales by the world size, or divides by a number of each rank's own.
-
-Pure functions from `findings.evidence.script` (gathered by `record.loss.loss_recorder`) to findings.
-"""
+"""DDP303, DDP305, DDP514: losses that a script scales by the world size, or divides by a number of each rank's own."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from collections.abc import Container, Sequence
 from functools import partial
 
 from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
-from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, one_finding
 from ddpcheck.judge.gradients.mean_of_means import severity_of_weights
 
@@ -159,7 +155,8 @@ def judge_accumulated(losses: Losses) -> list[Finding]:
 def _is_undivided(passes: Sequence[LossDifferentiated]) -> bool:
     """Whether the backward passes of a step are of micro-batches, and each of a whole mean."""
     last, wrappers = passes[-1], set(passes[-1].wrappers)
-    if not wrappers or len({one.location for one in passes}) > 1 or len({_kinds(one) for one in passes}) > 1:
+    kinds = {tuple(term.kind for term in one.terms) for one in passes}
+    if not wrappers or len({one.location for one in passes}) > 1 or len(kinds) > 1:
         return False
     own = all(not wrappers.isdisjoint((*one.put_off, *one.wrappers)) for one in passes)
     taken = all(before.batches < after.batches for before, after in itertools.pairwise(passes))
@@ -168,10 +165,6 @@ def _is_undivided(passes: Sequence[LossDifferentiated]) -> bool:
         return False
     weights = [max((abs(t.factor) for t in one.terms if t.kind == "mean"), default=0.0) for one in passes]
     return all(abs(weight - 1.0) < _TOLERANCE for weight in weights)
-
-
-def _kinds(one: LossDifferentiated) -> tuple[str, ...]:
-    return tuple(term.kind for term in one.terms)
 
 
 def _total(term: ScaledTerm) -> float:

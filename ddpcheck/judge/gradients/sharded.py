@@ -1,8 +1,4 @@
-"""DDP111, 301, 302, 303, 306 and 502 under `fully_shard`: the gradients that it has left, gathered from their shards.
-
-Pure functions from `findings.evidence.steps` (gathered by `gather.phases.ddp_step`) to findings; of scripts, where no
-rank gathers anything, from `findings.evidence.script` (recorded by `record.optimizers`).
-"""
+"""DDP111, 301, 302, 303, 306, 502 under `fully_shard`: the gradients that it has left, gathered from their shards."""
 
 from __future__ import annotations
 
@@ -11,10 +7,11 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent, ShardedStep
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, join_names, one_finding, plural_verb, unless_all
+from ddpcheck.findings.wording import counted, join_names, one_finding, unless_all
 from ddpcheck.judge.gradients.reducer import (
     ReducerFacts,
     explain_by_constant_factor,
+    explain_by_ignored_parameters,
     explain_by_missing_reduction,
     explain_by_parts_of_models,
     judge_unexplained_mismatch,
@@ -46,7 +43,7 @@ _SWITCHES = {
 def judge_sharded(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> list[Finding]:
     """The findings on the gradients under `fully_shard`."""
     facts = ReducerFacts.of(evidence, known)
-    found = explain_by_ungrouped_parameters(facts) + first_explanation(EXPLANATIONS, facts)
+    found = explain_by_ignored_parameters(facts) + first_explanation(EXPLANATIONS, facts)
     return found or judge_updates(facts)
 
 
@@ -83,11 +80,7 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
 
 
 def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP306: after the reduction each rank scales the gradients of its shards by another factor: by a norm of theirs.
-
-    Args:
-        steps: Of one optimizer.
-    """
+    """DDP306: each rank scales the reduced gradients of its shards by a factor of its own; `steps` of one optimizer."""
     for of_ranks in steps:
         factors = [_factor([*one.shard_scales.values()]) for one in of_ranks]
         known = [factor for factor in factors if factor is not None]
@@ -138,26 +131,6 @@ def judge_switched_off(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
         location=Location.parse(off.location if off is not None and off.location else last.ended_by.location),
         evidence=[f"the optimizer steps at {last.ended_by.location}"] if last.ended_by.location else [],
         fix=f"Call {kind}(True) before the last backward of a step, or leave it out.",
-    )
-
-
-def explain_by_ungrouped_parameters(facts: ReducerFacts) -> list[Finding]:
-    """DDP111: these parameters are in no group of `fully_shard`.
-
-    Beside the other explanations, for it accounts for these parameters alone.
-    """
-    names = facts.known.names
-    found = [name for name in facts.unequal if name in facts.known.wrapper.ignored]
-    if not found:
-        return []
-    subjects = names.subjects(found)
-    return names.one_finding(
-        "DDP111",
-        found,
-        f"{join_names(subjects)} {plural_verb('is', 'are', subjects)} trained, and no group of fully_shard holds "
-        f"{plural_verb('it', 'them', subjects)}: nothing averages {plural_verb('its', 'their', subjects)} gradients, "
-        "which differ between the ranks.",
-        fix="Call fully_shard on the root module as well, last, and without this parameter in ignored_params.",
     )
 
 

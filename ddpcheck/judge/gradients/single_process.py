@@ -1,7 +1,4 @@
-"""DDP303, 305, 307 to 310, 312, 514: averaged gradients that are not those of the global batch, by their pattern.
-
-Pure functions from differences that `ddpcheck.gather.phases.single_process` has measured to findings.
-"""
+"""DDP303, 305, 307 to 310, 312, 514: averaged gradients that are not those of the global batch, by their pattern."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.single_process import LOOSEST_FIT, LossTerm, ShardAnalysis
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import capitalized, format_ranks, join_names, one_finding, unless_all
 from ddpcheck.judge.gradients.loss_terms import (
     IS_SUM,

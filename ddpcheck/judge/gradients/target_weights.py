@@ -1,4 +1,4 @@
-"""DDP305 and 514: the weights of targets in an optimizer step: a pure function, from micro-batches to findings.
+"""DDP305 and 514: the weights of targets in an optimizer step.
 
 The gradient that the optimizer gets ought to be that of a mean over all targets (tokens, say) of the step. Where each
 micro-batch, or each rank, divides by its own number of targets, and these differ, it is a mean of means: a target
@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ddpcheck.findings.report import Finding
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.gradients.mean_of_means import severity_of_weights
 from ddpcheck.stream.rank_report import MicroBatch

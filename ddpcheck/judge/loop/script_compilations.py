@@ -1,8 +1,7 @@
 """DDP522: functions that ranks compile differently (`torch.compile`), or another number of times.
 
-Pure functions from `findings.evidence.compilation` to findings. That ranks compile again at different times is healthy:
-each learns by its own batches which sizes change, and comes to the same code in the end. So is what one rank alone
-compiles: an evaluation, say.
+That ranks compile again at different times is healthy: each learns by its own batches which sizes change, and comes to
+the same code in the end. So is what one rank alone compiles: an evaluation, say.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ddpcheck.findings.evidence.compilation import FunctionCompiled
-from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_ranks, join_names, make_finding, minority_ranks
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import format_ranks, group_by, join_names, make_finding, minority_ranks
 
 OfRanks = Sequence[Sequence[FunctionCompiled]]
 """Compilations of one function, by rank."""
@@ -37,12 +36,8 @@ _OF_GRAPHS = (
 
 def trained_functions(compiled: OfRanks) -> list[OfRanks]:
     """Those that every rank has compiled for training."""
-    by_rank: list[dict[tuple[str, Location], list[FunctionCompiled]]] = []
-    for of_rank in compiled:
-        by_rank.append({})
-        for one in of_rank:
-            if one.trains:
-                by_rank[-1].setdefault((one.function, one.defined), []).append(one)
+    trained = [[one for one in of_rank if one.trains] for of_rank in compiled]
+    by_rank = [group_by(of_rank, lambda one: (one.function, one.defined)) for of_rank in trained]
     common = [key for key in (by_rank[0] if by_rank else ()) if all(key in known for known in by_rank)]
     return [[known[key] for known in by_rank] for key in common]
 

@@ -1,7 +1,4 @@
-"""DDP223, 306, 309, 504, 507, 508, 517, 518: the optimizers of a script and what they are given.
-
-Pure functions from `findings.evidence.script` (gathered by `record`) to findings.
-"""
+"""DDP223, 306, 309, 504, 507, 508, 517, 518: the optimizers of a script and what they are given."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ from ddpcheck.findings.evidence.script import (
     ReducedInPlace,
 )
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import (
     format_ranks,
     group_by_value,
@@ -159,50 +155,31 @@ def judge_pace(steps: Sequence[Steps], ends: Sequence[OptimizerEnd]) -> list[Fin
     for of_ranks in steps:
         reductions = [one.reductions for one in of_ranks]
         if min(reductions) >= 0 and len(set(reductions)) > 1:
-            return _pace(of_ranks, reductions)
+            ranks = [rank for rank, count in enumerate(reductions) if count > min(reductions)]
+            what = f"{plural_verb('skips', 'skip', ranks)} optimizer steps that the others make."
+            until = f"averaged backward passes until step {of_ranks[0].count}"
+            return _left_out(of_ranks, ranks, what, [f"{until}: {one}" for one in group_by_value(reductions)])
     counts = [end.count for end in ends]
     if steps and len(ends) == len(steps[0]) and min(end.reductions for end in ends) > 0 and len(set(counts)) > 1:
         if len({end.reductions for end in ends}) == 1:
-            return _skipped(steps[-1], counts)
+            ranks = [rank for rank, count in enumerate(counts) if count < max(counts)]
+            what = f"{plural_verb('has', 'have', ranks)} made fewer optimizer steps than the others from the same "
+            what += "averaged backward passes."
+            return _left_out(steps[-1], ranks, what, [f"optimizer steps: {one}" for one in group_by_value(counts)])
     return []
 
 
-def _pace(of_ranks: Steps, reductions: Sequence[int]) -> list[Finding]:
-    ranks = [rank for rank, count in enumerate(reductions) if count > min(reductions)]
-    where, ways = _left_out_at(of_ranks)
-    return one_finding(
-        "DDP508",
-        ("step",),
-        f"{format_ranks(ranks).capitalize()} {plural_verb('skips', 'skip', ranks)} optimizer steps that the others "
-        "make.",
-        ranks=ranks,
-        location=where,
-        evidence=[
-            *(f"averaged backward passes until step {of_ranks[0].count}: {n}" for n in group_by_value(reductions)),
-            *ways,
-        ],
-    )
-
-
-def _left_out_at(of_ranks: Steps) -> tuple[Location | None, list[str]]:
-    """The line that decides whether a step is made, where there is one such, else that of the step; and evidence."""
+def _left_out(of_ranks: Steps, ranks: Sequence[int], what: str, evidence: Sequence[str]) -> list[Finding]:
+    """At the line that decides whether a step is made, where there is one such, else at that of the step."""
     step, lines = of_ranks[0].location, of_ranks[0].left_out_at
-    if len(lines) == 1:
-        return lines[0], [f"it decides on the step at {step}"]
-    return step, [f"{line} may leave it out" for line in lines]
-
-
-def _skipped(of_ranks: Steps, counts: Sequence[int]) -> list[Finding]:
-    ranks = [rank for rank, count in enumerate(counts) if count < max(counts)]
-    where, ways = _left_out_at(of_ranks)
+    decides = f"it decides on the step at {step}"
     return one_finding(
         "DDP508",
         ("step",),
-        f"{format_ranks(ranks).capitalize()} {plural_verb('has', 'have', ranks)} made fewer optimizer steps than the "
-        "others from the same averaged backward passes.",
+        f"{format_ranks(ranks).capitalize()} {what}",
         ranks=ranks,
-        location=where,
-        evidence=[*(f"optimizer steps: {one}" for one in group_by_value(counts)), *ways],
+        location=lines[0] if len(lines) == 1 else step,
+        evidence=[*evidence, *([decides] if len(lines) == 1 else [f"{line} may leave it out" for line in lines])],
     )
 
 

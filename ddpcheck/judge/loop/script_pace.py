@@ -1,7 +1,4 @@
-"""DDP504, 508, 520: steps that shift between ranks, gradients that are used twice, and parameters that nobody moves.
-
-Pure functions from `findings.evidence.pace` and `findings.evidence.script` to findings.
-"""
+"""DDP504, 508, 520: steps that shift between ranks, gradients that are used twice, and parameters that nobody moves."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun, WrapperPace
-from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, join_names, one_finding, plural_verb
 
 _USUAL = 0.8  # of the reductions have the same before them, or there is no regular pace
@@ -20,8 +16,7 @@ _MOST_LEFT_OUT = 3  # turns of a loop, one after the other
 def judge_shifts(paces: Sequence[WrapperPace]) -> list[Finding]:
     """DDP508: ranks that leave out backward passes, each another one, so that the same reduction is of other steps.
 
-    Args:
-        paces: Of one wrapper, by rank.
+    The `paces` are of one wrapper, by rank.
     """
     totals = {one.reductions for one in paces}
     if len(paces) < 2 or len(totals) > 1:
@@ -109,14 +104,13 @@ def judge_left(left: Sequence[GradientsLeft]) -> list[Finding]:
 
 
 def judge_unheld(
-    moved: Mapping[str, bool], held: Iterable[str], *, size: int, made: Location | None, in_vain: bool = False
+    moved: Mapping[str, bool], held: Iterable[str], *, made: Location | None, in_vain: bool = False
 ) -> list[Finding]:
     """DDP504: parameters of wrappers that get gradients in each step, and that no optimizer holds and nothing moves.
 
     Args:
         moved: By name of a parameter that gets gradients, whether it has changed in the steps that were compared.
         held: The names of those that an optimizer of any rank holds.
-        size: How many parameters get gradients.
         made: The line that constructs the optimizer.
         in_vain: Whether nothing that an optimizer holds has had a gradient in any step: it holds another model.
     """
@@ -137,7 +131,7 @@ def judge_unheld(
         f"{plural_verb('moves', 'move', names)}.",
         location=made,
         evidence=[
-            f"{len(left)} of {counted(size, 'parameter')} with gradients",
+            f"{len(left)} of {counted(len(moved), 'parameter')} with gradients",
             *(["what the optimizer holds has no gradient in any step: it is of another model"] if not held else []),
         ],
         severity=Severity.WARNING,

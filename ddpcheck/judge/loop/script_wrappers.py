@@ -19,8 +19,7 @@ from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Location, select_findings
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Location, Severity, select_findings
 from ddpcheck.findings.source_lines import assignment_in_classes, last_assignment
 from ddpcheck.findings.wording import capitalized, format_ranks, group_by, join_names, one_finding, plural_verb
 from ddpcheck.judge.causes import ReportedCauses
@@ -146,9 +145,7 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
                 alone.append(entry.report)
             elif not entry.begun or rank.counts[wrapper.number][1] <= entry.report.step:
                 reports.setdefault(entry.report.step, {}).setdefault(rank.started.rank, []).append(entry.report)
-    captured: dict[int, list[ReplicaCaptured]] = {}
-    for one in chain.from_iterable(wrapper.of(ReplicaCaptured)):
-        captured.setdefault(one.step, []).append(one)
+    captured = group_by(chain.from_iterable(wrapper.of(ReplicaCaptured)), lambda one: one.step)
     if not wrapper.missing and (built := wrapper.values_built):
         reported.add(select_findings(judge_values_before_sharding(built, {})), locate)
         reported.add(judge_options("DDP221", wrapper.policies, "What fully_shard was given"), locate)

@@ -1,7 +1,4 @@
-"""DDP501, 502, 504, 505, 509, 510, 515, 517, 519: the training loop, as far as a recipe shows it.
-
-Pure functions from `findings.evidence.steps` (gathered by `gather.phases` and `gather.ddp.loop_events`) to findings.
-"""
+"""DDP501, 502, 504, 505, 509, 510, 515, 517, 519: the training loop, as far as a recipe shows it."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.evidence.steps import SYNC_SETTING, DdpStepEvidence, LocalStep, LoopEvent, SharedDraw
-from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, one_finding, plural_verb, unless_all
 from ddpcheck.judge.gradients.reducer import BYPASSED
 from ddpcheck.judge.replicas.descriptions import differing_names

@@ -1,4 +1,4 @@
-"""Findings from the reports of the ranks of a watched loop: pure functions."""
+"""Findings from the reports of the ranks of a watched loop."""
 
 from __future__ import annotations
 
@@ -107,7 +107,14 @@ def judge_replica_states(
         first: Whether the ranks had not been compared before.
     """
     values = [item.values for item in states]
-    facts = _facts(context, world_size=len(states))
+    facts = JudgeContext(
+        context.names,
+        context.wrapper,
+        len(states),
+        broadcasts_buffers=context.broadcasts_buffers,
+        wrapper_class=context.wrapper_class,
+        own_hook=context.own_hook,
+    )
     found = judge_descriptions([item.description for item in states])
     gradients = judge_reducer(values, facts)
     if after_backward and averages_elsewhere(values, context, step):
@@ -159,17 +166,6 @@ def averages_elsewhere(values: Sequence[DdpStepEvidence], context: WatchContext,
         return False
     known = [one.parameters for one in values if one.parameters]
     return not step or (len(known) == len(values) and not differing_names(known))
-
-
-def _facts(context: WatchContext, world_size: int) -> JudgeContext:
-    return JudgeContext(
-        context.names,
-        context.wrapper,
-        world_size,
-        broadcasts_buffers=context.broadcasts_buffers,
-        wrapper_class=context.wrapper_class,
-        own_hook=context.own_hook,
-    )
 
 
 def _apart(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Finding:

@@ -70,7 +70,6 @@ class ParameterFacts:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
         return len({item.rank for item in self.evidence})
 
     @property

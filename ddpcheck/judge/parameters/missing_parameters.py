@@ -1,8 +1,4 @@
-"""DDP1xx: parameters that do not take part in the loss as DDP expects, with cause, ranks, steps and lines.
-
-Pure functions from `findings.evidence.parameters` (gathered by `gather.phases.local_step`, in an unwrapped training
-step) to findings.
-"""
+"""DDP1xx: parameters that do not take part in the loss as DDP expects, with cause, ranks, steps and lines."""
 
 from __future__ import annotations
 
@@ -11,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.parameters import ParameterChange, PathEnd, StepEvidence, UnregisteredTensor
-from ddpcheck.findings.report import Finding
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import Names, counted, group_by, join_names, one_finding, plural_verb, unless_all
 from ddpcheck.judge.parameters.conditional_use import (
     AT_NEXT_FORWARD,

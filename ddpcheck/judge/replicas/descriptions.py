@@ -1,8 +1,7 @@
 """DDP2xx: modules that are not the same on every rank.
 
 DDP pairs parameters and buffers by position, checks little of what it relies on, and hangs or aborts on the rest
-(https://docs.pytorch.org/docs/stable/notes/ddp.html). Pure functions from `findings.evidence.modules` (gathered by
-`gather.state.module_description`) to findings.
+(https://docs.pytorch.org/docs/stable/notes/ddp.html).
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from typing import Any
 
 from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import (
     format_ranks,
     group_by,

@@ -1,8 +1,4 @@
-"""DDP208, 301, 306, 504 and 516 under tensor parallelism: what ranks have alike that compute one model together.
-
-Pure functions from `findings.evidence.parts` (gathered by `record.optimizers.part_recorder`) and the passes over
-loaders to findings.
-"""
+"""DDP208, 301, 306, 504 and 516 under tensor parallelism: what ranks have alike that compute one model together."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""DDP216, 221, 223, 503 and 516: options of wrapper and optimizer, and data of the program, that differ between ranks.
-
-Pure functions from options and values in words (gathered by `gather.ddp.ddp_wrapper` and
-`gather.phases.program_data`) to findings.
-"""
+"""DDP216, 221, 223, 503, 516: options of wrapper and optimizer, and data of the program, that differ between ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.ddp_options import are_harmless
-from ddpcheck.findings.report import Finding
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import (
     format_ranks,
     group_by,

@@ -1,8 +1,4 @@
-"""DDP521: ranks that hold the same shard of the parameters, where each should hold another one.
-
-A pure function from `stream.entries` (`record.replicas.replica_recorder` makes them for a script, and
-`monitor.replica_comparison` for a watch) to findings.
-"""
+"""DDP521: ranks that hold the same shard of the parameters, where each should hold another one."""
 
 from __future__ import annotations
 

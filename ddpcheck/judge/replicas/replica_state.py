@@ -1,7 +1,4 @@
-"""DDP306, 508, 515, 214, 215 and 216: parameters, buffers and other state that differ between ranks after a step.
-
-Pure functions from `findings.evidence.steps` (gathered by `gather.phases.ddp_step`) to findings.
-"""
+"""DDP306, 508, 515, 214, 215 and 216: parameters, buffers and other state that differ between ranks after a step."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
-from ddpcheck.findings.report import Finding
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb, unless_all
 from ddpcheck.judge.judge_context import JudgeContext, group_by_step
 from ddpcheck.judge.replicas.descriptions import differing_names

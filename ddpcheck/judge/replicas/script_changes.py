@@ -1,7 +1,4 @@
-"""DDP208, 214, 215, 222, 306, 503, 515: the line that has changed a wrapped module, for findings that notice it later.
-
-Pure functions from `findings.evidence.changes` (gathered by `record.rank.line_recorder`) to findings.
-"""
+"""DDP208, 214, 215, 222, 306, 503, 515: the line that has changed a wrapped module, for what is noticed later."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb
+from ddpcheck.findings.wording import counted, format_ranks, group_by, join_names, one_finding, plural_verb
 from ddpcheck.judge.replicas.descriptions import MODE
 
 _OF_VALUES = ("values", "written")
@@ -43,36 +40,30 @@ def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> 
 
 def judge_ignored(changes: Changes) -> list[Finding]:
     """DDP503: `.data` of shards was assigned, to no effect: a DTensor goes on to hold the part that it had."""
-    found: dict[Location | None, list[str]] = {}
-    for one in itertools.chain.from_iterable(changes):
-        if one.what == "ignored":
-            found.setdefault(one.location, []).extend(one.names)
-    return [
-        finding
-        for where, names in found.items()
-        for finding in one_finding(
+    ignored = (one for one in itertools.chain.from_iterable(changes) if one.what == "ignored")
+    found = []
+    for where, same in group_by(ignored, lambda one: one.location).items():
+        names = list(dict.fromkeys(name for one in same for name in one.names))
+        found += one_finding(
             "DDP503",
-            list(dict.fromkeys(names)),
-            f"An assignment to .data of {counted(len(set(names)), 'parameter')} that fully_shard has sharded has no "
+            names,
+            f"An assignment to .data of {counted(len(names), 'parameter')} that fully_shard has sharded has no "
             "effect: a DTensor goes on to hold the values that it had.",
             location=where,
             fix="Write values in place, under torch.no_grad(): parameter.copy_(values), parameter.mul_(factor); or "
             "load them by set_model_state_dict.",
         )
-    ]
+    return found
 
 
 def judge_replaced(changes: Changes) -> list[Finding]:
     """DDP503: a parameter was assigned in the place of a shard: the next forward pass puts the shard back, or fails."""
-    found: dict[tuple[Location | None, bool], list[str]] = {}
-    for one in itertools.chain.from_iterable(changes):
-        if one.what == REPLACED:
-            found.setdefault((one.location, bool(one.forwards)), []).extend(one.names)
-    return [
-        finding
-        for (where, later), names in found.items()
-        for finding in replaced_after_sharding(list(dict.fromkeys(names)), where, later=later)
-    ]
+    replaced = (one for one in itertools.chain.from_iterable(changes) if one.what == REPLACED)
+    found = []
+    for (where, later), same in group_by(replaced, lambda one: (one.location, bool(one.forwards))).items():
+        names = dict.fromkeys(name for one in same for name in one.names)
+        found += replaced_after_sharding(list(names), where, later=later)
+    return found
 
 
 def replaced_after_sharding(names: Sequence[str], where: Location | None, *, later: bool) -> list[Finding]:

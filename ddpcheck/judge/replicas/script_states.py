@@ -1,7 +1,4 @@
-"""DDP306, DDP214, DDP523: models that a script holds beside its wrappers and that drift apart; states not loaded.
-
-Pure functions from `findings.evidence.script` (gathered by `record.replicas.program_state`) to findings.
-"""
+"""DDP306, DDP214, DDP523: models that a script holds beside its wrappers and that drift apart; states not loaded."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.findings.evidence.state_uses import NothingLoaded, StateUsed, digest_of_values
-from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import (
     counted,
     format_ranks,
+    group_by,
     join_names,
     minority_ranks,
     one_finding,
@@ -163,10 +160,8 @@ def _come_together(looks: Sequence[Mapping[int, StateHeld]]) -> bool:
 
 
 def _by_name(states: Sequence[StateHeld]) -> dict[tuple[int, str], dict[int, StateHeld]]:
-    found: dict[tuple[int, str], dict[int, StateHeld]] = {}
-    for one in states:
-        found.setdefault((one.optimizer, one.name), {})[one.count] = one
-    return found
+    by_name = group_by(states, lambda one: (one.optimizer, one.name))
+    return {name: {one.count: one for one in looks} for name, looks in by_name.items()}
 
 
 def _finding(looks: Sequence[Sequence[StateHeld]], first: int, written: _Written) -> list[Finding]:

@@ -1,16 +1,12 @@
-"""DDP217: running statistics of each rank's own samples, by which it normalises the inputs of a wrapped module.
-
-A pure function from `findings.evidence.running_statistics` to findings.
-"""
+"""DDP217: running statistics of each rank's own samples, by which it normalises the inputs of a wrapped module."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.running_statistics import RunningStatistic
-from ddpcheck.findings.report import Finding
-from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import counted, one_finding
+from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.wording import counted, group_by, one_finding
 
 _FEWEST = 2  # calls of forward before which it has moved so, on each rank
 _FEWEST_EQUATIONS = 3  # of all of these
@@ -62,10 +58,8 @@ def _distance(of_ranks: Sequence[RunningStatistic]) -> float:
 
 
 def _by_name(held: Sequence[RunningStatistic]) -> dict[tuple[int, str], dict[int, RunningStatistic]]:
-    found: dict[tuple[int, str], dict[int, RunningStatistic]] = {}
-    for one in held:
-        found.setdefault((one.wrapper, one.name), {})[one.forward] = one
-    return found
+    by_name = group_by(held, lambda one: (one.wrapper, one.name))
+    return {name: {one.forward: one for one in looks} for name, looks in by_name.items()}
 
 
 def _finding(looks: Sequence[Sequence[RunningStatistic]], apart: float) -> list[Finding]:

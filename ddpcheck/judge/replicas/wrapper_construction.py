@@ -1,12 +1,11 @@
 """DDP201 to 207, 209, 211 to 213, 221 and 403: wrappers that ranks do not construct alike, and why.
 
-DDP compares little of what it is given, raises on one rank, aborts or hangs. Pure functions from
-`findings.evidence.construction` to findings.
+DDP compares little of what it is given, raises on one rank, aborts or hangs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.construction import SizedVariable, WrapperBegun
@@ -179,7 +178,8 @@ def explain_set(finding: Finding, together: Sequence[WrapperBegun]) -> Reason | 
 def explain_order(finding: Finding, together: Sequence[WrapperBegun]) -> Reason | None:
     """The children of a module stand in the order of a set of their names, which each process has of its own."""
     for path in together[0].from_sets:
-        if all(path in one.from_sets for one in together) and any(_is_in(name, path) for name in finding.subjects):
+        inside = any(not path or name.startswith(f"{path}.") for name in finding.subjects)
+        if inside and all(path in one.from_sets for one in together):
             return Reason(
                 f"the modules in {path or 'the model'} stand, on every rank, in the order in which that process goes "
                 "through a set of their names: it depends on the seed of Python's hashes, which each process draws",
@@ -198,17 +198,13 @@ _EXPLANATIONS = {
 }
 
 
-def _is_in(name: str, path: str) -> bool:
-    return not path or name.startswith(f"{path}.")
-
-
 def _record(one: WrapperBegun, name: str) -> TensorRecord:
     return next(t for t in (*one.description.parameters, *one.description.buffers) if t.name == name)
 
 
 def _counted(sizes: Sequence[int], together: Sequence[WrapperBegun], what: str) -> Reason | None:
     """The variable whose size is the same on each rank as what differs, but for an offset that all ranks share."""
-    by_name = [_by_name(one.sizes) for one in together]
+    by_name = [group_by(one.sizes, lambda variable: variable.name) for one in together]
     found: list[tuple[int, bool, int, SizedVariable, str]] = []
     for place, (name, of_first) in enumerate(by_name[0].items()):
         for first in of_first:
@@ -232,13 +228,6 @@ def _counted(sizes: Sequence[int], together: Sequence[WrapperBegun], what: str) 
         f"Make {variable.name} the same on every rank before the model is built: from all the data and not from this "
         "rank's part, or on rank 0 with dist.broadcast_object_list.",
     )
-
-
-def _by_name(sizes: Sequence[SizedVariable]) -> Mapping[str, list[SizedVariable]]:
-    found: dict[str, list[SizedVariable]] = {}
-    for one in sizes:
-        found.setdefault(one.name, []).append(one)
-    return found
 
 
 def _by_rank(values: Sequence[str]) -> str:

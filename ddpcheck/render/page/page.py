@@ -42,7 +42,6 @@ class HtmlRenderer(Renderer):
     """A page for a browser, which needs nothing beside it; names and messages are escaped."""
 
     def render(self, report: Report | Matrix) -> str:
-        """The page."""
         shown = limited(report)
         if isinstance(shown, Matrix):
             what, verdict = "matrix of DDP options", _verdict_of_matrix(shown)

@@ -17,8 +17,7 @@ from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.findings.evidence.single_process import RandomNumbers, ShardAnalysis, SingleStep
 from ddpcheck.findings.evidence.steps import LocalStep, NoExplanation, ShardedStep
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import ReportError
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.report import ReportError, Severity
 from ddpcheck.findings.wording import Names, format_ranks
 from ddpcheck.harness import RunFuture
 from ddpcheck.judge.endings.collective_order import judge_collectives, judge_packing

@@ -91,7 +91,6 @@ class _Drawing:
         self._crowded = crowded.union(*(prefixes(module)[:-1] for module in count))  # drawn as a box around their nodes
 
     def source(self) -> str:
-        """The whole text."""
         for node in self.picture.nodes:
             self._place(node.key, node.module, self._look(node))
         for edge in self.picture.edges:

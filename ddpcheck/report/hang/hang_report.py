@@ -15,7 +15,7 @@ from ddpcheck.findings.program_blocks import blocks_of_lines
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Location, Report, ReportError
 from ddpcheck.findings.selection import Suppression, sort_out
-from ddpcheck.findings.wording import agreeing, counted, format_ranks, group_by, one_finding, plural_verb
+from ddpcheck.findings.wording import counted, format_ranks, group_by, one_finding, plural_verb, told_together
 from ddpcheck.judge.endings.call_sites import judge_partings
 from ddpcheck.judge.endings.ending_facts import lines_of
 from ddpcheck.judge.endings.stories import judge_endings
@@ -206,8 +206,7 @@ def _open(seen: RanksSeen) -> Iterator[str]:
     for text, ranks in group_by(said, lambda rank: "" if rank in seen.doing else said[rank]).items():
         if text:
             yield f"{format_ranks(ranks)} {plural_verb('was', 'were', ranks)} {text}"
-    for text, ranks in group_by(seen.doing, lambda rank: seen.doing[rank]).items():
-        yield f"{format_ranks(ranks)} {agreeing(text, ranks)}"
+    yield from told_together(seen.doing.items())
 
 
 def _call_sites(seen: RanksSeen) -> CheckResult:

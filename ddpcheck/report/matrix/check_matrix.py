@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 from ddpcheck.findings.errors import EXIT_HANG, RankError
 from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import ReportError
+from ddpcheck.findings.report import ReportError, Severity
 from ddpcheck.findings.selection import Suppression
-from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted
 from ddpcheck.harness import RankHosts, World
 from ddpcheck.report import calls

@@ -9,9 +9,8 @@ from typing import Any, Literal
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS
 from ddpcheck.findings.from_json import added, parse, read
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Document, Finding, ReportError, checked_version, without_rules_fix
+from ddpcheck.findings.report import Document, Finding, ReportError, Severity, checked_version, without_rules_fix
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.severity import Severity
 from ddpcheck.report.matrix.option_sets import DdpOptions
 
 Verdict = Literal["right", "lossy", "incomplete", "wrong", "stops", "skipped"]

@@ -81,7 +81,6 @@ class _Ranks:
         return "{ranks} did not finish to compile in time" if self.are_late else None
 
     def close(self) -> None:
-        """End them."""
         world, self._world, self._until = self._world, None, 0.0
         if world is not None:
             world.close()

@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddpcheck.findings.report import Finding, ParityEntry, Report, select_findings
-from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import format_ranks, group_by, make_finding, plural_verb
+from ddpcheck.findings.report import Finding, ParityEntry, Report, Severity, select_findings
+from ddpcheck.findings.selection import is_any_selected
+from ddpcheck.findings.wording import format_ranks, group_by, plural_verb
 
 # Gradients and their references
 
@@ -50,7 +50,7 @@ def parity_failure_message(
     wanted = {
         check: reference
         for check, (reference, _, codes) in _VERDICTS.items()
-        if any(_is_kept(code, select, ignore) for code in codes)
+        if is_any_selected(codes, select=select, ignore=ignore)
     }
     entries = [entry for entry in report.parity if entry.reference in wanted.values()]
     far = [entry for entry in entries if not _is_near(entry, tolerance)]
@@ -105,10 +105,6 @@ def _is_on_gradients(finding: Finding) -> bool:
     """A finding is a difference of gradients, has one as its consequence, or is an error."""
     carries = any(tag.startswith("DDP3") for tag in finding.tags)
     return finding.code.startswith("DDP3") or finding.severity is Severity.ERROR or carries
-
-
-def _is_kept(code: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
-    return bool(select_findings([make_finding(code, (), "")], select=select, ignore=ignore))
 
 
 def _not_made(check: str, report: Report) -> str:

@@ -70,11 +70,9 @@ class LauncherStore:
         put_value(partial(self._ask, "set"), name, data)
 
     def has(self, *names: str) -> bool:
-        """Whether all of these are there."""
         return bool(self._ask("check", list(names)))
 
     def get(self, name: str) -> bytes:
-        """The value of a name that is there."""
         return get_value(partial(self._ask, "get"), name)
 
     def claim(self, name: str, data: bytes) -> None:
