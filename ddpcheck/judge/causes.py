@@ -11,6 +11,7 @@ from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.rules.rule import Explains, When
 from ddpcheck.judge.gradients.loss_terms import BY_NORMALISATION
+from ddpcheck.judge.gradients.single_process import ALL_MISSING
 from ddpcheck.judge.parameters.missing_parameters import MADE_IN_FORWARD
 from ddpcheck.judge.replicas.replica_state import RUNNING_STATISTICS
 
@@ -97,6 +98,8 @@ _WHEN: Mapping[When, Callable[[Finding, Finding], bool]] = {
     "a note": lambda _cause, found: found.severity is Severity.NOTE,
     # backward passes that are averaged are fewer
     "by steps": lambda _cause, found: "step" in found.subjects,
+    # no gradient, where others might be zero
+    "none is there": lambda _cause, found: ALL_MISSING in found.tags,
 }
 
 

@@ -268,6 +268,10 @@ class Watch:
         if self._alarms.rank == self._alarms.ranks[0]:
             warnings.warn(FindingWarning(_HIDDEN), stacklevel=2)
 
+    def left_out(self, step: int) -> None:
+        """Have all ranks exchange reports after the next step."""
+        self._alarms.post(step + 1)
+
     def absent(self, report: RankReport) -> None:
         """The alarm has been posted; should the reduction end, the ranks exchange reports."""
 

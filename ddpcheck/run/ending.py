@@ -95,7 +95,8 @@ def judge_ending(
     if any("mp_policy" in one.subjects for one in known) and all(map(_is_of_gloo, ordered)):
         return []
     if not ending.interrupted and (raised := judge_torch_errors(_raised_facts(ranks, ordered, source))):
-        return [one for one in raised if (one.code, one.location) not in {(k.code, k.location) for k in known}]
+        told = {(one.code, which) for one in known for which in (one.location, one.subjects)}
+        return [one for one in raised if told.isdisjoint({(one.code, one.location), (one.code, one.subjects)})]
     failed = {one.rank for one in found}
     finished = [rank.started.rank for rank in ranks if rank.has_ended and rank.started.rank not in failed]
     judged = judge_failure(ordered, comparable_logs(ranks), len(ranks), finished)

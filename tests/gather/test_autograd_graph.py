@@ -100,6 +100,15 @@ def test_this_torch_answers_the_private_question() -> None:
     assert graph.ENGINE_CAN_TELL
 
 
+def test_a_hook_is_told_whether_the_graph_is_kept() -> None:
+    weight, kept = nn.Parameter(torch.ones(2)), []
+    loss = (weight * weight).sum()
+    loss.register_hook(lambda _gradient: kept.append(graph.keeps_graph()))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert kept == [True, False]
+
+
 def test_a_loss_that_is_itself_a_parameter() -> None:
     one, other = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(1.0))
     assert reached_by(one, [one, other]) == [True, False]
@@ -376,9 +385,10 @@ def explain(forward: Callable[[Model, Any], Any], name: str = "layer.weight") ->
     loss = forward(model, x).sum()
     suspect = dict(model.named_parameters())[name]
     assert reached_by(loss, [suspect, model.head.weight]) == [False, True]
-    saved = {key: value.clone() for key, value in model.state_dict().items()}
+    saved, version = {key: value.clone() for key, value in model.state_dict().items()}, suspect._version
     end = Explainer(model, lambda: [forward(model, x).sum()]).explain({name: suspect})[name]
     assert all(torch.equal(value, saved[key]) for key, value in model.state_dict().items())
+    assert suspect._version == version  # which a backward pass that may still come looks at
     return end
 
 

@@ -10,6 +10,7 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.causes import cause_of, find_causes, follows_from, goes_on
 from ddpcheck.judge.gradients.loss_terms import BY_NORMALISATION
+from ddpcheck.judge.gradients.single_process import ALL_MISSING
 from ddpcheck.judge.parameters.missing_parameters import MADE_IN_FORWARD
 
 RELATIONS = [(rule.code, one, code) for rule in RULES.values() for one in rule.explains for code in one.codes]
@@ -22,8 +23,9 @@ APART: dict[When, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "always": (("head.weight",), ("other",), ()),
     "an error": (("no_sync",), ("head.weight",), ()),
     "a note": (("head.weight",), ("hook",), ()),
+    "none is there": (("head.weight",), ("loss",), (ALL_MISSING,)),
 }
-"""By case: the subjects of the cause and of its consequence, and the tags of the cause."""
+"""By case: the subjects of the cause and of its consequence, and the tags of one of them."""
 
 
 def finding(code: str, *subjects: str, tags: tuple[str, ...] = (), severity: Severity = Severity.ERROR) -> Finding:
@@ -34,7 +36,7 @@ def finding(code: str, *subjects: str, tags: tuple[str, ...] = (), severity: Sev
 def test_a_consequence_is_told_as_evidence_of_its_cause(code, explains, other) -> None:
     mine, theirs, tags = APART[explains.when]
     severity = Severity.NOTE if explains.when == "a note" else Severity.ERROR
-    cause, found = finding(code, *mine, tags=tags), finding(other, *theirs, severity=severity)
+    cause, found = finding(code, *mine, tags=tags), finding(other, *theirs, tags=tags, severity=severity)
     for both in ([cause, found], [found, cause]):
         causes = find_causes(both)
         (kept,) = causes.findings
@@ -54,6 +56,7 @@ def test_a_consequence_is_told_as_evidence_of_its_cause(code, explains, other) -
         ("DDP304", ("norm",), "DDP214", ("seen",)),
         ("DDP502", ("a",), "DDP508", ("a",)),
         ("DDP303", ("a",), "DDP302", ("a",)),
+        ("DDP103", ("a",), "DDP307", ("loss",)),
     ],
 )
 def test_what_has_another_cause_stays(code, mine, other, theirs) -> None:

@@ -154,6 +154,16 @@ def test_a_parameter_that_ddpcheck_has_named_is_told_before_the_sentence_of_torc
     assert first_explanation(rank_failure.WRAPPER_EXPLANATIONS, wrapper_facts(failure("rank 1 raised KeyError"))) == []
 
 
+def test_a_gradient_that_the_second_of_two_backward_passes_brings_again_is_told_as_that() -> None:
+    twice = failure("rank 1 raised RuntimeError: Expected to mark a variable ready only once.")
+    known = replace(KNOWN, local=LocalFacts(backwards=(2, 2)))
+    (finding,) = first_explanation(rank_failure.WRAPPER_EXPLANATIONS, replace(wrapper_facts(twice), known=known))
+    assert (finding.code, finding.subjects) == ("DDP509", ("backward",))
+    of_checkpoint = replace(twice, traceback="torch/utils/checkpoint.py")
+    for facts in (wrapper_facts(twice), replace(wrapper_facts(of_checkpoint), known=known)):
+        assert codes(first_explanation(rank_failure.WRAPPER_EXPLANATIONS, facts)) == ["DDP406"]
+
+
 REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)")
 
 

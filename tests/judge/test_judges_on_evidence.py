@@ -97,6 +97,9 @@ NO_FAULT_NEEDS = {
     "descriptions.judge_values_before_sharding": "test_sharded",
     "rank_failure.explain_by_shards_in_the_loss": "test_sharded",
     "rank_failure.explain_by_replaced_shards": "test_sharded",
+    "rank_failure.explain_by_second_backward": (
+        "test_explanations::test_a_gradient_that_the_second_of_two_backward_passes_brings_again_is_told_as_that"
+    ),
     "repeated_shards.judge_repeated": "test_sharded",
     "rank_failure.judge_undefined_losses": "test_tensor_kinds::test_a_loss_that_only_some_ranks_cannot_compute",
     "training_loop._judge_bypassed": "test_run_backward_inside::test_how_a_wrapper_is_bypassed_is_said",
@@ -110,6 +113,7 @@ NO_FAULT_NEEDS = {
         "test_judges_on_evidence::test_a_parameter_that_the_search_for_unused_ones_does_not_find_is_told"
     ),
     "loss_terms._normalising_line": ("test_parity::test_a_line_that_only_scales_what_it_makes_of_a_sample_normalises"),
+    "loss_terms._weighed_by_others": "test_parity::test_samples_that_are_not_coupled_are_weighed_otherwise",
     "loss_terms.judge_unexplained": ("test_parity::test_a_difference_that_nothing_explains_is_an_error_that_says_so"),
     "single_process._explain_by_factors_of_terms": (
         "test_parity::test_one_term_of_two_that_is_scaled_by_the_world_size"

@@ -18,6 +18,7 @@ from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
 from ddpcheck.judge.gradients.loss_terms import BY_NORMALISATION
 from ddpcheck.judge.gradients.reducer import judge_reducer
 from ddpcheck.judge.gradients.single_process import (
+    ALL_MISSING,
     fix_without_gradient,
     judge_nothing_compared,
     judge_repeat,
@@ -245,10 +246,12 @@ def test_a_difference_that_nothing_explains_is_an_error_that_says_so() -> None:
     assert [f.code for f in part] == ["DDP305", "DDP312"]
 
 
-def test_that_samples_are_not_coupled_is_told_of_a_difference_without_a_cause() -> None:
+def test_samples_that_are_not_coupled_are_weighed_otherwise() -> None:
     finding = only(judge_single(off("a"), terms=(RIGHT, WEIGHED)))
-    assert finding.code == "DDP312" and any("leaves the gradients of the others" in line for line in finding.evidence)
-    assert not any("leaves the gradients" in line for line in only(judge_single(off("a"), terms=(UNKNOWN,))).evidence)
+    assert (finding.code, finding.severity) == ("DDP305", Severity.ERROR) and "class frequencies" in finding.message
+    for other in (UNKNOWN, COUPLED):
+        assert "class frequencies" not in judge_single(off("a"), terms=(WEIGHED, other))[0].message
+    assert only(judge_single(off("a"), terms=(WEIGHED,), against_shards=Fit(0.7, 0.4))).code == "DDP312"
 
 
 def test_the_root_of_a_mean_is_no_count_although_one_weight_a_shard_fits_it() -> None:
@@ -483,6 +486,7 @@ def test_unregistered_state_that_drifts() -> None:
         ("Expected to mark a variable ready only once.", "DDP406"),
         ("one of the variables has been modified by an inplace operation", "DDP311"),
         ("Expected to have finished reduction in the prior iteration", "DDP302"),
+        ("Encountered gradient which is undefined, but still allreduced by DDP reducer.", "DDP509"),
     ],
 )
 def test_what_the_wrapper_raises_is_known(words: str, code: str) -> None:
@@ -509,7 +513,9 @@ def test_what_somebody_else_raises_is_not() -> None:
 
 
 def test_a_comparison_of_zeros_is_no_pass() -> None:
-    assert only(judge_nothing_compared({0: 0.0, 1: 0.0})).code == "DDP307"
+    for states, tags in ((["missing", "lost"], (ALL_MISSING,)), (["missing", "zero"], ()), ([], ())):
+        found = only(judge_nothing_compared({0: 0.0, 1: 0.0}, states))
+        assert (found.code, found.tags) == ("DDP307", tags)
     assert judge_nothing_compared({0: 0.0, 1: 0.1}) == [] and judge_nothing_compared({}) == []
 
 

@@ -59,6 +59,11 @@ def test_a_gradient_that_comes_twice() -> None:
     assert judged(text).code == "DDP406"
 
 
+def test_a_gradient_that_has_come_after_the_reduction() -> None:
+    finding = judged("Encountered gradient which is undefined, but still allreduced by DDP reducer.")
+    assert (finding.code, finding.subjects) == ("DDP509", ("backward",))
+
+
 def test_gradients_that_have_not_come() -> None:
     text = (
         "Expected to have finished reduction in the prior iteration before starting a new one. "

@@ -361,6 +361,74 @@ def test_a_second_backward_pass_without_a_forward_of_its_own_is_told():
     assert "the step runs forward, forward, backward, backward" in told[0].evidence
 
 
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_second_backward_pass_through_another_output_is_told_and_no_parameter_of_it(unused):
+    told = []
+    model = CheckedDistributedDataParallel(Net(), on_finding=told.append, find_unused_parameters=unused)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(1 if unused else 10):  # in the next step DDP raises
+        optimizer.zero_grad()
+        out = model(torch.randn(3, 4), "both")
+        out["main"].sum().backward(retain_graph=True)
+        out["spare"].sum().backward()
+        optimizer.step()
+    assert [finding.code for finding in told] == ["DDP509"]
+    assert 'out["spare"].sum().backward()' in line_of(told[0])
+
+
+def test_of_three_backward_passes_the_one_that_comes_too_late_is_told_alone():
+    class Three(Net):
+        def __init__(self):
+            super().__init__()
+            self.alone = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return {"alone": self.alone(x), **super().forward(x, "both")}
+
+    told = []
+    model = CheckedDistributedDataParallel(Three(), on_finding=told.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    out = model(torch.randn(3, 4))
+    out["main"].sum().backward(retain_graph=True)
+    out["alone"].sum().backward()
+    out["spare"].sum().backward()
+    optimizer.step()
+    assert [finding.code for finding in told] == ["DDP509"]
+
+
+def test_an_output_that_is_not_in_the_loss_is_told_though_the_graph_is_kept():
+    told = []
+    model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(3, 4), "both")["main"].sum().backward(retain_graph=True)
+        optimizer.step()
+    assert [(finding.code, finding.subjects) for finding in told] == [("DDP102", SPARE)]
+
+
+def test_second_backward_passes_of_which_no_step_uses_anything_are_no_finding():
+    with silent() as wrap:
+        model = wrap(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            out, x = model(torch.randn(3, 4), "both"), torch.randn(3, 4)
+            torch.autograd.grad(out["main"].sum(), model.module.body.weight, retain_graph=True)
+            (out["main"].sum() + out["spare"].sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with model.no_sync():
+                out = model(x, "both")
+                out["main"].sum().backward(retain_graph=True)
+                out["spare"].sum().backward()
+            out = model(x, "both")
+            (out["main"].sum() + out["spare"].sum()).backward(retain_graph=True)
+            optimizer.zero_grad()
+            out["main"].sum().backward()  # looked at
+            optimizer.zero_grad()
+            train(model, 1, optimizer=optimizer)
+
+
 def test_a_no_sync_that_is_never_entered_is_told_with_its_line():
     told = []
     model = CheckedDistributedDataParallel(Net(), on_finding=told.append)

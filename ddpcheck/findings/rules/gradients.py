@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from ddpcheck.findings.rules.rule import ERROR, WARNING, Explains, Rule
 
+_OF_RANKS = (
+    " Against the average of the ranks' own gradients, a relative error is the norm of the difference over the root "
+    "mean square of their norms."
+)
+_OF_BATCH = (
+    " A relative error is the norm of the difference over that of the global batch's gradient, or over the size of "
+    "others in its layer, where it is small beside them."
+)
+
 RULES = (
     Rule(
         code="DDP301",
@@ -49,7 +58,7 @@ output.sum().backward()
         ),
         detected=(
             "The same module runs on the same shards without the wrapper, and its gradients are averaged by a "
-            "plain all-reduce. What DDP left is not that average, although all ranks have the same."
+            "plain all-reduce. What DDP left is not that average, although all ranks have the same." + _OF_RANKS
         ),
         ignore="With a compressing communication hook whose rounding you accept; ddpcheck allows what bfloat16 loses. "
         "`ddpcheck run` tells of a hook of the script's own as a note.",
@@ -81,7 +90,7 @@ loss.backward()                          # only the first of the two is reduced;
             "that the world size explains. `ddpcheck run` compares the loss with the mean that it was made of, looks "
             "for a sum that is divided by a number which an all_reduce has summed over the ranks, where nothing around "
             "it is scaled by the world size, at gradients that are summed by hand, and at averaged gradients that are "
-            "divided by the world size, or multiplied by it, before the optimizer uses them."
+            "divided by the world size, or multiplied by it, before the optimizer uses them." + _OF_RANKS
         ),
         ignore="If the learning rate was tuned with this factor; it changes when the number of ranks does.",
         reports=("neuralmagic/sparseml#135", "facebookresearch/3detr#56", "ultralytics/ultralytics#18616"),
@@ -107,9 +116,12 @@ loss = cross_entropy(model(x), y) / dist.get_world_size()   # DDP divides alread
         detected=(
             "Each term of the loss is differentiated on the global batch and on each shard in a single process. "
             "Coupling is reported if it was shown: a module whose output for one sample depends on others, a line "
-            "at which samples meet, or gradients of some samples that change with others."
+            "at which samples meet, or gradients of some samples that change with others." + _OF_BATCH
         ),
-        ignore="If coupling within a rank is meant: plain BatchNorm, local negatives, batch dice.",
+        ignore=(
+            "If coupling within a rank is meant: plain BatchNorm, local negatives, batch dice. Many train so on "
+            "purpose, so it is a warning, however large. What only weighs samples is DDP305."
+        ),
         reports=("pytorch/pytorch#49794", "huggingface/accelerate#1154"),
         example="""\
 model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8))
@@ -133,8 +145,9 @@ model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8))
         fix="Sum the local loss, all_reduce the count, and divide by count / world_size on every rank.",
         detected=(
             "The gradients of the shards, weighted, add up to that of the global batch, and the weights are not "
-            "those of DDP. The counts that ranks divide by are found in the loss or the batch. The wrapper and "
-            "`ddpcheck run` measure what weight each target has."
+            "those of DDP; or each sample has another weight, while nothing that the model computes for one depends on "
+            "the others. The counts that ranks divide by are found in the loss or the batch. The wrapper and "
+            "`ddpcheck run` measure what weight each target has." + _OF_BATCH
         ),
         ignore=(
             "If each rank is to have the same weight whatever it holds. A mean of means is a warning where its effect "
@@ -303,7 +316,7 @@ real, fake = ddp(a), ddp(b)              # the second call overwrites buffers th
         summary="Gradients differ from the single process, and no pattern that ddpcheck knows explains it.",
         why=(
             "The same model on the same samples gives another gradient under DDP than in one process. It is no "
-            "constant factor, no count that ranks divide by, and no coupling of samples that could be shown, so "
+            "constant factor, no weight of samples, and no coupling of samples that could be shown, so "
             "nothing says that it is harmless. (PyTorch docs, DistributedDataParallel: gradients are averaged over "
             "processes.)"
         ),
@@ -313,12 +326,12 @@ real, fake = ddp(a), ddp(b)              # the second call overwrites buffers th
         ),
         detected=(
             "The gradients differ from those of the single process by more than measured rounding, and no "
-            "explanation of DDP303 to DDP310, DDP514 and DDP516 fits."
+            "explanation of DDP303 to DDP310, DDP514 and DDP516 fits." + _OF_BATCH
         ),
         ignore="If you have explained the difference yourself. Report it otherwise: the pattern may deserve a rule.",
         example="""\
-weight = 1 / (1 + labels.unique().numel())   # depends on the whole batch; right: a constant
-loss = weight * cross_entropy(model(x), labels)
+smoothing = 0.1 if dist.is_initialized() else 0.0   # right: the same loss with and without a process group
+loss = cross_entropy(model(x), labels, label_smoothing=smoothing)
 """,
     ),
 )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from ddpcheck.findings.rules.rule import ERROR, GRADIENTS, NOTE, WARNING, Explains, Rule
 
+_NOTHING_COMPARED = Explains(("DDP307",), when="none is there")
+
 RULES = (
     Rule(
         code="DDP101",
         name="unused-parameter",
         severity=ERROR,
         stops_ddp=True,
-        explains=(Explains(("DDP301", "DDP302", "DDP306"), when="same subjects"),),
+        explains=(Explains(("DDP301", "DDP302", "DDP306"), when="same subjects"), _NOTHING_COMPARED),
         summary="A parameter requires grad, and no operation of the forward pass ever reads it.",
         why=(
             "DDP all-reduces a bucket when its last gradient has arrived. The gradient of an unused parameter never "
@@ -54,7 +56,7 @@ class Net(nn.Module):
         name="non-contributing-parameter",
         severity=ERROR,
         stops_ddp=True,
-        explains=(Explains(("DDP301", "DDP302", "DDP306"), when="same subjects"),),
+        explains=(Explains(("DDP301", "DDP302", "DDP306"), when="same subjects"), _NOTHING_COMPARED),
         summary="A parameter is used in the forward pass, but what it made does not reach the loss.",
         why=(
             "Every output of forward that depends on parameters has to take part in the loss. Otherwise DDP waits "
@@ -88,7 +90,7 @@ def loss(model, batch):
         name="detached-parameter",
         severity=ERROR,
         stops_ddp=True,
-        explains=(Explains(("DDP301", "DDP302", "DDP306"), when="same subjects"),),
+        explains=(Explains(("DDP301", "DDP302", "DDP306"), when="same subjects"), _NOTHING_COMPARED),
         summary=(
             "A parameter is used, but its path to the loss is cut by detach, no_grad, .data or an operation without "
             "a gradient."
@@ -252,6 +254,7 @@ loss = mse(main, y) + 0.0 * auxiliary.sum()                # right, if it should
         code="DDP108",
         name="missing-gradient",
         severity=ERROR,
+        explains=(_NOTHING_COMPARED,),
         summary="A parameter is reached by backward, and the gradient that comes back is None.",
         why=(
             "A custom autograd Function returned None for an input that requires grad. DDP's hook fires all the "

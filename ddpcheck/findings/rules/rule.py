@@ -14,7 +14,15 @@ GRADIENTS = ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP312")
 """The rules on gradients that are not what they should be."""
 
 When = Literal[
-    "always", "an error", "same subjects", "only the loss", "made in forward", "its statistics", "by steps", "a note"
+    "always",
+    "an error",
+    "same subjects",
+    "only the loss",
+    "made in forward",
+    "its statistics",
+    "by steps",
+    "a note",
+    "none is there",
 ]
 
 

@@ -164,7 +164,7 @@ if torch.isfinite(loss):                 # right: all_reduce the decision first
         code="DDP509",
         name="backward-without-forward-pairing",
         severity=ERROR,
-        explains=(Explains(("DDP301", "DDP302", "DDP306")),),
+        explains=(Explains(("DDP301", "DDP302", "DDP306", "DDP406")),),
         summary="The wrapper's forward and backward passes do not come in pairs.",
         why=(
             "The reducer is prepared by a forward and finished by one backward. A second backward of the same "
@@ -177,7 +177,8 @@ if torch.isfinite(loss):                 # right: all_reduce the decision first
         ),
         detected=(
             "Forward and backward passes of the wrapper are recorded in order. A second backward pass without a "
-            "forward of its own comes after the one that ended the reduction."
+            "forward of its own comes after the one that ended the reduction, and an optimizer uses what it adds; or "
+            "it brings a gradient again, and DDP raises."
         ),
         ignore="If the gradients of the second pass are only looked at, and no optimizer uses them.",
         example="""\

@@ -103,6 +103,15 @@ def in_backward() -> bool:
     return current is not None and current() != -1
 
 
+def keeps_graph() -> bool:
+    """Whether the backward pass that runs keeps its graph, for another one that goes through it (`retain_graph`).
+
+    To be asked from a hook. Private to torch: no, where this torch does not say.
+    """
+    asked = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
+    return asked is not None and bool(asked())
+
+
 def in_compiled_backward() -> bool:
     """Whether this hook is called by compiled autograd: then the engine cannot be asked what it will reach.
 

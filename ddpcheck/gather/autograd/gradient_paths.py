@@ -368,8 +368,8 @@ class Explainer:
         self.prepare()
         saved = [tensor.detach().clone() for tensor in tensors]
         with torch.no_grad():
-            for tensor in tensors:
-                tensor.add_(torch.ones_like(tensor) * 0.1 + 0.1 * tensor.abs())
+            for tensor in tensors:  # by `data`: for autograd, which may need it in a backward pass, it stays the same
+                tensor.data.add_(torch.ones_like(tensor) * 0.1 + 0.1 * tensor.abs())
         try:
             return _values(self.forward()) != list(value)
         except Exception:  # the user's code may well refuse such values
@@ -377,7 +377,7 @@ class Explainer:
         finally:
             with torch.no_grad():
                 for tensor, before in zip(tensors, saved, strict=True):
-                    tensor.copy_(before)
+                    tensor.data.copy_(before)
 
 
 def _values(losses: Iterable[torch.Tensor]) -> list[float]:

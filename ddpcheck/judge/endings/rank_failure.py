@@ -1,4 +1,4 @@
-"""DDP401 to 405: why ranks failed or did not finish; DDP302, 305, 311, 406, 501 and 513 where these are the reason."""
+"""DDP401 to 405: why ranks failed or did not finish; DDP302, 305, 311, 406, 501, 503, 509, 513 where they are why."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ class WrapperErrorFacts:
 def judge_wrapper_error(
     failures: Sequence[RankFailure], finished: Mapping[int, object], known: JudgeContext
 ) -> list[Finding]:
-    """DDP302, 311, 406, 501 and 513 from how the wrapper fails in a step that the unwrapped module has just done."""
+    """DDP302, 311, 406, 501, 503, 509, 513 from how the wrapper fails in a step that the module by itself has done."""
     return first_explanation(WRAPPER_EXPLANATIONS, WrapperErrorFacts(failures, finished, known))
 
 
@@ -356,9 +356,33 @@ def explain_by_replaced_shards(facts: WrapperErrorFacts) -> list[Finding]:
     return [replace(one, ranks=facts.raised_on, evidence=(facts.failures[0].message,)) for one in found]
 
 
+def explain_by_second_backward(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP509: the second backward pass of a step brings a gradient again, which torch takes for one in one pass.
+
+    Before the sentences of torch.
+    """
+    if _TWICE not in facts.text or "utils/checkpoint.py" in facts.text or facts.known.local.backwards[1] < 2:
+        return []
+    first = facts.failures[0]
+    return one_finding(
+        "DDP509",
+        ("backward",),
+        "A second backward pass follows without a forward of its own: it brings gradients again that DDP has averaged "
+        "in the first one.",
+        ranks=facts.raised_on,
+        location=Location.parse(first.location),
+        evidence=[first.message],
+    )
+
+
+_TWICE = "mark a variable ready only once"
 _IN_PLACE = "modified by an inplace operation"
 _SENTENCES = {  # of torch, with the code and the message for each
-    "mark a variable ready only once": ("DDP406", "DDP took a gradient to be complete, and it came again"),
+    _TWICE: ("DDP406", "DDP took a gradient to be complete, and it came again"),
+    "gradient which is undefined, but still allreduced": (
+        "DDP509",
+        "A second backward pass of an earlier step has brought gradients after its reduction, and DDP waits for them",
+    ),
     _IN_PLACE: ("DDP311", "What backward needs was overwritten after the forward pass"),
     "Expected to have finished reduction": (
         "DDP302",
@@ -396,6 +420,7 @@ WRAPPER_EXPLANATIONS = (
     explain_by_overwritten_parameters,
     explain_by_shards_in_the_loss,
     explain_by_replaced_shards,
+    explain_by_second_backward,
     explain_by_sentence_of_torch,
 )
 """Likewise, of failures under the wrapper."""

@@ -1,4 +1,4 @@
-"""DDP101, 311, 402, 406, 501, 503, 513 and 521: what torch raised in a rank of a script, by the cause behind it."""
+"""DDP101, 311, 402, 406, 501, 503, 509, 513 and 521: what torch raised in a rank of a script, and the cause behind."""
 
 from __future__ import annotations
 
@@ -141,6 +141,18 @@ def _graph_changed(facts: RaisedFacts, _text: str) -> list[Finding]:
         "DDP513",
         ("backward",),
         "The graph is not the one that DDP recorded in the first step, and static_graph=True says that it stays so.",
+    )
+
+
+def _undefined(facts: RaisedFacts, _text: str) -> list[Finding]:
+    """DDP509: DDP was told of a gradient after it had ended the reduction, and takes it for one of the next."""
+    return one_finding(
+        "DDP509",
+        ("backward",),
+        "A second backward pass of an earlier step has brought gradients after its reduction, and DDP waits for them.",
+        ranks=unless_all(facts.ranks, len(facts.logs)),
+        location=Location.parse(facts.first.location),
+        evidence=[facts.first.message],
     )
 
 
@@ -324,6 +336,7 @@ def _whole_into_shards(facts: RaisedFacts, how: str) -> list[Finding]:
 _TIMED_OUT = r"[Tt]imed out waiting (\d+) ?ms|Timeout\(ms\)=(\d+)|timed out after (\d+) ?ms"
 _SENTENCES = {
     "mark a variable ready only once": _marked_twice,
+    "gradient which is undefined, but still allreduced": _undefined,
     "modified by an inplace operation": _overwritten,
     "training graph has changed in this iteration": _graph_changed,
     "Expected to have finished reduction in the prior iteration": _not_finished,

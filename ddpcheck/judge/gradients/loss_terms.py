@@ -36,8 +36,10 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
         found += _coupling(facts, rest)
     elif not counted and coupling.line is not None and not facts.world_changed:
         found += _normalising_line(facts) if coupling.scaled and rest else _coupling(facts, rest)
-    explained = (coupling.module_class and not analysis.frozen) or coupled
-    return found + judge_unexplained(facts) if rest and found and not explained and not coupling.line else found
+    explained = (coupling.module_class and not analysis.frozen) or coupled or coupling.line
+    if not rest or explained:
+        return found
+    return found + (_weighed_by_others(facts, rest) or (judge_unexplained(facts) if found else []))
 
 
 def format_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
@@ -133,6 +135,23 @@ def _coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> list[Find
     )
 
 
+def _weighed_by_others(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> list[Finding]:
+    """DDP305: the shards alone give what the ranks do, and nothing couples their samples: no output, and no buffer."""
+    coupled = facts.known.local.differing_buffers or any(term.coupled is not False for term in terms)
+    if coupled or facts.analysis.error or facts.world_changed:
+        return []
+    return facts.one_finding(
+        "DDP305",
+        "The loss weighs samples by a quantity of the local batch that differs between ranks (class frequencies, say), "
+        "so the mean of the ranks' gradients is not the gradient of the global batch.",
+        "a shard gives these gradients in a single process too, and no count of its samples explains them",
+        "changing what the model computes for some samples leaves the gradients of the others as they are",
+        location=next((term.location for term in terms if term.location), None) or facts.known.loss_location,
+        fix="all_reduce what the weights are made of (the number of samples of each class, say), or compute them once "
+        "for the data set.",
+    )
+
+
 BY_NORMALISATION = "by normalisation"
 """Tag of a DDP304 on samples that a normalisation layer couples, whose statistics then differ between ranks."""
 
@@ -161,17 +180,11 @@ def _normalising_line(facts: SingleProcessFacts) -> list[Finding]:
 def judge_unexplained(facts: SingleProcessFacts) -> list[Finding]:
     """DDP312: a difference that fits no pattern."""
     analysis = facts.analysis
-    tried = [term for term in analysis.terms if term.coupled is not None]
     clues = [
         *([f"the shards could not be looked at one by one: {analysis.error}"] if analysis.error else []),
         *(["the ranks compute something else than their shards give alone"] if facts.world_changed else []),
         *(f"called in forward: {call}" for call in facts.known.local.calls[:3] if call.elements > 0),
     ]
-    if tried and not any(term.coupled for term in tried):
-        clues.append(
-            "samples are not coupled: changing what the model computes for some leaves the gradients of the others as "
-            "they are; what is left is what they are weighed by (class frequencies of the local batch, say), or state"
-        )
     return facts.one_finding(
         "DDP312",
         f"The averaged gradients are up to {facts.largest_error:.2g} (relative) away from those of the global batch, "

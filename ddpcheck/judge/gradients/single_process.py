@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.parameters import GradientState
 from ddpcheck.findings.evidence.single_process import LOOSEST_FIT, LossTerm, ShardAnalysis
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
@@ -280,8 +281,17 @@ EXPLANATIONS: tuple[Callable[[SingleProcessFacts], list[Finding]], ...] = (
 """In the order in which they are asked; each says in its docstring why it stands where it does."""
 
 
-def judge_nothing_compared(norms: Mapping[int, float]) -> list[Finding]:
-    """DDP307 when every gradient was zero or missing (norm of all single-process or local gradients, by step)."""
+ALL_MISSING = "no gradient is there, of zeros either"
+
+
+def judge_nothing_compared(norms: Mapping[int, float], states: Iterable[GradientState] = ()) -> list[Finding]:
+    """DDP307 when every gradient was zero or missing.
+
+    Args:
+        norms: Of all single-process or local gradients, by step.
+        states: Of parameters, in all steps.
+    """
+    every = set(states)
     empty = sorted(step for step, norm in norms.items() if norm == 0.0)
     if not norms or len(empty) < len(norms):
         return []
@@ -290,6 +300,7 @@ def judge_nothing_compared(norms: Mapping[int, float]) -> list[Finding]:
         ("loss",),
         "Every gradient was zero or missing in every step, so nothing was compared.",
         evidence=["a comparison of zeros with zeros would pass whatever DDP did"],
+        tags=(ALL_MISSING,) if every and every <= {"missing", "lost"} else (),
     )
 
 

@@ -223,8 +223,8 @@ def _judge_pairing(ledgers: _Ledgers) -> list[Finding]:
     return one_finding(
         "DDP509",
         ("backward",),
-        "A second backward pass follows without a forward of its own: the reduction ended with the first, and what the "
-        "second adds stays on its rank.",
+        "A second backward pass follows without a forward of its own: DDP averages in the first one after a forward, "
+        "and what the second adds stays on its rank.",
         location=Location.parse(one.backward.location or done),
         evidence=[f"the step runs {', '.join(after)}", *([f"reduced: the backward at {done}"] if done else [])],
     )

@@ -63,7 +63,8 @@ class OptimizerSteps:
         """Note the steps of optimizers in `loop`, beside those of `tracker`.
 
         `has_others` says whether there are ranks to average with. `tell` is called where several steps used gradients
-        that were not averaged, with those of the last step that belong to a forward pass of the wrapper. `look` is
+        that were not averaged, with those of the last step that belong to a forward pass of the wrapper; or where one
+        has used what a second backward pass through it has added. `look` is
         called where nothing was reduced for several steps, although DDP has prepared for it.
         """
         self._tracker = tracker
@@ -77,6 +78,11 @@ class OptimizerSteps:
         self._last = 0  # the number of reductions at the last step of any optimizer
         self._unanswered = 0  # steps, one after the other, at which a prepared reduction had not come
         self._number = next(_numbers)
+
+    @property
+    def follows(self) -> bool:
+        """Whether an optimizer has stepped that holds parameters of the wrapper."""
+        return any(known.holds for known in self._known.values())
 
     def attach(self) -> None:
         """Follow every optimizer of this process, as long as this object lives."""
@@ -146,9 +152,13 @@ class OptimizerSteps:
             self._loop.add(_SPARING if ledger.unreduced else STEP)
         around = [one for one in used if one.backward.kind in AROUND]
         own = [one for one in used if one.forward is not None]
-        if own:
+        unpaired = [one for one in used if one.after is not None]
+        if own or unpaired:
             self._tracker.unreduced.clear()
             self._loop.report(self._tracker.number)
+        if unpaired:
+            self._tell(unpaired[-1])
+            return
         there = {id(p) for p in self._tracker.parameters.tensors if p.grad is not None}
         times = 0
         if around:

@@ -107,6 +107,9 @@ class Door(Protocol):
     def cannot_follow(self) -> None:
         """Backward passes run under compiled autograd: no step of it will end here."""
 
+    def left_out(self, step: int) -> None:
+        """The parameters are known now that have had no part in a step that has ended."""
+
     def absent(self, report: RankReport) -> None:
         """Shards have no part in the backward pass that begins; where others have, its reductions will not match."""
 
@@ -229,9 +232,17 @@ class StepRecorder(StepListener):
         """Tell of optimizer steps on gradients that were not averaged; `used`: those of a forward of the wrapper."""
         if self.joins:  # a rank without further batches makes the steps of a sharded optimizer for the others
             return
+        if used is not None and used.after is not None:
+            self.tell_unpaired()
+            return
         around = self._options.bypassed(), LoopEvent("step", location=str(user_location() or ""))
         switches = shard_switches.calls if self.is_sharded else ()
         self.tell(*switches, *(around if used is None else used.events))
+
+    def tell_unpaired(self) -> None:
+        """Tell of a backward pass without a forward pass of its own, whose gradients are used."""
+        self.loop.report(self.step)
+        self.tell(*self.loop.to_report)
 
     def tell_replaced(self) -> None:
         """Tell of parameters that stand for those that DDP waits for: in their place, or trained in addition."""
@@ -255,6 +266,8 @@ class StepRecorder(StepListener):
     def forward_begins(self) -> None:
         """Keep what a comparison needs of the time before it."""
         self.replica.forward_begins()
+        if self.loop.ledger.unreduced and self.loop.ledger.unpaired and not self._optimizer_steps.follows:
+            self.loop.report(self.step)  # as far as is known, what is used
 
     def step_begins(self, step: int) -> None:
         """Probe the step, if it is its turn."""
@@ -297,6 +310,17 @@ class StepRecorder(StepListener):
         if self._options.parameters and not self.history.is_reported(names):
             self._door.alarm(step)
 
+    def parameters_left_out(self, step: int, names: Sequence[str], snapshot: Snapshot | None) -> None:
+        """Likewise, one step later."""
+        if self._options.parameters and not self.history.is_reported(names):
+            self.history.left_out(step, names, snapshot)
+            self._door.left_out(step)
+
+    def backward_unpaired(self, *, raises: bool) -> None:
+        """Tell of it at once where DDP is about to raise; else it is told where what it adds is used."""
+        if raises:
+            self.tell_unpaired()
+
     def parameters_absent(self, step: int, names: Sequence[str]) -> None:
         """Have the door take them before their group is reduced, unless all ranks know of these."""
         if self._options.parameters and not self.history.is_reported(names):
@@ -323,7 +347,7 @@ class StepRecorder(StepListener):
             probe.close()
         if self._options.parameters:
             missing = unused if self.is_sharded else awaited
-            self.history.step_ended(step, probe, unused, missing, self.tracker.accumulated)
+            self.history.step_ended(step, probe, unused, missing, self.tracker.accumulated, self.tracker.late)
         reduced = self._options.completes or not awaited
         self.loop.step_ended(step, reduced=reduced)
         compares = self._compares(step) and reduced

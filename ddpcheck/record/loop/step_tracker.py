@@ -22,7 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.gather.autograd.autograd_graph import at_end_of_backward, in_compiled_backward, will_be_reached
+from ddpcheck.gather.autograd.autograd_graph import (
+    at_end_of_backward,
+    in_compiled_backward,
+    keeps_graph,
+    will_be_reached,
+)
 from ddpcheck.gather.ddp.ddp_wrapper import inner_module
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.loop.forward_snapshot import Snapshot, differentiable_tensors, trainable_leaves
@@ -51,6 +56,9 @@ class StepListener:
     def parameters_missing(self, step: int, names: Sequence[str]) -> None:
         """These parameters have no part in the step: DDP gets zeros in their place, or will wait for them."""
 
+    def parameters_left_out(self, step: int, names: Sequence[str], snapshot: Snapshot | None) -> None:
+        """Likewise, of the step that has ended: its graph was kept, and no second backward pass has come for these."""
+
     def parameters_absent(self, step: int, names: Sequence[str]) -> None:
         """The backward pass that begins does not reach these, as far as the engine knows; nothing waits for them."""
 
@@ -59,6 +67,9 @@ class StepListener:
 
     def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
         """Under `static_graph`, these take part although they had no part in the first step: DDP is about to raise."""
+
+    def backward_unpaired(self, *, raises: bool) -> None:
+        """A backward pass begins after the one that has ended the step; `raises`: DDP is about to, for it waits."""
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
         """The gradients are averaged; some were `unused`, DDP has `awaited` those; `snapshot`: of the last forward."""
@@ -88,6 +99,7 @@ class _Step:
         ready: Whether a forward pass has returned after which DDP averages; a backward pass without one is unpaired.
         unused: The parameters that have had no part in its backward passes so far; none before the first forward pass.
         still_expected: Those of them that a later backward pass may bring.
+        late: Those that it may bring, as the graph is kept, and too late for others that it brings once more.
         roots: By forward pass, the nodes of the tensors that it returned.
         snapshot: Of the last forward pass; `None` where it cannot be run again.
     """
@@ -96,6 +108,7 @@ class _Step:
     ready: bool = False
     unused: Set[int] = NONE
     still_expected: Set[int] = NONE
+    late: Set[int] = NONE
     roots: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=_FORWARDS_KEPT))
     snapshot: Snapshot | None = None
 
@@ -105,6 +118,8 @@ class StepTracker:
 
     Attributes:
         parameters: Those that the wrapper synchronises.
+        late: The names of parameters that the step that has ended last has missed, while a second backward pass through
+            its graph may come.
         unreduced: Indices of parameters whose `.grad` has what backward passes have added since the last reduction.
         accumulated: The names of those in the step that has ended last, whose average has them.
         in_forward: Whether a forward pass of the wrapper runs.
@@ -121,6 +136,7 @@ class StepTracker:
     ) -> None:
         """Follow `wrapper`; `completes` gives zeros to DDP where it waits for gradients that do not come."""
         self.parameters = SyncedParameters(wrapper)
+        self.late: frozenset[str] = frozenset()
         self.unreduced: set[int] = set()
         self.accumulated: frozenset[str] = frozenset()
         self.in_forward = False
@@ -129,6 +145,8 @@ class StepTracker:
         self._listeners = listeners
         self._completes = completes
         self._step = _Step()
+        self._last: Snapshot | None = None  # of the step that has ended last, while parameters are late
+        self._waits = False  # DDP does, for gradients that the step that has ended last has missed
         self._backward = Backward.NONE
         self._took_part: Set[int] = NONE  # in the backward pass that runs; `parameters.all` itself where it is all
         self._is_hidden = False  # backward passes run under compiled autograd, and no more hooks are hung for them
@@ -260,6 +278,11 @@ class StepTracker:
         if self._step.still_expected:
             self._step.still_expected = NONE
             self._complete(callbacks=0)
+        if self.late:
+            late, snapshot = self.late, self._last
+            self.late, self._last = frozenset(), None
+            for listener in self._listeners:
+                listener.parameters_left_out(self.number - 1, sorted(late), snapshot)
 
     # Backward
 
@@ -307,6 +330,8 @@ class StepTracker:
                 self._loop.add(FORWARDS[True])
             if self._step.ready:
                 self._loop.add(BACKWARD)
+            else:
+                self._begin_unpaired(reached)
             for listener in self._listeners:
                 listener.backward_begins()
         if everything:
@@ -317,6 +342,13 @@ class StepTracker:
         if sharded and absent and self._backward is Backward.SYNCED:
             for listener in self._listeners:
                 listener.parameters_absent(self.number, sorted(self.parameters.names_of(absent)))
+
+    def _begin_unpaired(self, reached: Set[int]) -> None:
+        self._loop.note("backward")
+        self.unreduced |= reached
+        self.late -= self.parameters.names_of(reached)
+        for listener in self._listeners:
+            listener.backward_unpaired(raises=self._waits)
 
     def _hides(self) -> bool:
         if not self._is_hidden and in_compiled_backward():
@@ -337,17 +369,22 @@ class StepTracker:
     def _may_still_come(self, reached: Set[int]) -> set[int]:
         """The parameters that a later backward pass may reach: by an output that has no part in this one, and only so.
 
-        Where such an output also hangs on a parameter that is reduced now, a later pass would come too late for it.
+        Where such an output also hangs on a parameter that is reduced now, a later pass comes too late for it. Whether
+        one may come is known by the graph: both go through a part of it.
         """
         found: set[int] = set()
+        late: set[int] = set()
         gone = reached | (self.parameters.all - self._step.unused)
         for roots in self._step.roots:
             used = will_be_reached(roots) or [True] * len(roots)
             if self._step.snapshot is not None and roots is self._step.roots[-1]:
                 self._step.snapshot.used = tuple(index for index, yes in enumerate(used) if yes)
             for root, yes in zip(roots, used, strict=True):
-                if not yes and not gone & (behind := self.parameters.behind(root)):
-                    found |= behind
+                if not yes:
+                    behind = self.parameters.behind(root)
+                    (late if gone & behind else found).update(behind)
+        if keeps_graph():
+            self._step.late = self._step.late | late
         return found
 
     def _at_end(self) -> None:
@@ -357,8 +394,8 @@ class StepTracker:
         if backward is Backward.GRAD and not self._took_part:
             return
         if not step.ready:
-            self._loop.note("backward")
-            self._loop.report(self.number)
+            if backward is Backward.GRAD:  # and a re-entrant checkpoint has reached them
+                self._begin_unpaired(self._took_part)
             return
         if self._took_part is self.parameters.all:  # the healthy step, at no cost for each parameter
             step.unused = step.still_expected = NONE
@@ -373,8 +410,9 @@ class StepTracker:
     def _complete(self, callbacks: int) -> None:
         """End the step, after so many callbacks, one in the other; where DDP waits for gradients, give it zeros."""
         if missing := sorted(self.parameters.awaited(self._step.unused)):
-            for listener in self._listeners:
-                listener.parameters_missing(self.number, [self.parameters.names[index] for index in missing])
+            if told := [self.parameters.names[index] for index in missing if index not in self._step.late]:
+                for listener in self._listeners:
+                    listener.parameters_missing(self.number, told)
             if self._completes:
                 self.parameters.add_zero_gradients(missing)
             callbacks = 0
@@ -392,7 +430,9 @@ class StepTracker:
         number, snapshot, awaited = step.number, step.snapshot, self.parameters.awaited(unused)
         self.parameters.step_ended(unused)
         self.accumulated = self.parameters.names_of(self.unreduced)
-        step.number, step.ready, step.unused, step.snapshot = number + 1, False, NONE, None
+        self.late = self.parameters.names_of(step.late & awaited)
+        self._last, self._waits = snapshot if self.late else None, bool(awaited) and not self._completes
+        step.number, step.ready, step.unused, step.late, step.snapshot = number + 1, False, NONE, NONE, None
         self.unreduced.clear()
         names_of = self.parameters.names_of
         for listener in self._listeners:

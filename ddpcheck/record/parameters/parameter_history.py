@@ -58,6 +58,7 @@ class ParameterHistory:
         unused: frozenset[str],
         awaited: frozenset[str],
         accumulated: frozenset[str],
+        late: frozenset[str] = frozenset(),
     ) -> None:
         """Record a step that has ended.
 
@@ -67,6 +68,7 @@ class ParameterHistory:
             unused: The parameters that have no part in its last backward pass, as the engine says.
             awaited: Those of them that DDP has waited for.
             accumulated: Those that have had a part in backward passes under `no_sync` before.
+            late: Those of `awaited` that a second backward pass may reach.
         """
         if probe is not None:
             if self._wrapper.static_graph and step == 0:  # DDP takes them for used, and will wait for them
@@ -79,8 +81,13 @@ class ParameterHistory:
         if not awaited:
             return
         self._sometimes_missing |= awaited
-        if not self.is_reported(awaited):
-            self.not_reported[step] = self._ordered(awaited - self._reported)
+        if not self.is_reported(awaited - late):
+            self.not_reported[step] = self._ordered(awaited - late - self._reported)
+
+    def left_out(self, step: int, names: Iterable[str], snapshot: Snapshot | None) -> None:
+        """Record that these had no part in a step, which has ended before that was known, and why, by its snapshot."""
+        self.not_reported[step] = self._ordered({*names, *self.not_reported.get(step, ())})
+        self._ends |= self._explained(set(names) - self._ends.keys(), snapshot)
 
     def is_reported(self, names: Iterable[str]) -> bool:
         """Whether every rank knows that each of these has been missing."""

@@ -324,6 +324,10 @@ class ScriptWatch(StepListener):
             self._bypass.close()
         self._log.add(StepsReported(self.number, report, alone=True))
 
+    def left_out(self, step: int) -> None:
+        """Write a report: the next forward pass may raise."""
+        self._report(self._recorder.history.report(step, settled=False))
+
     def absent(self, report: RankReport) -> None:
         """Write it: the reduction may abort this process."""
         self._log.add(StepsReported(self.number, report, begun=True))
@@ -335,17 +339,19 @@ class ScriptWatch(StepListener):
         if (step < _ALWAYS_FOR or step % _THEN_EVERY == 0) and self._recorder.notices_unfrozen(ended):
             self._alarmed = True
         if ended.compares or ended.reports or alarmed:
-            mine = self._recorder.report(ended)
-            self._recorder.history.note_reported([mine])
-            if mine.changes:
-                self._note_changes(self, tuple(mine.changes.values()))
-            self._log.add(StepsReported(self.number, mine))
+            self._report(self._recorder.report(ended))
         if ended.compares:
             self._replica.capture(step, ended.probe)
         elif self._is_due(step) and self.are_apart and not self._told_apart:
             self._told_apart = True
             self._log.add(NotCompared(self.number, _JOINED if self.joins else _APART))
         self._loads = self._log.loads
+
+    def _report(self, mine: RankReport) -> None:
+        self._recorder.history.note_reported([mine])
+        if mine.changes:
+            self._note_changes(self, tuple(mine.changes.values()))
+        self._log.add(StepsReported(self.number, mine))
 
     # As a listener
 

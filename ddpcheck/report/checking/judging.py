@@ -162,7 +162,8 @@ def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
         found += call_judge("reducer", judge_optimizer, state.wrapped, steps.ddp, state.names)
         state.add(found, "reducer")
     if state.log.error is None:
-        state.add(call_judge("parity", judge_nothing_compared, steps.norms), "parity")
+        gradients = [one for item in steps.parameters for one in item.states.values()]
+        state.add(call_judge("parity", judge_nothing_compared, steps.norms, gradients), "parity")
 
 
 def _is_of_parts(finding: Finding) -> bool:
