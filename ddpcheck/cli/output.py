@@ -9,7 +9,8 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Mapping
-from typing import Self, TextIO
+from functools import partial
+from typing import TYPE_CHECKING, Self, TextIO
 
 from ddpcheck.findings.difference import ReportDifference
 from ddpcheck.findings.errors import EXIT_USAGE, DdpcheckError, UsageError
@@ -17,8 +18,10 @@ from ddpcheck.findings.exception_origin import BUG
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.tracebacks import fold_traceback
-from ddpcheck.render import FORMATS, Medium, renderer_for
-from ddpcheck.report.matrix.matrix import Matrix
+from ddpcheck.render import FORMATS, Medium, format_for, renderer_for
+
+if TYPE_CHECKING:
+    from ddpcheck.report.matrix.matrix import Matrix
 
 
 class OutputFile:
@@ -74,14 +77,13 @@ class ReportOutput(OutputFile):
         self._to_stderr = to_stderr
         medium = Medium() if self._path else Medium.of(sys.stderr if to_stderr else sys.stdout)
         medium = replace(medium, whole=getattr(arguments, "debug", False))
-        self._renderer = renderer_for(
-            arguments.format, path=self._path, medium=medium, formats=formats, default=default
-        )
+        chosen = format_for(arguments.format, path=self._path, formats=formats, default=default)
+        self._renderer = partial(renderer_for, chosen, medium=medium, formats=formats)  # a clean run needs none
 
     def show(self, report: Report | Matrix | ReportDifference) -> None:
         if self._command and not isinstance(report, ReportDifference):
             report = replace(report, command=self._command)
-        text = self._renderer.render(report)
+        text = self._renderer().render(report)
         if self._path is not None:
             self.write(text.encode("utf-8", "backslashreplace"))
             say(f"{report.summary}, written to {self._path}")

@@ -105,6 +105,12 @@ def lines_of_program(frame: FrameType) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def line_and_lines(frame: FrameType) -> tuple[str, tuple[str, ...]]:
+    """The line that `user_location` gives, "" for none, and those of `lines_of_program`; by one walk, where it can."""
+    lines = lines_of_program(frame)
+    return lines[0] if lines and _passes_over_packages else str(user_location(frame) or ""), lines
+
+
 def below_common(lines: tuple[str, ...], others: tuple[str, ...]) -> str:
     """The line of a stack below which another one has come to another line; innermost first."""
     same = sum(

@@ -122,20 +122,14 @@ _EXTENSIONS = {
 }
 
 
-def renderer_for(
-    name: str | None = None,
-    *,
-    path: str | None = None,
-    medium: Medium | None = None,
-    formats: Mapping[str, str] = FORMATS,
-    default: str | None = None,
-) -> Renderer:
-    """The renderer of a format, or of the format that the extension of `path` stands for, or of `default`, or of text.
+def format_for(
+    name: str | None, *, path: str | None, formats: Mapping[str, str] = FORMATS, default: str | None = None
+) -> str:
+    """The name of a format, or of the one that the extension of `path` stands for, or `default`, or that of text.
 
     Args:
         name: Of the format.
         path: Where the output goes.
-        medium: What can be shown there.
         formats: To choose from; those of a report where absent.
         default: Name of the format where neither says.
 
@@ -153,7 +147,18 @@ def renderer_for(
     if chosen not in formats:
         whose = "" if name else ", which the environment or pyproject.toml names"
         raise UsageError(f"there is no format {chosen!r}{whose}; the formats are {', '.join(formats)}")
-    module, _, class_ = formats[chosen].partition(":")
+    return chosen
+
+
+def renderer_for(
+    name: str | None = None,
+    *,
+    path: str | None = None,
+    medium: Medium | None = None,
+    formats: Mapping[str, str] = FORMATS,
+) -> Renderer:
+    """The renderer of what `format_for` chooses, which is imported; `medium` is what can be shown there."""
+    module, _, class_ = formats[format_for(name, path=path, formats=formats)].partition(":")
     made: Renderer = getattr(importlib.import_module(module), class_)(medium or Medium())
     return made
 

@@ -24,7 +24,7 @@ from msgspec import structs
 
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.exception_origin import passes_on
-from ddpcheck.findings.source_lines import lines_of_program, user_location, variables_of
+from ddpcheck.findings.source_lines import line_and_lines, user_location, variables_of
 from ddpcheck.gather.patching import Patch
 from ddpcheck.stream.places import JOINED, JOINING
 from ddpcheck.worlds import rank as this_rank
@@ -184,9 +184,9 @@ def note_collective(operation: str, payload: str, group: Any = None, *, place: s
     if not _thread.depth:
         name, members = _group_of(group)
         caller = sys._getframe(1)
-        where = str(user_location(caller) or "")
         place = place or this_rank.own_slots()[0]
-        _write(Call(operation, name, members, payload, place, where, callers=lines_of_program(caller)))
+        where, lines = line_and_lines(caller)
+        _write(Call(operation, name, members, payload, place, where, callers=lines))
 
 
 def _given(made: Any, _original: Any) -> Any:
@@ -325,7 +325,7 @@ def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Ca
     if root is not None:
         payload.append(f"root {root}")
     group_name, members = _group_of(None if name == "new_group" else given.get("group", given.get("group_name")))
-    where = user_location(sys._getframe(2))
+    where, lines = line_and_lines(sys._getframe(2))
     carries = any(tensor.requires_grad for tensor in tensors)
     return Call(
         operation=name,
@@ -333,11 +333,11 @@ def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Ca
         members=members,
         payload=", ".join(payload),
         place=_place_in_join(sys._getframe(2)) or this_rank.own_slots()[0],
-        location=str(where) if where else "",
+        location=where,
         elements=max((tensor.numel() for tensor in tensors if tensor.is_floating_point()), default=0),
         carries_gradient=carries,
         differentiable=(backward and carries) or _called_by_autograd_function(),
-        callers=lines_of_program(sys._getframe(2)),
+        callers=lines,
     )
 
 
@@ -366,6 +366,8 @@ def _group_of(given: Any) -> tuple[str, tuple[int, ...]]:
 
     with contextlib.suppress(Exception):  # what is no group, the call itself will complain of
         group: Any = dist.group.WORLD if given is None else given
+        if isinstance(group, dist.ProcessGroup):
+            return name_of_group(group), tuple(dist.get_process_group_ranks(group))
         if isinstance(group, tuple) and len(group) == 2 and hasattr(group[0], "get_group"):
             group = group[0].get_group(group[1])
         group = group.get_group() if hasattr(group, "get_group") else group

@@ -8,8 +8,7 @@ import gc
 import inspect
 import pickle
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -272,8 +271,7 @@ def broadcasts_buffers(wrapper: nn.Module | None) -> bool:
 # Its parameters
 
 
-@dataclass(frozen=True, slots=True)
-class SeenParameter:
+class SeenParameter(NamedTuple):
     """A parameter as DDP saw it: `node` is what DDP's hook sits on; a change of dtype or device makes a new one."""
 
     identity: int
@@ -303,9 +301,13 @@ class SeenParameter:
         return "" if self.node is now.node else "cast or moved"
 
 
-def changes(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, str]:
-    """Changes of the parameters of `module` since they were `seen`, in a word, by name."""
-    now = SeenParameter.of_all(module.named_parameters())
+def changes(
+    seen: Mapping[str, SeenParameter], module: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None
+) -> dict[str, str]:
+    """Changes of the `parameters` of `module` since they were `seen`, in a word, by name."""
+    now = SeenParameter.of_all((parameters or dict(module.named_parameters())).items())
+    if now == seen:
+        return {}
     still = {one.identity for one in seen.values()} & {one.identity for one in now.values()}
     changed = {}
     for name, one in {**seen, **now}.items():

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ddpcheck.gather.state.tensor_rows import in_rows, numbers_of
+from ddpcheck.gather.state.tensor_rows import InRows, in_rows, numbers_of
 from ddpcheck.gather.state.tensor_values import plain_values, shape_of
 
 _CHUNK = 1 << 19  # bytes that are taken at once; half a megabyte stays in a core's cache
@@ -38,13 +38,15 @@ def fingerprint(tensor: torch.Tensor) -> int:
     return int(digest_of((parts, shape_of(tensor), str(tensor.dtype)))[:15], 16)
 
 
-def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]] | InRows) -> dict[str, int]:
     """The fingerprint of each tensor by name, as `fingerprint` gives it; small tensors are taken together."""
-    named = dict(tensors)
-    rows, others = in_rows(named.items())
-    sums = numbers_of((names, _sums(values)) for names, values in rows)
-    sizes = {name: values.shape[1] * values.element_size() for names, values in rows for name in names}
-    return {name: _with_sum(sizes[name], *sums[name]) if name in sums else fingerprint(others[name]) for name in named}
+    given = tensors if isinstance(tensors, InRows) else in_rows(dict(tensors))
+    sums = numbers_of((names, _sums(values)) for names, values in given.rows)
+    found = {name: fingerprint(tensor) for name, tensor in given.others.items()}
+    for names, values in given.rows:
+        size = values.shape[1] * values.element_size()
+        found.update((name, _with_sum(size, *sums[name])) for name in names)
+    return {name: found[name] for name in given.names}
 
 
 def _of_bits(value: torch.Tensor) -> int:

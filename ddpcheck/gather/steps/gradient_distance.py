@@ -10,7 +10,7 @@ import torch
 
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.replace import replace
-from ddpcheck.gather.state.tensor_rows import in_rows, numbers_of
+from ddpcheck.gather.state.tensor_rows import InRows, in_rows, numbers_of
 from ddpcheck.gather.state.tensor_values import own_part
 
 _EPS_MULTIPLE = 16.0
@@ -52,13 +52,13 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     yield from zip(*(tensor.split(_TOGETHER) for tensor in flat), strict=True)
 
 
-def norms(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def norms(tensors: Mapping[str, torch.Tensor] | InRows) -> dict[str, float]:
     """The norm of each tensor, with one transfer from each device; small tensors are taken together."""
-    rows, others = in_rows(tensors.items())
-    sizes = [(names, _norms_of(values, dim=1)) for names, values in rows]
-    sizes += [((name,), _norms_of(dense(tensor))) for name, tensor in others.items()]
+    given = in_rows(tensors)
+    sizes = [(names, _norms_of(values, dim=1)) for names, values in given.rows]
+    sizes += [((name,), _norms_of(dense(tensor))) for name, tensor in given.others.items()]
     found = numbers_of(sizes)
-    return {name: found[name][0] for name in tensors}
+    return {name: found[name][0] for name in given.names}
 
 
 def _norms_of(values: torch.Tensor, dim: int | None = None) -> torch.Tensor:

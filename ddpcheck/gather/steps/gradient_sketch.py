@@ -10,12 +10,13 @@ approximating the frequency moments", 1996): the expected square of its norm is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ddpcheck.gather.state.tensor_rows import in_rows, is_small, numbers_of
+from ddpcheck.gather.state.tensor_rows import InRows, floats_of, in_rows, is_small, numbers_of
 from ddpcheck.gather.state.tensor_values import plain_values
 
 SIZE = 64
@@ -41,13 +42,14 @@ class Kept:
 
     @classmethod
     def of(cls, gradient: torch.Tensor) -> Kept:
-        """Keep it."""
+        """Keep one, which is detached."""
         if gradient.is_complex() or not is_small(gradient):
             return cls(sketch(gradient), is_sketch=True)
-        return cls(gradient.detach().clone().to(_wide(gradient.dtype)), is_sketch=False)
+        return cls(gradient.clone(), is_sketch=False)
 
     def __add__(self, other: Kept) -> Kept:
-        return Kept(self.value + other.value, self.is_sketch)
+        wide = _wide(self.value.dtype)
+        return Kept(self.value.to(wide) + other.value.to(wide), self.is_sketch)
 
 
 @dataclass(slots=True)
@@ -65,19 +67,32 @@ class KeptParts:
         return KeptParts([one + more for one, more in zip(self.parts, other.parts, strict=True)])
 
 
-def sketches(gradients: Mapping[str, torch.Tensor] | Mapping[str, Kept]) -> dict[str, tuple[float, ...]]:
+def sketches(gradients: Mapping[str, torch.Tensor] | InRows) -> dict[str, tuple[float, ...]]:
     """The sketch of each, as `sketch` gives it but for rounding, with one transfer from each device.
 
     Small ones of one shape are taken together.
     """
-    values = {name: given.value if isinstance(given, Kept) else given for name, given in gradients.items()}
-    made = {name: values.pop(name) for name, given in gradients.items() if isinstance(given, Kept) and given.is_sketch}
-    rows, others = in_rows(values.items())
-    made |= {name: sketch(value) for name, value in others.items()}
-    several = [(names, _of_rows(_flat(value))) for names, value in rows]
-    several += [((name,), value) for name, value in made.items()]
-    found = numbers_of((names, value.double()) for names, value in several)
-    return {name: found[name] for name in gradients}
+    given = in_rows(gradients)
+    found = numbers_of((names, value.double()) for names, value in _made(given))
+    return {name: found[name] for name in given.names}
+
+
+def short_sketches(gradients: InRows | Mapping[str, Kept]) -> dict[str, array[float]]:
+    """The same in single precision, also of what is kept of gradients."""
+    if isinstance(gradients, InRows):
+        names, several = gradients.names, _made(gradients)
+    else:
+        names = [*gradients]
+        several = _made(in_rows({name: one.value for name, one in gradients.items() if not one.is_sketch}))
+        several += [((name,), one.value) for name, one in gradients.items() if one.is_sketch]
+    found = floats_of(several)
+    return {name: found[name] for name in names}
+
+
+def _made(given: InRows) -> list[tuple[Sequence[str], torch.Tensor]]:
+    several: list[tuple[Sequence[str], torch.Tensor]]
+    several = [(names, _of_rows(_flat(values))) for names, values in given.rows]
+    return several + [((name,), sketch(value)) for name, value in given.others.items()]
 
 
 def _flat(rows: torch.Tensor) -> torch.Tensor:

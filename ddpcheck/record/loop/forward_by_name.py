@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from typing import Any, Protocol
-from weakref import WeakSet
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpcheck.gather.patching import Patch, patched
+from ddpcheck.record.living import Living
 
 
 class Follower(Protocol):
@@ -22,7 +22,7 @@ class Follower(Protocol):
         """It returns."""
 
 
-_followers: WeakSet[Any] = WeakSet()
+_followers: Living[Follower] = Living()
 _patches: list[Patch] = []
 
 
@@ -43,11 +43,11 @@ def unfollow_forward(follower: Follower) -> None:
 
 
 def _enters(wrapper: nn.Module, /, *arguments: Any, **named: Any) -> None:
-    for follower in list(_followers):
+    for follower in _followers:
         follower.forward_entered(wrapper, arguments, named)
 
 
 def _leaves(wrapper: nn.Module, *_arguments: Any) -> Generator[None, Any, None]:
     output = yield
-    for follower in list(_followers):
+    for follower in _followers:
         follower.forward_left(wrapper, output)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -14,6 +13,7 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.steps.gradient_distance import has_gradient
+from ddpcheck.record.living import Living
 from ddpcheck.record.loop.loop_record import STEP, LoopRecord
 from ddpcheck.record.loop.step_tracker import StepTracker
 from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
@@ -28,17 +28,16 @@ _SPARING = LoopEvent("step", spares_unreduced=True)
 # One hook for all, which stays where objects are only dropped: torch goes through its hooks as it calls them, and must
 # not meet one that the garbage collector takes off meanwhile.
 _handles: list[Any] = []
-_living: WeakValueDictionary[int, OptimizerSteps] = WeakValueDictionary()  # in the order in which they were made
-_numbers = itertools.count()
+_living: Living[OptimizerSteps] = Living()
 
 
 def _before_steps(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    for steps in list(_living.values()):
+    for steps in _living:
         steps.before_step(optimizer, arguments, named)
 
 
 def _after_steps(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    for steps in list(_living.values()):
+    for steps in _living:
         steps.after_step(optimizer, arguments, named)
 
 
@@ -77,7 +76,6 @@ class OptimizerSteps:
         self._around = 0  # steps on gradients of backward passes around the wrapper
         self._last = 0  # the number of reductions at the last step of any optimizer
         self._unanswered = 0  # steps, one after the other, at which a prepared reduction had not come
-        self._number = next(_numbers)
 
     @property
     def follows(self) -> bool:
@@ -86,14 +84,14 @@ class OptimizerSteps:
 
     def attach(self) -> None:
         """Follow every optimizer of this process, as long as this object lives."""
-        _living[self._number] = self
+        _living.add(self)
         if not _handles:
             before, after = UnpickledHook(_before_steps), UnpickledHook(_after_steps)
             _handles[:] = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
     def detach(self) -> None:
         """Follow them no more."""
-        _living.pop(self._number, None)
+        _living.discard(self)
         if not _living:
             remove_hooks(_handles)
 

@@ -366,8 +366,8 @@ class StepRecorder(StepListener):
         """Whether a parameter was frozen when it was wrapped, and is not any more; once, and where no probe looks."""
         return self._options.parameters and ended.probe is None and self.history.notices_unfrozen()
 
-    def report(self, ended: EndedStep) -> RankReport:
-        """The report of this rank on the steps up to this one."""
+    def report(self, ended: EndedStep, parameters: Mapping[str, nn.Parameter] | None = None) -> RankReport:
+        """The report of this rank on the steps up to this one; `parameters` of the module as it is, if known."""
         mine = self._plain_report(ended.number)
         if self._options.parameters:
             mine = self.history.report(
@@ -376,6 +376,7 @@ class StepRecorder(StepListener):
                 snapshot=None if self.is_sharded else ended.snapshot,  # whose forward pass is of all ranks together
                 settled=is_settled(ended.number),
                 thorough=ended.compares,
+                parameters=parameters,
             )
         measured = () if self._micro_batches is None else self._micro_batches.measured()
         seconds = (time.monotonic() - self._began) / (ended.number + 1)

@@ -15,6 +15,7 @@ from ddpcheck.findings.evidence.script import GradientsClipped
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.patching import patched
+from ddpcheck.gather.state.tensor_rows import InRows, in_rows
 from ddpcheck.gather.steps.gradient_distance import norms
 from ddpcheck.record.rank.script_watch import ScriptWatch
 
@@ -90,7 +91,7 @@ class ClipRecorder:
             return
         self._line = user_location()
         for watch in list(self._watches):
-            norm = _norm(watch.parameters.values())
+            norm = _norm(watch.parameters.values(), watch.reduced_gradients)
             if norm is not None and 0.0 < norm < math.inf:
                 self._norms[watch.number] = norm
 
@@ -108,10 +109,11 @@ def _norm_given(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return named["total_norm"] if "total_norm" in named else arguments[2]
 
 
-def _norm(parameters: Any) -> float | None:
-    """The norm of all gradients of these parameters together."""
-    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    gradients = {str(number): p.grad for number, p in enumerate(given) if p.grad is not None}
-    if not gradients or any(type(gradient) is not torch.Tensor for gradient in gradients.values()):
+def _norm(parameters: Any, rows: InRows | None = None) -> float | None:
+    """The norm of all gradients of these parameters together; `rows`: the gradients, where they are in rows."""
+    if rows is None:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        rows = in_rows({str(number): p.grad for number, p in enumerate(given) if p.grad is not None})
+    if not rows.names or any(type(gradient) is not torch.Tensor for gradient in rows.others.values()):
         return None
-    return math.hypot(*norms(gradients).values())
+    return math.hypot(*norms(rows).values())

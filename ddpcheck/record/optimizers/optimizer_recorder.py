@@ -212,7 +212,9 @@ class OptimizerRecorder:
         settled = not known.apart and not any(watch.has_unreduced for watch in watches)
         options = optimizer_options(optimizer, {})
         every = {**whole, **alone}
-        summed: dict[str, Location | None] = {name: line for name, p in every.items() if (line := self._sum_in(p.grad))}
+        summed: dict[str, Location | None] = {}
+        if self._sums:
+            summed = {name: line for name, p in every.items() if (line := self._sum_in(p.grad))}
         summed = summed or self._sums_in_one([(name, p.grad) for name, p in alone.items() if p.grad is not None])
         lines = lines_of_program(sys._getframe(1))
         if not known.steps:
@@ -221,7 +223,7 @@ class OptimizerRecorder:
         known.used = self._backwards, lines
         others = [one for one in self._lines.optimizers() if one not in self._known]
         idle = {wrapped[id(p)] for one in others for p in _parameters_of(one) if id(p) in wrapped}
-        names = {**{id(p): name for name, p in whole.items()}, **{id(p): name for name, p in alone.items()}}
+        names = {id(p): name for name, p in every.items()} if optimizer.state else {}
         return OptimizerStep(
             known.number,
             known.steps,
@@ -336,9 +338,9 @@ class OptimizerRecorder:
         """It has ended."""
         if in_backward():
             return
+        self._clips.backward_ended()
         for watch in list(self._watches):
             watch.any_backward_ended()
-        self._clips.backward_ended()
         self._zeroings.backward_ended()
 
     def _before_zero_grad(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:

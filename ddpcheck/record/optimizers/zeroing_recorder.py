@@ -62,6 +62,7 @@ class ZeroingRecorder:
         self._sink = sink
         self._steps = 0
         self._known: WeakKeyDictionary[Any, _Followed] = WeakKeyDictionary()
+        self._looks = False  # at one of them, still
 
     def begins_to_step(self, optimizer: Any, number: int) -> None:
         """An optimizer is about to step."""
@@ -71,6 +72,7 @@ class ZeroingRecorder:
             if held:
                 plain = type(held[0].grad) is torch.Tensor
                 self._known[optimizer] = _Followed(number, tensor_ref(held[0]), plain)
+                self._looks = True
             return
         self._tell_left(one)
         self._tell_zeroed(one)
@@ -78,7 +80,9 @@ class ZeroingRecorder:
     def has_stepped(self, optimizer: Any) -> None:
         """It has stepped: what do all of them leave behind?"""
         self._steps += 1
-        for other, one in self._living():
+        living = self._living()
+        self._looks = bool(living)
+        for other, one in living:
             one.steps += other is optimizer
             if one.plain and (other is optimizer or not one.left):
                 one.left, one.own = _mark(one.sample()), other is optimizer
@@ -146,7 +150,7 @@ class ZeroingRecorder:
         one.for_inputs = False
 
     def _living(self) -> list[tuple[Any, _Followed]]:
-        if self._steps >= _MOST_STEPS:
+        if not self._looks or self._steps >= _MOST_STEPS:
             return []
         return [(other, one) for other, one in list(self._known.items()) if one.steps < _MOST_LOOKED_AT]
 

@@ -106,6 +106,7 @@ class ParameterHistory:
         probe: StepProbe | None = None,
         snapshot: Snapshot | None = None,
         thorough: bool = False,
+        parameters: Mapping[str, nn.Parameter] | None = None,
     ) -> RankReport:
         """The report of this rank.
 
@@ -115,6 +116,7 @@ class ParameterHistory:
             probe: Of the step, where there was one.
             snapshot: Of its last forward pass.
             thorough: Whether to look for changes of parameters without a probe, too.
+            parameters: Those that the module has now, where they are known.
         """
         missing = {name for names in self.not_reported.values() for name in names} - self._reported
         if self._wrapper.goes_on_without and (settled or step == _EXPLAINED_EARLY):
@@ -128,7 +130,7 @@ class ParameterHistory:
             never_used=self._ordered(self._never_used),
             sometimes_missing=self._ordered(self._sometimes_missing),
             ends={name: self._ends[name] for name in missing if name in self._ends},
-            changes=self.changed() if looks else {},
+            changes=self.changed(parameters) if looks else {},
         )
 
     def notices_unfrozen(self) -> bool:
@@ -140,9 +142,9 @@ class ParameterHistory:
     def _has_unfrozen(self) -> bool:
         return any(parameter.requires_grad for parameter in self._frozen)
 
-    def changed(self) -> dict[str, str]:
+    def changed(self, parameters: Mapping[str, nn.Parameter] | None = None) -> dict[str, str]:
         """What has happened to parameters since they were wrapped, in a word, by name."""
-        changed = changes(self._at_start, self._module)
+        changed = changes(self._at_start, self._module, parameters)
         if self._wrapper.sharded:  # which follows all other changes in the next forward pass
             changed = {name: how for name, how in changed.items() if how in ("added", "replaced")}
             parameters = dict(self._module.named_parameters()) if changed else {}

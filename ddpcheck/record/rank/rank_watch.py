@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -47,6 +46,7 @@ from ddpcheck.record.data.draw_recorder import DrawRecorder
 from ddpcheck.record.data.loader_recorder import LoaderRecorder
 from ddpcheck.record.evaluation.evaluation_recorder import EvaluationRecorder
 from ddpcheck.record.evaluation.sum_recorder import SumRecorder
+from ddpcheck.record.living import Living
 from ddpcheck.record.loop.bypass_recorder import DDP_FILE
 from ddpcheck.record.loop.compilation_recorder import CompilationRecorder
 from ddpcheck.record.loop.taken_recorder import TakenRecorder
@@ -117,7 +117,7 @@ class _WatchedRank:
         self._count = 0
         self._of_group: Counter[str] = Counter()  # wrappers, by their process group
         self._overwritings = 0
-        self._watches: WeakSet[ScriptWatch] = WeakSet()
+        self._watches: Living[ScriptWatch] = Living()
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         started = RankStarted(dist.get_rank(), dist.get_world_size(), dist.get_backend(), restart)
         self._log = RankLog(Path(options.folder), started)

@@ -20,7 +20,8 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, user_location
 from ddpcheck.gather.ddp.sharding import mesh_of
-from ddpcheck.gather.state.module_description import class_name, classes_of_program, module_entries
+from ddpcheck.gather.state.module_description import class_name, classes_of_program, module_entries, parts_of
+from ddpcheck.gather.state.tensor_rows import InRows
 from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
 from ddpcheck.gather.steps.gradient_sketch import Kept
@@ -84,6 +85,7 @@ class ScriptWatch(StepListener):
         self._told_apart = False  # that steps are not compared
         self._marks = ApartMarks(lambda: self._recorder, number)
         self._alarmed = False  # a report is due when the step has ended
+        self._is_fresh = False  # what a sampled step has left: no optimizer has stepped since then, and none zeroed
         self._fresh: dict[str, torch.Tensor] = {}  # parameters whose averaged gradient was not zero
         self._reduced: dict[str, float] = {}  # norms of gradients of shards, as the last reduction has left them
         self._loads = 0  # of files, before the last step that has ended
@@ -221,11 +223,6 @@ class ScriptWatch(StepListener):
         """Those that the wrapper synchronises, by name."""
         return self._recorder.parameters
 
-    @property
-    def wrapped(self) -> Iterator[torch.Tensor]:
-        """All parameters in the wrapper, also those that have come later, or that it was told to ignore."""
-        return iter(()) if self._recorder.wrapper is None else self._recorder.wrapper.parameters()
-
     def module_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All parameters of the wrapped module as it is now, by name."""
         return self.module.named_parameters()
@@ -269,21 +266,35 @@ class ScriptWatch(StepListener):
     def gradients_zeroed(self) -> None:
         """`zero_grad` is called on the wrapper, or on an optimizer that holds some of its parameters."""
         self._recorder.loop.add(ZEROED)
+        if self._is_fresh:
+            self._is_fresh = False
+            self._fresh = {name: self.parameters[name] for name, size in self._norms().items() if 0 < size < math.inf}
+
+    def _norms(self) -> dict[str, float]:
+        return norms({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
+
+    @property
+    def reduced_gradients(self) -> InRows | None:
+        """The gradients, where the backward pass that ends now has reduced them and they were captured."""
+        return None if self.is_sharded else self._replica.reduced
 
     def any_backward_begins(self) -> None:
         """A backward pass of the script begins, of whatever."""
         self._through_forward = False
+        self._replica.reduced = None  # of one that has raised
         if not self.is_sharded:
             self._bypass.backward_begins(self.step, in_forward=self._recorder.tracker.in_forward)
 
     def any_backward_ended(self) -> None:
         """It has ended; shards are reduced whichever module's forward it comes through."""
+        self._replica.reduced = None
         if not self.is_sharded:
             self._bypass.backward_ended(self.step, put_off=self._through_forward or self.has_unreduced or self.joins)
 
     def optimizer_steps(self) -> None:
         """An optimizer with parameters of the wrapper is about to step."""
         self._replica.write()
+        self._is_fresh = False
         fresh, self._fresh = self._fresh, {}
         loop = self._recorder.loop
         if not fresh or not loop.ledger.zeroed:
@@ -338,10 +349,11 @@ class ScriptWatch(StepListener):
         alarmed, self._alarmed = self._alarmed, False
         if (step < _ALWAYS_FOR or step % _THEN_EVERY == 0) and self._recorder.notices_unfrozen(ended):
             self._alarmed = True
+        parts = parts_of(self.module) if ended.compares else None
         if ended.compares or ended.reports or alarmed:
-            self._report(self._recorder.report(ended))
-        if ended.compares:
-            self._replica.capture(step, ended.probe)
+            self._report(self._recorder.report(ended, parts and parts.parameters))
+        if parts is not None:
+            self._replica.capture(step, ended.probe, parts)
         elif self._is_due(step) and self.are_apart and not self._told_apart:
             self._told_apart = True
             self._log.add(NotCompared(self.number, _JOINED if self.joins else _APART))
@@ -391,9 +403,9 @@ class ScriptWatch(StepListener):
         if not self.joins:
             self._pace.reduced(step)
         if self._is_sampled(step):
-            sizes = norms({n: p.grad for n, p in self.parameters.items() if p.grad is not None})
-            self._fresh = {name: self.parameters[name] for name, size in sizes.items() if 0 < size < math.inf}
-            self._reduced = {name: sizes[name] for name in self._fresh} if self.is_sharded else {}
+            self._is_fresh = True
+            if self.is_sharded:
+                self._reduced = {name: size for name, size in self._norms().items() if 0 < size < math.inf}
             if snapshot is not None:
                 self._inputs.trained(step, (snapshot.arguments, dict(snapshot.named)), self._collectives.line)
         self._log.count(self.number, step + 1, step + 1)

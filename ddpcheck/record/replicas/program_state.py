@@ -131,10 +131,11 @@ class StateRecorder:
 
     def look(self, optimizer: int, count: int, held: Iterable[torch.Tensor]) -> None:
         """Write down what variables hold before step `count` of an optimizer; all optimizers together hold `held`."""
-        wrapped = [one for watch in list(self._watches) if not watch.is_sharded for one in _of_wrapped(watch)]
-        wrapped.sort(key=len, reverse=True)  # in a set they have no order; one may hold a part of what another one does
-        trained = {id(p) for p in itertools.chain(held, *(of_one.values() for of_one in wrapped))}
-        trained.update(id(p) for watch in self._watches for p in watch.wrapped)
+        watched = [(watch, dict(watch.module_parameters())) for watch in self._watches]
+        wrapped = [one for watch, every in watched if not watch.is_sharded for one in _of_wrapped(watch, every)]
+        wrapped.sort(key=len, reverse=True)  # one may hold a part of what another one does
+        trained = {*map(id, held), *(id(p) for of_one in wrapped for p in of_one.values())}
+        trained.update(id(p) for _, every in watched for p in every.values())
         seen: set[int] = set()
         self._uses.follow_wrapped()
         for path, value, where in program_variables(depth=2) if wrapped else ():
@@ -223,7 +224,7 @@ class StateRecorder:
         """The buffers of a module of the user's, or of a loss of torch's, where its output has a part in backward."""
         if not _is_of_user(type(module)) and type(module).__module__ != _Loss.__module__:
             return {}
-        statistics = batch_statistics(module)
+        statistics = batch_statistics(dict(module.named_modules()))
         buffers = {n: b for n, b in module.named_buffers() if b.is_floating_point() and n not in statistics}
         return buffers if buffers and self._use_of(module) == "training" else {}
 
@@ -238,9 +239,9 @@ class StateRecorder:
         self._used[module] = "training" if trains else self._used.get(module) or "evaluation"
 
 
-def _of_wrapped(watch: ScriptWatch) -> list[Mapping[str, torch.Tensor]]:
+def _of_wrapped(watch: ScriptWatch, every: Mapping[str, torch.Tensor]) -> list[Mapping[str, torch.Tensor]]:
     """The parameters that a wrapper synchronises, and with frozen ones: a copy may have these or those."""
-    trained, every = watch.parameters, dict(watch.module_parameters())
+    trained = watch.parameters
     return [one for one in (trained, every if len(every) > len(trained) else {}) if trained and one]
 
 

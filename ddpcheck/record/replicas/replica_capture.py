@@ -9,7 +9,8 @@ from torch import nn
 
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.gather.state.fingerprints import fingerprints
-from ddpcheck.gather.state.module_description import describe, structure_of
+from ddpcheck.gather.state.module_description import Parts, describe, parts_of, structure_of
+from ddpcheck.gather.state.tensor_rows import InRows, in_rows
 from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.stream.rank_report import ReplicaState
 
@@ -61,36 +62,53 @@ class ReplicaCapture:
         if self._with_parameters and self._in_step is None:
             self._in_step = self.parameters()
 
-    def parameters(self) -> dict[str, int]:
-        """The fingerprints of the parameters now."""
-        return fingerprints(self._tensors().items())
+    def parameters(self, parameters: Mapping[str, nn.Parameter] | None = None) -> dict[str, int]:
+        """The fingerprints now of the parameters that the module has, or of those that it had."""
+        return fingerprints(self._tensors(parameters).items())
 
-    def _tensors(self) -> dict[str, nn.Parameter]:
-        whole = {n: p for n, p in self._module.named_parameters() if n not in self._shards and not is_shard(p)}
+    def _tensors(self, parameters: Mapping[str, nn.Parameter] | None = None) -> dict[str, nn.Parameter]:
+        found = dict(self._module.named_parameters()) if parameters is None else parameters
+        whole = {n: p for n, p in found.items() if n not in self._shards and not is_shard(p)}
         return {**whole, **self._shards} if self._with_shards else whole
 
-    def capture(self, step: int, *, after_backward: bool) -> ReplicaState:
-        """The replica after so many steps, and `after_backward` another one, before the optimizer's step."""
+    def capture(
+        self,
+        step: int,
+        *,
+        after_backward: bool,
+        parts: Parts | None = None,
+        reduced: tuple[Mapping[str, torch.Tensor], InRows] | None = None,
+    ) -> ReplicaState:
+        """The replica after so many steps, and `after_backward` another one, before the optimizer's step.
+
+        `parts` of the module, and `reduced` parameters with their gradients in rows, are given where they are known.
+        """
+        parts = parts or parts_of(self._module)
         parameters, self._in_step = self._in_step, None
         if self._with_parameters and (parameters is None or not after_backward):
             parameters = self.parameters()
-        trained = {name: p for name, p in self._tensors().items() if p.requires_grad and after_backward}
+        trained = {n: p for n, p in self._tensors(parts.parameters).items() if p.requires_grad and after_backward}
         values = DdpStepEvidence(
             rank=self._rank,
             step=step,
-            gradients=_gradients(trained),
+            gradients=_gradients(trained, *(reduced or ({}, in_rows({})))),
             parameters=parameters or {},
-            buffers=fingerprints(self._module.named_buffers()),
+            buffers=fingerprints(parts.buffers.items()),
         )
         # Once it has run, tensors that are not registered (metrics, its last outputs) may differ by right.
-        description = (structure_of if step or after_backward or self.count else describe)(self._module)
+        changing = step or after_backward or self.count
+        description = structure_of(self._module, parts) if changing else describe(self._module)
         self.count += 1
         if step:
             return ReplicaState(description, values)
         return ReplicaState(description, values, self._constructed, self._at_first_forward)
 
 
-def _gradients(trained: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def _gradients(
+    trained: Mapping[str, torch.Tensor], reduced: Mapping[str, torch.Tensor], rows: InRows
+) -> dict[str, int]:
     """The fingerprints of their gradients; 0 for one that has none."""
-    known = fingerprints((name, p.grad) for name, p in trained.items() if p.grad is not None)
-    return {name: known.get(name, 0) for name in trained}
+    there = {name: p.grad for name, p in trained.items() if p.grad is not None}
+    others = {name: gradient for name, gradient in there.items() if reduced.get(name) is not trained[name]}
+    known = {**fingerprints(rows), **fingerprints(others.items())}
+    return {name: known[name] if name in there else 0 for name in trained}

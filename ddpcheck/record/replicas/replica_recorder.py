@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import repeat
 from operator import sub
 from typing import Any
 
@@ -17,8 +18,11 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_loss
 from ddpcheck.gather.ddp.sharding import mesh_of, mixed_precision, shard_number, uneven_parts
 from ddpcheck.gather.state.fingerprints import fingerprints
-from ddpcheck.gather.steps.gradient_distance import dense, eps_of
-from ddpcheck.gather.steps.gradient_sketch import KeptParts, sketches
+from ddpcheck.gather.state.module_description import Parts, parts_of
+from ddpcheck.gather.state.tensor_rows import InRows, in_rows
+from ddpcheck.gather.state.tensor_values import is_shard, own_part
+from ddpcheck.gather.steps.gradient_distance import eps_of
+from ddpcheck.gather.steps.gradient_sketch import KeptParts, short_sketches, sketches
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.record.parameters.step_probe import StepProbe
 from ddpcheck.record.source.updating_line import writing_line
@@ -28,7 +32,11 @@ from ddpcheck.stream.rank_report import ReplicaState
 
 
 class ReplicaRecorder:
-    """Writes down the replica of one wrapper, as it is in steps that are compared."""
+    """Writes down the replica of one wrapper, as it is in steps that are compared.
+
+    Attributes:
+        reduced: The gradients that the last reduction has left, until the backward pass has ended.
+    """
 
     def __init__(self, recorder: StepRecorder, log: RankLog, number: int) -> None:
         """Of the `number`-th wrapper."""
@@ -37,8 +45,10 @@ class ReplicaRecorder:
         self._log = log
         self._number = number
         self._mesh = mesh_of(self._module) if recorder.is_sharded else None
-        self._captured: ReplicaCaptured | None = None
-        self._buffers = self._own_buffers(fingerprints(self._module.named_buffers()))
+        self._captured: tuple[ReplicaCaptured, Mapping[str, nn.Parameter]] | None = None
+        self.reduced: InRows | None = None
+        parts = parts_of(self._module)
+        self._buffers = self._own_buffers(fingerprints(parts.buffers.items()), parts)
         self._written: set[str] = set()  # those of them that have changed
 
     def write(self) -> None:
@@ -46,16 +56,20 @@ class ReplicaRecorder:
 
         An optimizer is about to step: some have moved parameters between forward and backward, and put them back.
         """
-        captured, self._captured = self._captured, None
-        if captured is not None:
-            values = replace(captured.state.values, parameters=self._recorder.replica.parameters())
+        of_step, self._captured = self._captured, None
+        if of_step is not None:
+            captured, parameters = of_step
+            values = replace(captured.state.values, parameters=self._recorder.replica.parameters(parameters))
             parts = uneven_parts(self._recorder.parameters, self._mesh) if captured.shard >= 0 else ()
             self._log.add(replace(captured, state=replace(captured.state, values=values), parts=parts))
 
-    def capture(self, step: int, probe: StepProbe | None) -> None:
-        """Keep what there is after the backward pass of a step, until it is written."""
-        state = self._recorder.replica.capture(step, after_backward=True)
-        buffers = self._own_buffers(state.values.buffers)
+    def capture(self, step: int, probe: StepProbe | None, parts: Parts) -> None:
+        """Keep what there is after the backward pass of a step, until it is written; `parts` of the module then."""
+        tensors = self._recorder.parameters
+        gradients = {name: p.grad for name, p in tensors.items() if p.grad is not None}
+        self.reduced = left = in_rows({name: own_part(g) if is_shard(g) else g for name, g in gradients.items()})
+        state = self._recorder.replica.capture(step, after_backward=True, parts=parts, reduced=(tensors, left))
+        buffers = self._own_buffers(state.values.buffers, parts)
         self._note_writes(buffers, step)
         state = replace(state, values=replace(state.values, buffers=buffers))
         shards = self._recorder.parameters.values() if self._recorder.is_sharded else ()
@@ -64,8 +78,6 @@ class ReplicaRecorder:
         wrapper = self._recorder.wrapper
         if probe is not None and probe.keep is not None and wrapper is not None:
             lossy = hook_loss(wrapper)
-            tensors = self._recorder.parameters
-            left = {name: p.grad for name, p in tensors.items() if p.grad is not None}
             coarsest = mixed_precision(self._module) if self._recorder.is_sharded else None
             lossy = max(lossy, eps_of(coarsest) if coarsest is not None else 0.0)
             eps = {name: max(eps_of(tensor.dtype), lossy) for name, tensor in tensors.items()}
@@ -73,25 +85,25 @@ class ReplicaRecorder:
             local = {name: kept for name, kept in probe.local.items() if name not in probe.beside}
             own, averaged = (
                 {name: Sketch("f", numbers) for name, numbers in of_all.items()}
-                for of_all in (sketches(_by_shard(local)), _reduced(left, probe.held))
+                for of_all in (short_sketches(_by_shard(local)), _reduced(left, probe.held))
             )
             captured = replace(captured, own=own, averaged=averaged, eps=eps, hook=hook, own_hook=own_hook)
         self.write()
-        self._captured = captured
+        self._captured = captured, parts.parameters
 
     def write_statistics(self, step: int) -> None:
         """Write the running statistics that normalisation layers have after so many steps: the last ones.
 
         Under `fully_shard` nothing synchronises them, and a script may do that by itself from time to time.
         """
-        theirs = batch_statistics(self._module)
+        theirs = batch_statistics(dict(self._module.named_modules()))
         buffers = fingerprints((name, buffer) for name, buffer in self._module.named_buffers() if name in theirs)
         if buffers:
             values = DdpStepEvidence(self._recorder.rank, step, buffers=buffers)
             self._log.add(ReplicaCaptured(self._number, step, ReplicaState(ModuleDescription(), values)))
 
-    def _own_buffers(self, values: Mapping[str, int]) -> dict[str, int]:
-        theirs = batch_statistics(self._module)
+    def _own_buffers(self, values: Mapping[str, int], parts: Parts) -> dict[str, int]:
+        theirs = batch_statistics(parts.modules) if values else set()
         return {name: value for name, value in values.items() if name not in theirs}
 
     def _note_writes(self, buffers: dict[str, int], step: int) -> None:
@@ -115,19 +127,19 @@ def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _reduced(left: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]) -> dict[str, tuple[float, ...]]:
+def _reduced(left: InRows, held: Mapping[str, torch.Tensor]) -> Mapping[str, Iterable[float]]:
     """The sketches of what a reduction has left, without what shards held before."""
-    found, before = sketches({name: dense(gradient) for name, gradient in left.items()}), sketches(held)
-    for name, numbers in before.items():
-        found[name] = tuple(map(sub, found[name], numbers))
-    return found
+    if not held:
+        return short_sketches(left)
+    before = sketches(held)
+    return {name: map(sub, numbers, before.get(name, repeat(0.0))) for name, numbers in sketches(left).items()}
 
 
-def batch_statistics(module: nn.Module) -> set[str]:
+def batch_statistics(modules: Mapping[str, nn.Module]) -> set[str]:
     """The buffers of normalisation layers: that each rank takes them from its own samples is DDP's plain way."""
     return {
         f"{path}.{name}".lstrip(".")
-        for path, part in module.named_modules()
+        for path, part in modules.items()
         if isinstance(part, _NormBase)
         for name, _ in part.named_buffers(recurse=False)
     }

@@ -62,9 +62,9 @@ class UseRecorder:
 
     def follow(self, module: nn.Module, name: str, location: Location | None, *, wrapped: bool = False) -> None:
         """Listen to the calls of a module from now on; not of one of shards, which differ between ranks by right."""
-        if any(map(is_shard, nn.Module.parameters(module))):
+        if module in self._followed or len(self._followed) >= _MOST_MODULES:
             return
-        if module not in self._followed and len(self._followed) < _MOST_MODULES:
+        if not any(map(is_shard, nn.Module.parameters(module))):
             one = _Followed(name, location, wrapped)
             for layer in _layers(module):
                 if layer not in self._followed:
