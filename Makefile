@@ -19,17 +19,21 @@ help: ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 # pip older than 25.1 does not know --group, and a fresh virtual environment often brings one.
-INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable .
+# pip compiles on one core, and the tests of packages as well. What cannot be compiled are templates.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || true
 
 $(REPORTS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "ddpcheck needs Python 3.11 or later; try: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(INSTALL) --group report
+	$(COMPILE)
 	@touch $@
 
 $(READY): $(REPORTS)
 	$(INSTALL) --group dev
+	$(COMPILE)
 	@touch $@
 
 report: $(REPORTS) ## a report on a healthy model, then one on its broken twin

@@ -26,6 +26,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from ddpcheck import cli
+from tests.forked_run import run_forked
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -84,6 +85,8 @@ def output_of(kind: str, target: str) -> str:
         return said_by("pytest", "-p", "no:cacheprovider", "-n", "0", target)
     if kind == "torchrun":
         return said_by("torch.distributed.run", *LAUNCH, *target.split())
+    if kind == "run findings":
+        return run_forked("--check-timeout=10", *target.split(), COLUMNS="100", NO_COLOR="1").stderr
     for _ in range(3):
         with tempfile.TemporaryDirectory() as folder:
             recorder = [f"--check-flight-recorder={folder}"] if kind.startswith("hang") else []

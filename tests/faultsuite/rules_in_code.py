@@ -14,6 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from ddpcheck.findings.rules import RULES
@@ -129,19 +130,26 @@ def quoted(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def page() -> str:
-    """The page."""
+@cache
+def found() -> tuple[dict[str, list[Judges]], dict[str, set[str]]]:
+    """By code its judges, and by class of facts the files that construct it."""
     trees = modules()
     facts = facts_of(trees)
     made = makers_of(trees, set(facts))
-    found: dict[str, list[Judges]] = defaultdict(list)
+    by_code: dict[str, list[Judges]] = defaultdict(list)
     for file in trees:
         if file.startswith("judge/") and file not in TABLES:
             for code, judges in judges_in(file, trees, facts, made):
-                found[code].append(judges)
+                by_code[code].append(judges)
+    return by_code, made
+
+
+def page() -> str:
+    """The page."""
+    by_code, made = found()
     rows = []
     for code in RULES:
-        for number, one in enumerate(sorted(found[code], key=lambda judges: judges.file)):
+        for number, one in enumerate(sorted(by_code[code], key=lambda judges: judges.file)):
             which = f"[{code}](rules/{code}.md)" if not number else ""
             gathered = sorted(set().union(*(made[name] for name in one.facts)))
             columns = (which, f"`{one.file}`: {quoted(one.functions)}", quoted(sorted(one.facts)), quoted(gathered))

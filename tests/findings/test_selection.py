@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -27,6 +25,7 @@ from ddpcheck.report.settings import Settings, load_settings
 from ddpcheck.run import script_report
 from ddpcheck.run.check_options import add_check_options, examine
 from ddpcheck.run.ending import Ending
+from tests.forked_run import run_forked
 
 AUX = Finding("DDP101", ("aux.bias", "aux.weight"), "Never read.", Severity.ERROR, location=Location("net.py", 7))
 HEAD = replace(AUX, subjects=("head.weight",))
@@ -249,9 +248,7 @@ def test_suppressions_and_baselines_reach_a_script(tmp_path: Path) -> None:
     script = str(Path(__file__).parents[2] / "examples" / "scripts" / "no_sampler.py")
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ddpcheck", "run", *options, "--standalone", "--nproc-per-node", "2", script]
-        environ = dict(os.environ)  # and no COLUMNS that a library in C has set, as readline does
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environ)
+        return run_forked(*options, script, cwd=tmp_path)
 
     assert run("--check-output", "old.json").returncode == 1
     (tmp_path / "pyproject.toml").write_text(

@@ -14,7 +14,7 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.loop.watched_steps import judge_reports
 from ddpcheck.stream.rank_report import RankReport, WatchContext
-from tests.run.test_run import DDPCHECK, run
+from tests.forked_run import run_forked
 
 SCRIPT = """
 import sys
@@ -100,7 +100,7 @@ def reported(folder: Path, *arguments: str, source: str = SCRIPT) -> dict[str, A
     """The report on the script."""
     script, output = folder / "manual.py", folder / "report.json"
     script.write_text(source)
-    ended = run(DDPCHECK, "--check-format", "json", "--check-output", str(output), str(script), *arguments)
+    ended = run_forked("--check-format", "json", "--check-output", str(output), str(script), *arguments)
     assert output.exists(), ended.stderr
     return dict(json.loads(output.read_text()))
 

@@ -22,7 +22,7 @@ from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.watched_rank import read_logs
 from ddpcheck.worlds.deadlock import processor_seconds
-from tests.run.test_run import DDPCHECK, ROOT, run
+from tests.forked_run import ROOT, run_forked
 from tests.tiers import one_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
@@ -43,7 +43,7 @@ def found(tmp_path: Path, how: str, backend: str) -> tuple[int, list[tuple[str, 
     """The exit code, and of each finding the code, ranks, place and sentence."""
     report = tmp_path / f"{backend}.json"
     options = ("--check-timeout=3", "--check-format=json", f"--check-output={report}")
-    ended = run(DDPCHECK, *options, SCRIPT, how, backend)
+    ended = run_forked(*options, SCRIPT, how, backend)
     findings = json.loads(report.read_text())["findings"]
     return ended.returncode, [(one["code"], one["ranks"], one["location"], one["message"]) for one in findings]
 

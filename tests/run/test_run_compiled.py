@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.test_run import DDPCHECK, run
+from tests.forked_run import run_forked
 
 SCRIPT = """
 import sys
@@ -123,7 +123,7 @@ def reported(
     (tmp_path / "train.py").write_text(script)
     saved = tmp_path / "report.json"
     options = ("--check-format=json", f"--check-output={saved}")
-    done = run(DDPCHECK, *options, str(tmp_path / "train.py"), how, backend)
+    done = run_forked(*options, str(tmp_path / "train.py"), how, backend)
     report = json.loads(saved.read_text())
     return done.returncode, {c["name"]: (c["status"], c["detail"]) for c in report["checks"]}, report["findings"]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import fsdp
 
-from tests.faultsuite.scripts_page import ROOT, TIMEOUT, run
+from tests.faultsuite.scripts_page import ROOT, TIMEOUT
+from tests.forked_run import run_forked
 from tests.tiers import one_of
 
 if not hasattr(fsdp, "fully_shard"):
@@ -23,7 +24,7 @@ SCRIPT = "tests/mesh_loops.py"
 def report_on(folder: Path, *arguments: str) -> dict[str, list[dict[str, object]]]:
     file = folder / "report.json"
     ours = (f"--check-timeout={TIMEOUT}", f"--check-output={file}")
-    ran = run("ddpcheck", "run", "--standalone", "--nproc-per-node=4", *ours, SCRIPT, *arguments, patience=300)
+    ran = run_forked(*ours, SCRIPT, *arguments, ranks=4, timeout=300)
     assert file.exists(), ran.stderr
     report: dict[str, list[dict[str, object]]] = json.loads(file.read_text())
     return report

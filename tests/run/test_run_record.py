@@ -25,6 +25,7 @@ from ddpcheck.run.run_record import judge_record, unpacked, write_record
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import Entry, ReplicaCaptured, Sketch
 from tests.faultsuite.recorded_scripts import Run, left_by, report_on, runs
+from tests.forked_run import run_forked
 from tests.tiers import one_of, share
 
 ROOT = Path(__file__).parents[2]
@@ -98,16 +99,7 @@ def test_a_file_says_nothing_of_the_program_and_renders_as_its_report(
     folder = tmp_path / "harrier"
     folder.mkdir()
     (folder / "peregrine.py").write_text(SCRIPT)
-    command = ["run", "--standalone", "--nproc-per-node=2", "--check-record=run.json.gz", "--check-timeout=10"]
-    done = subprocess.run(
-        [sys.executable, "-m", "ddpcheck", *command, "peregrine.py", "--eyas=7"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_forked("--check-record=run.json.gz", "--check-timeout=10", "peregrine.py", "--eyas=7", cwd=folder)
     assert "ddpcheck render run.json.gz" in done.stderr and "is not found in it" not in done.stderr, done.stderr
     told = set(re.findall(r"^DDP\d{3}", done.stderr, re.MULTILINE))
     assert "DDP401" in told

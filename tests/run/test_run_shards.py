@@ -2,52 +2,49 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import json
 from pathlib import Path
 
 import pytest
 from torch.distributed import fsdp
 
-from tests.faultsuite.cases import ROOT
+from tests.forked_run import run_forked
 from tests.tiers import one_of
 
 if not hasattr(fsdp, "fully_shard"):
     pytest.skip("this torch has no fully_shard", allow_module_level=True)
 
-from tests.faultsuite.shards_page import found_by_ddpcheck, line_of
+from tests.faultsuite.scripts_page import TIMEOUT
+from tests.faultsuite.shards_page import SCRIPT, line_of
 from tests.sharded_faults import FAULTS
 
 pytestmark = pytest.mark.slow
 
 
+def found(folder: Path, ranks: int, *arguments: str) -> tuple[int, dict[str, object]]:
+    """The exit code and the report of `ddpcheck run` on some loops."""
+    file = folder / "report.json"
+    done = run_forked(f"--check-timeout={TIMEOUT}", f"--check-output={file}", SCRIPT, *arguments, ranks=ranks)
+    return done.returncode, json.loads(file.read_text())
+
+
 @pytest.mark.parametrize("name", one_of(4, FAULTS))
-def test_a_fault_of_shards_is_told_at_its_line(name: str) -> None:
+def test_a_fault_of_shards_is_told_at_its_line(name: str, tmp_path: Path) -> None:
     expected = FAULTS[name]
-    code, report = found_by_ddpcheck([name], expected.ranks)
+    code, report = found(tmp_path, expected.ranks, name)
     severity, _, _ = line_of(expected, report)
     assert bool(code) == (severity == "error")
 
 
 @pytest.mark.parametrize("ranks", one_of(2, [4, 2]))
-def test_loops_of_shards_without_a_fault_have_no_finding(ranks: int) -> None:
+def test_loops_of_shards_without_a_fault_have_no_finding(ranks: int, tmp_path: Path) -> None:
     names = [name for name, one in FAULTS.items() if one.ranks == ranks]
-    code, report = found_by_ddpcheck(names, ranks, "--fixed")
+    code, report = found(tmp_path, ranks, *names, "--fixed")
     assert (code, report["findings"]) == (0, [])
 
 
 def test_layers_that_are_frozen_and_unfrozen_later_are_no_fault() -> None:
-    command = ["ddpcheck", "run", "--standalone", "--nproc-per-node=2", "tests/healthy_shards.py", "unfrozen_later"]
-    done = subprocess.run(
-        [sys.executable, "-m", *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = run_forked("tests/healthy_shards.py", "unfrozen_later")
     assert done.returncode == 0, done.stderr
     assert "no findings, but 1 of 9 checks was not made: optimizers" in done.stderr
 
@@ -79,15 +76,7 @@ dist.destroy_process_group()
 
 def test_what_is_in_fsdp1_is_not_compared_and_has_no_finding(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FSDP1)
-    done = subprocess.run(
-        [sys.executable, "-m", "ddpcheck", "run", "--standalone", "--nproc-per-node=2", "train.py"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = run_forked("train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stderr.split())  # lines are broken where COLUMNS says so
     assert said.count("parameters in a FullyShardedDataParallel (FSDP1) are not compared") == 2, done.stderr
