@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock
 
+import numpy
 import pytest
 import torch
 
@@ -179,6 +180,86 @@ def test_what_is_divided_by_another_number_of_the_same_function_is_a_metric(show
     assert judged(strided(8), size=8, numbers=apart, shown=[prints(shown), []]) == []  # of another function
 
 
+def held_of(counts: Any, added: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The numbers that are written down of a function which adds to `counts` in a pass over a loader."""
+    monkeypatch.setattr(evaluation_recorder, "patched", lambda *_: None)
+    written: list[Any] = []
+    recorder = EvaluationRecorder(written.append)
+    loader = LoaderPass(3, 0, LOOP, "Photos", 8, indices=[0, 2, 4, 6], batch_size=4, batches=1, exhausted=True)
+
+    def evaluate() -> None:
+        others = torch.zeros(2)
+        recorder.note_pass(loader, None)
+        for place in range(len(added)):
+            counts[place] += added[place]
+        recorder.note_pass(loader, None)
+        assert not others.any()
+
+    evaluate()
+    held = written[-1].numbers
+    return {name: held[name] for name in held if name.startswith("evaluate.") and "counts" in name}
+
+
+@pytest.mark.parametrize(
+    "zeros",
+    [
+        lambda: torch.zeros(2),
+        lambda: torch.zeros(2, dtype=torch.float64),
+        lambda: torch.zeros(2, dtype=torch.int64),
+        lambda: numpy.zeros(2),
+        lambda: [0, 0],
+        lambda: [torch.tensor(0), 0],
+    ],
+    ids=["float32", "float64", "int64", "numpy", "list", "list of tensors"],
+)
+def test_counts_that_are_kept_together_are_told_apart(zeros: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [held_of(zeros(), added, monkeypatch) for added in ((5, 7), (6, 9))]
+    assert (
+        own[0].items() >= {"evaluate.counts[0]": 5.0, "evaluate.counts[1]": 7.0, "evaluate.sum(counts)": 12.0}.items()
+    )
+    shown = [prints(float(torch.tensor(5) / 7)), []]  # a quotient of float32
+    (found,) = judged(strided(8), size=8, numbers=own, shown=shown)
+    assert (found.code, found.subjects, found.ranks) == ("DDP802", ("counts[0]",), (0,))
+    apart = [{"evaluate.hits[0]": 5.0, "evaluate.counts[1]": 7.0}, {"evaluate.hits[0]": 6.0, "evaluate.counts[1]": 9.0}]
+    assert judged(strided(8), size=8, numbers=apart, shown=shown) == []
+    reduced = [[call(5.0, 7.0)], [call(6.0, 9.0)]]
+    assert judged(strided(8), size=8, numbers=own, given=reduced, shown=[prints(11 / 16), []]) == []
+    assert judged([range(4), range(4)], size=4, numbers=own, shown=shown) == []  # each rank evaluates all
+
+
+def test_a_table_of_counts_has_a_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = [[[3.0, 1.0], [1.0, 6.0]], [[4.0, 1.0], [2.0, 6.0]]]
+    own = [held_of(torch.zeros(2, 2), list(map(torch.tensor, table)), monkeypatch) for table in tables]
+    assert own[0] == {"evaluate.sum(counts)": 11.0, "evaluate.trace(counts)": 9.0}
+    (found,) = judged(strided(8), size=8, numbers=own, shown=[prints(9 / 11), []])
+    assert (found.code, found.subjects) == ("DDP802", ("trace(counts)",))
+    assert judged(strided(8), size=8, numbers=own, shown=[prints(19 / 24), []]) == []  # of all
+
+
+@pytest.mark.parametrize(
+    ("added", "places"),
+    [
+        ((3, 1, 4), 3),
+        ((3, 1, 2, 2), 0),  # of classes
+        ((3, 1, 2, 4), 4),  # and all samples
+        ((3, 1, 2, 0.5), 4),  # and a loss
+    ],
+)
+def test_counts_of_classes_are_one_sum(added: Sequence[float], places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = held_of(torch.zeros(len(added)), added, monkeypatch)
+    assert sum(name.endswith("]") for name in held) == places
+    assert ("evaluate.sum(counts)" in held) == (4 not in added)
+
+
+@pytest.mark.parametrize(
+    "numbers", [torch.tensor([1.0, 0.0]), torch.zeros(8192), torch.zeros(2, dtype=torch.complex64)]
+)
+def test_what_does_not_begin_with_zeros_or_is_large_is_no_counter(
+    numbers: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert held_of(numbers, (5, 7), monkeypatch) == {}
+
+
 @pytest.mark.parametrize(("text", "known"), [("0.7500", True), ("75.0", True), ("0.8", False), ("3.00", False)])
 def test_a_printed_number_is_known_by_its_digits(text: str, known: bool) -> None:
     shown = [MetricShown(0, "printed", LINE, (ShownNumber(text),))]
@@ -203,6 +284,12 @@ def test_a_metric_that_is_of_all_or_of_nobody_is_not_reported(more: dict[str, An
 
 def test_ranks_that_evaluate_all_samples_have_no_shard() -> None:
     assert judged([range(4), range(4)], size=4, numbers=OWN, shown=[prints(0.75), []]) == []
+
+
+def test_a_metric_of_a_subset_beside_that_of_all_is_known() -> None:
+    subsets = strided(8)
+    assert codes(judged(subsets, size=4, numbers=OWN, shown=[prints(0.75), []])) == ["DDP802"]
+    assert judged(subsets, size=4, numbers=OWN, shown=[prints(0.75, 0.625), []]) == []
 
 
 # Order

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
+from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.record.replicas.program_state import StateRecorder, _is_near, tables_of, tables_of_program
 from ddpcheck.record.replicas.set_order import is_order_of_a_set
 
@@ -77,6 +80,55 @@ def test_a_list_made_of_a_set_of_which_places_are_asked(count: int) -> None:
 def test_a_copy_is_known_by_its_direction_or_by_its_size(of: Any, near: bool) -> None:
     ours, other = (nn.Linear(8, 64).weight.detach() for _ in range(2))
     assert _is_near({"w": of(ours, other)}, {"w": ours}) == near
+
+
+class Online(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.predictor = nn.Linear(8, 16)
+
+
+def found_twice(value: Any, module: nn.Module) -> list[str]:
+    """What is found in a variable at two looks beside a wrapped module: the names of its tensors."""
+    uses: Any = Mock()
+    watch: Any = SimpleNamespace(
+        module=module, is_sharded=False, parameters=dict(module.named_parameters()), wrapped=list(module.parameters())
+    )
+    watch.module_parameters = module.named_parameters
+    seen: list[StateHeld] = []
+    recorder = StateRecorder(seen.append, [watch], uses, lambda *_: None)
+
+    def train() -> None:
+        average = value
+        for count in range(2):
+            recorder.look(0, count, watch.wrapped)
+        assert average is value
+
+    train()
+    return [name for one in seen if one.count == 1 and one.name in ("average", "value") for name in one.values]
+
+
+@pytest.mark.parametrize(
+    ("held", "names"),
+    [
+        (lambda online: deepcopy(online), 6),
+        (lambda online: deepcopy(online.encoder), 4),
+        (lambda online: Online().encoder, 4),  # from another start
+        (lambda online: deepcopy(online.predictor), 2),
+        (lambda online: {n: p.detach().clone() for n, p in online.encoder.named_parameters()}, 4),
+        (lambda online: [p.detach().clone() for p in online.encoder.parameters()], 4),
+        (lambda online: online.encoder, 0),  # no copy
+        (lambda online: nn.Linear(8, 16), 0),  # like a single layer, by chance
+        (lambda online: [torch.randn(16, 8), torch.ones(16)], 0),
+        (lambda online: [torch.zeros_like(p) for p in online.encoder.parameters()], 0),  # a momentum
+        (lambda online: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), 0),  # other names
+    ],
+)
+def test_copies_of_a_wrapped_module_and_of_its_parts(held: Any, names: int) -> None:
+    torch.manual_seed(0)
+    online = Online()
+    assert len(found_twice(held(online), online)) == names
 
 
 @pytest.mark.parametrize(

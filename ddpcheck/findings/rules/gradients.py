@@ -181,7 +181,7 @@ loss = (token_loss * mask).sum() / mask.sum()
         ),
         detected=(
             "Fingerprints of parameters and optimizer state are compared after the optimizer's step. `ddpcheck "
-            "run` also compares copies of a model beside the wrapper, such as an EMA."
+            "run` also compares copies of a model, or of a part of it, beside the wrapper, such as an EMA."
         ),
         ignore="If ranks drift on purpose between averages, as in local SGD; compare at the averaging steps then.",
         example="""\

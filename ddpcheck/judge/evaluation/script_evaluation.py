@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -39,6 +40,7 @@ from ddpcheck.judge.evaluation.script_order import judge_order
 _APART = 1e-4  # relative: values that are not the same on two ranks
 _ALL_DIGITS = 10
 _LARGEST_EXPONENT = 50.0  # of a perplexity
+_PLACE = re.compile(r"\[\d+\]$")
 _SOME = 0.01  # relative: a difference between metrics that matters
 
 _Key = tuple[Location | None, Location | None, str, int, int]
@@ -234,7 +236,8 @@ def _metrics(of_ranks: Sequence[Evaluated]) -> Iterator[tuple[str, list[float], 
     sizes = [float(max(one.loader.size, 1)) for one in of_ranks]
     for key in common_keys(of_ranks):
         counts = [one.held.numbers[key] for one in of_ranks]
-        for divisors in (samples, batches, sizes, [1.0] * len(of_ranks)):
+        whole = [] if sizes == samples else [sizes]  # else each rank has a dataset of its own
+        for divisors in (samples, batches, *whole, [1.0] * len(of_ranks)):
             values = [count / divisor for count, divisor in zip(counts, divisors, strict=True)]
             if divisors[0] == 1.0:
                 weights = samples
@@ -257,8 +260,9 @@ def _ratios(of_ranks: Sequence[Evaluated]) -> Iterator[tuple[str, list[float], f
     These are many: they are only for numbers that the program is known to hold, to the last digit.
     """
     keys = common_keys(of_ranks)
+    kept_in = {key: _kept_in(key) for key in keys}
     for key, other in itertools.permutations(keys, 2):
-        if key.partition(".")[0] != other.partition(".")[0]:
+        if key.partition(".")[0] != other.partition(".")[0] or kept_in[key] != kept_in[other]:
             continue
         counts, divisors = ([one.held.numbers[name] for one in of_ranks] for name in (key, other))
         if any(divisor < 2 or divisor != int(divisor) for divisor in divisors):
@@ -269,6 +273,11 @@ def _ratios(of_ranks: Sequence[Evaluated]) -> Iterator[tuple[str, list[float], f
             yield key, [scale * value for value in values], scale * together
         if max(map(abs, values)) < _LARGEST_EXPONENT:
             yield key, list(map(math.exp, values)), math.exp(together)
+
+
+def _kept_in(key: str) -> str:
+    """The tensor or list of which a number is one, by its place; two of these are not put together."""
+    return key.rpartition("[")[0] if _PLACE.search(key) else ""
 
 
 def _is_own(number: ShownNumber, rank: int, values: Sequence[float], together: float) -> bool:

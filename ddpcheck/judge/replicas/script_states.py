@@ -27,7 +27,7 @@ Changes = Sequence[Sequence[ModuleChanged]]
 
 
 def judge_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -> list[Finding]:
-    """Copies of a wrapped module, and buffers of a criterion, that are not the same on every rank; `states` by rank.
+    """Copies of wrapped modules or of parts of them, and buffers of a criterion, that differ; `states` by rank.
 
     A copy that a rank holds, and neither changes nor calls, is not in use there: an EMA that only rank 0 updates, say.
     It is at fault where it was made, or, if it was the same on every rank once, where it is written.
@@ -177,7 +177,7 @@ def _finding(looks: Sequence[Sequence[StateHeld]], first: int, written: _Written
         return one_finding(
             "DDP306",
             (one.name,),
-            f"{one.name}, a copy of the parameters of a wrapped module, is not the same on every rank.",
+            f"{one.name}, a copy of parameters of a wrapped module, is not the same on every rank.",
             ranks=on or ranks,
             steps=(one.count,),
             location=where or one.location,

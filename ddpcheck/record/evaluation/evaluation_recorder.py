@@ -11,7 +11,7 @@ import logging
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,9 +35,11 @@ from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.evaluation.comparison_recorder import ComparisonRecorder
 from ddpcheck.record.source.program_numbers import (
     columns_of,
+    counters_of_program,
     labels_in,
     number_of,
     numbers_of_program,
+    parts_of_counter,
     program_frames,
     rows_of_program,
 )
@@ -64,6 +66,7 @@ class _Open:
 
     backwards: int
     numbers: Mapping[str, float]
+    zeros: Set[str]  # the variables that hold several zeros: counts, as it seems
     exchanged: list[ResultExchanged] = field(default_factory=list)
 
 
@@ -105,7 +108,8 @@ class EvaluationRecorder:
         one = self._open.pop(key, None)
         if one is None:
             self._comparisons.close()
-            self._open[key] = _Open(self._backwards, numbers_of_program())
+            zeros = {name for name, numbers in counters_of_program().items() if not numbers.any()}
+            self._open[key] = _Open(self._backwards, numbers_of_program(), zeros)
             return
         if not entry.exhausted or entry.trains or not entry.batches or self._backwards > one.backwards:
             return
@@ -116,6 +120,9 @@ class EvaluationRecorder:
             self._comparisons.open(self._round, entry.size)
         held = numbers_of_program()
         numbers = {name: value for name, value in held.items() if one.numbers.get(name) != value}
+        for name, counter in counters_of_program().items() if one.zeros else ():
+            if name in one.zeros and counter.any():
+                numbers |= parts_of_counter(name, counter, len(entry.indices))
         numbers |= _agreements(rows_of_program(len(entry.indices)))
         held_by = {} if entry.loader in self._references else _held_by(dataset, entry.size)
         self._references.add(entry.loader)

@@ -40,6 +40,7 @@ _MOST_OBJECTS = 4096  # that the variables of the program are followed to
 _MOST_TOGETHER = 1 << 16  # tensors
 _MOST_OF_A_PARAMETER = 8  # tensors in the state of a module, with its buffers, for each parameter
 _MOST_NUMBERS, _LEAST_COSINE = 4096, 0.5  # of the largest parameter, by which a copy is known
+_FEWEST_NUMBERS = 64  # of the largest parameter of a part, by which a copy of this part is known
 _SIMILAR_NORM = 0.7  # what two starts that are mixed as an average mixes them do not fall below, where the cosine does
 
 
@@ -107,8 +108,9 @@ def _table(value: Any) -> dict[str, str] | None:
 class StateRecorder:
     """Looks at models that no wrapper and no optimizer holds, and on which training may depend all the same.
 
-    These are copies of a wrapped module (an EMA, a teacher, a target network, the best so far), as a module or as its
-    parameters; and modules with buffers through which backward comes (a criterion with a centre, or with a queue).
+    These are copies of a wrapped module, or of a part of it (an EMA, a teacher, a target network, the best so far), as
+    a module or as its parameters; and modules with buffers through which backward comes (a criterion with a centre, or
+    with a queue).
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class StateRecorder:
         trained = {*map(id, held), *(id(p) for of_one in wrapped for p in of_one.values())}
         trained.update(id(p) for _, every in watched for p in every.values())
         seen: set[int] = set()
+        parts = functools.cache(lambda: _parts_of(self._watches))
         self._uses.follow_wrapped()
         for path, value, where in program_variables(depth=2) if wrapped else ():
             if id(value) in seen or not issubclass(type(value), nn.Module | dict | list):
@@ -144,7 +147,7 @@ class StateRecorder:
             if isinstance(value, nn.Module) and not _can_be_followed(value, trained):
                 continue
             seen.add(id(value))
-            state, stays = self._copied(path, value, wrapped)
+            state, stays = self._copied(path, value, wrapped, parts)
             if any(tensor.grad_fn is not None for tensor in state.values()):
                 continue  # of an inner loop, which differentiates it
             if state and not stays:
@@ -188,15 +191,19 @@ class StateRecorder:
             self._together[tensor.data_ptr()] += 1
 
     def _copied(
-        self, path: str, value: Any, wrapped: Sequence[Mapping[str, torch.Tensor]]
+        self,
+        path: str,
+        value: Any,
+        wrapped: Sequence[Mapping[str, torch.Tensor]],
+        parts: Callable[[], Sequence[Mapping[str, torch.Tensor]]],
     ) -> tuple[Mapping[str, torch.Tensor], bool]:
-        """The parameters of a copy of one of the modules that are wrapped, and whether it has been there before.
+        """The parameters of a copy of a wrapped module or a part of one, and whether it has been there before.
 
         Else it may be one of a single step, for an inner loop; or gradients or weights of it, made anew in each step.
         """
         if isinstance(value, nn.Module):
             tensors = _parameters(value)
-            if not tensors or _shapes(tensors) not in map(_shapes, wrapped):
+            if not tensors or not (_shapes(tensors) in map(_shapes, wrapped) or _is_of_a_part(tensors, parts())):
                 return {}, False
             stays = value in self._used
             self._use_of(value)
@@ -212,12 +219,13 @@ class StateRecorder:
         if stays:
             self._stay.add(path)
         stays = stays if isinstance(value, list) else path in self._stay or "." in path
-        by_name = isinstance(value, dict)
-        for ours in (one if by_name else _numbered(one) for one in wrapped if by_name or len(one) == len(items)):
-            tensors = _by_name(value)
-            found = {n: tensors[n] for n in ours if n in tensors and not (by_name and tensors[n].requires_grad)}
-            if len(found) == len(ours) and all(found[name].shape == ours[name].shape for name in found):
+        tensors, by_name = _by_name(value), isinstance(value, dict)
+        for ours in wrapped:
+            if found := _like(ours, tensors, by_name=by_name):
                 return (found if _is_near(found, ours) else {}), stays
+        for ours in parts():
+            if (found := _like(ours, tensors, by_name=by_name)) and _points_alike(found, ours):
+                return found, stays
         return {}, False
 
     def _of_criterion(self, module: nn.Module) -> Mapping[str, torch.Tensor]:
@@ -245,6 +253,31 @@ def _of_wrapped(watch: ScriptWatch, every: Mapping[str, torch.Tensor]) -> list[M
     return [one for one in (trained, every if len(every) > len(trained) else {}) if trained and one]
 
 
+def _parts_of(watches: Iterable[ScriptWatch]) -> list[dict[str, torch.Tensor]]:
+    """The parameters of the parts of the modules that are wrapped."""
+    modules = (watch.module for watch in list(watches) if not watch.is_sharded)
+    parts = (_parameters(part) for module in modules for part in itertools.islice(nn.Module.modules(module), 1, None))
+    return [part for part in parts if part]
+
+
+def _is_of_a_part(tensors: Mapping[str, torch.Tensor], parts: Iterable[Mapping[str, torch.Tensor]]) -> bool:
+    """Whether a module is a copy of one of these: with the same layers, or if there is only one, with like weights."""
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    layers = {name.rpartition(".")[0] for name in tensors}
+    alike = (one for one in parts if {name: tensor.shape for name, tensor in one.items()} == shapes)
+    return any(len(layers) > 1 or _points_alike(tensors, one) for one in alike)
+
+
+def _like(
+    ours: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], *, by_name: bool
+) -> dict[str, torch.Tensor]:
+    """Those of `tensors` that have the names, or else the places, and the shapes of all of `ours`; else nothing."""
+    if not by_name:
+        ours = _numbered(ours) if len(ours) == len(tensors) else {}
+    found = {n: tensors[n] for n in ours if n in tensors and not (by_name and tensors[n].requires_grad)}
+    return found if len(found) == len(ours) and all(found[n].shape == ours[n].shape for n in found) else {}
+
+
 def _items(value: Any) -> Iterable[Any]:
     """Those of a dictionary or list, past what a class of the user's makes of its methods."""
     return dict.values(value) if isinstance(value, dict) else list.__iter__(value)
@@ -269,10 +302,24 @@ def _is_near(found: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]
 
     They point where the parameters do, or are as large, with both signs: weights of another start.
     """
-    name = max(ours, key=lambda name: ours[name].numel())
-    a, b = (_plain(one[name].detach().flatten()[:_MOST_NUMBERS]) for one in (found, ours))
+    a, b = _largest(found, ours)
     as_large = b.norm() * _SIMILAR_NORM <= a.norm() <= b.norm() / _SIMILAR_NORM and a.min() < 0 < a.max()
     return bool(torch.dot(a, b) >= _LEAST_COSINE * a.norm() * b.norm() or as_large)
+
+
+def _points_alike(found: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the largest of them points where ours does, and neither by its few numbers nor by their sign alone."""
+    a, b = _largest(found, ours)
+    known = len(b) >= _FEWEST_NUMBERS and b.min() < 0 < b.max()
+    return bool(known and torch.dot(a, b) > _LEAST_COSINE * a.norm() * b.norm())
+
+
+def _largest(found: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first numbers of our largest parameter, and those of the other one of its name or place."""
+    name = max(ours, key=lambda name: ours[name].numel())
+    place = name if name in found else str(list(ours).index(name))
+    a, b = (_plain(one.detach().flatten()[:_MOST_NUMBERS]) for one in (found[place], ours[name]))
+    return a, b
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ _MOST_OBJECTS = 1024
 _MOST_ITEMS = 4096  # of a list
 _MOST_ROWS = 1 << 14
 _MOST_COLUMNS = 8
+_FEW_COUNTS = 3
 _MOST_LISTS = 6  # of rows
 _DEEPEST = 4  # a meter in a dictionary of a logger
 _MOST_PARTS = 16  # of a list or tuple that is looked into
@@ -43,6 +44,50 @@ def numbers_of_program() -> dict[str, float]:
         if len(found) >= _MOST_NUMBERS:
             break
     return found
+
+
+def counters_of_program() -> dict[str, torch.Tensor]:
+    """The few numbers of a tensor, an array or a list that they hold, by function and variable."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in held_by_program():
+        if name not in found and (numbers := _few_numbers(value)) is not None:
+            found[name] = numbers
+        if len(found) >= _MOST_NUMBERS:
+            break
+    return found
+
+
+def parts_of_counter(name: str, numbers: torch.Tensor, samples: int) -> dict[str, float]:
+    """What a script reads of counts that it keeps together: one of them, the sum, and that of a table's diagonal.
+
+    Not one of many that are counts of classes, as it seems: whole numbers, none of which is that of the samples.
+    """
+    function, _, variable = name.partition(".")
+    parts = {}
+    total = bool((numbers == samples).any())
+    if not total or numbers.dim() > 1:
+        parts[f"{function}.sum({variable})"] = float(numbers.sum())
+    few = len(numbers) <= _FEW_COUNTS or total or bool((numbers != numbers.round()).any())
+    if numbers.dim() == 1 and len(numbers) <= _MOST_COLUMNS and few:
+        parts |= {f"{name}[{place}]": number for place, number in enumerate(numbers.tolist())}
+    if numbers.dim() == 2 and numbers.shape[0] == numbers.shape[1]:
+        parts[f"{function}.trace({variable})"] = float(numbers.trace())
+    return {part: number for part, number in parts.items() if math.isfinite(number)}
+
+
+def _few_numbers(value: Any) -> torch.Tensor | None:
+    """Those of more than one, as float64 in their shape."""
+    if type(value) is list and 1 < len(value) <= _MOST_COLUMNS:
+        numbers = [number_of(item) for item in value]
+        return torch.tensor(numbers, dtype=torch.float64) if None not in numbers else None
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "iuf":
+        value = torch.from_numpy(value.astype(numpy.float64)) if 1 < value.size <= _MOST_ITEMS else None
+    if type(value) is not torch.Tensor or value.layout != torch.strided or value.device.type == "meta":
+        return None
+    if not 1 < value.numel() <= _MOST_ITEMS or value.is_complex() or value.dtype == torch.bool:
+        return None
+    return value.detach().cpu().double()
 
 
 def rows_of_program(count: int) -> dict[str, torch.Tensor]:
