@@ -74,6 +74,7 @@ from ddpcheck.judge.loop.script_optimizers import (
     judge_zeroed,
 )
 from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld
+from ddpcheck.judge.loop.script_wrappers import are_rounded
 from ddpcheck.judge.replicas.model_groups import compare_groups
 from ddpcheck.judge.replicas.script_states import judge_loads, judge_states, judge_uses
 from ddpcheck.judge.replicas.script_statistics import judge_statistics
@@ -340,7 +341,13 @@ def _copies(facts: ScriptFacts) -> Verdicts:
     steps = [of_ranks for one in facts.optimizers for of_ranks in one.steps if of_ranks[0].held]
     uses = facts.of(StateUsed) if whole and all(map(all_gradients_agree, steps)) else []
     written = [[one for one in of_rank if one.wrapper == OF_A_COPY] for of_rank in facts.of(ModuleChanged)]
-    return {"replicas": Verdict(judge_states(held, written) or judge_uses(uses, held, written))}
+    found = judge_states(held, written) or judge_uses(uses, held, written)
+    if found and found[0].code == "DDP306" and any(map(are_rounded, facts.wrappers)):  # and so are copies of them
+        return {"replicas": Verdict(lacking=_ROUNDED)}
+    return {"replicas": Verdict(found)}
+
+
+_ROUNDED = "copies not compared: the parameters that are copied differ between ranks by rounding"
 
 
 # The table

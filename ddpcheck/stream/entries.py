@@ -134,6 +134,7 @@ class ReplicaCaptured(Struct, frozen=True):
         own_hook: Whether it is none of torch's.
         shard: The number of the rank's shard of each parameter; negative where it has the whole of them.
         parts: The names of the parameters of which it is a part, whose elements are not all the same.
+        values: Sketches of the parameters; only where something else than an optimizer's step has changed some.
     """
 
     wrapper: int
@@ -146,6 +147,21 @@ class ReplicaCaptured(Struct, frozen=True):
     own_hook: bool = False
     shard: int = -1
     parts: tuple[str, ...] = ()
+    values: Mapping[str, Sketch] = field(default_factory=dict)
+
+
+class BuffersKept(Struct, frozen=True):
+    """The buffers with which a rank goes on after a captured step: at its next forward pass, or when it is left.
+
+    Attributes:
+        wrapper: The number of the wrapper.
+        step: That was captured.
+        buffers: Their fingerprints, but for those of normalisation layers.
+    """
+
+    wrapper: int
+    step: int
+    buffers: Mapping[str, int]
 
 
 class NotCompared(Struct, frozen=True):
@@ -231,6 +247,7 @@ Entry = (
     | StepsReported
     | ReplicaCaptured
     | NotCompared
+    | BuffersKept
     | TrainedApart
     | Inputs
     | Evaluated

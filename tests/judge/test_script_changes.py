@@ -149,7 +149,14 @@ def test_the_writes_of_wrapped_parameters_are_followed() -> None:
     before = dict(vars(nn.Parameter))
     layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
     found: list[ModuleChanged] = []
-    watch: Any = SimpleNamespace(number=0, module_parameters=layer.named_parameters, forwards=1, step=1)
+    written: list[bool] = []
+    watch: Any = SimpleNamespace(
+        number=0,
+        module_parameters=layer.named_parameters,
+        forwards=1,
+        step=1,
+        parameters_written=lambda: written.append(True),
+    )
     try:
         recorder = WriteRecorder(found.append, [watch])
         recorder.wrapped(watch)
@@ -176,6 +183,7 @@ def test_the_writes_of_wrapped_parameters_are_followed() -> None:
     assert [one.how for one in found] == ["mul_", "__setitem__", "__iadd__", "clamp_", ".data", "fill_"]
     assert found[0].names == ("weight", "bias")
     assert len({one.location for one in found}) == len(found)
+    assert written
 
 
 EVALUATES = ModuleChanged(0, "mode", "eval", ("",), RESETS, 9, 9)

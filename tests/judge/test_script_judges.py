@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
@@ -31,6 +32,8 @@ from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
+from ddpcheck.gather.state.fingerprints import fingerprints
+from ddpcheck.gather.steps.gradient_sketch import sketches
 from ddpcheck.judge.data.script_data import judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.data.script_files import _at_the_same_time, judge_files, judge_shards_saved
 from ddpcheck.judge.gradients.script_alone import judge_alone
@@ -46,9 +49,14 @@ from ddpcheck.judge.loop.script_optimizers import (
     judge_stale,
     judge_zeroed,
 )
-from ddpcheck.judge.loop.script_wrappers import note_more_buffers, with_buffers
+from ddpcheck.judge.loop.script_wrappers import (
+    note_more_buffers,
+    with_buffers,
+    without_alike_later,
+    without_rounding,
+)
 from ddpcheck.judge.replicas.script_states import judge_states
-from ddpcheck.stream.entries import ReplicaCaptured
+from ddpcheck.stream.entries import ReplicaCaptured, Sketch
 from ddpcheck.stream.rank_report import ReplicaState
 
 LINE = Location("train.py", 30)
@@ -69,6 +77,40 @@ def test_buffers_that_differ_later_than_the_ones_that_were_told() -> None:
         note_more_buffers(more, [told], [differing("moe.load", "moe.bias"), differing("0.weight", code="DDP306")], step)
     assert with_buffers(told, more).evidence == ("after step 1, moe.bias differs too",)
     assert with_buffers(differing("0.weight", code="DDP306"), more).evidence == ()
+
+
+def captured_of(*values: torch.Tensor, step: int = 0, sketched: bool = True) -> list[ReplicaCaptured]:
+    found = []
+    for rank, value in enumerate(values):
+        seen = DdpStepEvidence(
+            rank, step, parameters=fingerprints([("w", value)]), buffers={"load": rank, "bias": rank}
+        )
+        numbers = sketches({"w": value}) if sketched else {}
+        state = ReplicaState(ModuleDescription(), seen)
+        found.append(ReplicaCaptured(0, step, state, values={n: Sketch("f", one) for n, one in numbers.items()}))
+    return found
+
+
+def test_parameters_that_are_moved_and_taken_back_differ_by_rounding_alone() -> None:
+    start = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+
+    def parted(everyone: Sequence[ReplicaCaptured]) -> bool:
+        return len({one.state.values.parameters["w"] for one in without_rounding(everyone)}) > 1
+
+    own = [torch.randn(4096, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    back = [start + 0.05 * move - 0.05 * move for move in own]
+    assert not parted(captured_of(*back)) and parted(captured_of(*back, sketched=False))
+    assert parted(captured_of(*(start + 1e-4 * move for move in own)))
+    assert parted(captured_of(start, start.roll(1)))  # of the same size
+    walked = [start, start * (1 + 1e-5)]
+    assert parted(captured_of(*walked)) and not parted(captured_of(*walked, step=400))  # what rounding adds up to
+
+
+def test_buffers_that_are_alike_when_the_next_step_begins() -> None:
+    everyone = captured_of(torch.ones(4), torch.ones(4))
+    later = [{"load": 0, "bias": rank} for rank in range(2)]
+    assert [one.state.values.buffers for one in without_alike_later(everyone, later)] == [{"bias": 0}, {"bias": 1}]
+    assert without_alike_later(everyone, later[:1]) == everyone  # of one rank, it is not known
 
 
 # Data
@@ -407,6 +449,24 @@ def test_what_ranks_add_to_gradients_that_are_reduced_is_not_told_as_no_reductio
     reduced = [[replace(one, collectives=3 + 2 * one.count) for one in of_ranks] for of_ranks in steps]
     (later,) = judge_alone(reduced, [], wrapped=False)
     assert "by nothing" in never.message and "after the collectives of a step" in later.message
+
+
+def test_a_parameter_that_is_never_averaged_where_the_others_are_now_and_then() -> None:
+    def looks_at(rank: int) -> list[OptimizerStep]:
+        values = [
+            {"a": 0, "b": 0},
+            {"a": 1 + rank, "b": 1 + rank},
+            {"a": 3, "b": 4 + rank},
+            {"a": 5 + rank, "b": 7 + rank},
+        ]
+        gradients = {name: [1.0 + rank] for name in "ab"}
+        return [
+            replace(alone(count, 0, 0.0), alone=held, gradients=gradients, marks=(held["b"],))
+            for count, held in enumerate(values)
+        ]
+
+    (found,) = judge_alone(list(zip(looks_at(0), looks_at(1), strict=True)), [], wrapped=False)
+    assert found.subjects == ("b",) and "is never averaged, as the others are" in found.message
 
 
 def test_gradients_that_are_reduced_after_the_step_that_uses_them() -> None:

@@ -128,3 +128,28 @@ def test_a_batch_that_a_rank_skips_under_fully_shard() -> None:
     finding = only(judge(rank_0, [*rank_0[:3], call("|", 16)], passes=shorter))
     assert (finding.code, finding.location) == ("DDP405", Location("train.py", 3))
     assert "Join" not in finding.what_to_do
+
+
+@pytest.mark.parametrize(
+    ("batches", "where"), [((2, 3), ("DDP508", 5)), ((1, 2), ("DDP405", 11))], ids=["skipped", "left"]
+)
+def test_a_rank_that_skips_and_then_meets_another_collective(batches: Sequence[int], where: tuple[str, int]) -> None:
+    """Rank 0 is done with the loop, and in a function with an exit; rank 1 is in the forward pass of its last batch."""
+    rank_0 = RankAtEnd(
+        0,
+        [call("r", 6), backward(1, batches[0]), call("r", 6), backward(2, batches[1]), call("|", 21, 13)],
+        doing="waits in barrier",
+        lines=("train.py:21", "train.py:13", f"train.py:{MAIN}"),
+        passes=of_loader(4, exhausted=True),
+        forwards={6: 2},
+    )
+    rank_1 = RankAtEnd(
+        1,
+        [call("r", 6), backward(1, 1), call("r", 6), backward(2, 2), call("r", 6)],
+        doing="waits in all_reduce",
+        lines=("train.py:6", f"train.py:{MAIN}"),
+        passes=of_loader(3, exhausted=False),
+        forwards={6: 3},
+    )
+    finding = only(judge(rank_0, rank_1))
+    assert (finding.code, finding.location) == (where[0], Location("train.py", where[1]))

@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.script import StateHeld
-from ddpcheck.record.replicas.program_state import StateRecorder, _is_near, tables_of, tables_of_program
+from ddpcheck.record.replicas.program_state import (
+    StateRecorder,
+    _is_near,
+    names_of_tensors,
+    tables_of,
+    tables_of_program,
+)
 from ddpcheck.record.replicas.set_order import is_order_of_a_set
 
 
@@ -149,3 +155,9 @@ def test_the_buffers_of_a_loss_through_which_backward_comes(criterion: nn.Module
     assert not recorder._of_criterion(criterion)  # in evaluation only
     criterion(logits.requires_grad_(), *targets)
     assert list(recorder._of_criterion(criterion)) == held
+
+
+def test_tensors_that_no_module_has_are_named_by_the_variables_that_hold_them() -> None:
+    scale, outer, by_name = torch.ones(1), [torch.ones(2), torch.ones(3)], {"head": torch.ones(4)}
+    wanted = {id(scale), id(outer[1]), id(by_name["head"])}
+    assert set(names_of_tensors(wanted).values()) == {"scale", "outer[1]", "by_name['head']"}

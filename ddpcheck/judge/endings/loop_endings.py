@@ -119,10 +119,16 @@ def explain_by_loop(facts: EndingFacts, one: Position, other: Position) -> list[
             for loop in facts.loops(stays.lines)
             if loop not in facts.loops(left.lines) and facts.has_left(left, loop)
         ]
-        if loops and not own_branches(facts, left, stays):
+        if loops and (_is_same_pass(left.of, stays.of, loops[-1]) or not own_branches(facts, left, stays)):
             with_exits = [loop for loop in loops if exits_of(facts, loop, left, stays)]
             return _left(facts, (with_exits or loops[-1:])[0], left, stays)
     return []
+
+
+def _is_same_pass(left: RankAtEnd, stays: RankAtEnd, loop: Block) -> bool:
+    """Whether a rank is still in the pass over a loader that was the last one of another rank in this loop."""
+    mine, theirs = ([one for one in rank.passes if str(one.location) == loop.head][-1:] for rank in (stays, left))
+    return any(not m.exhausted and (m.loader, m.number) == (t.loader, t.number) for m in mine for t in theirs)
 
 
 def _made(rank: RankAtEnd, call: Call) -> int:

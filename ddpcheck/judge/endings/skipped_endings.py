@@ -35,7 +35,8 @@ def explain_by_skipped_pass(facts: EndingFacts, one: Position, other: Position) 
 def _skipped_of_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Backward]]) -> list[Finding]:
     if len(backwards) < 2:
         return []
-    most = max(map(len, backwards.values()))
+    counts = {rank.rank: _begun(rank, backwards[rank.rank]) for rank in facts.ranks if rank.rank in backwards}
+    most = max(counts.values())
     for number, of_ranks in enumerate(zip(*backwards.values(), strict=False)):
         if len({(b.forward, b.batch, b.unsynced) for b in of_ranks}) == 1 or len({b.line for b in of_ranks}) > 1:
             continue
@@ -44,7 +45,7 @@ def _skipped_of_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Bac
             values = {rank: getattr(b, kind) for rank, b in at.items()}
             least = min(values.values())
             ahead = [rank for rank, value in values.items() if value > least]
-            if ahead and all(len(backwards[rank]) < most for rank in ahead):
+            if ahead and all(counts[rank] < most for rank in ahead):
                 behind = next(b for rank, b in at.items() if rank not in ahead)
                 if kind == "batch" and not _went_through(backwards, ahead, at, behind):
                     continue
@@ -54,8 +55,13 @@ def _skipped_of_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Bac
                 return _dropped(facts, ahead, at, behind) or _skipped(
                     facts, kind, ahead, list(at), behind, block, [*numbers, *why]
                 )
-        return []
     return []
+
+
+def _begun(rank: RankAtEnd, backwards: Sequence[Backward]) -> int:
+    """How many backward passes a rank has made, and one more where it has made the forward pass of the next one."""
+    last = backwards[-1]
+    return len(backwards) + (rank.forwards.get(split_line(last.line)[1], 0) > last.forward)
 
 
 def _went_through(

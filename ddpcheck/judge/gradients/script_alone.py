@@ -49,7 +49,8 @@ def judge_alone(
         return len({each.alone[name] for each in one}) == 1
 
     began = [name for name in names if alike(of_ranks[0], name)]
-    apart = [name for name in began if not any(alike(one, name) for one in of_ranks[-1:])]
+    met = {name for name in names for one, later in itertools.pairwise(of_ranks) if _meets(name, one, later)}
+    apart = [name for name in began if name not in met and not any(alike(one, name) for one in of_ranks[-1:])]
     local = [name for name in apart if any(gradients_differ(one, name) for one in of_ranks)]
     if local and _few_agree(of_ranks):
         later = all("/" in name for name in local)  # parameters of a wrapper
@@ -63,6 +64,9 @@ def judge_alone(
         if later:
             how = f"{plural_verb('was', 'were', local)} added or unfrozen after wrapping"
             fix = "Finish the module first, wrap it last; wrap again after any such change."
+        elif met:
+            how = f"{plural_verb('is', 'are', local)} never averaged, as the others are after some steps"
+            fix = "Average it with the others."
         elif wrapped:
             how = f"{plural_verb('is', 'are', local)} in no DistributedDataParallel"
             fix = "Put it into the module that is wrapped, or wrap it too."
@@ -92,6 +96,12 @@ def judge_alone(
             "Broadcast the parameters from rank 0 before the first step, or seed their construction equally.",
         )
     return []
+
+
+def _meets(name: str, before: Steps, later: Steps) -> bool:
+    """Whether the values of a parameter in no wrapper differ between ranks at a look, and at the next one do not."""
+    first, second = (len({each.alone[name] for each in one}) for one in (before, later))
+    return second == 1 < first
 
 
 def _in_no_group(names: Sequence[str], steps: Sequence[Steps], sharded_at: Location) -> list[Finding]:

@@ -6,7 +6,7 @@ From the logs of all ranks to findings: parameters, replicas, the reducer and th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import mul
 from pathlib import PurePath
@@ -34,11 +34,21 @@ from ddpcheck.judge.replicas.replica_state import AVERAGE_THEM, never_averaged
 from ddpcheck.judge.replicas.script_changes import at_the_change, judge_ignored, judge_replaced
 from ddpcheck.judge.replicas.wrapper_construction import COUNTED, judge_constructions
 from ddpcheck.judge.script_facts import ScriptFacts, WatchedWrapper, entries_of
-from ddpcheck.stream.entries import PeerReceived, ReplicaCaptured, Sketch, StepsReported, TrainedApart, WrapperMade
+from ddpcheck.stream.entries import (
+    BuffersKept,
+    PeerReceived,
+    ReplicaCaptured,
+    Sketch,
+    StepsReported,
+    TrainedApart,
+    WrapperMade,
+)
 from ddpcheck.stream.rank_report import RankReport, ReplicaState
 
 _FEWEST_AGREE = 2  # steps of an optimizer with the same gradient on all ranks, which is not zero
 _FEWEST_MARKS = 3  # of ranks that train apart: where that began, and after two steps
+_ROUNDINGS = 16  # in units of the machine epsilon: of two sums in a step, and of a sketch
+_EPS = 2.0**-23  # of float32
 _TOLERANCE = 1e-3  # of a sketch in float32, whose sums of many elements are rounded
 
 
@@ -146,13 +156,17 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
             elif not entry.begun or rank.counts[wrapper.number][1] <= entry.report.step:
                 reports.setdefault(entry.report.step, {}).setdefault(rank.started.rank, []).append(entry.report)
     captured = group_by(chain.from_iterable(wrapper.of(ReplicaCaptured)), lambda one: one.step)
+    kept_buffers: dict[int, list[Mapping[str, int]]] = {}
+    for later in chain.from_iterable(wrapper.of(BuffersKept)):
+        kept_buffers.setdefault(later.step, []).append(later.buffers)
     if not wrapper.missing and (built := wrapper.values_built):
         reported.add(select_findings(judge_values_before_sharding(built, {})), locate)
         reported.add(judge_options("DDP221", wrapper.policies, "What fully_shard was given"), locate)
     for step in () if wrapper.missing else sorted(reports.keys() | captured.keys()):
         found = _judge_step(wrapper, step, reports[step]) if step in reports else []
         if len(captured.get(step, ())) == len(wrapper.ranks):
-            found += _judge_replicas(made, step, captured[step], first=step == min(captured))
+            everyone = without_alike_later(without_rounding(captured[step]), kept_buffers.get(step, ()))
+            found += _judge_replicas(made, step, everyone, first=step == min(captured))
         reported.add(select_findings(found), locate)
         note_more_buffers(more_buffers, reported.findings, found, step)
     if not wrapper.missing and len(closing) == len(wrapper.ranks):
@@ -253,6 +267,52 @@ def _judge_step(wrapper: WatchedWrapper, step: int, reports: Mapping[int, Sequen
                 theirs.append(RankReport(StepEvidence(number, step, {})))
         found += judge_reports(theirs, wrapper.made.context, settled=False)  # which all steps to the end say
     return found
+
+
+def without_rounding(everyone: Sequence[ReplicaCaptured]) -> Sequence[ReplicaCaptured]:
+    """The captured of all ranks, with one fingerprint for a parameter that differs between them by rounding alone.
+
+    So does one that each rank moves by numbers of its own and takes back before the optimizer's step, as SAM does:
+    `p + e - e` is not quite `p`. What rounding leaves in one step stays, and adds up like a random walk.
+    """
+    growth = _ROUNDINGS * math.sqrt(everyone[0].step + 1)
+    rounded = {}
+    for name in differing_names([one.state.values.parameters for one in everyone]):
+        values = [one.values[name] for one in everyone if name in one.values]
+        if len(values) == len(everyone):
+            tolerance = growth * max(one.eps.get(name, _EPS) for one in everyone)
+            if max(math.dist(values[0], other) for other in values) <= tolerance * math.hypot(*values[0]):
+                rounded[name] = everyone[0].state.values.parameters[name]
+    return _with_values(everyone, lambda values: replace(values, parameters={**values.parameters, **rounded}))
+
+
+def are_rounded(wrapper: WatchedWrapper) -> bool:
+    """Whether parameters of a wrapper differ between ranks by rounding in one of its steps; see `without_rounding`."""
+    by_step = group_by(chain.from_iterable(wrapper.of(ReplicaCaptured)), lambda one: one.step)
+    complete = [everyone for everyone in by_step.values() if len(everyone) == len(wrapper.ranks)]
+    return any(without_rounding(everyone) != everyone for everyone in complete)
+
+
+def without_alike_later(
+    everyone: Sequence[ReplicaCaptured], later: Sequence[Mapping[str, int]]
+) -> Sequence[ReplicaCaptured]:
+    """The captured of all ranks, without buffers that differ in a step and are alike when the next one begins.
+
+    `later`: by rank, with which buffers it goes on; where that is not known of all ranks, what differs is kept.
+    """
+    if len(later) < len(everyone):
+        return everyone
+    alike = later[0].keys() - differing_names(later).keys()
+    return _with_values(
+        everyone,
+        lambda values: replace(values, buffers={n: v for n, v in values.buffers.items() if n not in alike}),
+    )
+
+
+def _with_values(
+    everyone: Sequence[ReplicaCaptured], change: Callable[[DdpStepEvidence], DdpStepEvidence]
+) -> list[ReplicaCaptured]:
+    return [replace(one, state=replace(one.state, values=change(one.state.values))) for one in everyone]
 
 
 def _judge_replicas(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:

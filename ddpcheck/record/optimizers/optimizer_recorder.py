@@ -41,6 +41,7 @@ from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.replicas.program_state import (
     StateRecorder,
     names_of_parameters,
+    names_of_tensors,
     tables_of_program,
 )
 from ddpcheck.record.replicas.state_loads import LoadRecorder
@@ -60,6 +61,7 @@ class _Optimizer:
     reductions: int = 0
     reduced: dict[int, int] = field(default_factory=dict)  # by number of a wrapper, likewise
     alone: dict[int, str] = field(default_factory=dict)  # the names of its parameters in no wrapper, by identity
+    in_no_module: set[int] = field(default_factory=set)  # of these, by identity
     marks: list[int] = field(default_factory=list)
     marked: Callable[[], Any] = lambda: None  # a small parameter that is in no wrapper
     inside: bool = False  # of `step`
@@ -246,7 +248,7 @@ class OptimizerRecorder:
             alone=fingerprints(alone.items()),
             gradients=sketches({name: dense(p.grad) for name, p in alone.items() if p.grad is not None}),
             marks=tuple(known.marks),
-            unknown=tuple(name for name in alone if name.startswith("?")),
+            unknown=tuple(name for p, name in known.alone.items() if p in known.in_no_module),
             collectives=self._collectives(),
             idle=tuple(sorted(idle)),
             made=self._lines.of_optimizer(optimizer),
@@ -309,6 +311,8 @@ class OptimizerRecorder:
             loose = [p for p in loose if id(p) not in wrapped]
         if loose:
             names = names_of_parameters({id(p) for p in loose}) | later
+            known.in_no_module = {id(p) for p in loose} - names.keys()
+            names |= names_of_tensors(known.in_no_module) if known.in_no_module else {}
             for index, p in enumerate(loose):
                 known.alone[id(p)] = names.get(id(p), f"? {index} {tuple(p.shape)}")
             known.marked = tensor_ref(min(loose, key=torch.Tensor.numel))

@@ -291,6 +291,10 @@ class ScriptWatch(StepListener):
         if not self.is_sharded:
             self._bypass.backward_ended(self.step, put_off=self._through_forward or self.has_unreduced or self.joins)
 
+    def parameters_written(self) -> None:
+        """The script has written parameters by itself."""
+        self._replica.changed |= self.forwards > 0
+
     def optimizer_steps(self) -> None:
         """An optimizer with parameters of the wrapper is about to step."""
         self._replica.write()
@@ -311,6 +315,8 @@ class ScriptWatch(StepListener):
         """Leave the wrapper as it was; may be called again. `failing`: the script ends in an exception."""
         was_attached, self._attached = self._attached, False
         self._replica.write()
+        if was_attached and not failing:
+            self._replica.write_buffers()
         if was_attached and (apart := self._marks.at_last()) is not None:
             self._log.add(apart)
         self._handle.remove()
@@ -368,8 +374,9 @@ class ScriptWatch(StepListener):
     # As a listener
 
     def forward_begins(self) -> None:
-        """Write what was captured in the last step, where no optimizer has stepped."""
+        """Write what was captured in the last step, where no optimizer has stepped, and what is kept of its buffers."""
         self._replica.write()
+        self._replica.write_buffers()
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
         """Count it, by its line."""

@@ -358,6 +358,20 @@ def names_of_parameters(wanted: set[int]) -> dict[int, str]:
     return found
 
 
+def names_of_tensors(wanted: set[int]) -> dict[int, str]:
+    """The names of tensors in the variables of the program, and in lists, tuples and dicts that these hold."""
+    found: dict[int, str] = {}
+    for path, value, _ in program_variables(depth=1):
+        if id(value) in wanted:
+            found.setdefault(id(value), path)
+        kind = type(value)
+        items = enumerate(value) if kind in (list, tuple) else value.items() if kind is dict else ()
+        for key, item in itertools.islice(items, _MOST_OBJECTS):
+            if id(item) in wanted:
+                found.setdefault(id(item), f"{path}[{key!r}]")
+    return found
+
+
 def program_variables(depth: int) -> Iterator[tuple[str, Any, Location]]:
     """Name, value and line of each variable of the user's functions that run now, and of their modules.
 

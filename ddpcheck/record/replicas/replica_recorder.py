@@ -26,7 +26,7 @@ from ddpcheck.gather.steps.gradient_sketch import KeptParts, short_sketches, ske
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.record.parameters.step_probe import StepProbe
 from ddpcheck.record.source.updating_line import writing_line
-from ddpcheck.stream.entries import ReplicaCaptured, Sketch
+from ddpcheck.stream.entries import BuffersKept, ReplicaCaptured, Sketch
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.rank_report import ReplicaState
 
@@ -36,7 +36,10 @@ class ReplicaRecorder:
 
     Attributes:
         reduced: The gradients that the last reduction has left, until the backward pass has ended.
+        changed: Whether something else than an optimizer's step has changed parameters since the first forward pass.
     """
+
+    changed = False
 
     def __init__(self, recorder: StepRecorder, log: RankLog, number: int) -> None:
         """Of the `number`-th wrapper."""
@@ -50,6 +53,7 @@ class ReplicaRecorder:
         parts = parts_of(self._module)
         self._buffers = self._own_buffers(fingerprints(parts.buffers.items()), parts)
         self._written: set[str] = set()  # those of them that have changed
+        self._begun = -1  # the captured step after which no forward pass has begun yet
 
     def write(self) -> None:
         """Write what was captured, with the parameters of now.
@@ -61,7 +65,19 @@ class ReplicaRecorder:
             captured, parameters = of_step
             values = replace(captured.state.values, parameters=self._recorder.replica.parameters(parameters))
             parts = uneven_parts(self._recorder.parameters, self._mesh) if captured.shard >= 0 else ()
-            self._log.add(replace(captured, state=replace(captured.state, values=values), parts=parts))
+            before = captured.state.at_first_forward
+            self.changed |= any(values.parameters.get(name) != value for name, value in before.items())
+            whole = self._recorder.parameters if self.changed and captured.shard < 0 else {}
+            sketched = {name: Sketch("f", numbers) for name, numbers in sketches(whole).items()}
+            state = replace(captured.state, values=values)
+            self._log.add(replace(captured, state=state, parts=parts, values=sketched))
+
+    def write_buffers(self) -> None:
+        """Write the buffers with which the rank goes on after a captured step."""
+        step, self._begun = self._begun, -1
+        parts = parts_of(self._module) if step >= 0 else None
+        if parts is not None and (buffers := self._own_buffers(fingerprints(parts.buffers.items()), parts)):
+            self._log.add(BuffersKept(self._number, step, buffers))
 
     def capture(self, step: int, probe: StepProbe | None, parts: Parts) -> None:
         """Keep what there is after the backward pass of a step, until it is written; `parts` of the module then."""
@@ -89,7 +105,7 @@ class ReplicaRecorder:
             )
             captured = replace(captured, own=own, averaged=averaged, eps=eps, hook=hook, own_hook=own_hook)
         self.write()
-        self._captured = captured, parts.parameters
+        self._captured, self._begun = (captured, parts.parameters), step
 
     def write_statistics(self, step: int) -> None:
         """Write the running statistics that normalisation layers have after so many steps: the last ones.

@@ -134,6 +134,8 @@ class WriteRecorder:
         names = (name,) if before is None else tuple(dict.fromkeys((*before.names, name)))
         watch = next((one for one in list(self._watches) if one.number == number), None)
         if watch is not None or number == OF_A_COPY:
+            if watch is not None:
+                watch.parameters_written()
             when = (0, 0) if watch is None else (watch.forwards, watch.step)
             what = "ignored" if how == _IGNORED else "written"
             self._open[key] = ModuleChanged(number, what, how, names, where, *when)
