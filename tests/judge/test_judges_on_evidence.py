@@ -58,6 +58,7 @@ _TEST_OF_SCRIPT = {
     "script_alone.judge_taken": "test_script_taken",
     "script_states.judge_uses": "test_script_states",
     "script_states._finding_of_use": "test_script_states",
+    "script_states.judge_loads": "test_script_states",
 }
 
 

@@ -1,4 +1,4 @@
-"""DDP306 of copies that are evaluated: which uses are a fault, and what is written down of them."""
+"""DDP306 of copies that are evaluated, and DDP523: uses and loads that are a fault, and what is written down of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 from ddpcheck.findings.evidence.changes import OF_A_COPY, ModuleChanged
 from ddpcheck.findings.evidence.script import StateHeld
-from ddpcheck.findings.evidence.state_uses import StateUsed, digest_of_values
+from ddpcheck.findings.evidence.state_uses import NothingLoaded, StateUsed, digest_of_values
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.replicas.script_states import judge_states, judge_uses
+from ddpcheck.judge.replicas.script_states import judge_loads, judge_states, judge_uses
 from ddpcheck.record.replicas.state_uses import UseRecorder
 
 MADE, LOADED = Location("train.py", 9), Location("train.py", 50)
@@ -107,3 +107,17 @@ def test_the_uses_of_a_copy_that_are_written_down() -> None:
     steps[0], held[:] = 4, list(copy.parameters())
     evaluate()
     assert len(written) == 1  # an optimizer of its own has it
+
+
+@pytest.mark.parametrize(
+    ("loads", "ranks", "words"),
+    [
+        ([[], []], None, ""),
+        ([[NothingLoaded("Net", LOADED, "module.", True, 4)]] * 2, (), "keys of the state begin with 'module.'"),
+        ([[], [NothingLoaded("Net", LOADED, "_orig_mod.", False, 4)]], (1,), "of the module begin with '_orig_mod.'"),
+    ],
+)
+def test_states_that_load_nothing(loads: list[list[NothingLoaded]], ranks: tuple[int, ...] | None, words: str) -> None:
+    found = judge_loads(loads)
+    assert [one.ranks for one in found] == ([] if ranks is None else [ranks])
+    assert all(words in one.message and one.location == LOADED for one in found)

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.findings.evidence.modules import WrapperFacts
+from ddpcheck.findings.evidence.modules import ModuleDescription, WrapperFacts
 from ddpcheck.findings.evidence.parameters import StepEvidence
-from ddpcheck.findings.evidence.steps import Call, LoopEvent
+from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence, LoopEvent
 from ddpcheck.findings.wording import Names, make_finding
 from ddpcheck.judge.loop import script_wrappers
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, StepsReported, WrapperMade
-from ddpcheck.stream.rank_report import RankReport, WatchContext
+from ddpcheck.stream.rank_report import RankReport, ReplicaState, WatchContext
 from ddpcheck.stream.watched_rank import WatchedRank
 from tests.tiers import one_of
 
@@ -34,8 +34,8 @@ CONTEXT = WatchContext(Names({}), WrapperFacts(), world_size=4)
 
 def rank_log(number: int, group: tuple[int, ...], *entries: Any) -> WatchedRank:
     made = WrapperMade("Net", group, CONTEXT, None, by_library=False, classes={})
-    state: Any = type("State", (), {"values": type("Values", (), {"gradients": {}})})
-    captured = ReplicaCaptured(0, 0, state)
+    described = ModuleDescription()
+    captured = ReplicaCaptured(0, 0, ReplicaState(described, DdpStepEvidence(number, 0)))
     calls = [Call("barrier", "default", group)]
     return WatchedRank(RankStarted(number, 4, "gloo"), [made, captured, *entries], [(3, 3)], calls=calls)
 
