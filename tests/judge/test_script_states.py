@@ -1,4 +1,4 @@
-"""DDP306 of copies that are evaluated, and DDP523: uses and loads that are a fault, and what is written down of them."""
+"""DDP306 of evaluated copies, and DDP523: uses and loads that are a fault, and what is written down of them."""
 
 from __future__ import annotations
 
