@@ -173,7 +173,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, list[tuple[str, str,
         {"model": lambda: nn.Sequential(nn.Linear(8, 4), nn.Dropout())},
         {},
         "clean",
-        [("parity", "passed", "in a single process, with constants in the place of random numbers")],
+        [("parity", "passed", "in a single process, with the same random numbers for each sample")],
     ),
     "all gradients zero": (
         {"loss": lambda model, x: 0.0 * model(x).sum()},

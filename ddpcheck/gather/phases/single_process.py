@@ -205,8 +205,7 @@ def _run(own: SingleProcess, step: int) -> SingleStep:
         batch_fingerprint(make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size)) if step == 0 else ()
     )
     on_device = to_device(batch, own.device)
-    with counted_backwards() as backwards:
-        gradients, loss = _comparable_gradients(own, on_device, step)
+    gradients, loss, backwards = _comparable_gradients(own, on_device, step)
     own.after = capture_attributes(own.module, buffers=False)
     data.loss = loss.value
     del loss
@@ -214,7 +213,7 @@ def _run(own: SingleProcess, step: int) -> SingleStep:
     data.gradients = _moved(gradients) if own.mapped else gradients
     del gradients
     with own.aside():
-        noise = _rounding(own, on_device, step, own.mapped if backwards[0] == 1 else ())
+        noise = _rounding(own, on_device, step, own.mapped if backwards == 1 else ())
     data.scale = scales(data.gradients)
     data.tolerance = tolerances(data.gradients, data.scale, noise)
     if own.double_error:  # the only yardstick there is without float64
@@ -223,7 +222,7 @@ def _run(own: SingleProcess, step: int) -> SingleStep:
         data.tolerance = {name: max(measured[name], allowed) for name, allowed in data.tolerance.items()}
     total = sum(norm(gradient) ** 2 for gradient in data.gradients.values()) ** 0.5
     own.forget_double()
-    return SingleStep(data.loss, total, batch_fingerprint(batch), again, own.double_error, backwards[0], own.numbers)
+    return SingleStep(data.loss, total, batch_fingerprint(batch), again, own.double_error, backwards, own.numbers)
 
 
 def _moved(gradients: Gradients) -> Mapping[str, torch.Tensor]:
@@ -236,18 +235,19 @@ def _moved(gradients: Gradients) -> Mapping[str, torch.Tensor]:
     return moved
 
 
-def _comparable_gradients(own: SingleProcess, batch: Any, step: int) -> tuple[Gradients, Loss]:
-    """Those of the module, with random numbers that a rank can have as well."""
+def _comparable_gradients(own: SingleProcess, batch: Any, step: int) -> tuple[Gradients, Loss, int]:
+    """Those of the module, with random numbers that a rank can have as well; and the backward passes that it took."""
     while True:
         try:
-            gradients, loss = _gradients(own, own.module, batch, step)
+            with counted_backwards() as backwards:
+                gradients, loss = _gradients(own, own.module, batch, step)
         except Exception:
             if own.numbers != "by sample":
                 raise
             own.numbers = "constant"
         else:
             if not loss.drew or own.numbers != "drawn":
-                return gradients, loss
+                return gradients, loss, backwards[0]
             own.numbers = "by sample"
         own.rewind(own.module)
 

@@ -27,7 +27,8 @@ class LoadRecorder:
         self._in_vain: WeakKeyDictionary[nn.Module, NothingLoaded] = WeakKeyDictionary()
         patched(nn.Module, "load_state_dict", self._loads)
 
-    def _loads(self, module: nn.Module, state: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
+    def _loads(self, module: nn.Module, *arguments: Any, **named: Any) -> Generator[None, Any, None]:
+        state = arguments[0] if arguments else named["state_dict"]
         result = yield
         missing, unexpected = list(result.missing_keys), set(result.unexpected_keys)
         if isinstance(module, torch.jit.ScriptModule) or not missing or not unexpected.issuperset(state):
