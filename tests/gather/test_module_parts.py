@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from ddpcheck.gather.autograd.autograd_graph import all_names  # noqa: E402
-from ddpcheck.gather.state.module_description import parts_of, structure_of  # noqa: E402
+from ddpcheck.gather.autograd.autograd_graph import all_names
+from ddpcheck.gather.state.module_description import parts_of, structure_of
 
 
 def tied() -> nn.Module:
