@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ddpcheck.record.loss.loss_recorder import _terms
 
@@ -37,3 +38,18 @@ def test_they_make_the_gradient_that_arrives_at_a_term() -> None:
     assert x.grad is not None
     factor = math.prod(value if name == "Mul" else 1 / value for name, value in scales)
     assert math.isclose(float(x.grad[0]), factor, rel_tol=1e-6)
+
+
+def test_a_checkpoint_is_not_computed_again_to_know_them_and_what_is_overwritten_is_left_to_backward() -> None:
+    forwards = []
+
+    def scaled(x: Tensor) -> Tensor:
+        forwards.append(1)
+        return x.sum() / torch.tensor(5.0)
+
+    loss = checkpoint(scaled, X, use_reentrant=False)
+    assert [scales for _, _, scales in _terms(loss.grad_fn)] == [()] and len(forwards) == 1
+    count = torch.tensor(4.0)
+    overwritten = X.sum() / count
+    count += 1
+    assert [scales for _, _, scales in _terms(overwritten.grad_fn)] == [()]

@@ -112,6 +112,21 @@ def keeps_graph() -> bool:
     return asked is not None and bool(asked())
 
 
+def kept_tensor(node: Any, name: str) -> torch.Tensor | None:
+    """What a node keeps for backward under this name, where it may be looked at.
+
+    Not what hooks have packed: a checkpoint computes its forward once more to unpack it. Nor what was overwritten or
+    freed, which is for backward to raise.
+    """
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    if raw is None or getattr(raw, "unpack_hook", None) is not None:
+        return None
+    with contextlib.suppress(RuntimeError):
+        kept = getattr(node, f"_saved_{name}")
+        return kept if isinstance(kept, torch.Tensor) else None
+    return None
+
+
 def in_compiled_backward() -> bool:
     """Whether this hook is called by compiled autograd: then the engine cannot be asked what it will reach.
 

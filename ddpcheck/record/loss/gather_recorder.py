@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
-from ddpcheck.gather.autograd.autograd_graph import made_shapes
+from ddpcheck.gather.autograd.autograd_graph import kept_tensor, made_shapes
 from ddpcheck.gather.patching import patched
 from ddpcheck.stream.rank_report import is_probed
 
@@ -25,7 +24,7 @@ _FEWEST_ROWS, _MOST_ROWS = 2, 8  # of the rank's own, which are looked for
 _FEWEST_ELEMENTS = 3  # of a row, by whose direction it is known
 _MOST_LOOKED_AT = 64  # of which these are taken
 _INPUTS = {"all_gather": "tensor", "all_gather_into_tensor": "input_tensor", "all_gather_single": "input_tensor"}
-_SAVED, _RAW = "_saved_", "_raw_saved_"  # what a node keeps for backward; unpacked, and as it is kept
+_SAVED = "_saved_"  # what a node keeps for backward
 _PARALLEL = 1e-4  # 1 - cosine, of rows that are the same but for their lengths
 _APART = 1e-2  # likewise, of rows that cannot be taken for each other
 
@@ -101,17 +100,11 @@ def _constants(root: Any, shape: tuple[int, int], ends: set[Any]) -> Iterator[to
     """
     rows = shape[0]
     for node in _nodes(root, ends):
-        # The size is asked for first: what is kept may have been packed by hooks, as a checkpoint's is, which allow
-        # that it is unpacked once. Other nodes than products do not tell it, but that of what they make.
-        made = {size for shape in made_shapes(node) for size in shape}
+        made = {size for shape in made_shapes(node) for size in shape}  # by nodes that make something else: asked first
         for name in dir(node) if rows in made else ():
-            kept = getattr(node, _RAW + name.removeprefix(_SAVED), None) if name.startswith(_SAVED) else None
-            if kept is None or getattr(kept, "unpack_hook", None) is not None:
-                continue
-            with contextlib.suppress(RuntimeError):  # overwritten or freed, which is for backward to raise
-                tensor = getattr(node, name)
-                if isinstance(tensor, torch.Tensor) and not tensor.requires_grad and tensor.is_floating_point():
-                    yield from _as_rows(tensor, shape)
+            tensor = kept_tensor(node, name.removeprefix(_SAVED)) if name.startswith(_SAVED) else None
+            if tensor is not None and not tensor.requires_grad and tensor.is_floating_point():
+                yield from _as_rows(tensor, shape)
 
 
 def _as_rows(tensor: torch.Tensor, shape: tuple[int, int]) -> Iterator[torch.Tensor]:

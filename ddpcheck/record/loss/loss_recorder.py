@@ -16,7 +16,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_frame, user_location
-from ddpcheck.gather.autograd.autograd_graph import in_backward, made_shapes
+from ddpcheck.gather.autograd.autograd_graph import in_backward, kept_tensor, made_shapes
 from ddpcheck.gather.patching import guarded, patched
 from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.record.loss.loss_source import LossSource, loss_source
@@ -188,9 +188,10 @@ def _terms(root: Any) -> Iterator[tuple[Any, str, _Scales]]:
 
 def _scale(node: Any, name: str, edge: int) -> _Scales:
     """The number by which an operation multiplies or divides what comes from an edge."""
-    other = getattr(node, "_saved_self" if edge else "_saved_other", None) if name in ("Mul", "Div") else None
-    is_number = isinstance(other, torch.Tensor) and other.numel() == 1 and not other.is_complex()
-    return ((name, float(other.detach())),) if is_number and other is not None else ()
+    other = kept_tensor(node, "self" if edge else "other") if name in ("Mul", "Div") else None
+    if other is None or other.numel() != 1 or other.is_complex():
+        return ()
+    return ((name, float(other.detach())),)
 
 
 def _count(node: Any) -> int:

@@ -10,6 +10,7 @@ import torch
 from ddpcheck.findings.evidence.evaluation import GatheredTargets
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
+from ddpcheck.gather.autograd.autograd_graph import kept_tensor
 from ddpcheck.gather.patching import patched
 from ddpcheck.stream.rank_report import is_probed
 
@@ -63,18 +64,17 @@ def _cross_entropies(root: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for node in _nodes(root, lambda node: not node.name().startswith("NllLoss")):
         if not node.name().startswith("NllLoss"):
             continue
-        targets = getattr(node, "_saved_target", None)
+        targets = kept_tensor(node, "target")
         soft = [after for after, _ in node.next_functions if after is not None]
-        if not isinstance(targets, torch.Tensor) or targets.dim() != 1 or len(soft) != 1:
+        if targets is None or targets.dim() != 1 or len(soft) != 1:
             continue
         if not soft[0].name().startswith("LogSoftmax"):
             continue
         for product in _nodes(soft[0], _keeps_columns):
             if product.name().startswith(("Mm", "Addmm", "Bmm")):
-                columns = getattr(product, "_saved_mat2", None)
-                columns = columns[0] if isinstance(columns, torch.Tensor) and columns.dim() == 3 else columns
-                classes = getattr(soft[0], "_saved_result", None)
-                if isinstance(columns, torch.Tensor) and isinstance(classes, torch.Tensor):
+                columns, classes = kept_tensor(product, "mat2"), kept_tensor(soft[0], "result")
+                columns = columns[0] if columns is not None and columns.dim() == 3 else columns
+                if columns is not None and classes is not None:
                     if columns.dim() == 2 and columns.shape[1] == classes.shape[-1]:
                         yield targets.detach(), columns.detach()
 
