@@ -577,11 +577,11 @@ def test_terms_of_several_that_are_divided_by_own_counts(weights: tuple[float, f
         assert any("by 24 on rank 0, by 19 on rank 1" in line for line in finding.evidence)
 
 
-def shared(count: int, *own: float, total: float = 0.0, weight: float = 1.0) -> list[LossDifferentiated]:
+def shared(count: int, *own: float, total: float = 0.0, weight: float = 1.0, **more: Any) -> list[LossDifferentiated]:
     """A backward pass of each rank: a sum, times a weight, divided by what the ranks' own numbers add up to."""
     by = total or sum(own)
     term = ScaledTerm("sum", weight / by, 24, divisors=(by,), multipliers=(weight,))
-    return [loss(count, term, reduced=(NumberReduced(number, LINE),)) for number in own]
+    return [loss(count, term, reduced=(NumberReduced(number, LINE),), **more) for number in own]
 
 
 @pytest.mark.parametrize(
@@ -592,6 +592,7 @@ def shared(count: int, *own: float, total: float = 0.0, weight: float = 1.0) -> 
         ([shared(0, 30, 34, weight=5), shared(1, 20, 11, weight=5), shared(2, 9, 40, weight=5)], ["DDP303"]),
         ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40, total=32)], []),  # another number by then
         ([shared(0, 30, 34), shared(1, 20, 11)], []),  # too few
+        ([shared(0, 30, 34, hooked=True), shared(1, 20, 11), shared(2, 9, 40)], []),  # a hook may multiply gradients
         ([shared(0, 0.5, 0.5), shared(1, 0.25, 0.5), shared(2, 0.5, 0.25)], []),  # no number of elements
     ],
 )

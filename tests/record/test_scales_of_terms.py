@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ddpcheck.gather.autograd.gradient_hooks import hooks_on
 from ddpcheck.record.loss.loss_recorder import _terms
 
 X = torch.ones(4, requires_grad=True)
@@ -53,3 +54,17 @@ def test_a_checkpoint_is_not_computed_again_to_know_them_and_what_is_overwritten
     overwritten = X.sum() / count
     count += 1
     assert [scales for _, _, scales in _terms(overwritten.grad_fn)] == [()]
+
+
+def test_hooks_on_gradients_are_known() -> None:
+    plain, hooked, after = (torch.ones(2, requires_grad=True) for _ in range(3))
+
+    def double(gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+    def look(leaf: Tensor) -> None:
+        pass
+
+    hooked.register_hook(double)
+    after.register_post_accumulate_grad_hook(look)
+    assert list(hooks_on([plain, hooked, after])) == [double, look] and not list(hooks_on([plain]))

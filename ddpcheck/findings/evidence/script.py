@@ -328,7 +328,8 @@ class LossDifferentiated(Struct, frozen=True):
         wrappers: The numbers of the wrappers that have averaged its gradients.
         put_off: Of those that have not, and are to average them with the gradients of a later one.
         batches: How many the script has taken from the loaders that it goes through; 0 without a loader.
-        reduced: What all_reduce has been given since the backward pass before.
+        reduced: What all_reduce has been given in the step so far.
+        hooked: Whether numbers are reduced, and hooks of the script, which may scale gradients, are on parameters.
     """
 
     step: int
@@ -341,6 +342,7 @@ class LossDifferentiated(Struct, frozen=True):
     put_off: tuple[int, ...] = ()
     batches: int = 0
     reduced: tuple[NumberReduced, ...] = ()
+    hooked: bool = False
 
 
 class MetricUsed(Struct, frozen=True):

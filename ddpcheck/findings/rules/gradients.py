@@ -88,8 +88,8 @@ loss.backward()                          # only the first of the two is reduced;
         detected=(
             "The gradients are those of the reference times one factor, to within rounding, and the factor is one "
             "that the world size explains. `ddpcheck run` compares the loss with the mean that it was made of, looks "
-            "for a sum that is divided by a number which an all_reduce has summed over the ranks, where nothing around "
-            "it is scaled by the world size, at gradients that are summed by hand, and at averaged gradients that are "
+            "for a sum that is divided by a number which an all_reduce has summed over the ranks, and that neither the "
+            "loss nor a hook scales back, at gradients that are summed by hand, and at averaged gradients that are "
             "divided by the world size, or multiplied by it, before the optimizer uses them." + _OF_RANKS
         ),
         ignore="If the learning rate was tuned with this factor; it changes when the number of ranks does.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -51,6 +51,13 @@ def _name_of(hook: Any) -> str:
 def recorded_hooks() -> tuple[GradientHook, ...]:
     """The hooks that were registered so far, one for each line that does so."""
     return tuple(_seen.values())
+
+
+def hooks_on(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The hooks on the gradients of leaves. Private to torch: none, where this torch does not say."""
+    for tensor in tensors:
+        for held in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            yield from (getattr(tensor, held, None) or {}).values()
 
 
 def own_functions(node_names: Collection[str]) -> tuple[GradientHook, ...]:

@@ -102,7 +102,11 @@ def _divided_by(of_ranks: Sequence[LossDifferentiated]) -> tuple[float, Location
     terms = [term for one in of_ranks for term in one.terms if term.factor]
     size = float(len(of_ranks))
     by_size = all(size in term.multipliers for term in terms) or any(size in term.divisors for term in terms)
-    if by_size or not all(term.kind == "sum" and _is_all_known(term) for term in terms):
+    if (
+        by_size
+        or any(one.hooked for one in of_ranks)
+        or not all(term.kind == "sum" and _is_all_known(term) for term in terms)
+    ):
         return None
     for numbers in zip(*(one.reduced for one in of_ranks), strict=False):
         total = sum(number.value for number in numbers)

@@ -107,6 +107,7 @@ class LossRecorder:
             or is_shard(losses)
         ):
             return None
+        hooked = bool(reduced) and self._optimizers.have_hooks()
         where = user_location()
         source = self._source()
         arrived: dict[int, ScaledTerm] = {}
@@ -127,7 +128,7 @@ class LossRecorder:
             put_off = tuple(sorted(self._optimizers.put_off() - set(wrappers)))
             batches = self._batches()
             lines = where, source.made, source.scaled
-            self._sink(LossDifferentiated(step, before, terms, *lines, wrappers, put_off, batches, reduced))
+            self._sink(LossDifferentiated(step, before, terms, *lines, wrappers, put_off, batches, reduced, hooked))
 
         return guarded(ended)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from ddpcheck.findings.evidence.script import (
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import below_common, lines_of_program, user_frame, user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward
+from ddpcheck.gather.autograd.gradient_hooks import hooks_on
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.gather.ddp.sharding import is_in_fsdp1
@@ -322,6 +324,11 @@ class OptimizerRecorder:
     def reductions(self) -> dict[int, int]:
         """By number of a wrapper, how many averaged backward passes it has ended."""
         return {watch.number: watch.step for watch in list(self._watches)}
+
+    def have_hooks(self) -> bool:
+        """Whether the script has hooks on the gradients of parameters of wrappers."""
+        every = itertools.chain.from_iterable(watch.parameters.values() for watch in self._watches)
+        return any(not isinstance(hook, UnpickledHook) for hook in hooks_on(every))
 
     def put_off(self) -> set[int]:
         """The numbers of the wrappers that hold gradients which a later backward pass is to average."""
