@@ -13,7 +13,7 @@ PICTURE := examples/language_model/frozen_by_no_grad.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help report test tests-of-a-change test-all test-frameworks test-launchers test-gpu lint types format faults steady schemas scripts models bench docs pictures dist test-torch clean
+.PHONY: help report test tests-of-a-change test-all test-frameworks test-launchers test-gpu lint types format faults steady schemas scripts models bench bench-quick docs pictures dist test-torch clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -88,13 +88,20 @@ steady: $(READY) ## every fault 20 times in worlds of 2, 3 and 4 ranks, under lo
 	$(BIN)/python -m tests.faultsuite.steady
 
 # Test harnesses of torch need a package that nothing else here does. For a look: `python -m benchmarks.harnesses --quick`.
-bench: $(READY) ## what a distributed test, a step of the wrapper, a run, the memory of a check and many ranks cost, into docs/; on an idle machine
+bench: $(READY) ## what a distributed test, a step of the wrapper, a report, a run, the memory of a check and many ranks cost, into docs/; on an idle machine
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python -m benchmarks.harnesses --write
 	$(BIN)/python -m benchmarks.wrapper --write
+	$(BIN)/python benchmarks/report.py --write
 	$(BIN)/python benchmarks/run.py --write
 	$(BIN)/python benchmarks/memory.py --write
 	$(BIN)/python benchmarks/scale.py --write
+
+bench-quick: $(READY) ## the same in about three minutes, to the terminal: shows a cost that has grown much, no figures to quote
+	$(BIN)/python -m benchmarks.harnesses --quick --ranks 2 --only forked fixture marker spawned launched
+	$(BIN)/python -m benchmarks.wrapper --quick
+	$(BIN)/python benchmarks/report.py --runs 1
+	$(BIN)/python benchmarks/run.py --pairs 1
 
 docs: $(READY) ## the documentation as HTML, into build/docs; warnings are errors
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs build/docs

@@ -1,18 +1,23 @@
-"""What `check` costs beside the work that it cannot avoid, on the same machine in the same run.
+"""What a report costs beside the work that it cannot avoid, on the same machine in the same run.
 
-    python benchmarks/report.py [--quick]
+    python benchmarks/report.py [--runs N] [--write]
 
 The work that cannot be avoided: three steps through DDP on two ranks, three of the unwrapped module on each rank with
 its gradients averaged, and three of the global batch in a single process, in float32 and in float64. Both sides start
-their own ranks; the single process works beside the ranks on both sides.
+their own ranks; the single process works beside the ranks on both sides. `--write` writes docs/benchmarks-report.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +26,56 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import nn
 
-from ddpcheck import Recipe, World, check
+from ddpcheck import Recipe, World, check, detect_anomalous_params
 from ddpcheck.recipe.pytree import shard_batch
 
+ROOT = Path(__file__).resolve().parents[1]
 STEPS, RANKS = 3, 2
+NODES = 10_000, 100_000, 1_000_000
+FIVE_LINES = """
+import torch
+model = lambda: torch.nn.Linear(2, 1)
+loss = lambda model, batch: model(batch).mean()
+batch = lambda step: torch.ones(4, 2)
+"""
+PAGE = """\
+<!-- Written by `python benchmarks/report.py --write`. -->
+# What `ddpcheck report` costs
+
+{machine}; {ranks} ranks, gloo, {steps} steps.
+Both sides of a row ran in turn, {runs} times each: medians, and the least and the greatest ratio. Compare the ratios:
+seconds are those of one machine.
+
+## Beside the work that it cannot avoid
+
+That is the steps through DDP, those of the unwrapped module on each rank with its gradients averaged, and those of the
+global batch in a single process, in float32 and in float64. Both sides start their own ranks.
+
+| model | the work | `check` | ratio |
+|---|---:|---:|---:|
+{models}
+
+The aim is at most {aim}.
+
+## From nothing
+
+| model | `python -c "import torch"` | `ddpcheck report` | ratio |
+|---|---:|---:|---:|
+{start}
+
+The aim is at most {aim}.
+
+## A graph of many nodes
+
+`detect_anomalous_params`, before the backward pass, of a loss at the end of a chain of operations.
+
+| nodes | `loss.backward()` | `detect_anomalous_params` | ratio |
+|---:|---:|---:|---:|
+{graphs}
+
+The aim is milliseconds for a million.
+"""
+AIM = 1.3
 
 
 class Model(nn.Module):
@@ -98,20 +149,85 @@ def checked(what: Recipe) -> float:
     return seconds
 
 
+def process(*arguments: str) -> float:
+    begun = time.perf_counter()
+    subprocess.run(
+        [sys.executable, *arguments], check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    return time.perf_counter() - begun
+
+
+class Chain(nn.Module):
+    """A parameter, and one that is not used, before a chain of additions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+    def forward(self, nodes: int) -> torch.Tensor:
+        value: torch.Tensor = self.used
+        for _ in range(nodes):
+            value = value + 1
+        return value.sum()
+
+
+def graph(nodes: int) -> tuple[float, float]:
+    """Seconds of the backward pass, and of the answer before it."""
+    chain = Chain()
+    loss = chain(nodes)
+    begun = time.perf_counter()
+    found = detect_anomalous_params(loss, chain)
+    answered = time.perf_counter()
+    assert found.missing == ("unused",), found
+    loss.backward()
+    return time.perf_counter() - answered, answered - begun
+
+
+def row(name: str, runs: int, pair: Callable[[], tuple[float, float]]) -> str:
+    """One row: `pair` measures the alternative, then ddpcheck."""
+    pairs = [pair() for _ in range(runs)]
+    theirs, ours = (statistics.median(side) for side in zip(*pairs, strict=True))
+    ratios = sorted(ours / theirs for theirs, ours in pairs)
+    digits = 2 if theirs > 0.1 else 4
+    line = (
+        f"| {name} | {theirs:.{digits}f} s | {ours:.{digits}f} s | "
+        f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
+    )
+    print(line, file=sys.stderr, flush=True)
+    return line
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer runs")
-    runs = 2 if parser.parse_args().quick else 5
-    print(f"{'model':<28} {'unavoidable s':>14} {'check s':>9} {'ratio':>7}   medians of {runs}")
+    parser.add_argument("--runs", type=int, default=5, help="of each side, in turn (default 5)")
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks-report.md")
+    given = parser.parse_args()
+    models = []
     for depth, width in ((2, 64), (6, 256), (12, 384)):
         what = recipe(depth, width)
         count = sum(p.numel() for p in what.model().parameters())
         unavoidable(what)  # starts the fork server
-        pairs = [(unavoidable(what), checked(what)) for _ in range(runs)]
-        floor, total = (statistics.median(side) for side in zip(*pairs, strict=True))
-        ratio = statistics.median(ours / theirs for theirs, ours in pairs)
-        name = f"{depth} layers, {count / 1e6:.1f} M weights"
-        print(f"{name:<28} {floor:>14.2f} {total:>9.2f} {ratio:>7.2f}", flush=True)
+        name = f"transformer, {depth} layers, {count / 1e6:.1f} M weights"
+        models.append(row(name, given.runs, lambda what=what: (unavoidable(what), checked(what))))  # type: ignore[misc]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "five_lines.py"
+        file.write_text(FIVE_LINES, encoding="utf-8")
+        ours = "-m", "ddpcheck", "report", str(file)
+        start = row("five lines", given.runs, lambda: (process("-c", "import torch"), process(*ours)))
+    graphs = [row(f"{nodes:,}", given.runs, lambda nodes=nodes: graph(nodes)) for nodes in NODES]  # type: ignore[misc]
+    page = PAGE.format(
+        machine=f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, torch {torch.__version__}",
+        ranks=RANKS,
+        steps=STEPS,
+        runs=given.runs,
+        aim=AIM,
+        models="\n".join(models),
+        start=start,
+        graphs="\n".join(graphs),
+    )
+    print(page)
+    if given.write:
+        (ROOT / "docs" / "benchmarks-report.md").write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

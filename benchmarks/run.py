@@ -1,4 +1,4 @@
-"""What `ddpcheck run` costs beside plain torchrun: the start of a script, and its steps.
+"""What `ddpcheck run` costs beside plain torchrun: the start of a script, and its steps; and how soon it ends a hang.
 
     python benchmarks/run.py [--pairs N] [--write]
 
@@ -52,6 +52,20 @@ if dist.get_rank() == 0:
         json.dump(seconds, out)
 dist.destroy_process_group()
 """
+HANG = """
+import sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 0:
+    with open(sys.argv[1], "w") as out:
+        out.write(str(time.time()))
+    dist.all_reduce(torch.ones(1))
+else:
+    dist.broadcast(torch.ones(1), src=0)
+    dist.all_reduce(torch.ones(1))
+"""
+TIMEOUT = 5  # seconds
 MODELS = {"40 layers of 64": (40, 64, 32), "6 layers of 1024": (6, 1024, 128)}
 LAUNCHERS = {"torchrun": ["torch.distributed.run"], "ddpcheck run": ["ddpcheck", "run"]}
 
@@ -104,6 +118,21 @@ def measure(pairs: int, folder: Path) -> list[str]:
     return rows
 
 
+def seconds_of_hang(folder: Path) -> float:
+    """From the end of `--check-timeout` to the end of the command, after ranks have begun to wait for each other."""
+    script, out = folder / "hang.py", folder / "began"
+    script.write_text(HANG)
+    command = [sys.executable, "-m", "ddpcheck", "run", f"--check-timeout={TIMEOUT}", "--standalone"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [*command, "--nproc-per-node=2", str(script), str(out)], env=env, capture_output=True, text=True
+    )
+    ended = time.time()
+    if ran.returncode != 4 or "comes to all_reduce(float32 of shape (1,)) at hang.py:9" not in ran.stderr:
+        raise SystemExit(f"the hang was not found: exit code {ran.returncode}\n{ran.stderr}")
+    return ended - float(out.read_text()) - TIMEOUT
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5, help="runs of each launcher, in turn (default 5)")
@@ -111,6 +140,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(given.pairs, Path(folder))
+        hangs = sorted(seconds_of_hang(Path(folder)) for _ in range(given.pairs))
     machine = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
     page = "\n".join(
         (
@@ -127,6 +157,9 @@ def main() -> None:
             "",
             f"A step is sampled when its number divides by {EVERY} (`--check-every`) or is a power of two. Aims: at",
             "most 0.3 s more from start to end, 5 % between sampled steps, 3 times in a sampled one.",
+            "",
+            f"Two ranks that wait in different collectives, `--check-timeout {TIMEOUT}`: the report with the line is",
+            f"there, and all processes have ended, {hangs[0]:.1f} to {hangs[-1]:.1f} s after it. The aim is 10 s.",
             "",
         )
     )

@@ -109,6 +109,15 @@ def test_a_hook_is_told_whether_the_graph_is_kept() -> None:
     assert kept == [True, False]
 
 
+def test_the_node_at_which_a_backward_pass_begins_is_known_though_the_engine_does_not_count_it() -> None:
+    weight, seen = nn.Parameter(torch.ones(2)), []
+    loss = (weight * weight).sum()
+    node = loss.grad_fn
+    loss.register_hook(lambda _gradient: seen.append((graph.running_node() is node, graph.will_be_reached([node]))))
+    loss.backward()
+    assert seen == [(True, [False])] and graph.running_node() is None
+
+
 def test_a_loss_that_is_itself_a_parameter() -> None:
     one, other = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(1.0))
     assert reached_by(one, [one, other]) == [True, False]

@@ -110,3 +110,27 @@ def test_modules_are_described_with_their_own_parameters() -> None:
         ModuleEntry("1", "ReLU"),
         ModuleEntry("2", "LazyLinear", ("weight", "bias"), 0),
     )
+
+
+@pytest.mark.ddp(world_size=2)
+def test_what_ranks_gather_of_a_parameter_is_made_of_it() -> None:
+    def gathered(net: Net, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            own = net.body(x)
+            parts = [torch.empty_like(own) for _ in range(2)]
+            torch.distributed.all_gather(parts, own)
+        return torch.cat(parts)
+
+    net, batch = Net(gathered), torch.ones(2, 4)
+    found = ddpcheck.detect_anomalous_params(net(batch).sum(), net, replay=lambda: net(batch).sum()).findings
+    assert {finding.code for finding in found} == {"DDP103"}
+
+    def whole(net: Net, x: torch.Tensor) -> torch.Tensor:
+        own = net.body(x)
+        parts = [torch.empty_like(own) for _ in range(2)]
+        torch.distributed.all_gather(parts, own)
+        return torch.cat(parts)
+
+    net = Net(whole)
+    (finding,) = ddpcheck.detect_anomalous_params(net(batch).sum(), net, replay=lambda: net(batch).sum()).findings
+    assert finding.code == "DDP103" and "all_gather(), through which no gradient flows" in finding.message

@@ -106,6 +106,17 @@ def test_a_detached_path_is_told_with_its_line():
     assert found(model) == [("DDP103", SPARE, (), (0,))]
 
 
+def test_a_path_that_is_cut_before_a_loss_that_forward_returns_is_told_with_the_cut():
+    class WithLoss(Net):
+        def forward(self, x, way):
+            return super().forward(x, way).sum()
+
+    model = CheckedDistributedDataParallel(WithLoss())
+    with pytest.raises(FindingsError, match=r"cut by detach\(\) at .*test_watching.py"):
+        train(model, 3, way=lambda step: "detached", loss=lambda out: out)
+    assert found(model) == [("DDP103", SPARE, (), (0,))]
+
+
 def test_an_output_that_is_not_in_the_loss_is_told_with_the_line_of_its_last_operation():
     model = CheckedDistributedDataParallel(Net())
     with pytest.raises(FindingsError, match="does not reach the loss"):

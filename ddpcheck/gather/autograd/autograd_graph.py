@@ -77,6 +77,17 @@ def will_be_reached(nodes: Sequence[Any]) -> list[bool] | None:
         return [False] * len(nodes)
 
 
+def running_node() -> Any:
+    """The node that the backward pass is executing, in a hook on it; `None` where there is none, or nobody can tell.
+
+    `will_be_reached` says no of it where the pass has begun there: the engine counts what is behind its root alone.
+    """
+    ask = getattr(
+        torch._C, "_current_autograd_node", None
+    )  # private; without it, a loss that forward returns is no use
+    return None if ask is None else ask()
+
+
 def made_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
     """The shapes of what the operation of a graph's node has made; none where torch does not tell (before 2.6)."""
     return tuple(tuple(one.shape) for one in getattr(node, "_input_metadata", None) or ())

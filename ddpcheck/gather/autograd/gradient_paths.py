@@ -6,6 +6,7 @@ It is only paid for when something is missing.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at, user_location
 from ddpcheck.gather.autograd.autograd_graph import functions_before
 from ddpcheck.gather.autograd.operation_path import OperationPath
-from ddpcheck.gather.patching import Patch, patched
+from ddpcheck.gather.collectives.collective_log import replace_functions
+from ddpcheck.gather.patching import Patch, accompanied, patched
 from ddpcheck.recipe.pytree import tree_tensors
 
 _Taint = dict[int, PathEnd | None]  # parameter index -> what cut its path, None while that is whole
@@ -44,6 +46,12 @@ _READS_NO_VALUE = frozenset(
 """Functions that ask their first tensor for its shape, dtype or device only."""
 
 _NO_OPERATION = OperationPath()
+
+_FILLS = {
+    **{"all_gather": 0, "all_gather_into_tensor": 0, "all_gather_single": 0, "all_to_all": 0, "all_to_all_single": 0},
+    **{"reduce_scatter": 0, "reduce_scatter_tensor": 0, "reduce_scatter_single": 0, "gather": 1},
+}
+"""Collectives that write what others are given into tensors of their own: the place of these among the arguments."""
 
 
 class TensorRecorder(TorchFunctionMode):
@@ -107,6 +115,7 @@ class PathRecorder(TensorRecorder):
     def __enter__(self) -> Self:
         self._stack.enter_context(_after(nn.Parameter, "__new__", self._on_parameter))
         self._stack.enter_context(_after(torch.inference_mode, "__enter__", lambda *_: self._note_region()))
+        self._stack.enter_context(replace_functions(_FILLS, self._noticed))
         return super().__enter__()
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
@@ -124,6 +133,23 @@ class PathRecorder(TensorRecorder):
         if before and made is not data:
             use = self._event("nn.Parameter()")
             self._follow([made], before, self._go_on([data], before, use), self._event("nn.Parameter(), a new leaf"))
+
+    def _noticed(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A collective, which no mode is told of: what it fills is made of what it is given."""
+        parameters = list(inspect.signature(original).parameters)
+
+        def told(_result: Any, *args: Any, **kwargs: Any) -> None:
+            given = dict(zip(parameters, args, strict=False)) | kwargs
+            filled = list(tree_tensors(given.pop(parameters[_FILLS[name]], None)))
+            inputs = list(tree_tensors(list(given.values())))
+            if before := self._merged(inputs):
+                use = self._event(f"{name}()")
+                cut = self._event(f"{name}(), through which no gradient flows")
+                self._follow(filled, before, self._go_on(inputs, before, use), cut)
+                for output in filled:
+                    self._written.setdefault(_storage_key(output), {}).update(self._known[output][0])
+
+        return accompanied(original, _afterwards(told))
 
     @passes_on
     def __torch_function__(
@@ -250,14 +276,17 @@ class PathRecorder(TensorRecorder):
         return self._left_torch.get(index) or replace(use, reason=f"what follows {use.reason}")
 
 
-def _after(owner: Any, method: str, told: Callable[..., None]) -> Patch:
-    """While the block runs, tell `told` the result and the arguments of each call of a method of `owner`."""
-
+def _afterwards(told: Callable[..., None]) -> Callable[..., Generator[None, Any, None]]:
     def around(*args: Any, **kwargs: Any) -> Generator[None, Any, None]:
         result = yield
         told(result, *args, **kwargs)
 
-    return patched(owner, method, around)
+    return around
+
+
+def _after(owner: Any, method: str, told: Callable[..., None]) -> Patch:
+    """While the block runs, tell `told` the result and the arguments of each call of a method of `owner`."""
+    return patched(owner, method, _afterwards(told))
 
 
 _NO_GRAD = "torch.no_grad()"

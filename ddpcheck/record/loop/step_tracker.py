@@ -26,6 +26,7 @@ from ddpcheck.gather.autograd.autograd_graph import (
     at_end_of_backward,
     in_compiled_backward,
     keeps_graph,
+    running_node,
     will_be_reached,
 )
 from ddpcheck.gather.ddp.ddp_wrapper import inner_module
@@ -375,8 +376,10 @@ class StepTracker:
         found: set[int] = set()
         late: set[int] = set()
         gone = reached | (self.parameters.all - self._step.unused)
+        here = running_node()
         for roots in self._step.roots:
-            used = will_be_reached(roots) or [True] * len(roots)
+            reached_too = will_be_reached(roots) or [True] * len(roots)
+            used = [yes or root is here for root, yes in zip(roots, reached_too, strict=True)]
             if self._step.snapshot is not None and roots is self._step.roots[-1]:
                 self._step.snapshot.used = tuple(index for index, yes in enumerate(used) if yes)
             for root, yes in zip(roots, used, strict=True):
