@@ -105,19 +105,14 @@ def _over_ranks(judge: Callable[[ScriptFacts], Verdicts]) -> Callable[[ScriptFac
 
 
 def _loop(facts: ScriptFacts) -> Verdicts:
-    return {"loop": Verdict([*_of_one_rank(facts), *_judge_taken(facts), *_judge_pace(facts)])}
+    zeroed = next(filter(None, map(judge_zeroed, facts.of(GradientsZeroed))), [])
+    return {"loop": Verdict([*zeroed, *_judge_reduced(facts), *_judge_taken(facts), *_judge_pace(facts)])}
 
 
-def _of_one_rank(facts: ScriptFacts) -> list[Finding]:
-    """What shows on the first rank that has it."""
-    for rank in facts.ranks:
-        accumulates = any(one.reductions > one.count + 1 for one in entries_of(rank, OptimizerStep))
-        reduced = entries_of(rank, ReducedInPlace)
-        found = judge_zeroed(entries_of(rank, GradientsZeroed))
-        found += judge_reduced_in_place(reduced, world_size=facts.world_size, accumulates=accumulates)
-        if found:
-            return found
-    return []
+def _judge_reduced(facts: ScriptFacts) -> list[Finding]:
+    steps = (one for of_rank in facts.of(OptimizerStep) for one in of_rank)
+    accumulates = any(one.reductions > one.count + 1 for one in steps)
+    return judge_reduced_in_place(facts.of(ReducedInPlace), world_size=facts.world_size, accumulates=accumulates)
 
 
 def _judge_taken(facts: ScriptFacts) -> list[Finding]:

@@ -505,7 +505,26 @@ def test_metrics_zeroing_and_reductions() -> None:
 def test_backward_through_what_a_collective_has_overwritten(
     use: ReducedInPlace, accumulates: bool, found: list[str]
 ) -> None:
-    assert codes(judge_reduced_in_place([use], world_size=2, accumulates=accumulates)) == found
+    assert codes(judge_reduced_in_place([[use], [use]], world_size=2, accumulates=accumulates)) == found
+
+
+@pytest.mark.parametrize(
+    ("gradients", "average", "severity"),
+    [
+        ((7, 7), False, Severity.WARNING),  # the loss of Barlow Twins: a factor is all
+        ((7, 7), True, None),
+        ((7, 8), False, Severity.ERROR),
+        ((7, 8), True, Severity.ERROR),
+        ((0, 0), False, Severity.ERROR),  # a broadcast
+        ((7,), False, Severity.ERROR),  # the other rank has no such pass
+    ],
+)
+def test_what_all_ranks_compute_the_same_of_a_sum_is_off_by_a_factor(
+    gradients: tuple[int, ...], average: bool, severity: Severity | None
+) -> None:
+    uses = [[ReducedInPlace("all_reduce", LINE, 16, None, gradient, average)] for gradient in gradients]
+    found = judge_reduced_in_place([*uses, *[[]] * (2 - len(uses))], world_size=2, accumulates=False)
+    assert [one.severity for one in found] == ([severity] if severity else [])
 
 
 @pytest.mark.parametrize(

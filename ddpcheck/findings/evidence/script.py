@@ -385,12 +385,16 @@ class ReducedInPlace(Struct, frozen=True):
         location: The line of the script that calls it.
         elements: Of the tensor.
         factor: The gradient that came, where there is one element.
+        gradient: Fingerprint of the gradient that came; 0 where the collective is no sum or average of all ranks.
+        is_average: Whether it is an average.
     """
 
     operation: str
     location: Location | None
     elements: int
     factor: float | None = None
+    gradient: int = 0
+    is_average: bool = False
 
 
 class FilesLeft(Struct, frozen=True):

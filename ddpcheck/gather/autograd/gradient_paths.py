@@ -149,7 +149,8 @@ class PathRecorder(TensorRecorder):
                 for output in filled:
                     self._written.setdefault(_storage_key(output), {}).update(self._known[output][0])
 
-        return accompanied(original, _afterwards(told))
+        made: Callable[..., Any] = accompanied(original, _afterwards(told))
+        return made
 
     @passes_on
     def __torch_function__(

@@ -284,23 +284,47 @@ def judge_zeroed(zeroed: Sequence[GradientsZeroed]) -> list[Finding]:
     ]
 
 
-def judge_reduced_in_place(uses: Sequence[ReducedInPlace], *, world_size: int, accumulates: bool) -> list[Finding]:
-    """DDP309: backward through what a collective has overwritten; of one rank.
+def judge_reduced_in_place(
+    of_ranks: Sequence[Sequence[ReducedInPlace]], *, world_size: int, accumulates: bool
+) -> list[Finding]:
+    """DDP309: backward through what a collective has overwritten.
 
     One number that is only logged is harmless: its gradient is what it would have been. Divided by the world size, it
-    is not; `accumulates` says that the script may divide by its micro-batches.
+    is not; `accumulates` says that the script may divide by its micro-batches. Where each rank computes the same of a
+    sum, as the loss of Barlow Twins does, a factor is all that is wrong; of an average, not even that.
     """
-    for one in uses:
+    for place, one in ((place, one) for uses in of_ranks for place, one in enumerate(uses)):
         scaled = one.factor is not None and math.isclose(one.factor * world_size, 1.0, rel_tol=1e-5)
-        if one.elements > 1 or (scaled and not accumulates):
+        if one.elements == 1 and (not scaled or accumulates):
+            continue
+        alike = bool(one.gradient) and {uses[place].gradient for uses in of_ranks if len(uses) > place} == {
+            one.gradient
+        }
+        alike = alike and all(len(uses) > place for uses in of_ranks)
+        severity, evidence, fix = None, [f"{one.elements} elements"], ""
+        what = f"Backward comes through a tensor that {one.operation} has overwritten"
+        if scaled:
             what = (
                 f"The loss is reduced by {one.operation} and divided by the world size before backward: autograd sees "
                 "the division only, and DDP averages once more."
-                if scaled
-                else f"Backward comes through a tensor that {one.operation} has overwritten: what came from the other "
-                "ranks is a constant for autograd."
             )
-            evidence = [f"the gradient of it is {one.factor:.6g}"] if scaled else [f"{one.elements} elements"]
-            fix = "Reduce a detached copy: logged = loss.detach().clone(); dist.all_reduce(logged)." if scaled else ""
-            return one_finding("DDP309", (one.operation,), what, location=one.location, evidence=evidence, fix=fix)
+            evidence = [f"the gradient of it is {one.factor:.6g}"]
+            fix = "Reduce a detached copy: logged = loss.detach().clone(); dist.all_reduce(logged)."
+        elif alike and one.is_average:
+            continue
+        elif alike:
+            severity = Severity.WARNING
+            what += (
+                ", of which all ranks compute the same: DDP averages what is to be summed, and the gradient that comes "
+                f"of it is 1/{world_size} of the global batch's."
+            )
+            fix = (
+                "Use torch.distributed.nn.functional.all_reduce, whose backward sums; or ignore DDP309 if the learning "
+                "rate is set with this factor in mind, or the optimizer does not depend on it (LARS, Adam)."
+            )
+        else:
+            what += ": what came from the other ranks is a constant for autograd."
+        return one_finding(
+            "DDP309", (one.operation,), what, location=one.location, evidence=evidence, fix=fix, severity=severity
+        )
     return []

@@ -42,6 +42,7 @@ from ddpcheck.gather.collectives.collective_log import (
 )
 from ddpcheck.gather.ddp.ddp_wrapper import group_of
 from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, accompanied, guarded, patched
+from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.record.data.draw_recorder import DrawRecorder
 from ddpcheck.record.data.loader_recorder import LoaderRecorder
 from ddpcheck.record.evaluation.evaluation_recorder import EvaluationRecorder
@@ -82,6 +83,7 @@ from ddpcheck.worlds.failures import described
 
 _DDP: Any = nn.parallel.DistributedDataParallel
 _MOST_OVERWRITINGS = 64
+_SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _ENDING = (signal.SIGINT, signal.SIGTERM)  # by which a launcher ends a rank
 _LAST_WORK = 0.03
 """Seconds at the exit, and before the process group is destroyed, in which gloo's threads may free the last work. That
@@ -293,10 +295,12 @@ class _WatchedRank:
     def _overwritten(self, call: Call, given: Mapping[str, Any]) -> None:
         """Notice a backward pass that comes through what a collective has overwritten; and gradients that are sums."""
         self._sums.note_left(call, given)
-        tensor = given.get("tensor")
-        if call.operation in ("all_reduce", "broadcast") and len(call.members) == dist.get_world_size():
+        tensor, op = given.get("tensor"), given.get("op", dist.ReduceOp.SUM)
+        of_all = len(call.members) == dist.get_world_size()
+        is_sum, is_average = (of_all and call.operation == "all_reduce" and op == one for one in _SUMS)
+        if call.operation in ("all_reduce", "broadcast") and of_all:
             self._optimizers.states.note_together(tensor)
-            if call.operation == "all_reduce" and given.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM:
+            if is_sum:
                 self._optimizers.note_sum(tensor, Location.parse(call.location), call.callers)
         if not isinstance(tensor, torch.Tensor) or call.differentiable or not call.carries_gradient:
             return
@@ -305,7 +309,9 @@ class _WatchedRank:
 
         def on_gradient(gradient: torch.Tensor) -> None:
             factor = float(gradient) if gradient.numel() == 1 else None
-            self._log.add(ReducedInPlace(call.operation, Location.parse(call.location), gradient.numel(), factor))
+            same = fingerprint(gradient) if is_sum or is_average else 0
+            line = Location.parse(call.location)
+            self._log.add(ReducedInPlace(call.operation, line, gradient.numel(), factor, same, is_average))
             handle.remove()
 
         if self._overwritings < _MOST_OVERWRITINGS:
