@@ -29,6 +29,7 @@ from ddpcheck.findings.stacks import (
     region_of,
     waits_for_others,
 )
+from ddpcheck.findings.wording import format_ranks
 from ddpcheck.judge.endings.collective_order import judge_collectives, place_of_parting
 from ddpcheck.judge.endings.ending_facts import described_call, lines_of
 from ddpcheck.judge.endings.rank_failure import describe_failure, follows_from_another_rank, judge_failure
@@ -87,7 +88,7 @@ def judge_ending(
     if not ranks or [rank.started.rank for rank in ranks] != list(range(ranks[0].started.world_size)):
         return []  # of ranks on other machines there is no log here
     if not found:
-        return [] if ending.exit_code or known else _judge_silent_mismatch(ranks, source)
+        return [] if known else _judge_silent_mismatch(ranks, ending, source)
     ordered = failures.in_order(found)
     constructs = {rank.started.rank for rank in ranks if rank.constructs}  # DDP raises there on what is not alike
     if known and all(follows_from_another_rank(failure) or failure.rank in constructs for failure in ordered):
@@ -212,14 +213,21 @@ def _blocks(
     return blocks_of_lines(lines, {shown: file for rank in ranks for shown, file in rank.files.items()}, source)
 
 
-def _judge_silent_mismatch(ranks: Sequence[WatchedRank], source: ProgramSource) -> list[Finding]:
-    """DDP403: collectives that have paired up wrongly, and the script came to its end all the same."""
-    if not all(rank.has_ended for rank in ranks):
+def _judge_silent_mismatch(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSource) -> list[Finding]:
+    """DDP403: collectives that have paired up wrongly, where no rank is known to have failed.
+
+    Either the script came to its end all the same; or processes that it has started were ended, one by gloo, say, which
+    aborts on tensors of another size, and the others by the script: of these only what they had called is known.
+    """
+    cut = [rank.started.rank for rank in ranks if not rank.has_ended]
+    if bool(cut) != bool(ending.exit_code):
         return []
-    silent = "nothing was raised: what was paired up wrongly has the same size, or waits for nobody"
-    found = judge_collectives(comparable_logs(ranks))
+    how = "nothing was raised: what was paired up wrongly has the same size, or waits for nobody"
+    if cut:
+        how = f"{format_ranks(cut)} ended without a Python exception"
+    found = judge_collectives(comparable_logs(ranks), cut)
     found = (found and _story(ranks, Ending(), found, source)) or found
-    return [replace(one, evidence=(*one.evidence, silent)) for one in found]
+    return [replace(one, evidence=(*one.evidence, how)) for one in found]
 
 
 def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailure]:

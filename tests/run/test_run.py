@@ -395,6 +395,17 @@ def test_a_broadcast_that_one_rank_makes_is_found_although_nothing_hangs(
     assert [one.code for one in judge_ending(read_logs(tmp_path), Ending(), [])] == found
 
 
+@pytest.mark.parametrize(("calls", "found"), [("broadcast", ["DDP403"]), ("all_reduce", []), ("", [])])
+def test_collectives_that_part_are_told_of_ranks_whose_ends_nobody_knows(
+    tmp_path: Path, calls: str, found: list[str]
+) -> None:
+    rank_log(tmp_path, 0, "barrier", "all_reduce")  # both were ended by the process of the script that started them
+    rank_log(tmp_path, 1, "barrier", *filter(None, [calls]))
+    judged = judge_ending(read_logs(tmp_path), Ending(1), [])
+    assert [one.code for one in judged] == found
+    assert all("ranks 0 and 1 ended without a Python exception" in one.evidence for one in judged)
+
+
 @pytest.mark.parametrize("codes", [{1: -6}, {0: -15, 1: -6}, {0: 1, 1: -6}])
 def test_a_process_that_gloo_aborts_at_its_exit_is_told_as_that(tmp_path: Path, codes: dict[int, int]) -> None:
     for rank in (0, 1):

@@ -13,6 +13,9 @@ from ddpcheck.gather.ddp.ddp_wrapper import group_of, is_ddp, joins
 from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, place_of_backward
 from ddpcheck.stream.rank_log import RankLog
 
+WITH_BUCKETS = "with the order of buckets"
+"""Of a forward pass of DDP's: it may exchange them, as one that trains does after the first backward pass."""
+
 
 class WrapperCollectives:
     """Those of one wrapper, and its forward passes that may train, by which its backward passes are told apart.
@@ -44,7 +47,9 @@ class WrapperCollectives:
         """A forward pass of DDP's begins, perhaps with a broadcast of buffers."""
         if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
             if not wrapper._join_config.enable:  # a rank that has no batch any more takes part without a forward pass
-                note_collective(DDP_FORWARD, self._which, wrapper.process_group)
+                exchanges = torch.is_grad_enabled() and not getattr(wrapper, "_has_rebuilt_buckets", True)
+                which = [self._which] * bool(self._which) + [WITH_BUCKETS] * exchanges
+                note_collective(DDP_FORWARD, ", ".join(which), wrapper.process_group)
 
     def gathers(self, group: dist.ProcessGroup | None) -> None:
         """A forward pass of a sharded module begins, which gathers its parameters."""
