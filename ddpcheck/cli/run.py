@@ -121,7 +121,11 @@ def show_report(
     report = report_on_script(script, ending, ranks, **wanted, baseline=baseline, source=source)
     if given.check_record is not None:
         keep_record(given.check_record, script, ending, ranks, source, report)
-    if given.check_output is None and given.check_format is None and (report.status == "clean" or not ranks):
+    if (
+        given.check_output is None
+        and given.check_format is None
+        and (report.status == "clean" or not (ranks or report.findings))
+    ):
         for note in report.world.get("notes", ()):
             complain(note, kind="note")
         say(f"clean: {report.checks[0].detail}" if report.status == "clean" else report.checks[-1].detail)

@@ -32,6 +32,7 @@ from ddpcheck.findings.stacks import (
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.judge.endings.collective_order import judge_collectives, place_of_parting
 from ddpcheck.judge.endings.ending_facts import described_call, lines_of
+from ddpcheck.judge.endings.meetings import judge_meeting
 from ddpcheck.judge.endings.rank_failure import describe_failure, follows_from_another_rank, judge_failure
 from ddpcheck.judge.endings.stories import judge_endings
 from ddpcheck.judge.endings.timelines import those_that_differ, timelines
@@ -83,6 +84,8 @@ def judge_ending(
 ) -> list[Finding]:
     """DDP401 to 404: why ranks failed or waited for each other, where no finding that is `known` is the reason."""
     source = source or ProgramSource()
+    if ending.hang is not None and ending.hang.joining:
+        return judge_meeting(ending.hang.joining, ending.hang.seconds)
     known = [one for one in known if one.severity is Severity.ERROR and one.code.startswith(_MAY_END)]
     found = failures_of(ranks, ending)
     if not ranks or [rank.started.rank for rank in ranks] != list(range(ranks[0].started.world_size)):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpcheck.findings.evidence.endings import Joining
 from ddpcheck.findings.stacks import (
     WORKERS,
     has_no_python_left,
@@ -28,6 +29,7 @@ from ddpcheck.findings.stacks import (
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.judge.endings.collective_order import judge_collectives
 from ddpcheck.run.living_ranks import LivingRanks, RankFacts, Used, is_idle, lives, used
+from ddpcheck.run.meeting_watch import MeetingWatch
 from ddpcheck.run.node_link import NodeLink, Standing
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.watched_rank import comparable_logs, rank_processes, read_logs
@@ -50,6 +52,7 @@ class Hang:
 
     seconds: float
     stacks: dict[int, str]
+    joining: tuple[Joining, ...] = ()  # where they are in `init_process_group`, and have left no log yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,7 @@ class HangWatch:
 
     def _look(self) -> None:
         seen: dict[str, bytes] = {}
+        meeting = MeetingWatch(self._folder)
         progress, since, before, is_stuck = 0.0, 0.0, dict[int, Used](), False
         while not self._over.wait(_INTERVAL):
             try:
@@ -137,6 +141,9 @@ class HangWatch:
                     facts = self._ranks.facts(ranks, before, now - since, parted=parted)
                     is_stuck = self._cannot_get_on(ranks, facts, now - progress, are_all_here)
                     since, before = now, used(ranks)
+                if not ranks and (waiting := meeting.in_vain(now, self._timeout)):
+                    self.hang = Hang(self._timeout, {}, waiting)
+                    ranks = {place: one.pid for place, one in enumerate(waiting)}
                 if self.hang or self.unended or self._nodes_must_end(ranks, is_stuck=is_stuck):
                     self._end_ranks(ranks)
                     return

@@ -81,3 +81,36 @@ def test_the_ddpcheck_that_watches_is_the_one_that_reports(tmp_path: Path) -> No
     watched = environment_for(RunOptions(str(tmp_path)), environ(PYTHONPATH=str(other.parent)))
     ended = subprocess.run([sys.executable, str(script)], env=watched, capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == str(Path(__file__).parents[2] / "ddpcheck" / "__init__.py")
+
+
+MEETING = """
+import os, sys, time
+import torch.distributed as dist
+rank, how = int(os.environ["RANK"]), sys.argv[1]
+if how == "elsewhere":
+    dist.init_process_group("gloo", f"tcp://localhost:{int(os.environ['MASTER_PORT']) + 1}", rank=rank, world_size=2)
+if how == "late" and rank:
+    time.sleep(8)
+dist.init_process_group("gloo")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [("elsewhere", 4, "All ranks wait in init_process_group for a store at tcp://localhost:"), ("late", 0, "")],
+)
+def test_ranks_that_wait_in_vain_to_join_are_ended_and_told(tmp_path: Path, how: str, code: int, words: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(MEETING)
+    ended = subprocess.run(
+        [sys.executable, "-m", "ddpcheck", "run", "--check-timeout=4", "--nproc-per-node=2", str(script), how],
+        env=environ(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == code and words in ended.stderr, ended.stderr
+    assert ("DDP402" in ended.stderr) == bool(code)

@@ -13,6 +13,28 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 
 
+class Joining(Struct, frozen=True):
+    """A process is in `init_process_group`.
+
+    Attributes:
+        pid: Of the process.
+        rank: That it says to have; negative where it says none.
+        world_size: That it says there is; negative where it says none.
+        address: Where it means to meet the others.
+        location: The line of the call; may be empty.
+        agent: The address of torchrun's store, where torch takes that one to be all there is; empty elsewhere.
+        started: How many processes torchrun has started, where this is one of them and there is one node; else 0.
+    """
+
+    pid: int
+    rank: int
+    world_size: int
+    address: str
+    location: str
+    agent: str = ""
+    started: int = 0
+
+
 class PeerWait(Struct, frozen=True):
     """A rank waits in a point-to-point call, or for one that it has started.
 

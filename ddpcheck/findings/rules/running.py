@@ -41,7 +41,8 @@ def loss(model, batch):
         ),
         detected=(
             "No rank has failed, and some did not finish in time. Each rank's log of collectives and its Python "
-            "stack say where it stands; ranks that do not wait for others are named as the cause."
+            "stack say where it stands; ranks that do not wait for others are named as the cause. Where ranks wait in "
+            "init_process_group, `ddpcheck run` compares what each has been told: rank, world size and address."
         ),
         ignore="If the rank is only slow: give it more time with --timeout or --check-timeout.",
         reports=("Lightning-AI/pytorch-lightning#10947",),

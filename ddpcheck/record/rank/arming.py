@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ddpcheck.record.rank import started_processes
+from ddpcheck.record.rank import meeting, started_processes
 from ddpcheck.record.rank.module_finder import when_imported
 
 _WITH_GROUPS = "torch.distributed.distributed_c10d"
@@ -72,7 +72,8 @@ def _announcing(original: Any) -> Any:
     @functools.wraps(original)
     def init_process_group(*arguments: Any, **named: Any) -> None:
         started_processes.leave_agent_store(arguments, named)
-        original(*arguments, **named)
+        with meeting.noted(arguments, named):
+            original(*arguments, **named)
         collects = gc.isenabled()
         gc.disable()  # to go through all objects of torch would take half as long again as the imports
         try:

@@ -27,6 +27,12 @@ def mark_first_process() -> None:
         os.environ[_MARK] = f"{os.getpid()}:{os.environ.get(_PORT, '')}:{run}"
 
 
+def is_first_process() -> bool:
+    """Whether torchrun has started this process, and not a process of the script's."""
+    pid, _, run = os.environ.get(_MARK, "::").split(":", 2)
+    return bool(run) and run == os.environ.get(_RUN) and pid == str(os.getpid())
+
+
 def leave_agent_store(arguments: Sequence[Any], named: dict[str, Any]) -> None:
     """Before a process group is made: drop the variable where a process of the script's meets the others elsewhere.
 
