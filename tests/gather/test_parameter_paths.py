@@ -112,6 +112,19 @@ def test_modules_are_described_with_their_own_parameters() -> None:
     )
 
 
+def test_a_block_without_gradient_is_told_by_its_own_line_and_not_by_that_of_a_block_in_it() -> None:
+    def nested(net: Net, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            with torch.no_grad():
+                x = x * 2
+            return net.body(x)
+
+    net, batch = Net(nested), torch.ones(2, 4)
+    (found,) = ddpcheck.detect_anomalous_params(net(batch).sum(), net, replay=lambda: net(batch).sum()).findings
+    begins = nested.__code__.co_firstlineno + 1
+    assert any(f"test_parameter_paths.py:{begins}" in line for line in found.evidence), found.evidence
+
+
 @pytest.mark.ddp(world_size=2)
 def test_what_ranks_gather_of_a_parameter_is_made_of_it() -> None:
     def gathered(net: Net, x: torch.Tensor) -> torch.Tensor:

@@ -117,6 +117,20 @@ def test_a_path_that_is_cut_before_a_loss_that_forward_returns_is_told_with_the_
     assert found(model) == [("DDP103", SPARE, (), (0,))]
 
 
+def test_an_output_that_is_cut_off_is_told_with_the_cut_beside_one_that_is_not():
+    class TwoOutputs(Net):
+        def forward(self, x, way):
+            h = torch.relu(self.body(x))
+            with torch.no_grad():
+                spare = self.spare(h)
+            return self.head(h), spare
+
+    model = CheckedDistributedDataParallel(TwoOutputs())
+    with pytest.raises(FindingsError, match=r"cut by torch.no_grad\(\) at .*test_watching.py"):
+        train(model, 3, loss=lambda outputs: outputs[0].sum() + outputs[1].sum())
+    assert found(model) == [("DDP103", SPARE, (), (0,))]
+
+
 def test_an_output_that_is_not_in_the_loss_is_told_with_the_line_of_its_last_operation():
     model = CheckedDistributedDataParallel(Net())
     with pytest.raises(FindingsError, match="does not reach the loss"):

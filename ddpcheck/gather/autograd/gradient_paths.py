@@ -157,7 +157,7 @@ class PathRecorder(TensorRecorder):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch._C._set_grad_enabled and not args[0]:
+        if func is torch._C._set_grad_enabled and not args[0] and torch.is_grad_enabled():  # and not a block in a block
             self._note_region()
         value_of = args[1:] if function_name(func) in _READS_NO_VALUE else args
         inputs = list(tree_tensors((value_of, kwargs)))

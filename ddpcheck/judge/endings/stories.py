@@ -26,7 +26,7 @@ from ddpcheck.judge.endings.ending_facts import (
 )
 from ddpcheck.judge.endings.loop_endings import explain_by_join, explain_by_loader, explain_by_loop
 from ddpcheck.judge.endings.skipped_endings import explain_by_skipped_end, explain_by_skipped_pass
-from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD
+from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, backward_of
 
 _MOST_CLASSES = 8  # of ranks that have called the same, whose calls are compared with those of all others
 
@@ -209,6 +209,10 @@ _Side = tuple[Position, str, Block | None]
 
 def _own(facts: EndingFacts, one: Position, other: Position) -> _Side | None:
     """The innermost line of `one` that the other rank has never come to, and the branch that it has not taken."""
+    if one.call is not None and one.call.operation == DDP_FORWARD:
+        passes = filter(None, map(backward_of, other.of.calls))
+        if one.lines and one.lines[0] in {passed.line for passed in passes}:
+            return None  # without buffers a forward pass is in no log: it is in that of its backward pass
     reached = {line for call in other.of.calls for line in lines_of(call)} | {*other.lines, *facts.now(other.of)}
     where = next((line for line in one.lines if line not in reached), None)
     if where is None or not (one.call or one.of.waits):
@@ -251,9 +255,9 @@ def _fix_of_call(call: Call | None, what: str, where: str, branch: Block | None)
         return f"Let the other rank come to the partner of {what} at {where}, or take it out."
     if call.operation == DDP_FORWARD:
         return (
-            "DDP broadcasts buffers in forward, in eval mode too, and every rank has to take part. On one rank, call "
-            f"the inner module at {where}: model.module(x) instead of model(x). Or run it on every rank{out}, with the "
-            "same number of batches."
+            "DDP broadcasts buffers in forward, in eval mode too, and every rank has to take part. To evaluate on one "
+            f"rank, call the inner module at {where}: model.module(x) instead of model(x). Or run it on every "
+            f"rank{out}, with the same number of batches."
         )
     if call.operation == SHARD_FORWARD:
         return (

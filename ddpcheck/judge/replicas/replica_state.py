@@ -74,8 +74,8 @@ def judge_parameters_before_optimizer(facts: ReplicaFacts) -> list[Finding]:
     return known.names.one_finding(
         "DDP515",
         names,
-        f"The forward or backward pass of step {first} sets {join_names(known.names.subjects(names))}, on each "
-        "rank to a value of its own; DDP broadcasts parameters when it is constructed and never again.",
+        f"The forward or backward pass of step {first} sets {join_names(known.names.subjects(names))} to "
+        "values that differ between ranks; DDP broadcasts parameters when it is constructed and never again.",
         steps=unless_all((first,), len(facts.by_step)),
         evidence=["equal on all ranks after wrapping, different before the optimizer's step"],
     )

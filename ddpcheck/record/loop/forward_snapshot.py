@@ -81,8 +81,10 @@ class Snapshot:
                     stack.enter_context(torch.autocast(kind, dtype))
                 stack.callback(_set_forward, module, vars(module).get("forward"))
                 _set_forward(module, self.forward)
-                tensors = differentiable_tensors(module(*self.arguments, **self.named))
+                output = module(*self.arguments, **self.named)
+            tensors = differentiable_tensors(output)
             losses = [t for index, t in enumerate(tensors) if self.used is None or index in self.used]
+            losses += _constants(output)  # which the loss may have, too
             reached.update(id(leaf) for leaf in walk_graph(losses).leaves)
             return losses
 
@@ -134,6 +136,11 @@ def trainable_leaves(output: Any) -> list[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         return [output] if output.requires_grad and output.grad_fn is None else []
     return [tensor for tensor in _tensors(output) if tensor.requires_grad and tensor.grad_fn is None]
+
+
+def _constants(output: Any) -> list[torch.Tensor]:
+    """The numbers in `output` through which no gradient can come."""
+    return [tensor for tensor in _tensors(output) if not tensor.requires_grad and tensor.is_floating_point()]
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
