@@ -213,6 +213,7 @@ class OptimizerStep(Struct, frozen=True):
         shard_scales: By what factor the gradient of each of them has grown since its reduction, as far as that is
             known, in its norm.
         in_fsdp1: How many of its parameters a `FullyShardedDataParallel` holds.
+        made_with: The learning rates with which it was constructed, by group; empty where that was not seen.
     """
 
     optimizer: int
@@ -244,6 +245,7 @@ class OptimizerStep(Struct, frozen=True):
     shards: int = 0
     shard_scales: Mapping[str, float] = field(default_factory=dict)
     in_fsdp1: int = 0
+    made_with: tuple[float, ...] = ()
 
 
 class OptimizerEnd(Struct, frozen=True):

@@ -56,7 +56,8 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
         finding, first = found[0], of_ranks[0]
         if number and first.reductions < 0 and len({one.collectives for one in of_ranks}) > 1:
             return _out_of_step(of_ranks)
-        if number and all(name.endswith((" lr", " initial_lr")) for name in finding.subjects):
+        was_alike = bool(number or (first.made_with and len({one.made_with for one in of_ranks}) == 1))
+        if was_alike and all(name.endswith((" lr", " initial_lr")) for name in finding.subjects):
             names = finding.subjects
             finding = replace(
                 one_finding(

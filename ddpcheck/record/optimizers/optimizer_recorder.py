@@ -266,6 +266,7 @@ class OptimizerRecorder:
             shards=sum(p.requires_grad and is_shard(p) for p in held),
             shard_scales={name: scale for watch in watches for name, scale in watch.shard_scales().items()},
             in_fsdp1=sum(map(is_in_fsdp1, held)),
+            made_with=self._lines.rates_of(optimizer),
         )
 
     def _sums_in_one(self, gradients: list[tuple[str, torch.Tensor]]) -> dict[str, Location | None]:

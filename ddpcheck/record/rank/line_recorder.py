@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,6 +39,7 @@ class LineRecorder:
         self._seen: set[tuple[int, str, Location | None]] = set()
         self._evaluated: dict[Location | None, int] = {}  # how often, by line
         self._optimizers: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
+        self._rates: WeakKeyDictionary[Any, tuple[float, ...]] = WeakKeyDictionary()
         self._restored: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
         patched(torch.optim.Optimizer, "__init__", self._optimizer_made)
         patched(torch.optim.Optimizer, "load_state_dict", self._optimizer_restored)
@@ -59,6 +60,10 @@ class LineRecorder:
         """The line that has constructed it."""
         return self._optimizers.get(optimizer)
 
+    def rates_of(self, optimizer: Any) -> tuple[float, ...]:
+        """The learning rates that its groups were constructed with; empty where that was not seen."""
+        return self._rates.get(optimizer, ())
+
     def of_restored(self, optimizer: Any) -> Location | None:
         """The line that has last given it a state."""
         return self._restored.get(optimizer)
@@ -72,9 +77,11 @@ class LineRecorder:
         where = assignment_in_program("requires_grad", "unfrozen" in kinds)
         self._note(watch, "requires_grad", "requires_grad", (), where)
 
-    def _optimizer_made(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
+    def _optimizer_made(self, optimizer: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
         if (where := user_location()) is not None:
             self._optimizers[optimizer] = where
+        yield
+        self._rates[optimizer] = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
 
     def _optimizer_restored(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
         if (where := user_location()) is not None:
