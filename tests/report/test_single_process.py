@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -67,3 +68,21 @@ def test_a_sum_whose_ratio_is_near_to_that_of_the_weights_is_not_taken_for_them(
     (finding,) = report.findings
     assert finding.code == "DDP305"
     assert finding.evidence[0].startswith(f"{named}" if named else "the global batch weighs the ranks by 0.7138")
+
+
+@pytest.mark.parametrize(("factor", "codes"), [(1.0, ["DDP304"]), (1.1, ["DDP309", "DDP215"])])
+def test_batch_statistics_of_two_views_are_the_cause_beside_gathered_negatives(factor: float, codes: list[str]) -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        features = F.normalize(model(torch.cat([batch[0], batch[0] + 0.1])), dim=1)
+        queries, keys = features.chunk(2)
+        gathered = [torch.empty_like(keys) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, keys.detach())
+        scale = factor if dist.get_rank() else 1.0
+        targets = torch.arange(len(queries)) + len(queries) * dist.get_rank()
+        return scale * F.cross_entropy(queries @ torch.cat(gathered).T * 5, targets)
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+
+    found = state_of(Recipe(model=model, batch=batch, loss=loss)).findings
+    assert [finding.code for finding in found] == codes

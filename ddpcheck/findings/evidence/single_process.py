@@ -118,6 +118,8 @@ class ShardAnalysis(Struct, frozen=True):
         rounded: The gradients that differ from the global batch's by rounding alone.
         error: Why the shards could not be run one by one, or why that could not be explained further.
         numbers: The random numbers with which they were run, as in `SingleStep`.
+        by_statistics: Of the global batch's gradient to the ranks' average, where batch statistics are those of each
+            shard; measured where shards alone do not give what the ranks did.
     """
 
     terms: tuple[LossTerm, ...] = ()
@@ -133,6 +135,7 @@ class ShardAnalysis(Struct, frozen=True):
     rounded: tuple[str, ...] = ()
     error: str = ""
     numbers: RandomNumbers = "drawn"
+    by_statistics: Fit = Fit()
 
     @property
     def is_all_normalisation(self) -> bool:

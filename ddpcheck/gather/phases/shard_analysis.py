@@ -112,10 +112,13 @@ def _analyse(
     else:
         ratios, terms_residual = [found.against_global.ratio], found.against_global.residual
     by_shards = found.against_shards
-    here = seen.rank_weights(compared) if max(abs(by_shards.ratio - 1), by_shards.residual) > _SAME else None
+    changed = max(abs(by_shards.ratio - 1), by_shards.residual) > _SAME
+    here = seen.rank_weights(compared) if changed else None
     with contextlib.suppress(Exception):  # what a forward returns may be anything
         found = replace(found, coupling=_coupling(own, batch, shards[0], step))
     norms = [name for name, module in own.module.named_modules() if isinstance(module, _BatchNorm) and module.training]
+    if norms and changed:
+        found = replace(found, by_statistics=_with_statistics_of_shards(own, compared, batch, step, norms, world_size))
     if norms and any(term.residual > _SAME * term.error for term in seen.terms):
         with contextlib.suppress(Exception):  # what else there is, beside the statistics
             seen = look_at_terms(own, batch, shards, step, exactly=exactly, frozen=norms)
@@ -128,6 +131,18 @@ def _analyse(
         ]
     own.step.before.restore(own.module)
     return replace(found, terms=tuple(terms), terms_residual=terms_residual)
+
+
+def _with_statistics_of_shards(
+    own: SingleProcess, compared: Mapping[str, torch.Tensor], batch: Any, step: int, norms: Sequence[str], shards: int
+) -> Fit:
+    """How the global batch fits where `norms` see one shard at a time: of one view of the batch, or of several."""
+    best = Fit()
+    for views in (False, True):
+        with contextlib.suppress(Exception):  # rows that are no samples
+            run = ShardRun(own, own.module, step, by_shard=norms, shards=shards, views=views)
+            best = min(best, _fit(compared, total_gradient(run, batch)[0]), key=lambda one: one.residual)
+    return best
 
 
 def _fit(target: Mapping[str, torch.Tensor], part: Mapping[str, torch.Tensor]) -> Fit:

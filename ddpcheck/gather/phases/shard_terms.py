@@ -43,6 +43,30 @@ _SAME = 1e-3
 _MOST_PRECISE = 1e-5  # to which weights are told apart, where float32 gradients fit them
 
 
+@contextlib.contextmanager
+def _by_shard(module: nn.Module, shards: int, samples: int | None) -> Iterator[None]:
+    """Have `module` see the rows of one shard at a time; those of several views of `samples` rows, if that is given."""
+    original = module.forward
+    own = vars(module).get("forward")
+
+    def forward(rows: torch.Tensor) -> torch.Tensor:
+        views = 1 if samples is None else len(rows) // samples
+        if len(rows) % (views * shards):
+            made: torch.Tensor = original(rows)
+            return made
+        parts = rows.unflatten(0, (views, shards, -1))
+        seen = [original(part.flatten(0, 1)).unflatten(0, (views, -1)) for part in parts.unbind(1)]
+        return torch.stack(seen, 1).flatten(0, 2)
+
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
 @dataclass(frozen=True, slots=True)
 class ShardRun:
     """How the loss is run on a part of the batch."""
@@ -51,6 +75,9 @@ class ShardRun:
     module: nn.Module  # in its own dtype or in float64
     step: int
     frozen: Sequence[str] = ()  # modules that are in eval mode meanwhile
+    by_shard: Sequence[str] = ()  # modules of which each sees the samples of a shard at a time
+    shards: int = 1
+    views: bool = False  # whether what such a module sees is several views of the batch, one after the other
     activations: FirstActivations | None = None  # watches the forward pass
 
     @contextlib.contextmanager
@@ -63,6 +90,9 @@ class ShardRun:
             for name in self.frozen:
                 self.module.get_submodule(name).eval()
             stack.callback(lambda: [self.module.get_submodule(name).train() for name in self.frozen])
+            for name in self.by_shard:
+                count = batch_size(part) if self.views else None
+                stack.enter_context(_by_shard(self.module.get_submodule(name), self.shards, count))
             seed = step_seed(self.own.seed, self.step)
             with recorded_lines(), self.activations or contextlib.nullcontext():
                 loss = compute_loss(

@@ -33,9 +33,9 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
     gathers = facts.world_changed and any(call.elements > 1 for call in facts.known.local.calls)
     coupled = any(term.coupled for term in rest)
     if mixes or (coupled and not gathers):  # where ranks gather samples, coupling alone makes no gradient another
-        found += _coupling(facts, rest)
+        found += judge_coupling(facts, rest)
     elif not counted and coupling.line is not None and not facts.world_changed:
-        found += _normalising_line(facts) if coupling.scaled and rest else _coupling(facts, rest)
+        found += _normalising_line(facts) if coupling.scaled and rest else judge_coupling(facts, rest)
     explained = (coupling.module_class and not analysis.frozen) or coupled or coupling.line
     if not rest or explained:
         return found
@@ -109,7 +109,7 @@ BY_SAMPLE = "random numbers by sample"
 """Tag of a DDP305 that shows where each sample has random numbers of its own, the same on any rank."""
 
 
-def _coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> list[Finding]:
+def judge_coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm] = ()) -> list[Finding]:
     """DDP304: what the model or the loss makes of a sample depends on the others."""
     coupling, known = facts.analysis.coupling, facts.known
     module = f"{coupling.module or 'the model itself'} ({coupling.module_class})" if coupling.module_class else ""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.parameters import GradientState
-from ddpcheck.findings.evidence.single_process import LOOSEST_FIT, LossTerm, ShardAnalysis
+from ddpcheck.findings.evidence.single_process import EXACT_FIT, LOOSEST_FIT, LossTerm, ShardAnalysis
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
@@ -16,6 +16,7 @@ from ddpcheck.judge.gradients.loss_terms import (
     IS_SUM,
     explain_by_terms,
     format_term,
+    judge_coupling,
     judge_normalisation,
     judge_unexplained,
 )
@@ -103,6 +104,16 @@ def _explain_by_micro_batches(facts: SingleProcessFacts) -> list[Finding]:
         f"{alone} backward passes in the single process, {here} on a rank",
         location=facts.known.loss_location,
     )
+
+
+def _explain_by_statistics(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP304 where the global batch has the ranks' gradient once its batch statistics are those of each shard.
+
+    Before all that is only likely: where ranks exchange tensors beside, shards alone do not show this.
+    """
+    fits, module = facts.analysis.by_statistics, facts.analysis.coupling.module_class
+    exact = max(abs(fits.ratio - 1), fits.residual) <= max(facts.tolerance, EXACT_FIT)
+    return judge_coupling(facts) if exact and module else []
 
 
 def _explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
@@ -271,6 +282,7 @@ def _losses_are_scaled(alone: Sequence[float], together: Sequence[float], ratio:
 EXPLANATIONS: tuple[Callable[[SingleProcessFacts], list[Finding]], ...] = (
     _explain_by_changed_gradients,
     _explain_by_micro_batches,
+    _explain_by_statistics,
     _explain_by_one_factor,
     _explain_by_program,
     _explain_by_rank_weights,
