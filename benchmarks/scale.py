@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck import World, check_consistency, check_schedule
+from ddpcheck.findings.evidence.endings import ScheduledCall
 from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
-from ddpcheck.findings.evidence.schedules import ScheduledCall
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Report
-from ddpcheck.judge.endings.schedules import judge_schedules
+from ddpcheck.judge.endings.collective_order import judge_schedules
 from ddpcheck.judge.replicas.descriptions import judge_descriptions
 from ddpcheck.render import renderer_for
 

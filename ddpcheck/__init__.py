@@ -25,8 +25,8 @@ if TYPE_CHECKING:
         UsageError,
     )
     from ddpcheck.findings.report import Finding, Location, Report
+    from ddpcheck.findings.rules.rule import Severity
     from ddpcheck.findings.selection import Suppression
-    from ddpcheck.findings.severity import Severity
     from ddpcheck.gather.collectives.allreduce import allreduce_grads, allreduce_params
     from ddpcheck.harness import World
     from ddpcheck.monitor.reporting import FindingWarning
@@ -43,8 +43,7 @@ if TYPE_CHECKING:
         assert_parity,
         assert_same_on_all_ranks,
     )
-    from ddpcheck.worlds.launchers.dist_info import get_dist_info, master_only
-    from ddpcheck.worlds.launchers.init_dist import init_dist
+    from ddpcheck.worlds.launchers.init_dist import get_dist_info, init_dist, master_only
 
 __version__ = "0.1.0"
 
@@ -95,7 +94,7 @@ _HOMES = {
     "World": "harness",
     "Report": "findings.report",
     "Finding": "findings.report",
-    "Severity": "findings.severity",
+    "Severity": "findings.rules.rule",
     "Location": "findings.report",
     "Suppression": "findings.selection",
     "detect_anomalous_params": "anomalous",
@@ -109,8 +108,8 @@ _HOMES = {
     "assert_no_anomalous_params": "testing.assertions.assertions",
     "write_reproduction": "report.repro",
     "init_dist": "worlds.launchers.init_dist",
-    "get_dist_info": "worlds.launchers.dist_info",
-    "master_only": "worlds.launchers.dist_info",
+    "get_dist_info": "worlds.launchers.init_dist",
+    "master_only": "worlds.launchers.init_dist",
     "allreduce_grads": "gather.collectives.allreduce",
     "allreduce_params": "gather.collectives.allreduce",
     "DdpcheckError": "findings.errors",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings.evidence.modules import WrapperFacts
-from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
+from ddpcheck.findings.evidence.steps import PathEnd, StepEvidence
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.parameters.missing_parameters import judge_parameters

@@ -26,7 +26,7 @@ from ddpcheck.findings.errors import DdpcheckError
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.report.checking.check import check
 from ddpcheck.report.repro import write_reproduction
-from ddpcheck.report.repro.choice import world_size_for
+from ddpcheck.report.repro.script import world_size_for
 from tests.faultsuite.cases import all_cases
 
 ROOT = Path(__file__).parents[1]

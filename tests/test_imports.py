@@ -47,9 +47,9 @@ LIGHT = (
     "harness",
 )
 HEAVY = """
-    .recipe.recipe. .recipe.pytree. .graph.graph_phases. .graph.tensor_flow. .matrix.matrix_phases.
-    .matrix.variant_phases. .schedule.schedule_phases. .repro.probe. .demonstrations. .first_recipe.guessing.
-    .anomalies_on_rank. .replica_values_on_rank. .launchers.init_dist. .launchers.dist_info.
+    .recipe.recipe. .recipe.pytree. .graph.graph_phases. .matrix.matrix_phases.
+    .schedule.schedule_phases. .repro.probe. .demonstrations. .first_recipe.guessing.
+    .assertions.on_rank. .launchers.init_dist.
 """.split()
 """Of those what runs on ranks, and imports torch."""
 

@@ -39,7 +39,11 @@ def test_the_page_is_as_the_code_is() -> None:
 
 def test_a_rule_leads_to_its_judges_and_recorders() -> None:
     rows = [line for line in PAGE.read_text().splitlines() if "[DDP520]" in line]
-    expected = ("judge/loop/script_pace.py`: `judge_left`", "`GradientsLeft`", "record/optimizers/zeroing_recorder.py")
+    expected = (
+        "judge/loop/script_pace.py`: `judge_left`",
+        "`GradientsLeft`",
+        "record/optimizers/gradient_recorders.py",
+    )
     assert len(rows) == 1 and all(part in rows[0] for part in expected)
     never_found = {"DDP511", "DDP601", "DDP602", "DDP603"}  # their pages say so
     assert RULES.keys() - set().union(*codes_given().values()) - BY_CALLERS == never_found

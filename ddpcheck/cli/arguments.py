@@ -7,10 +7,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 
 from ddpcheck import __version__
-from ddpcheck.cli.checks import run_graph, run_hang, run_live, run_report
+from ddpcheck.cli.checks import run_graph, run_hang, run_init, run_live, run_report
 from ddpcheck.cli.completion import SHELLS, run_completion
 from ddpcheck.cli.env import run_env
-from ddpcheck.cli.init import run_init
 from ddpcheck.cli.launched import on_launched_ranks
 from ddpcheck.cli.parsing import HelpFormatter, Parser, examples_of
 from ddpcheck.cli.rules import run_explain, run_rules

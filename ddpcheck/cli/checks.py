@@ -1,4 +1,4 @@
-"""What checks something: a recipe (`ddpcheck report` and `graph`), or a job that hangs (`hang`) or goes on (`live`)."""
+"""What checks something: a recipe (`ddpcheck report`, `graph`; `init` writes one), or a job (`hang` and `live`)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpcheck.cli.output import OutputFile, Progress, ReportOutput, complain, print_out, say
+from ddpcheck.cli.output import OutputFile, Progress, ReportOutput, complain, print_out, reason_of, say
 from ddpcheck.cli.saved import load_report
-from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS, EXIT_HANG, UsageError
+from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS, EXIT_HANG, EXIT_TARGET, UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.rules import RULES
+from ddpcheck.recipe.target import load_object
 from ddpcheck.render import FORMATS, MATRIX_FORMATS
+from ddpcheck.report.first_recipe.first_recipe import place_of_recipe
 from ddpcheck.report.graph.dot import draw, lay_out, picture_format, summary
 from ddpcheck.report.hang.hang_report import report_on_hang
 from ddpcheck.report.matrix.matrix import Matrix
 from ddpcheck.report.repro import DEMONSTRATIONS, command_for, prepare, write_reproduction
 from ddpcheck.report.settings import Settings, load_settings, misspelled_variables
-from ddpcheck.run.live_report import report_on_run, the_run
+from ddpcheck.run.script_report import report_on_run, the_run
 
 if TYPE_CHECKING:
     from ddpcheck.harness import RankHosts
@@ -129,7 +131,7 @@ def run_graph(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
     path = None if arguments.output in (None, "-") else arguments.output
     form = picture_format(path)
     with OutputFile(path) as file, Progress(sys.stderr) as progress:
-        from ddpcheck.report.graph.collapse import fold
+        from ddpcheck.report.graph.drawing_data import fold
         from ddpcheck.report.graph.trace_graph import trace_graph
 
         report, picture, marks = trace_graph(
@@ -173,3 +175,32 @@ def _show(arguments: argparse.Namespace, report_on: Callable[..., Report], sourc
         report = report_on(source, select=settings.select, ignore=settings.ignore, suppress=settings.suppress)
         output.show(report)
     return report, report.exit_code(settings.fail_on)
+
+
+def run_init(arguments: argparse.Namespace) -> int:
+    """Write a recipe, and check it; 3 where the inputs of the model could not be guessed."""
+    path = place_of_recipe(arguments.model, arguments.output)
+    maker = load_object(arguments.model)  # a wrong name is told before a file that is there
+    if path.exists() and not arguments.force:
+        raise UsageError(f"{path} is there already; --force overwrites it, -o FILE writes another one")
+    from ddpcheck.report.first_recipe.guessing import make_first_recipe
+
+    check = f"ddpcheck report {path.as_posix()}"
+    text, guess = make_first_recipe(maker, arguments.model, arguments.args, check)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {reason_of(error)}") from error
+    if guess.output is None:
+        names = ", ".join(one.name for one in guess.inputs)
+        why = f"{guess.tried} inputs were tried, the first gave {guess.error}" if guess.tried else guess.error
+        say(f"wrote {path}, without inputs: what goes into forward({names}) could not be guessed ({why})")
+        say(f"fill in batch() where {path} says TODO, then run:\n  {check}")
+        return EXIT_TARGET
+    inputs = ", ".join(f"{one.name} = {one.code}" for one in guess.inputs)
+    say(f"wrote {path}; a guess that forward accepts: {inputs}; now checking it")
+    given = dict.fromkeys((*CHECK_SETTINGS, "fail_on", "repro", "baseline", "output", "format"))
+    given |= {"target": str(path), "matrix": False, "schedule": None, "launcher": "off", "command_line": check}
+    code = run_report(argparse.Namespace(**given), None)
+    say(f"the data and the loss are stand-ins: put your own where {path} says EDIT, then run:\n  {check}")
+    return code

@@ -23,11 +23,11 @@ from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError
 from ddpcheck.report.settings import Settings
 from ddpcheck.run.check_options import examine
 from ddpcheck.run.ending import Ending
-from ddpcheck.run.flight_records import prepare
 from ddpcheck.run.hang_watch import HangWatch
 from ddpcheck.run.living_ranks import lives
+from ddpcheck.run.run_record import prepare
 from ddpcheck.stream.entries import RankRaised
-from ddpcheck.stream.watched_rank import read_logs
+from ddpcheck.stream.rank_log import read_logs
 
 _LOOK = 0.1  # seconds between two looks
 _QUIET = 2.0  # seconds in which a launcher that lives may start ranks again

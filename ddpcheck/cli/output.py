@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Self, TextIO
 
 from ddpcheck.findings.difference import ReportDifference
 from ddpcheck.findings.errors import EXIT_USAGE, DdpcheckError, UsageError
-from ddpcheck.findings.exception_origin import BUG
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
-from ddpcheck.findings.tracebacks import fold_traceback
+from ddpcheck.findings.tracebacks import BUG, fold_traceback
 from ddpcheck.render import FORMATS, Medium, format_for, renderer_for
 
 if TYPE_CHECKING:

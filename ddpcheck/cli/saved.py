@@ -17,7 +17,7 @@ from ddpcheck.findings.json_schema import literal, schema_of
 from ddpcheck.findings.report import Report, Status
 from ddpcheck.findings.wording import printable, suggestion
 from ddpcheck.render import DIFFERENCE_FORMATS, FORMATS, MATRIX_FORMATS
-from ddpcheck.render.page.data import data_in
+from ddpcheck.render.page.page import data_in
 from ddpcheck.report.matrix.matrix import Matrix
 from ddpcheck.report.settings import load_settings
 from ddpcheck.run.run_record import is_record, judge_record, unpacked

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS, EXIT_HANG, FindingsError
 from ddpcheck.findings.figures import CollectiveTimeline, ModuleEntry, ParameterPath, SourceExcerpt, excerpts_of
+from ddpcheck.findings.figures import Location as Location
 from ddpcheck.findings.from_json import added, parse, read
-from ddpcheck.findings.location import Location as Location
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.severity import Severity as Severity
+from ddpcheck.findings.rules.rule import Severity as Severity
 
 SCHEMA_VERSION = 1
 _UNTOLD = 0.5  # a tolerance from which on a comparison tells nothing: the smallest fault that was measured is as large

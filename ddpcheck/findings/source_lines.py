@@ -22,7 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.shortening import LONGEST_TRACEBACK, shortened
+from ddpcheck.findings.wording import LONGEST_TRACEBACK, shortened
 
 if TYPE_CHECKING:
     from torch import nn

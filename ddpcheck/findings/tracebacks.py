@@ -1,10 +1,166 @@
-"""Tracebacks as text, with runs of frames that are not the user's as one line each."""
+"""Exceptions of a target: whether ddpcheck is to blame, what torch has carried from another process, and their text.
+
+The origin: what counts is the innermost frame of the traceback that belongs to neither torch nor Python. In a hook or a
+mode of ddpcheck it is ours, although the target's code called; in the target's code, or in ours while it calls the
+target or torch as a training loop would (`for_target`), it is the target's; and so is what a public function of
+ddpcheck says to a target that calls it.
+
+From a worker of a loader, or from a thread, `torch._utils.ExceptionWrapper` raises another exception of the same class
+at the line that waited, whose text holds the traceback of the first: "Caught KeyError in DataLoader worker process 0.",
+"Original Traceback (most recent call last):" and so on.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
+import ddpcheck
+from ddpcheck.findings.errors import BugError, DdpcheckError
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_user_file, relative_path, whole_traceback
 from ddpcheck.findings.wording import counted, join_names
+
+_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+BUG = "this is a bug in ddpcheck"
+_LONGEST = 150  # characters of a message of somebody else's
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_passing_on: set[CodeType] = {ddpcheck.__getattr__.__code__}  # a name that the package has not: whoever asked for it
+_for_target: set[CodeType] = set()
+
+
+def passes_on(function: _Function) -> _Function:
+    """Mark a function of ddpcheck that stands in torch's place and hands calls on: its frames count as torch's."""
+    _passing_on.add(function.__code__)
+    return function
+
+
+def for_target(function: _Function) -> _Function:
+    """Mark a function that calls the target, or torch as a training loop would: its frames count as the target's."""
+    _for_target.add(function.__code__)
+    return function
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether `error`, or one that it was raised in the handling of, is a bug of ddpcheck."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        if isinstance(current, DdpcheckError) or not isinstance(current, Exception):
+            return isinstance(current, BugError)
+        run = _innermost_run(current)
+        if run and not _is_asked_for(run[0][0]):
+            files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(current.__traceback__)]
+            return not (isinstance(current, RecursionError) and any(map(is_user_file, files)))
+        seen.add(id(current))
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return False
+
+
+def is_misuse(error: DdpcheckError) -> bool:
+    """Whether the target has called a public function of ddpcheck that refused; a wrong recipe is not that."""
+    run = _innermost_run(error)
+    return bool(run) and _is_asked_for(run[0][0]) and not run[0][0].f_code.co_qualname.startswith("Recipe.")
+
+
+def as_bug(error: BaseException, place: str = "") -> BugError:
+    """A bug of ddpcheck as an error that asks to report it, with the whole traceback.
+
+    Args:
+        error: Whatever was raised.
+        place: What was being done, in the words of `ddpcheck.rank.set_status`.
+    """
+    if isinstance(error, BugError):
+        return error
+    lines = str(error).strip().splitlines()
+    said = f"{type(error).__name__}: {lines[0][:_LONGEST]}" if lines else type(error).__name__
+    where = ""
+    if run := _innermost_run(error):
+        frame, line = run[-1]
+        where = f"ddpcheck/{os.path.relpath(frame.f_code.co_filename, _FOLDER)}:{line}".replace(os.sep, "/")
+    at = ", ".join(filter(None, (where, place)))
+    return BugError(
+        f"ddpcheck itself raised {said}{f' ({at})' if at else ''}; {BUG}, not in the target: please report it with "
+        "the traceback",
+        detail=whole_traceback(error),
+    )
+
+
+def _innermost_run(error: BaseException) -> Sequence[tuple[FrameType, int]]:
+    """Our frames at the end of the traceback, outermost first, with lines; empty where its end is the target's."""
+    run: list[tuple[FrameType, int]] = []
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        code = frame.f_code
+        if code in _for_target or is_user_file(code.co_filename):
+            break
+        if code.co_filename.startswith(_FOLDER) and code not in _passing_on:
+            run.append((frame, line))
+    return run[::-1]
+
+
+def _is_asked_for(entry: FrameType) -> bool:
+    """Whether the frame at which a traceback enters ddpcheck is that of something public."""
+    module = str(entry.f_globals.get("__name__", ""))
+    return entry.f_code.co_qualname.partition(".")[0] in ddpcheck.__all__ or module.startswith("ddpcheck.integrations")
+
+
+_RAISES_AGAIN = "ExceptionWrapper.reraise"
+_ORIGINAL_HEAD = re.compile(  # not one that a message of the user's holds
+    r"(?:^Original |(?:direct cause of the following exception|another exception occurred):\n\n)"
+    r"Traceback \(most recent call last\):\n",
+    re.MULTILINE,
+)
+_ORIGINAL_FRAME = re.compile(r'^ +File "(?P<file>[^"\n]+)", line (?P<line>\d+), in ', re.MULTILINE)
+_SAID = re.compile(r"^(?P<type>[^\W\d][\w.<>]*)(?:: (?P<text>.*))?\Z", re.MULTILINE | re.DOTALL)
+_OF_MAIN = ("__mp_main__.", "__main__.")  # how a worker that was spawned calls the script, and one that was forked
+
+
+@dataclass(frozen=True, slots=True)
+class OriginalException:
+    """What was raised first.
+
+    Attributes:
+        type: The name of its class.
+        text: Its message.
+        location: The innermost line of the user's code in its traceback; `None` where there is none.
+        where: In which worker or thread, in torch's words: "in DataLoader worker process 0".
+    """
+
+    type: str
+    text: str
+    location: Location | None
+    where: str
+
+
+def original_of(error: BaseException) -> OriginalException | None:
+    """The exception that `error` was made of in another process or thread; `None` for any other."""
+    codes = [frame.f_code.co_qualname for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if codes[-1:] != [_RAISES_AGAIN] or not isinstance(error, Exception):
+        return None
+    try:
+        text = str(error)
+    except Exception:
+        return None
+    heads = [head.end() for head in _ORIGINAL_HEAD.finditer(text)]
+    last = text[heads[-1] :] if heads else ""  # of a cause and its consequence, the consequence
+    said = re.search(r"^\S", last, re.MULTILINE)
+    match = _SAID.match(last[said.start() :].rstrip()) if said is not None else None
+    if match is None or said is None:
+        return None
+    frames = [(one["file"], int(one["line"])) for one in _ORIGINAL_FRAME.finditer(last[: said.start()])]
+    lines = [Location(relative_path(file), line) for file, line in frames if is_user_file(file)]
+    where = text.partition("\n")[0].removeprefix("Caught ").partition(" ")[2].rstrip(".")
+    name = match["type"]
+    for prefix in _OF_MAIN:
+        name = name.removeprefix(prefix)
+    return OriginalException(name, match["text"] or "", lines[-1] if lines else None, where)
+
 
 _FRAME = re.compile(r'^(?P<indent> *)File "(?P<file>[^"]*)", line (\d+|\?\?\?)')
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/([^/]+)")

@@ -1,19 +1,90 @@
-"""Ranks, steps and names in words, and findings with the texts of their rules."""
+"""Ranks, steps and names in words, texts of a length that a person reads, findings with the texts of their rules."""
 
 from __future__ import annotations
 
 import difflib
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any, ParamSpec, TypeVar, cast
 
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.figures import ParameterPath
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
+
+Value = TypeVar("Value")
+
+LONGEST_TRACEBACK = 10_000  # characters
+_LONGEST = 2_000
+_LONGEST_OF = {"subjects": 500, "parameter": 500, "detail": 20_000}  # by the name of the field
+
+
+def shortened(text: str, most: int) -> str:
+    """`text`; where it has more than `most` characters, its beginning and end, and how much is left out between."""
+    left_out = len(text) - most
+    if left_out <= 0:
+        return text
+    beginning = most * 2 // 3
+    return f"{text[:beginning]} ... {left_out} characters left out ... {text[beginning - most :]}"
+
+
+def limited(value: Value) -> Value:
+    """A report, or anything that such is made of, with every text in it shortened."""
+    return cast(Value, _limited(value, _LONGEST))
+
+
+def _limited(value: Any, most: int) -> Any:
+    if isinstance(value, str):
+        return value if isinstance(value, Enum) else shortened(value, most)
+    if isinstance(value, tuple | list):
+        return type(value)(_limited(item, most) for item in value)
+    if isinstance(value, Mapping):
+        return {_limited(key, most): _limited(item, most) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        now = {one.name: getattr(value, one.name) for one in fields(value)}
+        short = {name: _limited(item, _LONGEST_OF.get(name, most)) for name, item in now.items()}
+        changed = {name: item for name, item in short.items() if item != now[name]}
+        return replace(value, **changed) if changed else value
+    return value
+
+
+_PREFIX = re.compile(r"\b_orig_mod\.|\._orig_mod\b| \(in module _orig_mod\)")
+
+
+def plain_name(text: str) -> str:
+    """A name of a parameter or module, or a text with some in it, without what `torch.compile` puts before them."""
+    return _PREFIX.sub("", text)
+
+
+def without_prefix(finding: Finding) -> Finding:
+    """A finding whose names are those of the code as it is written: `torch.compile(module)` holds it as `_orig_mod`."""
+    texts = (*finding.subjects, finding.message, finding.fix, *finding.evidence)
+    if not any("_orig_mod" in text for text in texts):
+        return finding
+    subjects, evidence = tuple(map(plain_name, finding.subjects)), tuple(map(plain_name, finding.evidence))
+    message, fix = plain_name(finding.message), plain_name(finding.fix)
+    return replace(
+        finding, subjects=subjects, message=message, fix=fix, evidence=evidence, path=_plain_path(finding.path)
+    )
+
+
+def _plain_path(path: ParameterPath | None) -> ParameterPath | None:
+    if path is None:
+        return None
+    steps = tuple(replace(step, module=plain_module(step.module)) for step in path.steps)
+    return replace(path, parameter=plain_name(path.parameter), steps=steps)
+
+
+def plain_module(name: str) -> str:
+    """As `plain_name`, of a module, whose name may be nothing else."""
+    return "" if name == "_orig_mod" else plain_name(name)
+
 
 _FEWEST_IN_STEPS = 5
 _MOST_PARTS = 12

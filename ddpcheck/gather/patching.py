@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, suppress
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
-from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.tracebacks import passes_on
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")

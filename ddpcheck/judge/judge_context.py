@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.gradients import LOOSEST_FIT, Difference, Fit, ShardAnalysis
 from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
-from ddpcheck.findings.evidence.single_process import LOOSEST_FIT, Fit, ShardAnalysis
 from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import Names, group_by, one_finding

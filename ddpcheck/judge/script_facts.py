@@ -9,20 +9,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from ddpcheck.findings.evidence.parts import ModelSplit, PartStep
+from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
 from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated, OptimizerEnd, OptimizerStep
-from ddpcheck.findings.program_source import ProgramSource
+from ddpcheck.findings.program_blocks import ProgramSource
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import group_by
-from ddpcheck.judge.gradients.script_alone import are_apart
-from ddpcheck.judge.gradients.script_gradients import all_gradients_agree
+from ddpcheck.judge.gradients.script_alone import all_gradients_agree, are_apart
 from ddpcheck.judge.replicas.descriptions import differing_names
-from ddpcheck.judge.replicas.model_parts import PartSteps, by_group
 from ddpcheck.stream.entries import ReplicaCaptured, WrapperMade
-from ddpcheck.stream.watched_rank import WatchedRank
+from ddpcheck.stream.rank_log import WatchedRank
 
 _Kind = TypeVar("_Kind")
+
+PartSteps = Sequence[PartStep]
+"""One optimizer before one of its steps, by rank of those that compute one model together."""
 
 NOT_WATCHED = "shards of parameters are not watched: their values, gradients and state are not compared"
 IN_FSDP1 = (
@@ -331,3 +332,13 @@ def _in_step(by_rank: Sequence[Sequence[_Step]]) -> list[list[_Step]]:
     counts = [{one.count: one for one in of_rank} for of_rank in by_rank]
     common = set.intersection(*(set(of_rank) for of_rank in counts))
     return [[of_rank[count] for of_rank in counts] for count in sorted(common)]
+
+
+def by_group(splits: Mapping[int, Sequence[ModelSplit]]) -> dict[tuple[int, ...], ModelSplit]:
+    """The groups of ranks that compute one model together, of which each says so; by rank, what it says."""
+    found: dict[tuple[int, ...], ModelSplit] = {}
+    for of_rank in splits.values():
+        for one in of_rank[:1]:
+            if all(any(one.ranks == each.ranks for each in splits.get(rank, ())[:1]) for rank in one.ranks):
+                found.setdefault(one.ranks, one)
+    return found

@@ -10,9 +10,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from ddpcheck.findings.evidence.changes import OF_A_COPY, ModuleChanged
-from ddpcheck.findings.evidence.compilation import FunctionCompiled
-from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.evaluation import (
     EvaluationPass,
     GatheredTargets,
@@ -21,10 +18,20 @@ from ddpcheck.findings.evidence.evaluation import (
     RowsCompared,
     SumsReduced,
 )
-from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
-from ddpcheck.findings.evidence.gradient_changes import GradientsChanged, GradientsTaken
-from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun, WrapperPace
-from ddpcheck.findings.evidence.running_statistics import RunningStatistic
+from ddpcheck.findings.evidence.loop import (
+    OF_A_COPY,
+    FunctionCompiled,
+    GatheredConstant,
+    GradientsChanged,
+    GradientsLeft,
+    GradientsTaken,
+    ModuleChanged,
+    OwnPartPutBack,
+    PaceRun,
+    StepDraw,
+    WrapperPace,
+)
+from ddpcheck.findings.evidence.replicas import NothingLoaded, RunningStatistic, StateUsed
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
     Evaluated,
@@ -39,7 +46,6 @@ from ddpcheck.findings.evidence.script import (
     ReducedInPlace,
     StateHeld,
 )
-from ddpcheck.findings.evidence.state_uses import NothingLoaded, StateUsed
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
 from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
@@ -47,15 +53,13 @@ from ddpcheck.judge.data.script_draws import judge_added_noise, judge_step_draws
 from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved
 from ddpcheck.judge.data.script_rows import OTHER_VALUES
 from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
-from ddpcheck.judge.evaluation.script_sums import judge_sums_again
-from ddpcheck.judge.evaluation.script_targets import judge_targets
-from ddpcheck.judge.gradients.script_alone import are_local, judge_alone, judge_taken
+from ddpcheck.judge.evaluation.script_order import judge_sums_again, judge_targets
+from ddpcheck.judge.gradients.script_alone import all_gradients_agree, are_local, judge_alone, judge_taken
 from ddpcheck.judge.gradients.script_clips import judge_changed, judge_clips, judge_rescaled, judge_step_gradients
-from ddpcheck.judge.gradients.script_gathers import judge_gathers
-from ddpcheck.judge.gradients.script_gradients import all_gradients_agree
 from ddpcheck.judge.gradients.script_losses import (
     FEWEST_PASSES,
     judge_accumulated,
+    judge_gathers,
     judge_losses,
     judge_summed_again,
     judge_sums,
@@ -75,13 +79,12 @@ from ddpcheck.judge.loop.script_optimizers import (
 )
 from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld
 from ddpcheck.judge.loop.script_wrappers import are_rounded
-from ddpcheck.judge.replicas.model_groups import compare_groups
-from ddpcheck.judge.replicas.script_states import judge_loads, judge_states, judge_uses
-from ddpcheck.judge.replicas.script_statistics import judge_statistics
+from ddpcheck.judge.replicas.model_parts import compare_groups
+from ddpcheck.judge.replicas.script_states import judge_loads, judge_states, judge_statistics, judge_uses
 from ddpcheck.judge.script_facts import Optimizer, ScriptFacts, entries_of, first_steps, used_by
 from ddpcheck.judge.verdict import Row, Verdict, Verdicts
 from ddpcheck.judge.wrapper_lines import PARTS, judge_all_of_wrappers, judge_constructions
-from ddpcheck.stream.watched_rank import WatchedRank
+from ddpcheck.stream.rank_log import WatchedRank
 
 _NEAR = 0.3  # of a norm by a sketch, as a power of the world size
 _FEWEST_STEPS = 4  # that tell what is always so from what is so now and then

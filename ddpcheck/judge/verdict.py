@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ddpcheck.findings.compiled_names import without_prefix
 from ddpcheck.findings.report import CheckStatus, Finding, Severity
-from ddpcheck.findings.wording import join_names
+from ddpcheck.findings.wording import join_names, without_prefix
 from ddpcheck.judge.causes import find_causes
 
 Facts = TypeVar("Facts")

@@ -20,7 +20,7 @@ from pathlib import Path
 from ddpcheck.findings.errors import EXIT_USAGE, ConfigError, UsageError
 from ddpcheck.record.rank.environment import RunOptions, environment_for
 from ddpcheck.run.check_options import add_check_options, examine, split_at_script
-from ddpcheck.stream.watched_rank import FOLDER, SCRIPT
+from ddpcheck.stream.rank_log import FOLDER, SCRIPT
 
 _REPORTER = "ddpcheck.cli.late_report"
 

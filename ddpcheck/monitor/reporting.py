@@ -8,11 +8,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 
-from ddpcheck.findings.compiled_names import without_prefix
 from ddpcheck.findings.errors import FindingsError
 from ddpcheck.findings.report import Finding, select_findings
-from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import format_ranks, format_steps, join_names
+from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.wording import format_ranks, format_steps, join_names, without_prefix
 from ddpcheck.judge.causes import ReportedCauses
 from ddpcheck.monitor.options import WatchOptions
 

@@ -25,7 +25,7 @@ from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.reporting import FindingReporter, FindingWarning
 from ddpcheck.record.loop.apart_marks import ApartMarks
-from ddpcheck.record.loop.forward_by_name import follow_forward, unfollow_forward
+from ddpcheck.record.loop.bypass_recorder import follow_forward, unfollow_forward
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
 from ddpcheck.record.module_hooks import hold, release
 from ddpcheck.stream.rank_report import RankReport, is_settled

@@ -17,13 +17,12 @@ from ddpcheck.consistency import gather_if_different
 from ddpcheck.findings.errors import FindingsError, UsageError, WrongTypeError
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.gather.ddp.ddp_wrapper import constructor_options, outermost_sharded
 from ddpcheck.gather.ddp.sharding import refuse_fsdp1
 from ddpcheck.gather.state.module_description import describe
 from ddpcheck.judge.parameters.missing_parameters import judge_uninitialised
-from ddpcheck.judge.replicas.descriptions import judge_descriptions
-from ddpcheck.judge.replicas.rank_configuration import judge_options
+from ddpcheck.judge.replicas.descriptions import judge_descriptions, judge_options
 from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.reporting import FindingReporter, as_text
 from ddpcheck.monitor.watch import Watch

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.errors import DdpcheckError, TargetError, WrongTypeError
-from ddpcheck.findings.exception_origin import for_target, is_misuse, is_ours
-from ddpcheck.findings.shortening import shortened
 from ddpcheck.findings.source_lines import exception_location, user_traceback
+from ddpcheck.findings.tracebacks import for_target, is_misuse, is_ours
+from ddpcheck.findings.wording import shortened
 from ddpcheck.recipe.pytree import shard_batch, tree_tensors
 
 Result = TypeVar("Result")

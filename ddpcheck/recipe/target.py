@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.exception_origin import for_target, is_ours
 from ddpcheck.findings.source_lines import relative_path
+from ddpcheck.findings.tracebacks import for_target, is_ours
 
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe

@@ -8,8 +8,7 @@ from rich.console import RenderableType
 
 from ddpcheck.findings.difference import ReportDifference
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.shortening import limited
-from ddpcheck.findings.wording import format_place, join_names
+from ddpcheck.findings.wording import format_place, join_names, limited
 from ddpcheck.render import Renderer
 from ddpcheck.render.markdown import code_span, escaped
 from ddpcheck.render.parts import title_of

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import RenderableType
 
-from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.shortening import limited
-from ddpcheck.findings.wording import counted
+from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.wording import counted, limited
 from ddpcheck.render.parts import VERDICTS, words
 from ddpcheck.render.text_parts import TextRenderer, indented, labelled, styled
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from rich.console import RenderableType
 
 from ddpcheck.findings.report import Finding, Report, Severity
-from ddpcheck.findings.shortening import limited
-from ddpcheck.findings.wording import counted, group_by
+from ddpcheck.findings.wording import counted, group_by, limited
 from ddpcheck.render.parts import (
     STATUSES,
     name_of,

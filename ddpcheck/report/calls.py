@@ -21,7 +21,6 @@ Result = TypeVar("Result")
 MODULES = (
     "ddpcheck.gather.phases.ddp_step",
     "ddpcheck.gather.phases.local_step",
-    "ddpcheck.gather.phases.missing_gradients",
     "ddpcheck.gather.phases.model_build",
     "ddpcheck.gather.phases.program_data",
     "ddpcheck.gather.phases.rank_state",
@@ -30,7 +29,6 @@ MODULES = (
     "ddpcheck.gather.phases.single_process",
     "ddpcheck.report.graph.graph_phases",
     "ddpcheck.report.matrix.matrix_phases",
-    "ddpcheck.report.matrix.variant_phases",
     "ddpcheck.report.repro.probe",
     "ddpcheck.report.schedule.schedule_phases",
 )
@@ -39,7 +37,6 @@ MODULES = (
 if TYPE_CHECKING:  # under their own names, since other modules import them from here
     from ddpcheck.gather.phases import ddp_step as ddp_step
     from ddpcheck.gather.phases import local_step as local_step
-    from ddpcheck.gather.phases import missing_gradients as missing_gradients
     from ddpcheck.gather.phases import model_build as model_build
     from ddpcheck.gather.phases import program_data as program_data
     from ddpcheck.gather.phases import rank_state as rank_state
@@ -48,7 +45,6 @@ if TYPE_CHECKING:  # under their own names, since other modules import them from
     from ddpcheck.gather.phases import single_process as single_process
     from ddpcheck.report.graph import graph_phases as graph_phases
     from ddpcheck.report.matrix import matrix_phases as matrix_phases
-    from ddpcheck.report.matrix import variant_phases as variant_phases
     from ddpcheck.report.repro import probe as probe
     from ddpcheck.report.schedule import schedule_phases as schedule_phases
 else:

@@ -14,8 +14,8 @@ from typing import Any
 
 from ddpcheck.findings.errors import ConfigError, UsageError, WrongTypeError
 from ddpcheck.findings.rules import matching_rules
+from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.findings.selection import Suppression
-from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import suggestion
 
 ENVIRONMENT_PREFIX = "DDPCHECK_"

@@ -7,16 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpcheck.findings.errors import RankFailure
-from ddpcheck.findings.evidence.changes import ModuleChanged
-from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.endings import RankAtEnd
+from ddpcheck.findings.evidence.loop import ModuleChanged
+from ddpcheck.findings.evidence.replicas import WrapperBegun
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import CollectiveTimeline
-from ddpcheck.findings.program_blocks import Block, blocks_of_lines
-from ddpcheck.findings.program_source import ProgramSource
+from ddpcheck.findings.program_blocks import Block, ProgramSource, blocks_of_lines
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.findings.source_lines import call_of
 from ddpcheck.findings.stacks import (
     CONSTRUCTOR,
@@ -30,8 +29,8 @@ from ddpcheck.findings.stacks import (
     waits_for_others,
 )
 from ddpcheck.findings.wording import format_ranks
+from ddpcheck.judge.endings.branch_endings import described_call, lines_of
 from ddpcheck.judge.endings.collective_order import judge_collectives, place_of_parting
-from ddpcheck.judge.endings.ending_facts import described_call, lines_of
 from ddpcheck.judge.endings.meetings import judge_meeting
 from ddpcheck.judge.endings.rank_failure import describe_failure, follows_from_another_rank, judge_failure
 from ddpcheck.judge.endings.stories import judge_endings
@@ -39,9 +38,8 @@ from ddpcheck.judge.endings.timelines import those_that_differ, timelines
 from ddpcheck.judge.endings.torch_errors import RaisedFacts, judge_torch_errors
 from ddpcheck.judge.replicas.script_changes import REPLACED
 from ddpcheck.run.hang_watch import Hang, Unended
-from ddpcheck.stream.entries import ExitCalled, RankRaised
-from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, lines_in
-from ddpcheck.stream.watched_rank import WatchedRank, comparable_logs
+from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, ExitCalled, RankRaised, lines_in
+from ddpcheck.stream.rank_log import WatchedRank, comparable_logs
 from ddpcheck.worlds import failures
 
 _TOLD_AS_STORY = ("DDP401", "DDP402", "DDP403")  # where no rank has failed by itself

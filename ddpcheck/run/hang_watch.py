@@ -32,15 +32,13 @@ from ddpcheck.run.living_ranks import LivingRanks, RankFacts, Used, is_idle, liv
 from ddpcheck.run.meeting_watch import MeetingWatch
 from ddpcheck.run.node_link import NodeLink, Standing
 from ddpcheck.stream.entries import RankRaised
-from ddpcheck.stream.watched_rank import comparable_logs, rank_processes, read_logs
+from ddpcheck.stream.rank_log import comparable_logs, rank_processes, read_logs
 from ddpcheck.worlds import failures
 from ddpcheck.worlds.deadlock import gloo_wants_gil, locked_children, processor_seconds
 
 _INTERVAL = 0.5  # seconds between two looks
-_SHARE = 0.02  # of a core that a rank may use while it waits
 _FOR_STACKS = 1.0  # seconds
 _GRACE = 3.0  # seconds that a rank has to end after it was told to
-_NO_INTERPRETER = "Current thread, in which the interpreter has ended"
 _LOCKED = 5.0  # seconds in which a locked process has not woken up
 _MISMATCH = 5.0  # seconds without progress, where collectives are known not to match
 _FOR_NODES = 1.0  # seconds in which other nodes hear that all ranks are to be ended

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from ddpcheck.findings.stacks import BACKWARD, Frame, pickles, region_of, waits_for_others, waits_for_result
 from ddpcheck.record.rank.environment import STACK_SIGNAL
-from ddpcheck.stream.collective_ring import HEAD_SIZE, is_inside
-from ddpcheck.stream.held_file import is_held
-from ddpcheck.stream.watched_rank import rank_processes, read_logs
+from ddpcheck.stream.held_file import HEAD_SIZE, is_held, is_inside
+from ddpcheck.stream.rank_log import rank_processes, read_logs
 from ddpcheck.worlds.deadlock import processor_seconds
 
 _SHARE = 0.02  # of a core that a rank may use while it waits

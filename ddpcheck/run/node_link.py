@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ddpcheck.stream.folder_parts import LARGEST_PART, FilePart, ReceivedFolder, parts_of
+from ddpcheck.stream.rank_log import LARGEST_PART, FilePart, ReceivedFolder, parts_of
 from ddpcheck.worlds.launchers.store import LauncherStore, connect
 
 WAIT = 30.0  # seconds that a node waits for another one of which nothing comes

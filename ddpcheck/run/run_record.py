@@ -1,29 +1,134 @@
 """A run in one file: how its script has ended and what its ranks have left, to be judged again anywhere.
 
-The names of the program are replaced, and nothing of its source is in it: the file is for a report of a bug.
+The names of the program are replaced, the same one each time, and nothing of its source is in it: the file is for a
+report of a bug, and says nothing of what was trained. A word stays if it is one of Python's, torch's or ddpcheck's own:
+judges read those, and they are no secret. Folders of this machine are marked, so that `here` can put those of another
+in.
+
+Also the last collectives as dumps of Flight Recorder, which `torchfrtrace` and `ddpcheck hang` read. gloo writes no
+dump by itself, and what it has in memory names neither the ranks of a group nor what has ended.
 """
 
 from __future__ import annotations
 
+import builtins
+import functools
 import gzip
+import importlib.util
+import itertools
 import json
+import keyword
+import os
+import pickle
+import re
 import shlex
+import sys
+import sysconfig
 import zlib
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
 
 from ddpcheck import __version__
-from ddpcheck.findings.program_source import ProgramSource
-from ddpcheck.findings.report import Report
-from ddpcheck.run.ending import Ending
-from ddpcheck.run.pseudonyms import Pseudonyms, here
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.program_blocks import ProgramSource
+from ddpcheck.findings.report import Location, Report
+from ddpcheck.report.hang.flight_recorder import CALL_KEY, DEFAULT_GROUP, DTYPES
+from ddpcheck.run.ending import Ending, still_in_a_call
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.codec import entry_from_fields, fields_of_entry
-from ddpcheck.stream.watched_rank import WatchedRank
+from ddpcheck.stream.rank_log import WatchedRank, comparable_logs
+
+_OWN = Path(__file__).parents[1]
+_OF_TORCH = ("nn/modules", "nn/parallel", "nn/utils", "optim", "distributed", "utils/data")
+_WORD = re.compile(r"\w*[^\W\d]\w*")
+_FRACTION = re.compile(r"(?<![\w.])\d+(?:\.\d*(?:e[+-]?\d+)?|e[+-]?\d+)(?![\w.])")
+_MARK = re.compile(r"\{(?:ddpcheck|packages|python|here|home)\}")
+_PART = re.compile(rf"(?P<mark>{_MARK.pattern})|(?P<fraction>{_FRACTION.pattern})|{_WORD.pattern}")
+
+
+class Pseudonyms:
+    """Other names, each of which stands for one of the program."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        self._numbers = itertools.count(1)
+
+    def replaced(self, value: Any) -> Any:
+        """Lists, dicts and strings with the names replaced, and in strings what is a fraction."""
+        if isinstance(value, str):
+            return _PART.sub(self._of_part, _marked(value))
+        if isinstance(value, dict):
+            return {self.replaced(key): self.replaced(item) for key, item in value.items()}
+        return [self.replaced(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def _of_part(self, part: re.Match[str]) -> str:
+        word, fraction = part[0], part["fraction"] is not None
+        if part["mark"] is not None or word in _known_words() or (fraction and not float(word)):
+            return word
+        if word not in self._names:
+            bare = word.lstrip("_")
+            name = f"{'_' * (len(word) - len(bare))}{'Name' if bare[:1].isupper() else 'name'}{{}}"
+            self._names[word] = ("{}.5" if fraction else name).format(next(self._numbers))
+        return self._names[word]
+
+
+def here(value: Any) -> Any:
+    """Lists, dicts and strings with the folders of this machine, where those of another were marked."""
+    if isinstance(value, str):
+        return _MARK.sub(lambda mark: _folders(os.getcwd())[mark[0][1:-1]][0], value)
+    if isinstance(value, dict):
+        return {here(key): here(item) for key, item in value.items()}
+    return [here(item) for item in value] if isinstance(value, list) else value
+
+
+def _marked(text: str) -> str:
+    folders = ((folder, name) for name, known in _folders(os.getcwd()).items() for folder in known)
+    for folder, name in sorted(folders, key=lambda item: -len(item[0])):  # the innermost ones first
+        text = text.replace(folder, f"{{{name}}}")
+    return text
+
+
+@functools.cache
+def _folders(working: str) -> dict[str, list[str]]:
+    """Folders of this machine, by what they are for; the first of each is to stand for those of another machine."""
+    torch = importlib.util.find_spec("torch")
+    of_torch = [os.path.dirname(folder) for folder in (torch and torch.submodule_search_locations) or ()]
+    found = {
+        "ddpcheck": [str(_OWN)],
+        "packages": [*of_torch, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")],
+        "python": [sysconfig.get_path("stdlib")],
+        "here": [working],
+        "home": [str(Path.home())],
+    }
+    for name, known in found.items():
+        both = [form(folder) for folder in known for form in (str, os.path.realpath)]
+        found[name] = [folder for folder in both if folder != os.sep] or [f"/{name}"]
+    return found
+
+
+@functools.cache
+def _known_words() -> frozenset[str]:
+    """The words of Python, of ddpcheck's source, and of the parts of torch that programs name."""
+    known = {*dir(builtins), *keyword.kwlist, *keyword.softkwlist, *sys.stdlib_module_names}
+    for module in [name for name in sys.modules if name.partition(".")[0] in {"torch", "ddpcheck"}]:
+        known.update(module.split("."))
+    for path in _sources():
+        known.update(_WORD.findall(path.read_text(encoding="utf-8", errors="replace")))
+    return frozenset(known)
+
+
+def _sources() -> Iterator[Path]:
+    yield from _OWN.rglob("*.py")
+    torch = importlib.util.find_spec("torch")
+    for folder in (torch and torch.submodule_search_locations) or ():
+        for part in _OF_TORCH:
+            yield from Path(folder, part).glob("*.py")
+
 
 _BEGINNING = '{"kind": "run"'
 _PACKED = b"\x1f\x8b"  # how a file of gzip begins
@@ -101,3 +206,94 @@ def _rank_of(fields: dict[str, Any]) -> WatchedRank:
     read = [entry for entry in entries if entry is not None]
     rank["unknown"] = rank.get("unknown", 0) + len(entries) - len(read)
     return WatchedRank(entries=read, **rank)
+
+
+_VERSION = "2.10"  # of the recorder in torch 2.13
+_OPERATIONS = (  # of the recorder, as the names of those of torch.distributed begin
+    *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "reduce", "gather", "scatter"),
+    "barrier",
+)
+_PAYLOAD = re.compile(r"(\w+) of shape \(([\d, ]*)\)")
+_RECORDED_DTYPES = {name: recorded for recorded, name in DTYPES.items()} | {"bfloat16": "BFloat16"}
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder.
+
+    Raises:
+        UsageError: It cannot be made, or is not empty.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UsageError(f"{folder} is not empty; the dumps of the ranks need a folder of their own")
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror}") from error
+
+
+def write_flight_records(folder: Path, ranks: Sequence[WatchedRank], ending: Ending) -> None:
+    """Write a dump for each rank, `rank_0` and so on, with what is known of all of them."""
+    open_ones = still_in_a_call(ranks, ending)
+    for rank, log in zip(ranks, comparable_logs(ranks), strict=True):
+        number = rank.started.rank
+        dump = _dump(log, rank.started.world_size, rank.started.backend, is_open=number in open_ones)
+        (folder / f"rank_{number}").write_bytes(pickle.dumps(dump, protocol=2))
+
+
+def _dump(log: Sequence[Call], world_size: int, backend: str, *, is_open: bool) -> dict[str, Any]:
+    groups = {call.group or DEFAULT_GROUP: call.members or tuple(range(world_size)) for call in log}
+    counts = dict.fromkeys(groups, 0)
+    entries = []
+    for record, call in enumerate(log):
+        group = call.group or DEFAULT_GROUP
+        counts[group] += 1
+        ended = not is_open or record < len(log) - 1
+        entries.append(
+            {
+                **_sizes(call, len(groups[group]), backend),
+                **dict.fromkeys(("time_created_ns", "p2p_seq_id", "timeout_ms"), 0),
+                **dict.fromkeys(("time_discovered_started_ns", "time_discovered_completed_ns")),
+                "record_id": record,
+                "pg_id": list(groups).index(group),
+                "process_group": (group, _description(group)),
+                "collective_seq_id": counts[group],
+                "op_id": counts[group],
+                "state": "completed" if ended else "scheduled",
+                "retired": ended,
+                "is_p2p": False,
+                "frames": _frames(call),
+                CALL_KEY: {"operation": call.operation, "payload": call.payload},
+            }
+        )
+    configured = {
+        name: {"name": name, "desc": _description(name), "ranks": str(list(members))}
+        for name, members in groups.items()
+    }
+    return {"version": _VERSION, "pg_config": configured, "entries": entries}
+
+
+def _description(group: str) -> str:
+    return "default_pg" if group == DEFAULT_GROUP else "undefined"
+
+
+def _sizes(call: Call, members: int, backend: str) -> Mapping[str, Any]:
+    """Name, sizes and dtypes, such that the recorder's own analysis finds no fault in a call by itself."""
+    operation = next((name for name in _OPERATIONS if call.operation.startswith(name)), "barrier")
+    if call.operation.startswith("DistributedDataParallel."):
+        operation = "all_reduce"
+    found = _PAYLOAD.search(call.payload)
+    shape = [int(size) for size in re.findall(r"\d+", found[2])] if found else [1]
+    dtype = _RECORDED_DTYPES.get(found[1], found[1].capitalize()) if found else "Float"
+    whole = [members, *shape]
+    return {
+        "profiling_name": f"{backend}:{operation}",
+        "input_sizes": [whole if operation == "reduce_scatter" else shape],
+        "output_sizes": [whole if operation == "all_gather" else shape],
+        "input_dtypes": [dtype],
+        "output_dtypes": [dtype],
+    }
+
+
+def _frames(call: Call) -> list[dict[str, Any]]:
+    lines = map(Location.parse, call.callers or (call.location,))
+    return [{"name": "<unknown>", "filename": one.path, "line": one.line} for one in lines if one is not None]

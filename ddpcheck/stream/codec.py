@@ -10,15 +10,15 @@ import functools
 import struct
 from base64 import b64decode
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
-from ddpcheck.stream.entries import Entry, Sketch
+from ddpcheck.findings.evidence import Entry
+from ddpcheck.stream.entries import KINDS, Sketch
 
 _LENGTH = struct.Struct("<I")
 _LARGEST = 1 << 63
-_KINDS: dict[str, type[Entry]] = {one.__name__: one for one in get_args(Entry)}
 _EXACTLY: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 
 
@@ -68,7 +68,7 @@ def _frame() -> msgspec.msgpack.Decoder[tuple[str, msgspec.Raw]]:
 
 @functools.cache
 def _decoder(kind: str) -> msgspec.msgpack.Decoder[Entry]:
-    return msgspec.msgpack.Decoder(_KINDS[kind], dec_hook=lambda _, data: Sketch("f", data))
+    return msgspec.msgpack.Decoder(KINDS[kind], dec_hook=lambda _, data: Sketch("f", data))
 
 
 def fields_of_entry(entry: Entry) -> tuple[str, Any]:
@@ -80,7 +80,7 @@ def fields_of_entry(entry: Entry) -> tuple[str, Any]:
 def entry_from_fields(kind: str, fields: Any) -> Entry | None:
     """The inverse, with bytes as base64 (RFC 4648); `None` where this version cannot read it."""
     try:
-        return msgspec.convert(fields, _KINDS[kind], dec_hook=_sketch_of, str_keys=True)
+        return msgspec.convert(fields, KINDS[kind], dec_hook=_sketch_of, str_keys=True)
     except (msgspec.ValidationError, KeyError, ValueError):
         return None
 

@@ -1,7 +1,6 @@
 """The files that a rank writes, in a process that belongs to a script: one that may close what it does not know.
 
-What is closed so, a daemon's `closerange` say, has its number given to the next file that the script opens. So a
-descriptor is compared with what it was made for before each write, and a map never closes its own one.
+Some are in memory, for what must survive a rank that dies: numbers that change in each step, and its last collectives.
 """
 
 from __future__ import annotations
@@ -10,9 +9,13 @@ import contextlib
 import errno
 import mmap
 import os
+import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from ddpcheck.findings.evidence.endings import PeerWait
+from ddpcheck.findings.evidence.steps import Call
 
 _HIGH = (4032, 960, 192)  # the numbers from which a descriptor is taken, as far as the limit of the process allows
 _FLAGS = os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
@@ -103,3 +106,103 @@ def _under_high_number(number: int) -> int:
             os.close(number)
             return high
     return number
+
+
+_PAIR = struct.Struct("<qq")
+_PLACES = 256
+
+
+class Counters:
+    """Pairs of numbers by place (a wrapper, a loader), which this process writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._memory = mapped_file(path, (_PLACES + 1) * _PAIR.size)
+
+    def put(self, place: int, first: int, second: int) -> None:
+        """Write a pair; one at a place that is too high is not kept."""
+        if place < _PLACES:
+            _PAIR.pack_into(self._memory, place * _PAIR.size, first, second)
+
+    def put_error(self, number: int) -> None:
+        """Write the number of the error that has ended the log."""
+        _PAIR.pack_into(self._memory, _PLACES * _PAIR.size, number, 0)
+
+
+def read_counters(path: Path) -> tuple[list[tuple[int, int]], int]:
+    """The pairs by place, and the number of the error, 0 without one; zeros where the file is not there."""
+    data = path.read_bytes() if path.exists() else b""
+    *pairs, (error, _) = _PAIR.iter_unpack(data.ljust((_PLACES + 1) * _PAIR.size, b"\0"))
+    return pairs, error
+
+
+_KEPT = 2048
+_WIDTH = 384  # bytes of a call
+_HEAD = struct.Struct("<qq")  # how many there have been; how often the main thread has come into one, or out of it
+HEAD_SIZE = _HEAD.size
+"""Bytes at the beginning of the file, which change as long as the rank comes to collectives, or these end."""
+_SEPARATOR = "\x1f"
+_FIELDS = 4  # of a wait
+_WAIT = _HEAD.size + _KEPT * _WIDTH  # where it is written for which rank this one waits
+
+
+class CallRing:
+    """The ring that this process writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._memory = mapped_file(path, _WAIT + _WIDTH)
+        self._count = self._turns = self._depth = 0
+
+    def add(self, call: Call, callers: int) -> None:
+        """Write a call that is about to be made; `callers`: the number of the lines that have led to it."""
+        words = _SEPARATOR.join((call.operation, call.group, call.payload, str(callers), call.location, call.place))
+        start = _HEAD.size + self._count % _KEPT * _WIDTH
+        self._memory[start : start + _WIDTH] = words.encode("utf-8", "replace")[:_WIDTH].ljust(_WIDTH, b"\0")
+        self._count += 1
+        _HEAD.pack_into(self._memory, 0, self._count, self._turns)
+
+    def turn(self, *, begins: bool) -> None:
+        """Write that the main thread comes into a collective, or a wait for one; or out of it."""
+        self._depth += 1 if begins else -1
+        self._turns += self._depth == begins  # not for one inside of another
+        _HEAD.pack_into(self._memory, 0, self._count, self._turns)
+
+    def wait(self, wait: PeerWait | None) -> None:
+        """Write that the rank begins to wait for another one in a point-to-point call; or no more."""
+        fields = () if wait is None else (wait.operation, str(wait.peer), str(wait.tag), wait.location)
+        self._memory[_WAIT:] = _SEPARATOR.join(fields).encode("utf-8", "replace")[:_WIDTH].ljust(_WIDTH, b"\0")
+
+
+def read_wait(path: Path) -> PeerWait | None:
+    """What a rank waits for in a point-to-point call; `None` where it does not."""
+    words = path.read_bytes()[_WAIT:].rstrip(b"\0").decode("utf-8", "replace").split(_SEPARATOR)
+    return PeerWait(words[0], int(words[1]), int(words[2]), words[3]) if len(words) == _FIELDS else None
+
+
+def is_inside(path: Path) -> bool:
+    """Whether the main thread of a rank is in a collective, or waits for one."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD.size)
+    return len(head) == _HEAD.size and bool(_HEAD.unpack(head)[1] % 2)
+
+
+def read_calls(
+    path: Path, members: Mapping[str, tuple[int, ...]], callers: Mapping[str, tuple[str, ...]]
+) -> tuple[int, list[Call]]:
+    """The number of the first call that is still there, and the calls from it on.
+
+    Args:
+        path: Of the ring.
+        members: Of each group.
+        callers: The lines that have led to calls, by their number.
+    """
+    data = path.read_bytes()
+    count, _ = _HEAD.unpack_from(data)
+    first = max(0, count - _KEPT)
+    calls = []
+    for number in range(first, count):
+        start = _HEAD.size + number % _KEPT * _WIDTH
+        words = data[start : start + _WIDTH].rstrip(b"\0").decode("utf-8", "replace").split(_SEPARATOR)
+        operation, group, payload, lines, location, place = (*words, "", "", "", "", "", "")[:6]
+        whence = callers.get(lines, ())
+        calls.append(Call(operation, group, members.get(group, ()), payload, place, location, callers=whence))
+    return first, calls

@@ -8,13 +8,12 @@ from msgspec import Struct, field
 from msgspec.structs import force_setattr
 
 from ddpcheck.findings.evidence.modules import ModuleDescription, ShardedFacts, WrapperFacts
-from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
-from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent, PathEnd, StepEvidence
 from ddpcheck.findings.wording import Names
 
 
 def is_probed(step: int) -> bool:
-    """Whether a step is probed (`step_probe.StepProbe`): 0 and the powers of two."""
+    """Whether a step is probed (`parameter_history.StepProbe`): 0 and the powers of two."""
     return step & (step - 1) == 0
 
 

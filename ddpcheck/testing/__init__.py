@@ -1,4 +1,4 @@
 """The logic of the pytest plugin: sends the code of a test to ranks, and reports its results.
 
-Nothing here imports torch at its top but the two modules of `assertions` that run on ranks.
+Nothing here imports torch at its top but `assertions.on_rank`, which runs on ranks.
 """

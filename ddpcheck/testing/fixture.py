@@ -10,9 +10,8 @@ import pytest
 from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError, WrongTypeError
 from ddpcheck.report.settings import Settings
 from ddpcheck.testing import marks, rank_side
-from ddpcheck.testing.kept_reports import ReportFolder
 from ddpcheck.testing.leases import Lent, WorldLease
-from ddpcheck.testing.outcome import TestOutcome
+from ddpcheck.testing.outcome import ReportFolder, TestOutcome
 from ddpcheck.worlds import validation
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ddpcheck.findings.errors import DdpcheckError, RankError, RankFailure, Usag
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.report.settings import Settings
-from ddpcheck.testing import marks, silent_ranks
+from ddpcheck.testing import launched_ranks, marks
 from ddpcheck.testing.launched_ranks import LAUNCHED, PATIENCE, STARTUP
 from ddpcheck.testing.outcome import as_pytest_shows, judge, to_raise
 from ddpcheck.testing.rank_context import RankArtifacts, add_coverage
@@ -51,7 +51,7 @@ class InStep:
         self._options = options
         self._settings = Settings()
         self._launched: RankGroup | None = None
-        self._terminal: silent_ranks.Terminal | None = None
+        self._terminal: launched_ranks.Terminal | None = None
         self._session: pytest.Session | None = None
         self._uncollected: list[str] = []
         self._going = False
@@ -63,7 +63,7 @@ class InStep:
         """Be quiet until it is known who reports."""
         self._session = session
         if self._launch.rank and self._config.pluginmanager.has_plugin("terminalreporter"):
-            self._terminal = silent_ranks.Terminal(self._config)
+            self._terminal = launched_ranks.Terminal(self._config)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Remember what could not be collected."""
@@ -92,7 +92,7 @@ class InStep:
         except DdpcheckError as error:
             raise pytest.UsageError(str(error)) from None
         if self._launch.rank:
-            silent_ranks.silence_files(self._config, self._launch.rank)
+            launched_ranks.silence_files(self._config, self._launch.rank)
 
     def _may_be_ours(self, uncollected: str) -> bool:
         """Whether a file that could not be collected mentions tests that need ranks."""
@@ -118,9 +118,9 @@ class InStep:
     def _differences(self, launched: RankGroup, tests: list[str]) -> str:
         digest = hashlib.sha256("\n".join([*tests, "", *self._uncollected]).encode()).hexdigest()
         one_machine = launched.leader is not None and launched.leader.one_machine
-        base = silent_ranks.base_of_temporary_folders(self._config) if one_machine else ""
+        base = launched_ranks.base_of_temporary_folders(self._config) if one_machine else ""
         said = launched.gather("the first test", (digest, base), timeout=STARTUP)
-        silent_ranks.share_temporary_folders(self._config, said[0][1])
+        launched_ranks.share_temporary_folders(self._config, said[0][1])
         if len({digest for digest, _ in said}) == 1:
             return ""
         lists = launched.gather("comparing tests", (tests, self._uncollected), timeout=STARTUP)
@@ -231,10 +231,10 @@ class InStep:
             self._gather_coverage()
 
     def _gather_coverage(self) -> None:
-        plugin = silent_ranks.measured_by_plugin(self._config) if self._launched is not None else None
+        plugin = launched_ranks.measured_by_plugin(self._config) if self._launched is not None else None
         if plugin is None or self._launched is None:
             return
-        mine = silent_ranks.give_up_coverage(plugin) if self._launch.rank else b""
+        mine = launched_ranks.give_up_coverage(plugin) if self._launch.rank else b""
         if self._going or self._launched.broken is not None:
             return
         self._launched.begin("the end of the session")

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import pytest
 
 from ddpcheck.findings.errors import DdpcheckError
-from ddpcheck.findings.exception_origin import for_target
+from ddpcheck.findings.tracebacks import for_target
 from ddpcheck.testing import remote_pdb
 from ddpcheck.testing.rank_context import RankArtifacts, Style, TestConditions, measured
 from ddpcheck.testing.rank_fixtures import FixtureMaker

@@ -14,10 +14,9 @@ import pytest
 from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.testing import marks, rank_fixtures, rank_side
 from ddpcheck.testing.fixture import DdpWorld
-from ddpcheck.testing.kept_reports import REPORT_FOLDER, ReportFolder
 from ddpcheck.testing.launched_ranks import LAUNCHED
 from ddpcheck.testing.leases import JoinedRanks, Ranks, Record, WorldLease
-from ddpcheck.testing.outcome import as_pytest_shows, to_raise
+from ddpcheck.testing.outcome import REPORT_FOLDER, ReportFolder, as_pytest_shows, to_raise
 from ddpcheck.testing.rank_context import RngStates
 from ddpcheck.worlds.launchers.detection import detect, require
 

@@ -1,4 +1,4 @@
 """The processes behind a `World`: the fork server, the ranks' life and death, and what travels between them.
 
-Nothing here imports torch at its top but `init_dist` and `dist_info` of `launchers`, which run on ranks.
+Nothing here imports torch at its top but `init_dist` of `launchers`, which runs on ranks.
 """

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.tracebacks import passes_on
 
 ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """For the environment of a rank: inductor then compiles in it, and starts no processes that would outlive it."""

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpcheck.findings.errors import HangError, RankError, RankFailure, UsageError
-from ddpcheck.findings.exception_origin import as_bug, is_ours
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.shortening import LONGEST_TRACEBACK, shortened
 from ddpcheck.findings.source_lines import exception_location, user_traceback
 from ddpcheck.findings.stacks import (
     collective_of,
@@ -25,8 +23,16 @@ from ddpcheck.findings.stacks import (
     region_of,
     work_waited_for,
 )
-from ddpcheck.findings.wording import agreeing, format_ranks, group_by, phrase, told_together
-from ddpcheck.findings.wrapped_exceptions import original_of
+from ddpcheck.findings.tracebacks import as_bug, is_ours, original_of
+from ddpcheck.findings.wording import (
+    LONGEST_TRACEBACK,
+    agreeing,
+    format_ranks,
+    group_by,
+    phrase,
+    shortened,
+    told_together,
+)
 from ddpcheck.worlds import wire
 
 _FELL = re.compile(

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
-from ddpcheck.findings.exception_origin import for_target
+from ddpcheck.findings.tracebacks import for_target
 from ddpcheck.worlds import compilation, failures, wire
 from ddpcheck.worlds.assert_rewriting import rewrite_on_import
 from ddpcheck.worlds.preloading import import_named

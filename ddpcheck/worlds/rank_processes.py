@@ -202,7 +202,7 @@ class RankProcesses:
         living = [rank for rank in self.ranks if rank.ended is None and rank.pid is not None]
         busy = [rank.number for rank in living if everyone or rank.answer is None]
         for number in busy:
-            if _size(path := self.path(number, "stack")):
+            if file_size(path := self.path(number, "stack")):
                 os.truncate(path, 0)
         if not busy:
             return {}
@@ -211,7 +211,7 @@ class RankProcesses:
         before, sizes = [-1], [0]
         while (sizes != before or not all(sizes)) and time.monotonic() < deadline:
             time.sleep(0.004)
-            before, sizes = sizes, [_size(self.path(number, "stack")) for number in busy]
+            before, sizes = sizes, [file_size(self.path(number, "stack")) for number in busy]
         self.poll(0)  # one may have finished after all
         return {number: self.read(number, "stack") for number in busy if everyone or self.ranks[number].answer is None}
 
@@ -281,14 +281,15 @@ class RankProcesses:
         """Empty what the ranks have written for the parent so far; they go on at the beginning."""
         for rank in self.ranks:
             for kind in ("out", "stack"):
-                if _size(path := self.path(rank.number, kind)):
+                if file_size(path := self.path(rank.number, kind)):
                     os.truncate(path, 0)
             self.path(rank.number, "attachment").unlink(missing_ok=True)
         if self.group_resets > 1:  # the group before the one before this is over everywhere
             (self._directory / f"store{self.group_resets - 2 or ''}").unlink(missing_ok=True)
 
 
-def _size(path: Path) -> int:
+def file_size(path: Path) -> int:
+    """How many bytes a file has; 0 where it is not there."""
     try:
         return path.stat().st_size
     except OSError:

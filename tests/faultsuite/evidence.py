@@ -33,7 +33,7 @@ _CLASS = "is"
 _OF_SCRIPTS = (
     "ddpcheck.stream.rank_report",
     "ddpcheck.stream.entries",
-    "ddpcheck.stream.watched_rank",
+    "ddpcheck.stream.rank_log",
     "ddpcheck.run.ending",
 )
 _FORMS = (_CLASS, "list", "set", "frozenset", "dict", "path")

@@ -21,7 +21,7 @@ from ddpcheck.findings.report import Report
 from ddpcheck.render import renderer_for
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.script_report import report_on_script
-from ddpcheck.stream.watched_rank import WatchedRank
+from ddpcheck.stream.rank_log import WatchedRank
 from tests.faultsuite.cases import ROOT
 from tests.faultsuite.evidence import Encoder, EvidenceError, decode, here
 from tests.faultsuite.scripts_page import assert_expected

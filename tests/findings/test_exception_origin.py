@@ -7,8 +7,8 @@ import pytest
 
 from ddpcheck import FindingsError, check, check_matrix
 from ddpcheck.findings.errors import BugError, RankError, RankFailure, TargetError, UsageError
-from ddpcheck.findings.exception_origin import as_bug, is_misuse, is_ours
 from ddpcheck.findings.report import Report
+from ddpcheck.findings.tracebacks import as_bug, is_misuse, is_ours
 from ddpcheck.findings.wording import join_names
 
 torch = pytest.importorskip("torch")
@@ -215,8 +215,8 @@ def test_a_bug_on_ranks_is_not_told_as_the_targets(sabotaged) -> None:
 
 
 def test_a_bug_in_a_hook_that_the_target_calls_is_ours(sabotaged) -> None:
-    report = sabotaged("import ddpcheck.gather.state.origins as o; o.Origins.note = None")
-    assert_bug(report, "ddpcheck/gather/state/origins.py:")
+    report = sabotaged("import ddpcheck.gather.state.module_description as o; o.Origins.note = None")
+    assert_bug(report, "ddpcheck/gather/state/module_description.py:")
 
 
 @pytest.mark.parametrize("judge", ["judge_reducer", "judge_single_process"])
@@ -250,13 +250,11 @@ def test_parity_cannot_be_asserted_over_a_bug(sabotaged) -> None:
 
 def test_an_assertion_on_parameters_that_fails_by_a_bug_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from ddpcheck import assert_no_anomalous_params
-    from ddpcheck.testing.assertions import anomalies_on_rank as parts
+    from ddpcheck.testing.assertions import on_rank as parts
 
     model = nn.Linear(2, 1)
     monkeypatch.setattr(parts, "detect_anomalous_params", None)
-    with pytest.raises(
-        BugError, match=r"ddpcheck/testing/assertions/anomalies_on_rank\.py:.*this is a bug in ddpcheck"
-    ):
+    with pytest.raises(BugError, match=r"ddpcheck/testing/assertions/on_rank\.py:.*this is a bug in ddpcheck"):
         assert_no_anomalous_params(model(torch.ones(1, 2)).sum(), model)
     with pytest.raises(UsageError, match=r"model is an nn\.Module, not str"):
         assert_no_anomalous_params(model(torch.ones(1, 2)).sum(), "model")

@@ -28,7 +28,7 @@ from ddpcheck.findings.report import (
     select_findings,
 )
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.render import FORMATS, Medium, renderer_for
 

@@ -26,7 +26,7 @@ from ddpcheck.findings.source_lines import (
 
 torch = pytest.importorskip("torch")
 
-from ddpcheck.gather.state.origins import record_origins  # noqa: E402
+from ddpcheck.gather.state.module_description import record_origins  # noqa: E402
 
 nn = torch.nn
 

@@ -10,9 +10,9 @@ import pytest
 from ddpcheck.anomalous import detect_anomalous_params
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.modules import WrapperFacts
-from ddpcheck.findings.evidence.parameters import ParameterChange, PathEnd, StepEvidence, UnregisteredTensor
+from ddpcheck.findings.evidence.steps import ParameterChange, PathEnd, StepEvidence, UnregisteredTensor
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.parameters.missing_parameters import judge_parameters, judge_uninitialised, zero_everywhere
 
@@ -26,7 +26,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from ddpcheck.gather.autograd.autograd_graph import all_names  # noqa: E402
 from ddpcheck.gather.phases import local_step as local  # noqa: E402
-from ddpcheck.gather.phases import missing_gradients, model_build, rank_state  # noqa: E402
+from ddpcheck.gather.phases import model_build, rank_state, repeated_step  # noqa: E402
 from ddpcheck.recipe.recipe import Recipe  # noqa: E402
 from ddpcheck.report.checking.check import check  # noqa: E402
 from ddpcheck.testing.fixture import DdpWorld  # noqa: E402
@@ -521,7 +521,7 @@ def evidence_on_a_rank(recipe: Recipe) -> tuple[list[StepEvidence], WrapperFacts
     facts, gathered = model_build.wrap().facts, []
     for step in range(STEPS):
         local.begin_step(step, None)
-        gathered.append(local.local_step(step).explained(missing_gradients.explain(step)).evidence)
+        gathered.append(local.local_step(step).explained(repeated_step.explain(step)).evidence)
     rank_state.rank_state().stack.close()
     return gathered, facts, model_build.aliases()
 

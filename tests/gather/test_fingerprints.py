@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from ddpcheck.gather.autograd.autograd_graph import gradient_node, gradient_nodes  # noqa: E402
-from ddpcheck.gather.state import tensor_rows as module  # noqa: E402
+from ddpcheck.gather.state import fingerprints as module  # noqa: E402
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints  # noqa: E402
-from ddpcheck.gather.steps.gradient_distance import norm, norms  # noqa: E402
-from ddpcheck.gather.steps.gradient_sketch import Kept, short_sketches, sketch, sketches  # noqa: E402
+from ddpcheck.gather.steps.gradient_distance import Kept, norm, norms, short_sketches, sketch, sketches  # noqa: E402  # noqa: E402
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64)
 shapes = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from(DTYPES)), max_size=8)
@@ -30,7 +29,7 @@ def test_tensors_that_are_taken_together_have_the_fingerprints_that_each_has_alo
     tensors = [filled(rows, columns, dtype=dtype, seed=n) for n, (rows, columns, dtype) in enumerate(shapes)]
     named = {str(n): tensor.t() if turned else tensor for n, tensor in enumerate(tensors)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_TOGETHER", together)
+        patch.setattr(module, "_AT_ONCE", together)
         found = fingerprints(named.items())
     assert found == {name: fingerprint(tensor) for name, tensor in named.items()}
     assert [*found] == [*named]

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import ddpcheck
-from ddpcheck.findings.evidence.parameters import PathEnd
+from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.figures import ModuleEntry, ParameterPath
-from ddpcheck.gather.autograd.operation_path import OperationPath
+from ddpcheck.gather.autograd.gradient_paths import OperationPath
 from ddpcheck.gather.state.module_description import module_entries
 
 

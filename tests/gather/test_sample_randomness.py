@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ddpcheck.gather.state.randomness import seed_everything
-from ddpcheck.gather.state.sample_randomness import SampleRandomness
+from ddpcheck.gather.state.randomness import SampleRandomness, seed_everything
 from ddpcheck.gather.steps.training_step import random_numbers, sample_fingerprints
 from ddpcheck.recipe.pytree import upcast
 

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.errors import NonFiniteLossError, RankFailure
-from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.state.fingerprints import fingerprint, version_of
 from ddpcheck.gather.state.module_description import describe
 from ddpcheck.gather.state.module_state import buffers_left_out, capture_state, moved
-from ddpcheck.gather.state.tensor_values import version_of
-from ddpcheck.gather.steps.gradient_sketch import sketch
+from ddpcheck.gather.steps.gradient_distance import sketch
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
 from ddpcheck.judge.endings.rank_failure import judge_undefined_losses
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcheck.gather.state.tensor_refs import tensor_ref
+from ddpcheck.gather.state.tensor_file import tensor_ref
 
 
 def test_tensors_with_references_are_swapped_and_stay_known() -> None:

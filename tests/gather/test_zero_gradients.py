@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
-from ddpcheck.gather.phases.missing_gradients import operation_of, zero_ends  # noqa: E402
+from ddpcheck.gather.phases.repeated_step import operation_of, zero_ends  # noqa: E402
 
 WEIGHT = torch.ones(3, requires_grad=True)
 X = torch.full((3,), 2.0)

@@ -24,8 +24,8 @@ from ddpcheck.judge.script_facts import ScriptFacts
 from ddpcheck.judge.script_table import ROWS
 from ddpcheck.judge.verdict import judge_all
 from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, TrainedApart, WrapperMade
+from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
-from ddpcheck.stream.watched_rank import WatchedRank
 
 BFLOAT16 = 0.0078125
 

@@ -1,11 +1,10 @@
 """DDP301 and DDP302 of steps that are right without `torch.compile`, and names without its prefix."""
 
-from ddpcheck.findings.compiled_names import plain_name
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import CompiledStep
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.wording import Names
+from ddpcheck.findings.wording import Names, plain_name
 from ddpcheck.judge.gradients.reducer import judge_compiled, tell_compiled
 from ddpcheck.judge.gradients.single_process import JudgeContext
 

@@ -15,8 +15,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block, blocks_around
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.endings.stories import judge_endings
-from ddpcheck.stream.collective_ring import CallRing, read_calls, read_wait
-from ddpcheck.stream.places import (
+from ddpcheck.stream.entries import (
     DDP_BACKWARD,
     DDP_FORWARD,
     JOINED,
@@ -25,6 +24,7 @@ from ddpcheck.stream.places import (
     place_of_backward,
     place_of_handling,
 )
+from ddpcheck.stream.held_file import CallRing, read_calls, read_wait
 
 PROGRAM = """\
 def main():

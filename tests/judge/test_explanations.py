@@ -7,8 +7,7 @@ import pytest
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
-from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
-from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
+from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence, PathEnd, StepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import Names

@@ -21,11 +21,11 @@ import pytest
 from ddpcheck.findings.errors import EmptyShardError, HangError, OptionsDifferError, RankFailure, TargetError
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import WrapperFacts
-from ddpcheck.findings.evidence.parameters import StepEvidence, UnregisteredTensor
+from ddpcheck.findings.evidence.steps import StepEvidence, UnregisteredTensor
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location, Report
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.parameters.missing_parameters import judge_parameters
 from ddpcheck.render import FORMATS, renderer_for
@@ -59,16 +59,21 @@ _TEST_OF_SCRIPT = {
     "script_states.judge_uses": "test_script_states",
     "script_states._finding_of_use": "test_script_states",
     "script_states.judge_loads": "test_script_states",
+    "script_states.judge_statistics": "test_script_statistics",
+    "script_states._finding_of_statistic": "test_script_statistics",
+    "script_losses.judge_gathers": "test_script_gathers",
+    "script_order.judge_sums_again": "test_script_sums",
+    "script_order._told": "test_script_sums",
 }
 
 
-_OWN = ("compilations", "draws", "evaluation", "gathers", "rows", "statistics", "steps", "sums")
+_OWN = ("compilations", "draws", "evaluation", "rows", "steps")
 
 
 def _test_of(judge: str) -> str:
     """The tests of a judge of scripts, by its module."""
     module = judge.partition(".")[0].removeprefix("script_")
-    own = {"order": "evaluation", "pace": "steps", "targets": "evaluation"}.get(module, module)
+    own = {"order": "evaluation", "pace": "steps"}.get(module, module)
     return f"test_script_{own}" if own in _OWN else "test_script_judges"
 
 
@@ -83,16 +88,13 @@ NO_FAULT_NEEDS = {
         if name.startswith("script_") and not name.startswith(ON_RECORDS)
     },
     **{name: "test_loss_normalisation" for name in judges() if name.startswith("target_weights.")},
-    **{
-        name: "test_endings"
-        for name in judges()
-        if name.partition(".")[0].endswith(("endings", "ending_facts", "stories"))
-    },
+    **{name: "test_endings" for name in judges() if name.partition(".")[0].endswith(("endings", "stories"))},
     "skipped_endings.explain_by_skipped_end": "test_skipped_endings",
     **{name: "test_wrapper_construction" for name in judges() if name.startswith("wrapper_construction.")},
     **{name: "test_torch_errors" for name in judges() if name.startswith("torch_errors.")},
     **{name: "test_sharded" for name in judges() if name.startswith("sharded.")},
-    **{name: "test_schedules" for name in judges() if name.startswith("schedules.")},
+    "collective_order.judge_schedules": "test_schedules",
+    "collective_order._judge_waits": "test_schedules",
     **{name: "test_model_parts" for name in judges() if name.startswith("model_parts.")},
     "reducer.explain_by_parts_of_models": "test_model_parts",
     "descriptions.judge_values_before_sharding": "test_sharded",
@@ -101,14 +103,14 @@ NO_FAULT_NEEDS = {
     "rank_failure.explain_by_second_backward": (
         "test_explanations::test_a_gradient_that_the_second_of_two_backward_passes_brings_again_is_told_as_that"
     ),
-    "repeated_shards.judge_repeated": "test_sharded",
+    "replica_state.judge_repeated": "test_sharded",
     "rank_failure.judge_undefined_losses": "test_tensor_kinds::test_a_loss_that_only_some_ranks_cannot_compute",
     "training_loop._judge_bypassed": "test_run_backward_inside::test_how_a_wrapper_is_bypassed_is_said",
     "replica_state.judge_never_averaged": (
         "test_comm_hooks::test_parameters_that_nothing_averages_under_post_local_sgd_are_told"
     ),
-    "call_sites.judge_call_sites": _BY_LINES,
-    "call_sites._finding": _BY_LINES,
+    "collective_order.judge_call_sites": _BY_LINES,
+    "collective_order._finding": _BY_LINES,
     "reducer.judge_compiled": "test_compiled::test_gradients_that_differ_between_ranks_under_compilation_alone",
     "missing_parameters.judge_hidden_parameters": (
         "test_judges_on_evidence::test_a_parameter_that_the_search_for_unused_ones_does_not_find_is_told"
@@ -252,7 +254,7 @@ def is_red(test: Callable[[], None]) -> bool:
     return False
 
 
-_LONG = {"script_statistics.judge_statistics", "script_statistics._finding"}  # whose test goes through many runs
+_LONG = {"script_states.judge_statistics", "script_states._finding_of_statistic"}  # whose test goes through many runs
 
 
 @pytest.mark.parametrize("name", share(NO_FAULT_NEEDS, NO_FAULT_NEEDS.keys() - _LONG))

@@ -4,7 +4,7 @@ import pytest
 
 import ddpcheck
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 from tests.losses.table import ROWS, Convolutional, Row
 from tests.reports import shown
 

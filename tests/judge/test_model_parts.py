@@ -7,22 +7,21 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.evidence.modules import ShardedFacts, WrapperFacts
-from ddpcheck.findings.evidence.parameters import StepEvidence
-from ddpcheck.findings.evidence.parts import ModelSplit, PartStep
+from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
 from ddpcheck.findings.evidence.script import Inputs, LoaderPass
-from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, RandomDraws, ShardedStep
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, RandomDraws, ShardedStep, StepEvidence
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.gradients.reducer import judge_reducer
 from ddpcheck.judge.gradients.sharded import judge_sharded
 from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.replicas.model_parts import (
-    by_group,
     judge_batches,
     judge_counted_norms,
     judge_model_parts,
     judge_norms_of_steps,
     judge_shards,
 )
+from ddpcheck.judge.script_facts import by_group
 
 SPLIT = ModelSplit((0, 1), None)
 GRADIENTS = {"norm.weight": (1.0, 2.0), "norm.bias": (0.5, -1.0)}

@@ -5,13 +5,12 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.errors import RankFailure
-from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.gradients import Coupling, Difference, Fit, LossTerm, ShardAnalysis, WeightedFit
 from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
-from ddpcheck.findings.evidence.single_process import Coupling, Fit, LossTerm, ShardAnalysis, WeightedFit
 from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.endings.rank_failure import judge_wrapper_error

@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.gradients import Difference, ShardAnalysis
 from ddpcheck.findings.evidence.modules import WrapperFacts
-from ddpcheck.findings.evidence.single_process import ShardAnalysis
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.judge_context import JudgeContext, SingleProcessFacts
-from ddpcheck.judge.replicas.rank_configuration import judge_changes, judge_options, judge_program_data
+from ddpcheck.judge.replicas.descriptions import judge_changes, judge_options, judge_program_data
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

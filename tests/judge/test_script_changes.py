@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcheck.findings.evidence.changes import ModuleChanged, ScheduleState
+from ddpcheck.findings.evidence.loop import ModuleChanged, ScheduleState
 from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location

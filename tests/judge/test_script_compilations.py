@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.findings.evidence.compilation import FunctionCompiled
+from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.loop.script_compilations import judge_graphs, judge_recompilations, trained_functions
 

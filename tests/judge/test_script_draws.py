@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpcheck.findings.evidence.draws import StepDraw
+from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import Evaluated, Inputs
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location

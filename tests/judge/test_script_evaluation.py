@@ -23,19 +23,19 @@ from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.judge.evaluation.metrics_of_pairs import OF_NUMBERS, OF_SCORES
+from ddpcheck.judge.evaluation.evaluation_results import OF_NUMBERS, OF_SCORES
 from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
-from ddpcheck.judge.evaluation.script_targets import judge_targets
+from ddpcheck.judge.evaluation.script_order import judge_targets
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.data.sample_rows import SampleRows
 from ddpcheck.record.evaluation import evaluation_recorder
-from ddpcheck.record.evaluation.comparison_recorder import ComparisonRecorder
 from ddpcheck.record.evaluation.evaluation_recorder import (
     EvaluationRecorder,
     _rows_given,
     _values_given,
     _without_states,
 )
+from ddpcheck.record.evaluation.result_recorders import ComparisonRecorder
 from ddpcheck.record.loss.target_recorder import _cross_entropies, _place_of
 from ddpcheck.record.source.program_numbers import columns_of, labels_in, number_of
 

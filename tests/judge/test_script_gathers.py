@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity, linear, normalize
 
-from ddpcheck.findings.evidence.gathers import GatheredConstant
+from ddpcheck.findings.evidence.loop import GatheredConstant
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.gradients.script_gathers import judge_gathers
+from ddpcheck.judge.gradients.script_losses import judge_gathers
 from ddpcheck.record.loss.gather_recorder import (
     GatherRecorder,
     _constants,

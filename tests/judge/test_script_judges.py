@@ -31,9 +31,9 @@ from ddpcheck.findings.evidence.script import (
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.gather.state.fingerprints import fingerprints
-from ddpcheck.gather.steps.gradient_sketch import sketches
+from ddpcheck.gather.steps.gradient_distance import sketches
 from ddpcheck.judge.data.script_data import judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.data.script_files import _at_the_same_time, judge_files, judge_shards_saved
 from ddpcheck.judge.gradients.script_alone import judge_alone

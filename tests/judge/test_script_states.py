@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcheck.findings.evidence.changes import OF_A_COPY, ModuleChanged
+from ddpcheck.findings.evidence.loop import OF_A_COPY, ModuleChanged
+from ddpcheck.findings.evidence.replicas import NothingLoaded, StateUsed, digest_of_values
 from ddpcheck.findings.evidence.script import StateHeld
-from ddpcheck.findings.evidence.state_uses import NothingLoaded, StateUsed, digest_of_values
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.replicas.script_states import judge_loads, judge_states, judge_uses

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpcheck.findings.evidence.running_statistics import RunningStatistic
+from ddpcheck.findings.evidence.replicas import RunningStatistic
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.replicas.script_statistics import judge_statistics
+from ddpcheck.judge.replicas.script_states import judge_statistics
 from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
-from ddpcheck.record.source.updating_line import updating_line, writing_line
+from ddpcheck.record.source.source_scope import updating_line, writing_line
 
 LINE = Location("train.py", 8)
 UNITS = torch.tensor([0.1, 1.0, 5.0, 40.0, 2.0, 0.5])

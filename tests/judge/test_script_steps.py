@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
-from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun, WrapperPace
+from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsLeft, PaceRun, WrapperPace
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.judge.gradients.script_clips import judge_changed
 from ddpcheck.judge.gradients.script_losses import judge_accumulated
 from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld

@@ -8,7 +8,7 @@ import pytest
 
 from ddpcheck.findings.evidence.evaluation import SumsReduced
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.evaluation.script_sums import judge_sums_again
+from ddpcheck.judge.evaluation.script_order import judge_sums_again
 
 LINE = Location("train.py", 30)
 

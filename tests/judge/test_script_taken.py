@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcheck.findings.evidence.gradient_changes import GradientsTaken
+from ddpcheck.findings.evidence.loop import GradientsTaken
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.causes import find_causes

@@ -18,7 +18,7 @@ from ddpcheck.judge.script_facts import ScriptFacts
 from ddpcheck.judge.script_table import ROWS
 from ddpcheck.render import FORMATS, renderer_for
 from ddpcheck.run.script_report import report_on_script
-from ddpcheck.stream.watched_rank import WatchedRank
+from ddpcheck.stream.rank_log import WatchedRank
 from tests.faultsuite.breaking import finding_nothing, judges, seeing
 from tests.faultsuite.evidence import EvidenceError
 from tests.faultsuite.recorded_scripts import FOLDER, Run, assert_as_expected, left_by, report_on, runs
@@ -39,7 +39,6 @@ OF_SCRIPTS = (
     "stories",
     "loop_endings",
     "branch_endings",
-    "ending_facts",
     "wrapper_construction",
 )
 
@@ -73,8 +72,8 @@ BY_HAND = frozenset(
         "script_optimizers.judge_stale",
         "script_rows.judge_labels",
         "script_rows.judge_other_values",
-        "script_sums._told",
-        "script_sums.judge_sums_again",
+        "script_order._told",
+        "script_order.judge_sums_again",
         "script_rows.judge_restarted",
         "script_rows.judge_workers",
         "script_states._finding_of_use",

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import ModuleDescription, ShardedFacts
-from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.evidence.script import OptimizerStep
-from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent, ShardedStep
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent, ShardedStep, StepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
 from ddpcheck.judge.gradients.sharded import judge_shard_scales, judge_sharded, judge_switched_off, why_not_updated
@@ -22,11 +22,11 @@ from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.loop.script_wrappers import _judge_replicas, judge_meshes
 from ddpcheck.judge.parameters.missing_parameters import judge_parameters
 from ddpcheck.judge.replicas.descriptions import judge_values_before_sharding
-from ddpcheck.judge.replicas.repeated_shards import judge_repeated
+from ddpcheck.judge.replicas.replica_state import judge_repeated
 from ddpcheck.judge.script_facts import WatchedWrapper
-from ddpcheck.stream.entries import Entry, PeerReceived, RankStarted, ReplicaCaptured, Sketch, WrapperMade
+from ddpcheck.stream.entries import PeerReceived, RankStarted, ReplicaCaptured, Sketch, WrapperMade
+from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
-from ddpcheck.stream.watched_rank import WatchedRank
 
 SHARDED = ShardedFacts(is_ddp=False)
 KNOWN = JudgeContext(Names(), SHARDED, world_size=2)

@@ -11,7 +11,7 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.stream.places import place_of_backward
+from ddpcheck.stream.entries import place_of_backward
 from tests.judge.test_endings import MAIN, backward, call, judge, only
 
 

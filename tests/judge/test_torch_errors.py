@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.errors import RankFailure
-from ddpcheck.findings.evidence.changes import ModuleChanged
-from ddpcheck.findings.evidence.construction import WrapperBegun
+from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.modules import ModuleDescription, ShardedFacts, TensorRecord
+from ddpcheck.findings.evidence.replicas import WrapperBegun
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.endings.torch_errors import RaisedFacts, judge_torch_errors
-from ddpcheck.stream.entries import WrapperMade
-from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD
+from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, WrapperMade
 from ddpcheck.stream.rank_report import WatchContext
 
 LINE = "train.py:30"

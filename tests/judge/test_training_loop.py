@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.evidence.modules import WrappedModule, WrapperFacts
-from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.evidence.steps import (
     SYNC_SETTING,
     DdpStepEvidence,
@@ -13,10 +12,11 @@ from ddpcheck.findings.evidence.steps import (
     LoopEvent,
     RandomDraws,
     SharedDraw,
+    StepEvidence,
 )
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.loop.training_loop import (
     judge_draws,

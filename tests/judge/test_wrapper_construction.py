@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.findings.evidence.construction import SizedVariable, WrapperBegun
 from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
+from ddpcheck.findings.evidence.replicas import SizedVariable, WrapperBegun
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.replicas.wrapper_construction import judge_constructions

@@ -27,7 +27,7 @@ from tests.launchers.nodes import CannotStartError, Node
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "scontrol")
 PATIENCE = 30.0
-_PORTS = (10_000, 20_000)  # below those of jobs (`worlds.launchers.slurm`) and of connections
+_PORTS = (10_000, 20_000)  # below those of jobs (`worlds.launchers.detection`) and of connections
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 CONFIGURATION = """\

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ddpcheck.record.source.clock_variables import clock_variables
+from ddpcheck.record.source.program_numbers import clock_variables
 
 
 class Loop:

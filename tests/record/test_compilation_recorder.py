@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcheck.findings.evidence.compilation import FunctionCompiled
+from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.record.loop import compilation_recorder
 from ddpcheck.record.loop.compilation_recorder import CompilationRecorder
 

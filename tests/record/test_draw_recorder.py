@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpcheck.findings.evidence.draws import StepDraw
+from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.record.data import draw_recorder
 from ddpcheck.record.data.draw_recorder import DrawRecorder
 

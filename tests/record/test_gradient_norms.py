@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcheck.record.optimizers.clip_recorder import _norm
+from ddpcheck.record.optimizers.gradient_recorders import _norm
 
 
 def with_gradient(values: list[complex], dtype: torch.dtype) -> nn.Parameter:

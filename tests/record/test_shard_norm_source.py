@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.report import Location
-from ddpcheck.record.optimizers.shard_norm_source import shard_norm_at
+from ddpcheck.record.optimizers.part_recorder import shard_norm_at
 
 LINES = Path(__file__).read_text().splitlines()
 

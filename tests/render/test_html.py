@@ -24,11 +24,10 @@ from ddpcheck.findings.figures import (
 )
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import AcceptedFinding, Finding, Location, ParityEntry, Report, ReportError
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
-from ddpcheck.render.page.data import data_in
-from ddpcheck.render.page.findings import together
-from ddpcheck.render.page.page import visible
+from ddpcheck.render.page.page import data_in, visible
+from ddpcheck.render.page.sections import together
 from ddpcheck.report.matrix.matrix import Advice, Matrix, MatrixRow, StepTime
 from tests.render.test_render import COUPLED, REPORT, UNUSED
 

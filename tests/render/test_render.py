@@ -7,7 +7,7 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, Finding, Location, ParityEntry, Report, ReportError
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.render import FORMATS, Medium, renderer_for
 from tests.findings.test_tracebacks import WHOLE
 

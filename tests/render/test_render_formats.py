@@ -15,7 +15,7 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.figures import ParameterPath, PathStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Report, ReportError
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.render import FORMATS, MATRIX_FORMATS, Medium, renderer_for
 from ddpcheck.render.github import MOST_OF_A_KIND
 from ddpcheck.render.parts import Fact, facts_of

@@ -8,10 +8,9 @@ import ddpcheck
 from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckOptions
 from ddpcheck.report.matrix.check_matrix import _MatrixRun
-from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
+from ddpcheck.report.matrix.matrix import COMPILED, SYNCED, UNSYNCED, Matrix, MatrixRow
 from ddpcheck.report.matrix.option_sets import DEFAULTS
 from ddpcheck.report.matrix.variant_rows import variant_rows
-from ddpcheck.report.matrix.variants import COMPILED, SYNCED, UNSYNCED
 from tests.faultsuite.cases import FAULTS
 from tests.tiers import share
 

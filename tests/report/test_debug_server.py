@@ -21,7 +21,7 @@ import pytest
 
 from ddpcheck import cli
 from ddpcheck.findings.report import Location, Report
-from ddpcheck.report.hang import debug_server, live_ranks
+from ddpcheck.report.hang import debug_server
 from tests.launchers.slurm import free_ports
 from tests.tiers import needs
 
@@ -116,7 +116,7 @@ def gives(pages: dict[str, bytes | list[bytes]]) -> Answer:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_ranks, "_BETWEEN", 0.0)
+    monkeypatch.setattr(debug_server, "_BETWEEN", 0.0)
 
 
 def hang(capsys: pytest.CaptureFixture[str], address: str, *more: str) -> tuple[int, Report]:
@@ -380,7 +380,7 @@ class TestOnTorchsServer:
 
     @pytest.fixture(autouse=True)
     def as_it_is(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(live_ranks, "_BETWEEN", 2.0)
+        monkeypatch.setattr(debug_server, "_BETWEEN", 2.0)
         monkeypatch.chdir(tmp_path)
 
     @pytest.mark.parametrize(

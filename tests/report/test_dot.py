@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.evidence.parameters import PathEnd
+from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.report.graph.dot import CAUSES, draw, lay_out, picture_format, summary
 from ddpcheck.report.graph.drawing_data import Edge, GraphView, Mark, ModuleFact, Node, ParameterFact
 from tests.dotsource import Dot, parse

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from ddpcheck.findings.evidence.parameters import PathEnd
+from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.report import Location
-from ddpcheck.report.graph.collapse import FOLD_FROM, MOST_NODES, fold
 from ddpcheck.report.graph.drawing_data import (
+    FOLD_FROM,
+    MOST_NODES,
     Edge,
     GraphView,
     Mark,
     ModuleFact,
     Node,
     ParameterFact,
+    fold,
     module_of,
     path_parts,
 )

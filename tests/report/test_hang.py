@@ -21,14 +21,13 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.selection import Suppression
-from ddpcheck.judge.endings.call_sites import judge_call_sites, judge_partings
+from ddpcheck.judge.endings.collective_order import judge_call_sites, judge_partings
 from ddpcheck.report.hang.hang_report import report_on_hang
 from ddpcheck.run.ending import Ending, judge_ending
-from ddpcheck.run.flight_records import write_flight_records
 from ddpcheck.run.hang_watch import Hang
+from ddpcheck.run.run_record import write_flight_records
 from ddpcheck.stream.entries import RankStarted
-from ddpcheck.stream.rank_log import RankLog
-from ddpcheck.stream.watched_rank import read_logs
+from ddpcheck.stream.rank_log import RankLog, read_logs
 from ddpcheck.testing.fixture import DdpWorld
 
 # Logs: each letter is a barrier, and the line that calls it

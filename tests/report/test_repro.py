@@ -15,12 +15,12 @@ from ddpcheck import cli
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import check
 from ddpcheck.report.repro import script as repro_script
 from ddpcheck.report.repro import write_reproduction
-from ddpcheck.report.repro.choice import DEMONSTRATIONS, tolerance_for, world_size_for
+from ddpcheck.report.repro.script import DEMONSTRATIONS, tolerance_for, world_size_for
 from ddpcheck.report.repro.target_code import imports_from_ddpcheck
 from tests.faultsuite.cases import FAULTS, read_case
 from tests.reproductions import Runner, write

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ddpcheck
-from ddpcheck.findings.evidence.single_process import Fit
+from ddpcheck.findings.evidence.gradients import Fit
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import decided
 from ddpcheck.report.checking.check_run import CheckRun

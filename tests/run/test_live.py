@@ -17,8 +17,7 @@ import pytest
 
 from ddpcheck import cli
 from ddpcheck.stream.entries import RankStarted
-from ddpcheck.stream.rank_log import RankLog
-from ddpcheck.stream.watched_rank import FOLDER, SCRIPT
+from ddpcheck.stream.rank_log import FOLDER, SCRIPT, RankLog
 from tests.run.test_run import DDPCHECK, ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")

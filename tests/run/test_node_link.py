@@ -18,12 +18,10 @@ from ddpcheck.run import node_link
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import Hang, Unended
 from ddpcheck.run.node_link import NodeLink, Standing
-from ddpcheck.stream import folder_parts
+from ddpcheck.stream import rank_log
 from ddpcheck.stream.entries import RankStarted
-from ddpcheck.stream.folder_parts import FilePart, ReceivedFolder, parts_of
-from ddpcheck.stream.rank_log import RankLog
-from ddpcheck.stream.watched_rank import read_logs
-from ddpcheck.worlds.store_values import get_value, put_value
+from ddpcheck.stream.rank_log import FilePart, RankLog, ReceivedFolder, parts_of, read_logs
+from ddpcheck.worlds.wire import get_value, put_value
 
 LOG = "0-2-4-77.log"
 
@@ -85,7 +83,7 @@ def told(ending: bytes, link: NodeLink, into: dict[int, int | None]) -> threadin
 
 def test_the_first_node_gets_the_logs_of_all_and_tells_the_exit_code(job: Job) -> None:
     links = job.start(3)
-    large = os.urandom(9 * folder_parts.LARGEST_PART + 5)
+    large = os.urandom(9 * rank_log.LARGEST_PART + 5)
     for number, rank in enumerate((0, 2, 4)):
         RankLog(job.folder / str(number), RankStarted(rank, 6, "gloo", restart=number))  # agents count apart
     (job.folder / "1" / "0-3-6-5.calls").write_bytes(large)
@@ -202,8 +200,8 @@ def test_a_name_that_is_not_that_of_a_log_is_not_taken(name: str, tmp_path: Path
 def test_there_is_a_limit_to_what_is_taken(
     name: str, data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_parts, "_LARGEST_FOLDER", 10)
-    monkeypatch.setattr(folder_parts, "_MOST_FILES", 2)
+    monkeypatch.setattr(rank_log, "_LARGEST_FOLDER", 10)
+    monkeypatch.setattr(rank_log, "_MOST_FILES", 2)
     received = ReceivedFolder(tmp_path / "node1")
     for taken in ("0-2-4-7.log", "0-3-4-8.log", "0-3-4-8.log"):
         received.take(FilePart(taken, b"xx"))

@@ -17,14 +17,12 @@ from hypothesis import strategies as st
 
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.wording import make_finding
-from ddpcheck.gather.steps.gradient_sketch import sketch
+from ddpcheck.gather.steps.gradient_distance import sketch
 from ddpcheck.run.ending import Ending, judge_ending
 from ddpcheck.run.hang_watch import Hang
 from ddpcheck.run.script_report import report_on_script
-from ddpcheck.stream.entries import ProgramEnded, RankRaised, RankStarted
-from ddpcheck.stream.places import DDP_BACKWARD
-from ddpcheck.stream.rank_log import RankLog
-from ddpcheck.stream.watched_rank import read_logs
+from ddpcheck.stream.entries import DDP_BACKWARD, ProgramEnded, RankRaised, RankStarted
+from ddpcheck.stream.rank_log import RankLog, read_logs
 from ddpcheck.worlds.failures import described
 from tests.faultsuite.scripts_page import assert_expected, expected_of
 from tests.forked_run import run_forked

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import get_args_parser
 
 from ddpcheck.cli import main
-from ddpcheck.cli.agent import run_agent
+from ddpcheck.cli.run import run_agent
 from ddpcheck.record.rank import rank_watch
 from ddpcheck.run.check_options import add_check_options, split_at_script
 from ddpcheck.run.ending import Ending

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.evidence.modules import WrapperFacts
-from ddpcheck.findings.evidence.parameters import StepEvidence
-from ddpcheck.findings.evidence.steps import LoopEvent
+from ddpcheck.findings.evidence.steps import LoopEvent, StepEvidence
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.loop.watched_steps import judge_reports
 from ddpcheck.stream.rank_report import RankReport, WatchContext

@@ -17,10 +17,9 @@ from ddpcheck.findings.stacks import own_stack, work_waited_for
 from ddpcheck.gather.collectives import collective_log
 from ddpcheck.run.hang_watch import HangWatch
 from ddpcheck.run.living_ranks import RankFacts
-from ddpcheck.stream.collective_ring import is_inside
 from ddpcheck.stream.entries import RankStarted
-from ddpcheck.stream.rank_log import RankLog
-from ddpcheck.stream.watched_rank import read_logs
+from ddpcheck.stream.held_file import is_inside
+from ddpcheck.stream.rank_log import RankLog, read_logs
 from ddpcheck.worlds.deadlock import processor_seconds
 from tests.forked_run import ROOT, run_forked
 from tests.tiers import one_of

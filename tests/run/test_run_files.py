@@ -14,8 +14,7 @@ from ddpcheck.record.rank.environment import STACK_SIGNAL
 from ddpcheck.run.living_ranks import LivingRanks
 from ddpcheck.stream.entries import ProgramEnded, RankStarted, WatchingFailed
 from ddpcheck.stream.held_file import HeldFile, is_held, mapped_file
-from ddpcheck.stream.rank_log import RankLog
-from ddpcheck.stream.watched_rank import read_logs
+from ddpcheck.stream.rank_log import RankLog, read_logs
 
 ROOT = Path(__file__).parents[2]
 BEGIN = f"""

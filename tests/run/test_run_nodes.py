@@ -17,15 +17,14 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.evidence.modules import ModuleDescription, WrapperFacts
-from ddpcheck.findings.evidence.parameters import StepEvidence
-from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence, LoopEvent
+from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence, LoopEvent, StepEvidence
 from ddpcheck.findings.wording import Names, make_finding
 from ddpcheck.judge.loop import script_wrappers
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, StepsReported, WrapperMade
+from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.stream.rank_report import RankReport, ReplicaState, WatchContext
-from ddpcheck.stream.watched_rank import WatchedRank
 from tests.tiers import one_of
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,7 @@ import pytest
 from ddpcheck.record.rank import started_processes
 from ddpcheck.record.rank.started_processes import leave_agent_store, mark_first_process
 from ddpcheck.stream.entries import RankStarted
-from ddpcheck.stream.rank_log import RankLog
-from ddpcheck.stream.watched_rank import rank_processes
+from ddpcheck.stream.rank_log import RankLog, rank_processes
 from tests.tiers import one_of, share
 
 ROOT = Path(__file__).parents[2]

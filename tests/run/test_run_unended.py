@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.stacks import has_no_python_left
 from ddpcheck.run import hang_watch
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import HangWatch, Unended
 from ddpcheck.run.living_ranks import RankFacts, lives
 from ddpcheck.run.script_report import report_on_script
-from ddpcheck.stream.entries import Entry, GroupDestroyed, ProgramEnded, RankRaised, RankStarted
-from ddpcheck.stream.rank_log import RankLog
-from ddpcheck.stream.watched_rank import read_logs
+from ddpcheck.stream.entries import GroupDestroyed, ProgramEnded, RankRaised, RankStarted
+from ddpcheck.stream.rank_log import RankLog, read_logs
 from ddpcheck.worlds.deadlock import gloo_wants_gil
 from ddpcheck.worlds.failures import described
 from tests.run.test_run import DDPCHECK, ROOT, run

@@ -343,7 +343,7 @@ def test_equal_values_cost_one_digest_and_other_ones_their_details(rank: int, se
 
 @pytest.mark.ddp(reuse="module")
 def test_values_that_travel_in_pieces_are_measured_as_a_whole(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddpcheck.testing.assertions import replica_values_on_rank as leaves
+    from ddpcheck.testing.assertions import on_rank as leaves
 
     tensor = ramp(rank)
     tensor[5, 3] += 0.5 * (rank == 1)
@@ -442,7 +442,7 @@ def test_nothing_of_many_assertions_is_left_in_the_store() -> None:
 
 
 def test_a_store_that_takes_no_large_values_gets_them_in_pieces() -> None:
-    from ddpcheck.worlds.store_values import get_value, put_value, remove_value
+    from ddpcheck.worlds.wire import get_value, put_value, remove_value
 
     store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
     data = bytes(range(256)) * (9 << 12)  # 9 MiB

@@ -12,8 +12,8 @@ import ddpcheck.report.checking.check  # noqa: E402, F401
 import tests.innerhere  # noqa: E402, F401 - imports what an inner pytest in this process has to share with us
 from ddpcheck.findings.errors import UsageError  # noqa: E402
 from ddpcheck.findings.report import Report  # noqa: E402
-from ddpcheck.render.page.data import data_in  # noqa: E402
-from ddpcheck.testing.kept_reports import ReportFolder, file_name  # noqa: E402
+from ddpcheck.render.page.page import data_in  # noqa: E402
+from ddpcheck.testing.outcome import ReportFolder, file_name  # noqa: E402
 from ddpcheck.worlds.preloading import ONLY_WHAT_IS_ASKED_FOR  # noqa: E402
 from tests.tiers import share  # noqa: E402
 
@@ -131,7 +131,7 @@ def test_what_the_test_watches_its_ranks_with_may_end_them(inner) -> None:
 STUB = """
 import sys, types
 from ddpcheck.findings.report import Finding, Report
-from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.rules.rule import Severity
 
 def check(target, **options):
     assert sorted(options) == [

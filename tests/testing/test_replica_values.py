@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.replace import replace
-from ddpcheck.testing.assertions.replica_values import (
+from ddpcheck.testing.assertions.messages import (
     CompareOptions,
     Entry,
     RankValues,

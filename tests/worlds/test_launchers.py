@@ -17,9 +17,15 @@ from ddpcheck.gather.collectives.allreduce import (
     average_over_ranks,
     averages_over_ranks,
 )
-from ddpcheck.worlds.launchers import slurm
-from ddpcheck.worlds.launchers.dist_info import get_dist_info
-from ddpcheck.worlds.launchers.init_dist import RankDevices, choose_backend, choose_gpus, init_dist, local_ranks
+from ddpcheck.worlds.launchers import detection
+from ddpcheck.worlds.launchers.init_dist import (
+    RankDevices,
+    choose_backend,
+    choose_gpus,
+    get_dist_info,
+    init_dist,
+    local_ranks,
+)
 from tests.launchers.slurm import free_ports
 from tests.tiers import share
 
@@ -573,24 +579,24 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_first_host_can_be_read_without_scontrol(scontrol: Path, nodes: str, first: str) -> None:
     """Seed 4 (mmcv dist_utils): slurm resolves the first host with scontrol; here also where there is none."""
     if first:
-        assert slurm.first_host(nodes) == first
+        assert detection.first_host(nodes) == first
         return
     with pytest.raises(UsageError, match=r"cannot be told \(scontrol is not installed here\); export MASTER_ADDR"):
-        slurm.first_host(nodes)
+        detection.first_host(nodes)
 
 
 def test_scontrol_has_the_last_word_and_its_complaint_is_told(scontrol: Path) -> None:
     scontrol.write_text("#!/bin/sh\necho first-of-$3\necho second\n")
     scontrol.chmod(0o755)
-    assert slurm.first_host("x1") == "first-of-x1"
+    assert detection.first_host("x1") == "first-of-x1"
     scontrol.write_text("#!/bin/sh\necho no configuration >&2\nexit 1\n")
-    assert slurm.first_host("x[1-2]") == "x1"
+    assert detection.first_host("x[1-2]") == "x1"
     with pytest.raises(UsageError, match=r"'x\[' cannot be told \(scontrol: no configuration\)"):
-        slurm.first_host("x[")
+        detection.first_host("x[")
 
 
 def test_each_step_has_a_port_of_its_own_below_those_of_clients() -> None:
-    steps = [slurm.port_of(f"{job} {step}") for job in range(1000, 1090) for step in range(100)]
+    steps = [detection.port_of(f"{job} {step}") for job in range(1000, 1090) for step in range(100)]
     assert len(set(steps)) == len(steps) and min(steps) >= 20_000 and max(steps) < 30_000
 
 
@@ -599,4 +605,4 @@ def test_each_step_has_a_port_of_its_own_below_those_of_clients() -> None:
     [("2(x3),1", "3", 1), ("2(x3),1", "2", 2), ("4", "0", 4), ("4", "1", None), ("", "0", None), ("4", "", None)],
 )
 def test_the_tasks_of_a_node_are_read_from_slurms_layout(layout: str, node: str, tasks: int | None) -> None:
-    assert slurm.tasks_of_node(layout, node) == tasks
+    assert detection.tasks_of_node(layout, node) == tasks

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ddpcheck.worlds.launchers.slurm import port_of, read_first_host
+from ddpcheck.worlds.launchers.detection import port_of, read_first_host
 from tests.launchers import slurm
 from tests.launchers.nodes import CannotStartError, Node, two_nodes, why_not
 from tests.worlds.test_launched import clean_environment

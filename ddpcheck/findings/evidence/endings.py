@@ -1,11 +1,13 @@
-"""Evidence on ranks that have failed or wait for each other: where each of them was in the program at its end.
+"""Evidence on ranks that have failed, wait for each other or were simulated: where each was, and what it had called.
 
-Judged in `judge.endings`; put together in `run.ending` and `report.hang.hang_report`, of what ranks have recorded.
+Judged in `judge.endings`; put together in `run.ending` and `report.hang.hang_report`, of what ranks have recorded, and
+gathered in `report.schedule.schedule_phases`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from msgspec import Struct, field
 
@@ -92,3 +94,43 @@ class RankAtEnd(Struct, frozen=True):
     for_worker: bool = False
     forwards: Mapping[int, int] = field(default_factory=dict)
     waits_for: PeerWait | None = None
+
+
+class ScheduledCall(Struct, frozen=True):
+    """One collective of a rank.
+
+    Attributes:
+        call: What it is.
+        waits: Whether the rank goes on only when all ranks of the group have come to it.
+    """
+
+    call: Call
+    waits: bool = False
+
+
+class SimulatedRank(Struct, frozen=True):
+    """What one simulated rank has come to.
+
+    Attributes:
+        rank: Its number.
+        schedule: The digest of its collectives; ranks with the same have made the same.
+    """
+
+    rank: int
+    schedule: str
+
+
+class Simulated(Struct, frozen=True):
+    """The world of which ranks are simulated.
+
+    Attributes:
+        world_size: Its number of ranks.
+        steps: That each rank trains for.
+        shards: Into how many parts a batch is split; where these are fewer than ranks, some have the same.
+        folder: Where ranks leave their collectives, and what they have sent as roots.
+    """
+
+    world_size: int
+    steps: int
+    shards: int
+    folder: Path

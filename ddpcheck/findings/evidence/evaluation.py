@@ -1,6 +1,6 @@
 """Evidence on how a script evaluates: what each rank's loops counted, what it exchanged, and what it showed.
 
-Judged in `judge.evaluation.script_evaluation` and `judge.evaluation.script_targets`; gathered in
+Judged in `judge.evaluation.script_evaluation` and `judge.evaluation.script_order`; gathered in
 `record.evaluation` and `record.loss.target_recorder`.
 
 A *round* is the time from one backward pass to the next in which a loader was gone through to its end without any: an
@@ -13,10 +13,11 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
+from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.report import Location
 
 
-class EvaluationPass(Struct, frozen=True):
+class EvaluationPass(Entry, frozen=True):
     """A pass over a `DataLoader` to its end, without a backward pass or an optimizer step meanwhile.
 
     Attributes:
@@ -39,7 +40,7 @@ class EvaluationPass(Struct, frozen=True):
     numbers_of: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
-class ResultExchanged(Struct, frozen=True):
+class ResultExchanged(Entry, frozen=True):
     """What a rank has given to a collective during an evaluation or after it.
 
     Attributes:
@@ -66,7 +67,7 @@ class ResultExchanged(Struct, frozen=True):
     values: tuple[float, ...] = ()
 
 
-class SumsReduced(Struct, frozen=True):
+class SumsReduced(Entry, frozen=True):
     """Calls of all_reduce at one line, one after the other: no number is less than what the call before has left.
 
     Attributes:
@@ -80,7 +81,7 @@ class SumsReduced(Struct, frozen=True):
     left: tuple[tuple[float, ...], ...]
 
 
-class RowsCompared(Struct, frozen=True):
+class RowsCompared(Entry, frozen=True):
     """Two tensors of as many numbers as there are samples, or rows of them, have been compared number by number.
 
     Attributes:
@@ -108,7 +109,7 @@ class ShownNumber(Struct, frozen=True):
     values: tuple[float, ...] = ()
 
 
-class MetricShown(Struct, frozen=True):
+class MetricShown(Entry, frozen=True):
     """The program has printed, logged or saved numbers after an evaluation, or saved a file because of them.
 
     Attributes:
@@ -124,7 +125,7 @@ class MetricShown(Struct, frozen=True):
     numbers: tuple[ShownNumber, ...]
 
 
-class GatheredTargets(Struct, frozen=True):
+class GatheredTargets(Entry, frozen=True):
     """A cross entropy whose classes are the rows that an all_gather has brought together.
 
     Attributes:

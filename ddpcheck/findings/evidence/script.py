@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
-from ddpcheck.findings.evidence.changes import ScheduleState
+from ddpcheck.findings.evidence import Entry
+from ddpcheck.findings.evidence.loop import ScheduleState
 from ddpcheck.findings.report import Location
 
 
@@ -29,7 +30,7 @@ class Restored(Struct, frozen=True):
     location: Location | None
 
 
-class LoaderPass(Struct, frozen=True):
+class LoaderPass(Entry, frozen=True):
     """One pass of a loop over a `DataLoader`, as far as the rank came.
 
     Attributes:
@@ -128,7 +129,7 @@ class LoaderPass(Struct, frozen=True):
     targets: tuple[float, ...] = ()
 
 
-class Inputs(Struct, frozen=True):
+class Inputs(Entry, frozen=True):
     """What a wrapper's forward was given in a step.
 
     Attributes:
@@ -148,7 +149,7 @@ class Inputs(Struct, frozen=True):
     added: tuple[float, ...] = ()
 
 
-class Evaluated(Struct, frozen=True):
+class Evaluated(Entry, frozen=True):
     """What a wrapper's forward was given without gradients, in one of its first passes of that kind.
 
     Attributes:
@@ -166,7 +167,7 @@ OF_A_LIST = ".index()"
 """Ends the name of the table of a list."""
 
 
-class DerivedTable(Struct, frozen=True):
+class DerivedTable(Entry, frozen=True):
     """A dictionary of plain values that the script holds when an optimizer first steps; or a list put together of a
     set of texts, with the place of each.
     """
@@ -176,7 +177,7 @@ class DerivedTable(Struct, frozen=True):
     location: Location | None
 
 
-class OptimizerStep(Struct, frozen=True):
+class OptimizerStep(Entry, frozen=True):
     """An optimizer is about to step.
 
     Attributes:
@@ -248,7 +249,7 @@ class OptimizerStep(Struct, frozen=True):
     made_with: tuple[float, ...] = ()
 
 
-class OptimizerEnd(Struct, frozen=True):
+class OptimizerEnd(Entry, frozen=True):
     """How often an optimizer has stepped when the script ends, and `marks` as above."""
 
     optimizer: int
@@ -258,7 +259,7 @@ class OptimizerEnd(Struct, frozen=True):
     schedule: ScheduleState | None = None
 
 
-class StateHeld(Struct, frozen=True):
+class StateHeld(Entry, frozen=True):
     """A model that the program holds, and neither a wrapper nor an optimizer does, before an optimizer steps.
 
     Attributes:
@@ -317,7 +318,7 @@ class NumberReduced(Struct, frozen=True):
     location: Location | None
 
 
-class LossDifferentiated(Struct, frozen=True):
+class LossDifferentiated(Entry, frozen=True):
     """A backward pass has come from a loss.
 
     Attributes:
@@ -347,7 +348,7 @@ class LossDifferentiated(Struct, frozen=True):
     hooked: bool = False
 
 
-class MetricUsed(Struct, frozen=True):
+class MetricUsed(Entry, frozen=True):
     """A learning rate schedule has been given a metric; `count` by its number in the order of first use."""
 
     schedule: int
@@ -357,7 +358,7 @@ class MetricUsed(Struct, frozen=True):
     optimizer: int = -1
 
 
-class GradientsClipped(Struct, frozen=True):
+class GradientsClipped(Entry, frozen=True):
     """Gradients of a norm were clipped, for the `count`-th time, by a function; `step`: after so many steps.
 
     `limit` is what it was given, where it clips by the norm of all; 0.0 where that is not known.
@@ -371,7 +372,7 @@ class GradientsClipped(Struct, frozen=True):
     limit: float = 0.0
 
 
-class GradientsZeroed(Struct, frozen=True):
+class GradientsZeroed(Entry, frozen=True):
     """Gradients that were not zero were zeroed at a line, so many times before each of several optimizer steps."""
 
     optimizer: int
@@ -379,7 +380,7 @@ class GradientsZeroed(Struct, frozen=True):
     location: Location | None
 
 
-class ReducedInPlace(Struct, frozen=True):
+class ReducedInPlace(Entry, frozen=True):
     """Backward has come through a tensor that a collective had overwritten.
 
     Attributes:
@@ -399,13 +400,13 @@ class ReducedInPlace(Struct, frozen=True):
     is_average: bool = False
 
 
-class FilesLeft(Struct, frozen=True):
+class FilesLeft(Entry, frozen=True):
     """By path of the files that the script has opened to write them, their bytes when it removed them, or ended."""
 
     sizes: Mapping[str, int]
 
 
-class FileUsed(Struct, frozen=True):
+class FileUsed(Entry, frozen=True):
     """The script has written or read a file.
 
     Attributes:

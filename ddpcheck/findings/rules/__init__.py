@@ -17,19 +17,8 @@ from ddpcheck.findings.rules import (
     running,
     training,
 )
-from ddpcheck.findings.rules.rule import Rule, address_of
-
-__all__ = [
-    "FAMILIES",
-    "RULES",
-    "Rule",
-    "address_of",
-    "causes_of",
-    "consequences_of",
-    "find_rule",
-    "matching_rules",
-    "sections_of",
-]
+from ddpcheck.findings.rules.rule import Rule as Rule
+from ddpcheck.findings.rules.rule import address_of as address_of
 
 FAMILIES: Mapping[str, str] = {
     "DDP1": "parameters and the loss",
@@ -41,22 +30,9 @@ FAMILIES: Mapping[str, str] = {
     "DDP8": "evaluation",
 }
 
+_FILES = (buffers, data, environment, evaluation, gradients, parameters, ranks, running, training)
 RULES: Mapping[str, Rule] = {
-    rule.code: rule
-    for rule in sorted(
-        (
-            *parameters.RULES,
-            *ranks.RULES,
-            *buffers.RULES,
-            *gradients.RULES,
-            *running.RULES,
-            *training.RULES,
-            *data.RULES,
-            *environment.RULES,
-            *evaluation.RULES,
-        ),
-        key=lambda rule: rule.code,
-    )
+    rule.code: rule for rule in sorted((rule for file in _FILES for rule in file.RULES), key=lambda rule: rule.code)
 }
 
 

@@ -18,16 +18,40 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddpcheck.findings.evidence.parameters import PathEnd
-from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.evidence.steps import PathEnd
+from ddpcheck.findings.figures import PathStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at, user_location
+from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.autograd.autograd_graph import functions_before
-from ddpcheck.gather.autograd.operation_path import OperationPath
 from ddpcheck.gather.collectives.collective_log import replace_functions
 from ddpcheck.gather.patching import Patch, accompanied, patched
 from ddpcheck.recipe.pytree import tree_tensors
+
+_MOST_STEPS = 4  # at each end of a path
+
+
+@dataclass(slots=True)
+class OperationPath:
+    """The operations from a suspect to a tensor: how many, the first and the last of them."""
+
+    length: int = 0
+    first: tuple[PathEnd, ...] = ()
+    last: tuple[PathEnd, ...] = ()
+
+    def to(self, use: PathEnd) -> OperationPath:
+        """The path that goes on with `use`."""
+        first = (*self.first, use) if self.length < _MOST_STEPS else self.first
+        return OperationPath(self.length + 1, first, (*self.last, use)[-_MOST_STEPS:])
+
+    def told_in(self, end: PathEnd) -> PathEnd:
+        """`end` with these operations."""
+        more = min(self.length - len(self.first), _MOST_STEPS)
+        both = (*self.first, *self.last[len(self.last) - more :])
+        steps = tuple(PathStep(one.reason, one.module, one.location) for one in both)
+        return replace(end, steps=steps, left_out=self.length - len(steps))
+
 
 _Taint = dict[int, PathEnd | None]  # parameter index -> what cut its path, None while that is whole
 

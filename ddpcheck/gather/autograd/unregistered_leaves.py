@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.findings.evidence.parameters import UnregisteredTensor
+from ddpcheck.findings.evidence.steps import UnregisteredTensor
 from ddpcheck.gather.autograd.autograd_graph import contents, unregistered_tensors
 from ddpcheck.gather.state.reachable import function_variables, is_user_function, is_user_namespace
 from ddpcheck.recipe.recipe import Recipe

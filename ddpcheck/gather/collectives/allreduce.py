@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddpcheck.findings.errors import UsageError, WrongTypeError
-from ddpcheck.worlds.launchers.dist_info import get_dist_info
+from ddpcheck.worlds.launchers.init_dist import get_dist_info
 
 _MB = 1 << 20
 _BUCKET = 16 * _MB  # bytes: what our own checks hold twice at a time

@@ -23,10 +23,10 @@ import msgspec
 from msgspec import structs
 
 from ddpcheck.findings.evidence.steps import Call
-from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import line_and_lines, user_location, variables_of
+from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch
-from ddpcheck.stream.places import JOINED, JOINING
+from ddpcheck.stream.entries import JOINED, JOINING
 from ddpcheck.worlds import rank as this_rank
 
 _MATCHED_BY_PAYLOAD = (

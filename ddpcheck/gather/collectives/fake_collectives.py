@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.collectives.collective_log import COLLECTIVES, replace_functions
 
 

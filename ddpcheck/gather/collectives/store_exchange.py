@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from ddpcheck.worlds.store_values import get_value, put_value
+from ddpcheck.worlds.wire import get_value, put_value
 
 
 class RanksTimedOutError(Exception):

@@ -10,7 +10,7 @@ from torch import nn
 
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence.gradients import Difference
-from ddpcheck.findings.exception_origin import is_ours
+from ddpcheck.findings.tracebacks import is_ours
 from ddpcheck.gather.collectives.collective_log import replaced_by
 from ddpcheck.gather.state.randomness import drawn_since, generator_states
 from ddpcheck.gather.steps.gradient_distance import difference, eps_of, norm

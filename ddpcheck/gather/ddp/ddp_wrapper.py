@@ -14,15 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcheck.findings.ddp_options import MAY_DIFFER, WHEN_NONE, are_harmless
 from ddpcheck.findings.errors import OptionsDifferError, UsageError
-from ddpcheck.findings.evidence.modules import WrapperFacts
+from ddpcheck.findings.evidence.modules import MAY_DIFFER, WHEN_NONE, WrapperFacts, are_harmless
 from ddpcheck.gather.autograd.autograd_graph import gradient_nodes
 from ddpcheck.gather.collectives.store_exchange import StoreExchange
 from ddpcheck.gather.ddp.sharding import is_sharded, mesh_of, refuse_fsdp1, sharded_facts
-from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
 from ddpcheck.gather.state.module_state import buffers_left_out, sharding_classes
-from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.gather.steps.gradient_distance import eps_of
 from ddpcheck.worlds import rank as this_rank
 

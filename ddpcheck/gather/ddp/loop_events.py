@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.steps import LoopEvent
-from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import user_location
+from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, walk_graph
 from ddpcheck.gather.patching import Patch, patched
 from ddpcheck.gather.state.fingerprints import fingerprint

@@ -20,8 +20,8 @@ from torch import nn
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.ddp.sharding import is_sharded, mesh_of
+from ddpcheck.gather.state.fingerprints import is_shard
 from ddpcheck.gather.state.module_state import sharding_classes
-from ddpcheck.gather.state.tensor_values import is_shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,8 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.patching import CALLER, Patch, patched
-from ddpcheck.gather.state.fingerprints import fingerprints
+from ddpcheck.gather.state.fingerprints import fingerprints, is_shard, own_part
 from ddpcheck.gather.state.module_state import buffers_left_out, sharding_classes
-from ddpcheck.gather.state.tensor_values import is_shard, own_part
 from ddpcheck.gather.steps.gradient_distance import eps_of
 
 _SYNCHRONISING = ("set_requires_gradient_sync", "set_requires_all_reduce")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.tracebacks import passes_on
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -24,9 +24,8 @@ from ddpcheck.gather.ddp.sharding import mixed_precision, recorded_settings, sha
 from ddpcheck.gather.phases.model_build import count_calls
 from ddpcheck.gather.phases.rank_state import RankState, TrainingModel, rank_state, replays_step
 from ddpcheck.gather.state.external_state import put_back
-from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, own_part
 from ddpcheck.gather.state.module_state import capture_state, copied_module
-from ddpcheck.gather.state.tensor_values import own_part
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, difference, eps_of, norm, norms, scales
 from ddpcheck.gather.steps.training_step import (
     clear_gradients,

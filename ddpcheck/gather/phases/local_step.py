@@ -14,14 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.errors import EmptyShardError, TargetError
+from ddpcheck.findings.evidence.gradients import RandomNumbers
 from ddpcheck.findings.evidence.modules import ModuleDescription
-from ddpcheck.findings.evidence.parameters import ParameterChange, StepEvidence, UnregisteredTensor
-from ddpcheck.findings.evidence.single_process import RandomNumbers
-from ddpcheck.findings.evidence.steps import LocalStep, RandomDraws
-from ddpcheck.findings.exception_origin import is_ours
+from ddpcheck.findings.evidence.steps import LocalStep, ParameterChange, RandomDraws, StepEvidence, UnregisteredTensor
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import assignment_of
+from ddpcheck.findings.tracebacks import is_ours
 from ddpcheck.gather.autograd.autograd_graph import EngineProbe, named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.gather.autograd.gradient_paths import function_returning_none
 from ddpcheck.gather.autograd.unregistered_leaves import lasting_tensors, unregistered_leaves
@@ -32,9 +31,8 @@ from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, StepData, rank_state, replays_step
 from ddpcheck.gather.phases.repeated_step import random_choices
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints
-from ddpcheck.gather.state.module_description import layout_of
+from ddpcheck.gather.state.module_description import Origins, layout_of, record_origins
 from ddpcheck.gather.state.module_state import capture_attributes, capture_state, copied_module
-from ddpcheck.gather.state.origins import Origins, record_origins
 from ddpcheck.gather.state.tensor_file import TensorFile, save
 from ddpcheck.gather.steps.gradient_distance import norm
 from ddpcheck.gather.steps.training_step import (

@@ -13,13 +13,7 @@ from msgspec import structs
 from torch import nn
 
 from ddpcheck.findings.errors import TargetError
-from ddpcheck.findings.evidence.modules import (
-    BuiltModule,
-    ModuleDescription,
-    ShardedFacts,
-    SplitModule,
-    WrappedModule,
-)
+from ddpcheck.findings.evidence.modules import BuiltModule, ModuleDescription, ShardedFacts, SplitModule, WrappedModule
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import assignment_of, defined_at
@@ -53,19 +47,11 @@ from ddpcheck.gather.patching import patched
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, TrainingModel, rank_state
 from ddpcheck.gather.phases.single_process import HANDOVER
 from ddpcheck.gather.state.external_state import ExternalState
-from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints
-from ddpcheck.gather.state.module_description import describe, module_entries
-from ddpcheck.gather.state.module_state import (
-    copied_module,
-    differs_in_structure,
-    move_to_file,
-    moved,
-    own_parameters,
-)
-from ddpcheck.gather.state.origins import record_origins
+from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints, is_shard
+from ddpcheck.gather.state.module_description import describe, module_entries, record_origins
+from ddpcheck.gather.state.module_state import copied_module, differs_in_structure, move_to_file, moved, own_parameters
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.tensor_file import is_large
-from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.gather.state.training_mode import ARRIVED_EVALUATING, into_training
 from ddpcheck.gather.steps.training_step import model_seed, uneven_batch
 from ddpcheck.recipe.recipe import Recipe, summary

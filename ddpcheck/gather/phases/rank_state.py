@@ -16,18 +16,17 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from ddpcheck.findings.evidence.gradients import RandomNumbers
 from ddpcheck.findings.evidence.modules import GradientHook, ModuleDescription, WrapperFacts
-from ddpcheck.findings.evidence.parameters import ParameterChange
-from ddpcheck.findings.evidence.single_process import RandomNumbers
-from ddpcheck.findings.evidence.steps import LoopEvent
+from ddpcheck.findings.evidence.steps import LoopEvent, ParameterChange
 from ddpcheck.findings.report import Location
 from ddpcheck.gather.ddp.copied_optimizer import CopiedOptimizer
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter
 from ddpcheck.gather.ddp.model_parts import DataPlace, Part, as_wholes
 from ddpcheck.gather.ddp.sharding import gathered
 from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back
+from ddpcheck.gather.state.module_description import Origins
 from ddpcheck.gather.state.module_state import ModuleState
-from ddpcheck.gather.state.origins import Origins
 from ddpcheck.gather.state.tensor_file import TensorFile
 from ddpcheck.gather.steps.training_step import Gradients, Loss, compute_loss, step_seed
 from ddpcheck.recipe.recipe import Recipe

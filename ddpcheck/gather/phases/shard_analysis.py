@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddpcheck.findings.evidence.single_process import Coupling, Fit, ShardAnalysis, WeightedFit
+from ddpcheck.findings.evidence.gradients import Coupling, Fit, ShardAnalysis, WeightedFit
 from ddpcheck.findings.replace import replace
 from ddpcheck.gather.phases.shard_terms import (
     MOST_ELEMENTS,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.errors import TargetError
-from ddpcheck.findings.evidence.single_process import LossTerm
+from ddpcheck.findings.evidence.gradients import LossTerm
 from ddpcheck.findings.replace import replace
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, recorded_lines
 from ddpcheck.gather.autograd.loss_terms import Edge, PairedTerms, backward_of, split_loss

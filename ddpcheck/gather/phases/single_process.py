@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.evidence.gradients import Difference
-from ddpcheck.findings.evidence.single_process import RandomNumbers, SingleStep
+from ddpcheck.findings.evidence.gradients import Difference, RandomNumbers, SingleStep
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back
@@ -86,9 +85,7 @@ class SingleProcess:
     world_size: int  # of the ranks that it is compared with
     stack: contextlib.ExitStack  # is closed with the process
     external_state: ExternalState
-    mapped: frozenset[
-        str
-    ]  # of a large model, the parameters that are in a file until written to; in float64 made of it
+    mapped: frozenset[str]  # of a large model, the parameters in a file until written to; in float64 made of it
     numbers: RandomNumbers = "drawn"  # otherwise those that can be compared, since forward draws some
     after: ModuleState | None = None  # what the forward passes of the last step have left
     step: SingleStepData = field(init=False)

@@ -1,15 +1,183 @@
-"""Fingerprints of tensors, and digests of plain data: equal for equal values, on whatever rank they are computed."""
+"""Values of tensors of any kind, many small ones at once too, and fingerprints: equal for equal ones on any rank."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ddpcheck.gather.state.tensor_rows import InRows, in_rows, numbers_of
-from ddpcheck.gather.state.tensor_values import plain_values, shape_of
+PLAIN = (torch.Tensor, nn.Parameter)
+"""The types of tensors that hold their values themselves."""
+
+
+def is_shard(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a `DTensor`, of which a rank holds a shard or a replica."""
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return dtensor is not None and isinstance(tensor, dtensor)
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, detached; of a `DTensor`, what this rank holds of it, in the same memory."""
+    detached: Any = tensor.detach()
+    local: torch.Tensor = detached.to_local() if is_shard(detached) else detached
+    return local
+
+
+def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    """The values of `tensor` as dense tensors: one, or those of a nested one's parts; none where there are none.
+
+    Of a `DTensor` they are what this rank holds; an operation on the whole may be a collective.
+
+    There are none on the meta device, in a fake tensor, in one whose memory has been freed, and in a subclass that does
+    not compute what is asked of it here. Such tensors are compared by what they have: shape and dtype.
+    """
+    try:
+        value = own_part(tensor)
+        if (
+            type(value) is torch.Tensor
+            and value.layout == torch.strided
+            and not (value.is_nested or value.is_quantized or value.is_conj() or value.is_neg())
+        ):  # as nearly all are
+            return (value,) if has_memory(value) else None
+        if value.is_nested:
+            parts = [plain_values(part) for part in value.unbind()]
+            return None if any(part is None for part in parts) else tuple(one for part in parts for one in part or ())
+        if value.layout != torch.strided:
+            value = value.to_dense() if value.layout != torch.sparse_coo else value.coalesce().to_dense()
+        if value.is_quantized:
+            value = value.int_repr()
+        value = value.resolve_conj().resolve_neg()
+        return (value,) if has_memory(value) else None
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, AssertionError):  # what an operation raises that torch or a subclass lacks
+        return None
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements are there; to read those of a storage that was freed ends the process."""
+    if tensor.is_meta:
+        return False
+    if type(tensor) not in PLAIN:
+        if isinstance(tensor, torch._subclasses.FakeTensor):
+            return False
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return True  # it holds others; an operation of it says so where it cannot be read
+    count = tensor.numel()
+    if count and not tensor.is_contiguous():
+        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + count) * tensor.element_size() if count else 0
+    return tensor.untyped_storage().nbytes() >= needed
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor has been written in place; -1 for one of inference mode, of which torch does not know."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of `tensor`; -1 for a size that is not the same everywhere in it."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    sizes = [-1] * tensor.dim()
+    for place in range(tensor.dim()):
+        try:
+            size = tensor.size(place)
+            sizes[place] = size if type(size) is int else -1
+        except RuntimeError:  # ragged
+            continue
+    return tuple(sizes)
+
+
+_STRIDED = torch.strided
+_SMALL = 1 << 16  # bytes of a tensor up to which it is taken together with others
+_AT_ONCE = 1 << 22  # bytes that are taken together
+_Found = tuple[Sequence[str], torch.Tensor]  # numbers of each of these, a row each
+
+
+class Rows(NamedTuple):
+    """Tensors with as many elements, of one dtype, on one device: a row each, by name."""
+
+    names: Sequence[str]
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class InRows:
+    """Tensors of which several things are computed: `rows` are copies of the small ones, and `others` are the rest."""
+
+    names: Sequence[str]
+    rows: list[Rows]
+    others: dict[str, torch.Tensor]
+
+
+def in_rows(tensors: Mapping[str, torch.Tensor] | InRows) -> InRows:
+    """Put the small ones among these into rows, unless they are in rows."""
+    if isinstance(tensors, InRows):
+        return tensors
+    alike: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
+    others: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if is_small(tensor):
+            alike.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append((name, tensor))
+        else:
+            others[name] = tensor
+    found = []
+    with torch.no_grad():
+        for group in alike.values():
+            count, left = max(1, _AT_ONCE // group[0][1].nbytes), iter(group)
+            while some := list(islice(left, count)):
+                names, values = zip(*some, strict=True)
+                found.append(Rows(names, torch.stack(values).reshape(len(some), -1)))
+    return InRows([*tensors], found, others)
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is taken together with others."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.layout is _STRIDED
+        and 0 < tensor.nbytes <= _SMALL
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and has_memory(tensor)
+    )
+
+
+def numbers_of(found: Iterable[_Found]) -> dict[str, tuple[Any, ...]]:
+    """What is found of rows, as many numbers of each, by name, with one transfer from each device; of one dtype."""
+    numbers: dict[str, tuple[Any, ...]] = {}
+    for names, values in _on_cpu(found):
+        numbers |= zip(names, map(tuple, values.tolist()), strict=True)
+    return numbers
+
+
+def floats_of(found: Iterable[_Found]) -> dict[str, array[float]]:
+    """The same as single precision, of which no number becomes an object of Python."""
+    numbers: dict[str, array[float]] = {}
+    for names, values in _on_cpu((names, values.float()) for names, values in found):
+        flat, width = array("f", bytes(values.numel() * 4)), values.shape[1]
+        torch.frombuffer(flat, dtype=torch.float32).copy_(values.reshape(-1))
+        numbers |= {name: flat[place * width : (place + 1) * width] for place, name in enumerate(names)}
+    return numbers
+
+
+def _on_cpu(found: Iterable[_Found]) -> Iterator[_Found]:
+    by_device: dict[torch.device, list[_Found]] = {}
+    for names, values in found:
+        by_device.setdefault(values.device, []).append((names, values))
+    for several in by_device.values():
+        together = torch.cat([values.reshape(-1) for _, values in several]).cpu()
+        parts = together.split([values.numel() for _, values in several])
+        for (names, _), part in zip(several, parts, strict=True):
+            yield names, part.view(len(names), -1)
+
 
 _CHUNK = 1 << 19  # bytes that are taken at once; half a megabyte stays in a core's cache
 _MASK = (1 << 64) - 1

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, named_parameters, unregistered_tensors
+from ddpcheck.gather.state.fingerprints import shape_of
 from ddpcheck.gather.state.randomness import own_generator
 from ddpcheck.gather.state.reachable import NUMBERS, PLAIN, is_small_array, is_user_object, refill
 from ddpcheck.gather.state.tensor_file import TensorFile, is_dense, save, settle_allocator
-from ddpcheck.gather.state.tensor_values import shape_of
 
 
 @dataclass(slots=True)

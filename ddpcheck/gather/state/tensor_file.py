@@ -1,21 +1,81 @@
-"""Tensors in a folder, of which memory holds one at a time: the second and third copy of a large model."""
+"""Tensors in a folder, of which memory holds one at a time, and weak references to tensors that torch does not notice.
+
+A folder holds the second and third copy of a large model.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import getweakrefs, ref
 
 import torch
 from torch import nn
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.gather.state.tensor_values import PLAIN, has_memory
+from ddpcheck.gather.patching import patched
+from ddpcheck.gather.state.fingerprints import PLAIN, has_memory
+
+
+def tensor_ref(tensor: torch.Tensor) -> Callable[[], Any]:
+    """A weak reference to a tensor: to be called, as one of `weakref` is."""
+    _follow_swaps()
+    return _TensorRef(tensor)
+
+
+class _TensorRef:
+    """It holds the only reference to what torch would find, so that it can let go of that."""
+
+    __slots__ = ("__weakref__", "_found")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.hold(tensor)
+
+    def __call__(self) -> Any:
+        return self._found and self._found()
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        self._found: _FoundByTorch | None = _FoundByTorch(tensor)
+        self._found.holder = ref(self)
+
+    def let_go(self) -> None:
+        self._found = None
+
+
+class _FoundByTorch(ref[torch.Tensor]):
+    __slots__ = ("holder",)
+    holder: Callable[[], _TensorRef | None]
+
+
+@functools.cache
+def _follow_swaps() -> None:
+    if hasattr(torch.utils, "swap_tensors"):
+        patched(torch.utils, "swap_tensors", _swapping)
+
+
+def _swapping(*tensors: torch.Tensor) -> Iterator[None]:
+    """Let go of both; each is the same object afterwards."""
+    held = [(one, tensor) for tensor in tensors for one in _holders_of(tensor)]
+    for one, _ in held:
+        one.let_go()
+    try:
+        yield
+    finally:
+        for one, tensor in held:
+            one.hold(tensor)
+
+
+def _holders_of(tensor: torch.Tensor) -> list[_TensorRef]:
+    found = (one.holder() for one in getweakrefs(tensor) if isinstance(one, _FoundByTorch))
+    return [holder for holder in found if holder is not None]
+
 
 LARGE = 1 << 28
 """Bytes of the parameters of a model from which on its copies are kept in files, and its runs follow each other.

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ddpcheck.findings.evidence.single_process import Coupling
-from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.evidence.gradients import Coupling
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, relative_path
+from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
 from ddpcheck.recipe.pytree import tree_tensors
 

@@ -14,20 +14,19 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.errors import NonFiniteLossError, TargetError
-from ddpcheck.findings.evidence.single_process import RandomNumbers
-from ddpcheck.findings.exception_origin import for_target
+from ddpcheck.findings.evidence.gradients import RandomNumbers
+from ddpcheck.findings.tracebacks import for_target
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_tensors
-from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.state.fingerprints import fingerprint, plain_values, version_of
 from ddpcheck.gather.state.randomness import (
     QuietRandomness,
+    SampleRandomness,
     drawn_since,
     generator_states,
     mixed_seed,
     quiet_modules,
     seed_everything,
 )
-from ddpcheck.gather.state.sample_randomness import SampleRandomness
-from ddpcheck.gather.state.tensor_values import plain_values, version_of
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.recipe.pytree import batch_size, copied, equal_parts, named_tensors, tree_tensors, upcast
 from ddpcheck.recipe.recipe import Recipe, call_loss

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from ddpcheck.findings.evidence.draws import StepDraw
+from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, Inputs, LoaderPass
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, format_ranks, group_by, group_by_value, minority_ranks, one_finding

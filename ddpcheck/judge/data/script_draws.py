@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from ddpcheck.findings.evidence.draws import StepDraw
+from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import Evaluated, Inputs
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_steps, one_finding

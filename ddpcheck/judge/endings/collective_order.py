@@ -1,13 +1,29 @@
-"""DDP403 and 407: collectives that do not match between ranks, by the logs of what each rank called."""
+"""DDP403 and 407: collectives that do not match between ranks, by the logs of what each rank called, or would call.
+
+By call site: collectives that pair up although they stand on different lines, and so pair up wrongly. Two barriers of
+different lines are one collective to a backend. A rank that makes one in addition goes on, and all that it calls from
+then on pairs up with a later call of the others, until one waits for a call that nobody makes any more: that last call
+is innocent. By schedule: those of simulated ranks do not pair up, or ranks wait for each other in them.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from ddpcheck.findings.evidence.endings import ScheduledCall
 from ddpcheck.findings.evidence.steps import Call, ReductionInput
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_ranks, group_by, minority_ranks, one_finding, plural_verb
+from ddpcheck.findings.wording import (
+    counted,
+    format_ranks,
+    group_by,
+    join_names,
+    minority_ranks,
+    one_finding,
+    plural_verb,
+)
 
 
 def judge_collectives(
@@ -136,3 +152,284 @@ def _is_reordered(values: Sequence[tuple[float, ...]]) -> bool:
     moved = [value for at in zip(*values, strict=True) if len(set(at)) > 1 for value in at]
     # others are what a slot may be filled with before a rank writes its own
     return all(value not in (0.0, 1.0, -1.0) and 1e-6 < abs(value) < 1e6 for value in moved)
+
+
+_ROOTED = ("broadcast", "reduce", "gather", "scatter", "broadcast_object_list", "gather_object", "scatter_object_list")
+_LONGEST = 64  # calls that one rank makes in addition where the other makes them as well, in another number
+_TRIES = 50  # places at which lines differ
+
+
+def judge_partings(
+    logs: Sequence[Sequence[Call]], at_work: Collection[int] = (), first: Mapping[str, int] | None = None
+) -> list[Finding]:
+    """At most one finding a process group (DDP403): where the lines of its ranks part, else where what they call does.
+
+    `at_work` and `first` are those of `judge_collectives`.
+    """
+    findings = []
+    for group in sorted({call.group for log in logs for call in log}):
+        own = [[call for call in log if call.group == group] for log in logs]
+        found = judge_collectives(own, at_work, first)
+        findings += (found and judge_call_sites(own, (first or {}).get(group, 0))) or found
+    return findings
+
+
+def judge_call_sites(logs: Sequence[Sequence[Call]], first: int = 0) -> list[Finding]:
+    """DDP403: a rank makes calls in addition, which pair up with calls of other lines; at most one finding.
+
+    Args:
+        logs: Of one process group that hangs or fails, by rank.
+        first: The number of the first call in the logs.
+    """
+    members = next((call.members for log in logs for call in log), ())
+    ranks = [rank for rank in members if rank < len(logs)]
+    parted = _parting(logs, ranks)
+    if parted is None:
+        return []
+    at, coded, *two = parted
+    calls = {rank: logs[rank][at] for rank in ranks if at < len(logs[rank])}
+    calling, missing = ([rank for rank in calls if coded[rank][at] == coded[one][at]] for one in two)
+    return [_finding(at + first, calls, calling, missing, _last(logs, ranks, first))]
+
+
+def place_of_call_in_addition(logs: Sequence[Sequence[Call]]) -> int | None:
+    """Where one of these ranks makes a call in addition, as far as lines tell."""
+    parted = _parting(logs, range(len(logs)))
+    return None if parted is None else parted[0]
+
+
+def _parting(
+    logs: Sequence[Sequence[Call]], ranks: Sequence[int]
+) -> tuple[int, Mapping[int, Sequence[int]], int, int] | None:
+    """The place of the first call in addition, the coded logs, a rank that calls it, and one that does not."""
+    mismatch = first_mismatch([logs[rank] for rank in ranks])
+    if mismatch is None:
+        return None
+    place, found = mismatch
+    end = None if None in found else place + 1  # from where operations differ, nothing pairs up any more
+    table = _CallTable()
+    coded = {rank: table.coded(logs[rank][:end]) for rank in ranks}
+    classes = sorted(group_by(ranks, lambda rank: coded[rank]).values(), key=lambda same: (-len(same), same))
+    partings = []
+    for other in classes[1:]:
+        for calling, missing in ((classes[0], other), (other, classes[0])):
+            extra, without = coded[calling[0]], coded[missing[0]]
+            if len(extra) > len(without) or end is not None:  # who has called more waits
+                at = _Comparison(table, extra, without).parting(place)
+                partings += [] if at is None else [(at, calling[0], missing[0])]
+    if not partings:
+        return None
+    at, one, two = min(partings)
+    return at, coded, one, two
+
+
+def _finding(
+    number: int, calls: Mapping[int, Call], calling: Sequence[int], missing: Sequence[int], last: Sequence[str]
+) -> Finding:
+    extra, other = calls[calling[0]], calls[missing[0]]
+    fewer = missing if len(missing) < len(calling) else calling
+    (finding,) = one_finding(
+        "DDP403",
+        (extra.operation,),
+        f"Collective number {number} pairs up different lines: {format_ranks(calling)} "
+        f"{plural_verb('calls', 'call', calling)} {extra}, {format_ranks(missing)} {other}; from there on "
+        f"{format_ranks(missing)} {plural_verb('is', 'are', missing)} ahead of {format_ranks(calling)}.",
+        ranks=fewer,
+        location=Location.parse(extra.location),
+        evidence=[*(f"rank {rank}, collective number {number}: {call}" for rank, call in calls.items()), *last],
+        fix=f"Call {extra.operation} at {extra.location} on every rank, equally often, or on none.",
+        tags=tags_of_parting(number),
+    )
+    return finding
+
+
+def _last(logs: Sequence[Sequence[Call]], ranks: Sequence[int], first: int) -> list[str]:
+    return [
+        f"rank {rank}, its last one, after {counted(first + len(logs[rank]) - 1, 'other')}: {logs[rank][-1]}"
+        for rank in ranks
+        if logs[rank]
+    ]
+
+
+class _CallTable:
+    """Numbers for calls, the same for those of one operation, payload and line, so that long logs compare fast."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._numbers: dict[tuple[str, str, str], int] = {}
+
+    def coded(self, log: Sequence[Call]) -> tuple[int, ...]:
+        return tuple(map(self._number, log))
+
+    def _number(self, call: Call) -> int:
+        number = self._numbers.setdefault((call.operation, call.payload, call.location), len(self.calls))
+        if number == len(self.calls):
+            self.calls.append(call)
+        return number
+
+
+class _Comparison:
+    """The calls of a rank that may have made some in addition, with those of another rank.
+
+    Healthy ranks call the same collective from different lines, too, each in its branch: two lines that have paired up
+    before are taken for such a pair, and so are two of which neither rank has the other's. So are rooted collectives
+    where the root is not known: who sends calls another line than who receives, and ranks may take turns.
+    """
+
+    def __init__(self, table: _CallTable, extra: Sequence[int], without: Sequence[int]) -> None:
+        self._calls = table.calls
+        self._extra = extra
+        self._without = without
+        self._own = {table.calls[number].location for number in set(extra)}
+        self._others = {table.calls[number].location for number in set(without)}
+        self._known: set[tuple[int, int]] = set()  # other lines that have paired up so far, and were no parting
+        self._in_step: set[int] = set()  # lines that have paired up with themselves so far
+
+    def parting(self, end: int) -> int | None:
+        """The place of the first call in addition, before `end`; `None` where such calls do not explain the logs."""
+        tries = 0
+        for place, pair in enumerate(zip(self._extra[:end], self._without[:end], strict=False)):
+            if pair[0] == pair[1]:
+                self._in_step.add(pair[0])
+            elif pair not in self._known:
+                if not self._are_pair(*pair):
+                    tries += 1
+                    if tries <= _TRIES and (self._lines_of_its_own(place) or self._one_run(place)):
+                        return place
+                self._known.add(pair)
+        return None
+
+    def _may_be_any(self, one: int, other: int) -> bool:
+        """Whether nothing follows from the lines of two calls that pair up."""
+        here, there = self._calls[one], self._calls[other]
+        rooted = here.operation in _ROOTED and "root" not in here.payload
+        return same_signature(here, there) and (rooted or not (here.location and there.location))
+
+    def _are_pair(self, one: int, other: int) -> bool:
+        """Whether a call of the one rank and a call of the other may belong together."""
+        if one == other or (one, other) in self._known or self._may_be_any(one, other):
+            return True
+        here, there = self._calls[one], self._calls[other]
+        return (
+            same_signature(here, there)
+            and here.location not in self._others
+            and there.location not in self._own
+            and not any(one == known or other == also for known, also in self._known)
+        )
+
+    def _lines_of_its_own(self, start: int) -> bool:
+        """Whether all is in step from `start` on, but for calls of lines that the other rank never comes to."""
+        here, there, matched = start, start, 0
+        waiting, confirmed = list[int](), list[int]()  # the calls in addition; those that a pair has followed
+        while here < len(self._extra) and there < len(self._without):
+            one, other = self._extra[here], self._without[there]
+            line = self._calls[one].location
+            if here > start and self._are_pair(one, other):
+                if line and one == other:
+                    matched += 1
+                    confirmed += waiting
+                    waiting = []
+                there += 1
+            elif line and line not in self._others:
+                waiting.append(one)
+            else:
+                return False
+            here += 1
+        return 0 < len(confirmed) <= matched and (there == len(self._without) or set(waiting) <= set(confirmed))
+
+    def _one_run(self, start: int) -> bool:
+        """Whether all is in step from `start` on, but for one run of calls there.
+
+        Ranks that take turns look like this as well; then no line has paired up with itself before.
+        """
+        for length in range(1, _LONGEST + 1):
+            after = zip(self._extra[start + length :], self._without[start:], strict=False)
+            matched = []
+            for one, other in after:
+                if not self._are_pair(one, other):
+                    break
+                matched += [one] if one == other and self._calls[one].location else []
+            else:
+                to_the_end = len(self._extra) - length == len(self._without)
+                if len(matched) >= (1 if to_the_end else length):
+                    run = self._extra[start : start + length]
+                    of_its_own = all(self._calls[number].location not in self._others for number in run)
+                    return of_its_own or bool({*run, *matched} & self._in_step) or len(set(matched)) > 2
+        return False
+
+
+_Key = tuple[str, int]  # a process group, and the number of a collective in it
+
+
+def judge_schedules(schedules: Mapping[str, Sequence[ScheduledCall]], of_ranks: Sequence[str]) -> list[Finding]:
+    """What keeps the ranks' collectives from pairing up: calls that do not match, or else ranks in a circle.
+
+    Args:
+        schedules: By name; ranks with the same one have made the same collectives.
+        of_ranks: The name of each rank's.
+    """
+    calls = {name: [one.call for one in schedule] for name, schedule in schedules.items()}
+    return judge_collectives([calls[name] for name in of_ranks]) or _judge_waits([schedules[name] for name in of_ranks])
+
+
+def _judge_waits(ranks: Sequence[Sequence[ScheduledCall]]) -> list[Finding]:
+    """Ranks that wait for each other in several process groups, although the calls in each of them match."""
+    stuck = dict(_run(ranks))
+    if not stuck:
+        return []
+    circle = _circle(stuck)
+    told = [f"{format_ranks([rank])} in {_described(stuck[rank][0])} for {format_ranks([of])}" for rank, of in circle]
+    waits: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, (call, missing) in stuck.items():
+        waits[_described(call), format_ranks(missing)].append(rank)
+    first = stuck[circle[0][0]][0]
+    return one_finding(
+        "DDP403",
+        sorted({stuck[rank][0].operation for rank, _ in circle}),
+        f"Ranks wait for each other in different process groups: {join_names(told, most=4)}.",
+        ranks=tuple(sorted(rank for rank, _ in circle)),
+        location=Location.parse(first.location),
+        evidence=[
+            f"{format_ranks(some)} {plural_verb('waits', 'wait', some)} in {call} for {missing}"
+            for (call, missing), some in waits.items()
+        ],
+        fix="Have every rank come to the collectives of its process groups in the same order.",
+    )
+
+
+def _described(call: Call) -> str:
+    return f"{call} of {format_ranks(call.members)}"
+
+
+def _circle(stuck: Mapping[int, tuple[Call, Sequence[int]]]) -> list[tuple[int, int]]:
+    """Ranks of which each waits for the next, and the last one for the first, with whom each waits for."""
+    path = [min(stuck)]
+    while (following := next(rank for rank in stuck[path[-1]][1] if rank in stuck)) not in path:
+        path.append(following)
+    circle = path[path.index(following) :]
+    return list(zip(circle, [*circle[1:], circle[0]], strict=True))
+
+
+def _run(ranks: Sequence[Sequence[ScheduledCall]]) -> Iterator[tuple[int, tuple[Call, Sequence[int]]]]:
+    """Let all ranks go on as far as they come; yields those that never end, in which call, and who is missing there."""
+    places, numbers = [0] * len(ranks), [Counter[str]() for _ in ranks]
+    arrived: dict[_Key, set[int]] = defaultdict(set)
+    waiting: dict[_Key, list[int]] = defaultdict(list)
+    ready = deque(range(len(ranks)))
+    while ready:
+        rank = ready.popleft()
+        while places[rank] < len(ranks[rank]):
+            one = ranks[rank][places[rank]]
+            key = one.call.group, numbers[rank][one.call.group]
+            arrived[key].add(rank)
+            if one.waits and len(arrived[key]) < len(one.call.members):
+                waiting[key].append(rank)
+                break
+            places[rank] += 1
+            numbers[rank][one.call.group] += 1
+            if len(arrived[key]) == len(one.call.members):
+                ready += waiting.pop(key, ())
+    for key, some in waiting.items():
+        for rank in some:
+            call = ranks[rank][places[rank]].call
+            yield rank, (call, [member for member in call.members if member not in arrived[key]])

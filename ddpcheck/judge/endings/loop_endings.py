@@ -10,7 +10,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import ENDLESS, Block
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, one_finding, plural_verb
-from ddpcheck.judge.endings.ending_facts import (
+from ddpcheck.judge.endings.branch_endings import (
     EndingFacts,
     Position,
     and_told,
@@ -22,7 +22,7 @@ from ddpcheck.judge.endings.ending_facts import (
     own_branches,
     told,
 )
-from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, JOINED, JOINING, SHARD_FORWARD, lines_in
+from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, JOINED, JOINING, SHARD_FORWARD, lines_in
 
 # A loader that ended earlier
 

@@ -23,7 +23,7 @@ from ddpcheck.findings.wording import (
     plural_verb,
     unless_all,
 )
-from ddpcheck.judge.endings.call_sites import judge_partings
+from ddpcheck.judge.endings.collective_order import judge_partings
 from ddpcheck.judge.judge_context import JudgeContext, first_explanation
 from ddpcheck.judge.replicas.script_changes import replaced_after_sharding
 

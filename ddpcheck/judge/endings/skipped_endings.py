@@ -9,9 +9,9 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, one_finding, plural_verb
-from ddpcheck.judge.endings.ending_facts import EndingFacts, Position, backwards_of, lines_of, split_line, told
+from ddpcheck.judge.endings.branch_endings import EndingFacts, Position, backwards_of, lines_of, split_line, told
 from ddpcheck.judge.endings.loop_endings import FIX_OF_EXIT, exits_of, may_leave_out, shard_in_words
-from ddpcheck.stream.places import DDP_FORWARD, Backward, backward_of
+from ddpcheck.stream.entries import DDP_FORWARD, Backward, backward_of
 
 # A pass that a rank leaves out
 

@@ -10,13 +10,12 @@ from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import capitalized, format_ranks, group_by, join_names, one_finding, plural_verb
-from ddpcheck.judge.endings.branch_endings import explain_by_branch, explain_by_exception
-from ddpcheck.judge.endings.call_sites import place_of_call_in_addition
-from ddpcheck.judge.endings.collective_order import first_mismatch
-from ddpcheck.judge.endings.ending_facts import (
+from ddpcheck.judge.endings.branch_endings import (
     EndingFacts,
     Position,
     calls_there,
+    explain_by_branch,
+    explain_by_exception,
     in_words,
     lines_of,
     named,
@@ -24,9 +23,10 @@ from ddpcheck.judge.endings.ending_facts import (
     split_line,
     told,
 )
+from ddpcheck.judge.endings.collective_order import first_mismatch, place_of_call_in_addition
 from ddpcheck.judge.endings.loop_endings import explain_by_join, explain_by_loader, explain_by_loop
 from ddpcheck.judge.endings.skipped_endings import explain_by_skipped_end, explain_by_skipped_pass
-from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, backward_of
+from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, backward_of
 
 _MOST_CLASSES = 8  # of ranks that have called the same, whose calls are compared with those of all others
 

@@ -8,8 +8,7 @@ from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import CalledCollective, CollectiveTimeline, RankCollectives
 from ddpcheck.findings.replace import replace
-from ddpcheck.judge.endings.call_sites import judge_partings
-from ddpcheck.judge.endings.collective_order import place_of_parting, same_signature
+from ddpcheck.judge.endings.collective_order import judge_partings, place_of_parting, same_signature
 from ddpcheck.judge.endings.rank_failure import describe_failure
 
 _BEFORE = 20  # calls before the point where ranks part, or where the first log ends

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpcheck.findings.errors import RankFailure
-from ddpcheck.findings.evidence.changes import ModuleChanged
-from ddpcheck.findings.evidence.construction import WrapperBegun
+from ddpcheck.findings.evidence.loop import ModuleChanged
+from ddpcheck.findings.evidence.replicas import WrapperBegun
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb, unless_all
 from ddpcheck.judge.replicas.script_changes import replaced_after_sharding
-from ddpcheck.stream.entries import WrapperMade
-from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD
+from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, WrapperMade
 
 
 @dataclass(frozen=True, slots=True)

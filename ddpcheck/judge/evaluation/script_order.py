@@ -1,7 +1,8 @@
-"""DDP803: results that were gathered rank by rank, and compared with labels or targets in the order of the dataset.
+"""DDP803, 804 and 806: rows that were gathered rank by rank and taken in another order, and sums counted once a rank.
 
-Nothing is said unless a number that the program shows is just what a metric is of the wrong pairs, and not what it is
-of the right ones; or it compares these pairs itself.
+Nothing is said of results that are compared with labels or targets in the order of the dataset (DDP803) unless a number
+that the program shows is just what a metric is of the wrong pairs, and not what it is of the right ones; or it compares
+these pairs itself. DDP804 is on targets that index gathered rows, and name those of another rank.
 """
 
 from __future__ import annotations
@@ -10,19 +11,115 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
+from ddpcheck.findings.evidence.evaluation import GatheredTargets, SumsReduced
+from ddpcheck.findings.evidence.script import LossDifferentiated
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import one_finding
+from ddpcheck.findings.wording import format_ranks, one_finding
 from ddpcheck.judge.evaluation.evaluation_results import (
+    OF_NUMBERS,
+    OF_SCORES,
     Evaluated,
     Gathered,
+    Metric,
+    Row,
+    accuracy,
     are_other_data,
     first_shown,
     gathered_labels,
     given_by_loader,
+    is_scaled,
     is_shown,
     places_of,
 )
-from ddpcheck.judge.evaluation.metrics_of_pairs import OF_NUMBERS, OF_SCORES, Metric, Row, accuracy, is_scaled
+
+_ALIKE = 4.0  # times as much as another one, that what comes from batch to batch may be
+
+
+def judge_sums_again(reduced: Sequence[Sequence[SumsReduced]]) -> list[Finding]:
+    """At most one finding a line; `reduced` by rank.
+
+    What each rank has added since the last sum is about as much each time, while the sums themselves grow by the number
+    of ranks and more: numbers that merely grow would not do both.
+    """
+    world_size, found = len(reduced), []
+    for first in reduced[0]:
+        others = [one for of_rank in reduced for one in of_rank if one.location == first.location]
+        if len(others) == world_size and all(one.left == first.left for one in others):
+            if any(all(_is_added(one, number) for one in others) for number in range(len(first.left[0]))):
+                found += _told(first, world_size)
+    return found
+
+
+def _is_added(one: SumsReduced, number: int) -> bool:
+    """Whether a rank gives the sum before and about as much again each time, of one number."""
+    added = [given[number] - left[number] for given, left in zip(one.given[1:], one.left, strict=False)]
+    return min(one.left[0][number], *added) > 0 and max(added) <= _ALIKE * min(added)
+
+
+def _told(one: SumsReduced, world_size: int) -> list[Finding]:
+    sums = ", ".join(f"{left[0]:.6g}" for left in one.left)
+    return one_finding(
+        "DDP806",
+        ("all_reduce",),
+        "What all_reduce has left goes into the next all_reduce at the same line: sums of earlier batches are counted "
+        f"{world_size} times each time.",
+        location=one.location,
+        evidence=[f"the sums were {sums}", f"before the second one, this rank had {one.given[1][0]:.6g}"],
+    )
+
+
+def judge_targets(
+    uses: Sequence[Sequence[GatheredTargets]], losses: Sequence[Sequence[LossDifferentiated]]
+) -> list[Finding]:
+    """At most one finding, at the line of the loss; all by rank, in order.
+
+    The rows of each rank are at a place of their own among the classes, and the targets are the same numbers on all
+    ranks: so they are rows of one rank only, and the others take its samples for their positives. Where a rank puts its
+    own rows first, or counts from where they begin, that is not so.
+    """
+    members = sorted({one.members for of_rank in uses for one in of_rank})
+    for group in members:
+        of_group = [[one for one in uses[rank] if one.members == group] for rank in group if rank < len(uses)]
+        if len(of_group) < len(group):
+            continue
+        for of_ranks in zip(*of_group, strict=False):
+            places = {(one.step, one.location, one.rows, one.classes) for one in of_ranks}
+            same = len({one.targets for one in of_ranks}) == 1 and len({one.own for one in of_ranks}) == len(of_ranks)
+            if len(places) > 1 or not same:
+                continue
+            wrong = [rank for rank, one in zip(group, of_ranks, strict=True) if not _names_own(one)]
+            if wrong and len(wrong) < len(group):
+                made = {one.step: one.made for one in losses[group[0]] if one.made is not None}
+                return _finding(wrong, group, of_ranks, made.get(of_ranks[0].step))
+    return []
+
+
+def _names_own(one: GatheredTargets) -> bool:
+    """Whether some target is one of the rank's own rows."""
+    return any(one.own <= target < one.own + one.rows for target in one.targets)
+
+
+def _finding(
+    wrong: Sequence[int], group: Sequence[int], of_ranks: Sequence[GatheredTargets], line: Location | None
+) -> list[Finding]:
+    one = of_ranks[group.index(wrong[0])]
+    first, last = min(one.targets), max(one.targets)
+    return one_finding(
+        "DDP804",
+        ("cross_entropy",),
+        f"The targets on {format_ranks(wrong)} are {first} to {last}, rows of another rank among the {one.classes} "
+        f"that all_gather has brought together: those of rank {wrong[0]} begin at {one.own}.",
+        ranks=wrong,
+        location=line or one.location,
+        evidence=[
+            *([f"gathered at {one.location}"] if line and one.location else []),
+            *(
+                f"rank {rank}: its rows are {each.own} to {each.own + each.rows - 1}, its targets {first} to {last}"
+                for rank, each in list(zip(group, of_ranks, strict=True))[:4]
+            ),
+        ],
+    )
+
 
 _APART = 1e-4  # relative: of metrics
 _DIGITS = 4  # of a printed number, before one of many metrics is known by what is printed alone

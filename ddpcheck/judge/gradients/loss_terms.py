@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddpcheck.findings.evidence.single_process import LossTerm
+from ddpcheck.findings.evidence.gradients import LossTerm
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import capitalized
 from ddpcheck.judge.judge_context import SingleProcessFacts

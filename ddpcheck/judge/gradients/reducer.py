@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpcheck.findings.evidence.gradients import Difference
-from ddpcheck.findings.evidence.single_process import LOOSEST_FIT
+from ddpcheck.findings.evidence.gradients import LOOSEST_FIT, Difference
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import (

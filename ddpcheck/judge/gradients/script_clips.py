@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
+from ddpcheck.findings.evidence.loop import GradientsChanged
 from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import group_by_value, join_names, one_finding, plural_verb, told_by_rank
-from ddpcheck.judge.gradients.script_gradients import (
+from ddpcheck.judge.gradients.script_alone import (
     Steps,
     all_gradients_agree,
     are_close,

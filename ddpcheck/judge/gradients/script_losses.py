@@ -1,4 +1,10 @@
-"""DDP303, DDP305, DDP514: losses that a script scales by the world size, or divides by a number of each rank's own."""
+"""DDP303, 305, 309 and 514: losses that a script scales by the world size, or divides by a number of each rank's own.
+
+The severity of DDP305 for a mean of means is that of all doors, by the size of its effect. A mean over each rank's own
+elements gives an element of a rank that has fewer of them more weight. Where the counts differ by chance, as with
+sequences of about one length, no rank is preferred in the long run, and many train so on purpose: a warning. It is an
+error where it is large, or where it is always the same rank whose elements count more.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +12,57 @@ import itertools
 import math
 from collections.abc import Container, Sequence
 from functools import partial
+from statistics import median
 
+from ddpcheck.findings.evidence.loop import GatheredConstant
 from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, one_finding
-from ddpcheck.judge.gradients.mean_of_means import severity_of_weights
+
+LEAST_OF_GRADIENT = 0.05
+"""How far (relative) a gradient is from that of the global batch in some step where it is an error."""
+
+_TWICE = 2.0  # as much as another does an element count, in half of the steps
+_ALWAYS = 1.1  # as much as one of another rank, on average, and more in each step
+_FEWEST = 5  # steps, in which one of two ranks is ahead by chance in every sixteenth loop
+
+
+def severity_of_weights(steps: Sequence[Sequence[float]]) -> Severity:
+    """The severity of weights: in each step that was measured, that of an element on each rank, up to a factor."""
+    steps = [step for step in steps if step and min(step) > 0]
+    if not steps:
+        return Severity.WARNING
+    if median(max(step) / min(step) for step in steps) >= _TWICE:
+        return Severity.ERROR
+    parts = [[weight / sum(step) for weight in step] for step in steps]
+    average = [sum(of_rank) / len(parts) for of_rank in zip(*parts, strict=True)]
+    most, least = average.index(max(average)), average.index(min(average))
+    always = len(parts) >= _FEWEST and all(part[most] > part[least] for part in parts)
+    return Severity.ERROR if always and average[most] >= _ALWAYS * average[least] else Severity.WARNING
+
+
+_FEWEST_GATHERS = 2  # steps
+
+
+def judge_gathers(uses: Sequence[Sequence[GatheredConstant]]) -> list[Finding]:
+    """At most one finding; `uses` by rank. Every rank has to do it, in several steps."""
+    steps = [{one.step for one in of_rank} for of_rank in uses]
+    if len(uses) < 2 or len(set.intersection(*steps)) < _FEWEST_GATHERS:
+        return []
+    one = uses[0][0]
+    return one_finding(
+        "DDP309",
+        (one.operation,),
+        f"The loss takes the {one.rows} rows that {one.operation} has gathered as constants, and those of the own rank "
+        "too: a feature gets a gradient where it is compared with the others, and none where the others are compared "
+        "with it.",
+        location=one.location,
+        evidence=["its input carries a gradient, and what it has gathered is in the loss and carries none"],
+        severity=Severity.WARNING,
+        fix="Use torch.distributed.nn.functional.all_gather, which autograd differentiates; or put the rank's own "
+        "features back (parts[rank] = features), and have every rank compute the loss of all rows.",
+    )
+
 
 FEWEST_PASSES = 3  # that are compared
 _TOLERANCE = 1e-3

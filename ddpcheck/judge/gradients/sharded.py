@@ -16,7 +16,7 @@ from ddpcheck.judge.gradients.reducer import (
     explain_by_parts_of_models,
     judge_unexplained_mismatch,
 )
-from ddpcheck.judge.gradients.script_gradients import Steps
+from ddpcheck.judge.gradients.script_alone import Steps
 from ddpcheck.judge.judge_context import JudgeContext, first_explanation, group_by_step, worst_first
 from ddpcheck.stream.ledger import Ledger
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ddpcheck.findings.evidence.gradients import Difference
-from ddpcheck.findings.evidence.parameters import GradientState
-from ddpcheck.findings.evidence.single_process import EXACT_FIT, LOOSEST_FIT, LossTerm, ShardAnalysis
-from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.evidence.gradients import EXACT_FIT, LOOSEST_FIT, Difference, LossTerm, ShardAnalysis
+from ddpcheck.findings.evidence.steps import Call, GradientState
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import capitalized, format_ranks, join_names, one_finding, unless_all
@@ -20,7 +18,7 @@ from ddpcheck.judge.gradients.loss_terms import (
     judge_normalisation,
     judge_unexplained,
 )
-from ddpcheck.judge.gradients.mean_of_means import LEAST_OF_GRADIENT
+from ddpcheck.judge.gradients.script_losses import LEAST_OF_GRADIENT
 from ddpcheck.judge.judge_context import (
     SMALLEST_FACTOR,
     JudgeContext,
@@ -29,7 +27,7 @@ from ddpcheck.judge.judge_context import (
     format_factor,
     worst_first,
 )
-from ddpcheck.judge.replicas.rank_configuration import judge_program_data, judge_programs
+from ddpcheck.judge.replicas.descriptions import judge_program_data, judge_programs
 
 
 def judge_single_process(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import make_finding
-from ddpcheck.judge.gradients.mean_of_means import severity_of_weights
+from ddpcheck.judge.gradients.script_losses import severity_of_weights
 from ddpcheck.stream.rank_report import MicroBatch
 
 _SAME = 0.02  # what rounding to half precision may do

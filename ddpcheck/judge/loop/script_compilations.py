@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ddpcheck.findings.evidence.compilation import FunctionCompiled
+from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import format_ranks, group_by, join_names, make_finding, minority_ranks
 

@@ -5,33 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from ddpcheck.findings.evidence.script import (
-    GradientsZeroed,
-    MetricUsed,
-    OptimizerEnd,
-    OptimizerStep,
-    ReducedInPlace,
-)
+from ddpcheck.findings.evidence.script import GradientsZeroed, MetricUsed, OptimizerEnd, OptimizerStep, ReducedInPlace
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import (
-    format_ranks,
-    group_by_value,
-    join_names,
-    one_finding,
-    plural_verb,
-    told_by_rank,
-)
-from ddpcheck.judge.gradients.script_alone import are_local
-from ddpcheck.judge.gradients.script_gradients import (
+from ddpcheck.findings.wording import format_ranks, group_by_value, join_names, one_finding, plural_verb, told_by_rank
+from ddpcheck.judge.gradients.script_alone import (
     Steps,
     any_gradient_differs,
+    are_local,
     differing,
     minority_of,
     short,
     spelled,
 )
-from ddpcheck.judge.replicas.rank_configuration import judge_options
+from ddpcheck.judge.replicas.descriptions import judge_options
 
 _FEWEST_STEPS = 8  # of a schedule without an end, counting those at once as one
 _FEWEST_TURNS = 3  # of one that comes to its end

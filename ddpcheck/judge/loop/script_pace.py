@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun, WrapperPace
+from ddpcheck.findings.evidence.loop import GradientsLeft, PaceRun, WrapperPace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, join_names, one_finding, plural_verb
 

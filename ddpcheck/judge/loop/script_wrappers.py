@@ -11,26 +11,23 @@ from itertools import chain
 from operator import mul
 from pathlib import PurePath
 
-from ddpcheck.findings.evidence.changes import ModuleChanged
-from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.modules import ModuleDescription
-from ddpcheck.findings.evidence.parameters import StepEvidence
+from ddpcheck.findings.evidence.replicas import WrapperBegun
 from ddpcheck.findings.evidence.script import FileUsed
-from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, StepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity, select_findings
 from ddpcheck.findings.source_lines import assignment_in_classes, last_assignment
 from ddpcheck.findings.wording import capitalized, format_ranks, group_by, join_names, one_finding, plural_verb
 from ddpcheck.judge.causes import ReportedCauses
-from ddpcheck.judge.gradients.script_gradients import gradients_agree, gradients_differ
+from ddpcheck.judge.gradients.script_alone import gradients_agree, gradients_differ
 from ddpcheck.judge.gradients.script_losses import are_sums
 from ddpcheck.judge.gradients.target_weights import severity_of_targets
 from ddpcheck.judge.loop.watched_steps import judge_replica_states, judge_reports
-from ddpcheck.judge.replicas.descriptions import differing_names, judge_values_before_sharding
-from ddpcheck.judge.replicas.rank_configuration import judge_options
-from ddpcheck.judge.replicas.repeated_shards import judge_repeated
-from ddpcheck.judge.replicas.replica_state import AVERAGE_THEM, never_averaged
+from ddpcheck.judge.replicas.descriptions import differing_names, judge_options, judge_values_before_sharding
+from ddpcheck.judge.replicas.replica_state import AVERAGE_THEM, judge_repeated, never_averaged
 from ddpcheck.judge.replicas.script_changes import at_the_change, judge_ignored, judge_replaced
 from ddpcheck.judge.replicas.wrapper_construction import COUNTED, judge_constructions
 from ddpcheck.judge.script_facts import ScriptFacts, WatchedWrapper, entries_of

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ddpcheck.findings.evidence.parameters import GradientState, PathEnd, StepEvidence
-from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, GradientState, PathEnd, StepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, format_steps, join_names, plural_verb
@@ -16,8 +15,12 @@ from ddpcheck.judge.gradients.target_weights import judge_normalisation
 from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.loop.training_loop import judge_loop, judge_values_changed
 from ddpcheck.judge.parameters.missing_parameters import judge_parameters
-from ddpcheck.judge.replicas.descriptions import differing_names, judge_descriptions, judge_values_after_wrapping
-from ddpcheck.judge.replicas.rank_configuration import judge_changes
+from ddpcheck.judge.replicas.descriptions import (
+    differing_names,
+    judge_changes,
+    judge_descriptions,
+    judge_values_after_wrapping,
+)
 from ddpcheck.judge.replicas.replica_state import judge_state
 from ddpcheck.stream.rank_report import RankReport, ReplicaState, WatchContext, is_probed
 

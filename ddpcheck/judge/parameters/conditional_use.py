@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.modules import WrapperFacts
-from ddpcheck.findings.evidence.parameters import StepEvidence
+from ddpcheck.findings.evidence.steps import StepEvidence
 from ddpcheck.findings.figures import ParameterPath
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import Names, format_ranks, format_steps, group_by, join_names, plural_verb, unless_all

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.modules import WrapperFacts
-from ddpcheck.findings.evidence.parameters import ParameterChange, PathEnd, StepEvidence, UnregisteredTensor
+from ddpcheck.findings.evidence.steps import ParameterChange, PathEnd, StepEvidence, UnregisteredTensor
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import Names, counted, group_by, join_names, one_finding, plural_verb, unless_all
 from ddpcheck.judge.parameters.conditional_use import (

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from ddpcheck.findings.evidence.parts import ModelSplit, PartStep
+from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
 from ddpcheck.findings.evidence.script import Inputs, LoaderPass
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, ShardedStep
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb
 from ddpcheck.judge.gradients.reducer import PLAN_ADVICE
-from ddpcheck.judge.gradients.script_gradients import are_near
+from ddpcheck.judge.gradients.script_alone import are_near
 from ddpcheck.judge.replicas.descriptions import differing_names
-
-PartSteps = Sequence[PartStep]
-"""One optimizer before one of its steps, by rank of those that compute one model together."""
+from ddpcheck.judge.script_facts import PartSteps, ScriptFacts
+from ddpcheck.judge.verdict import Verdict, Verdicts
 
 _TOLERANCE = 1e-3
 _THE_SAME = 1e-4
@@ -339,11 +339,35 @@ def judge_norms_of_steps(evidence: Sequence[DdpStepEvidence], models: Sequence[t
     return judge_counted_norms(groups, models) if whole and models else []
 
 
-def by_group(splits: Mapping[int, Sequence[ModelSplit]]) -> dict[tuple[int, ...], ModelSplit]:
-    """The groups of ranks that compute one model together, of which each says so; by rank, what it says."""
-    found: dict[tuple[int, ...], ModelSplit] = {}
-    for of_rank in splits.values():
-        for one in of_rank[:1]:
-            if all(any(one.ranks == each.ranks for each in splits.get(rank, ())[:1]) for rank in one.ranks):
-                found.setdefault(one.ranks, one)
-    return found
+def compare_groups(facts: ScriptFacts) -> Verdicts:
+    """The findings on all groups, and what was compared, by check line."""
+    groups = list(facts.model_groups)
+    steps = [facts.part_steps(ranks) for ranks in groups]
+    wrapped, inputs = bool(facts.wrappers), facts.of(Inputs)
+    of_data, of_steps = [], []
+    for (ranks, split), optimizers in zip(facts.model_groups.items(), steps, strict=True):
+        theirs = [place for place, rank in enumerate(facts.ranks) if rank.started.rank in ranks]
+        others = [of_rank for place, of_rank in enumerate(facts.passes) if place not in theirs]
+        own = [facts.passes[place] for place in theirs]
+        parts_given = any(one.parts_given for of_one in optimizers for of_ranks in of_one for one in of_ranks)
+        given = [[] if parts_given else inputs[place] for place in theirs]
+        of_data.append(judge_batches(own, given, ranks, split, others))
+        found = (judge_model_parts(one, ranks, split, wrapped=wrapped) for one in optimizers)
+        of_steps.append(next(filter(None, found), []))
+    data = _of_groups(of_data)
+    parts = [] if data else _of_groups(of_steps)
+    for same in () if data or parts else zip(*steps, strict=False):
+        parts = parts or judge_counted_norms(same, groups)
+    compared = max((len(one) for of_group in steps for one in of_group), default=0)
+    what = f"what tensor parallelism does not split, in {counted(compared, 'step')}" if compared else ""
+    return {"replicas": Verdict(parts, what), "data": Verdict(data)}
+
+
+def _of_groups(found: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """The findings of the first group of ranks that has some, with the ranks of the other groups of which they hold."""
+    first = next(filter(None, found), ())
+    codes = {finding.code for finding in first}
+    alike = [of_group for of_group in found if {finding.code for finding in of_group} == codes]
+    ranks = tuple(sorted({rank for of_group in alike for finding in of_group for rank in finding.ranks}))
+    more = [f"so it is in {counted(len(alike), 'group')} of ranks"] if len(alike) > 1 else []
+    return [replace(one, ranks=ranks, evidence=(*one.evidence, *more)) for one in first]

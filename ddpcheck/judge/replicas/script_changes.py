@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, group_by, join_names, one_finding, plural_verb

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpcheck.findings.evidence.construction import SizedVariable, WrapperBegun
 from ddpcheck.findings.evidence.modules import TensorRecord
+from ddpcheck.findings.evidence.replicas import SizedVariable, WrapperBegun
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, group_by, group_by_value, one_finding, unless_all
-from ddpcheck.judge.replicas.descriptions import judge_descriptions
-from ddpcheck.judge.replicas.rank_configuration import judge_options
+from ddpcheck.judge.replicas.descriptions import judge_descriptions, judge_options
 
 _OF_TENSORS = ("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP209")
 _OF_BUFFERS = ("DDP211", "DDP212", "DDP213")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ddpcheck.gather.steps.gradient_sketch import sketch
+from ddpcheck.gather.steps.gradient_distance import sketch
 from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_ELEMENTS = 1 << 24  # of a tensor of a batch

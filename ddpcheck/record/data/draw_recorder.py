@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddpcheck.findings.evidence.draws import StepDraw
+from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.source_lines import is_user_file, user_location, variables_of
 from ddpcheck.gather.patching import guarded
 from ddpcheck.gather.state.fingerprints import digest_of

@@ -25,9 +25,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpcheck.findings.evidence.script import DerivedTable, LoaderPass
-from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import user_location
+from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch, guarded
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.recipe.pytree import tree_tensors

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
-from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import defined_at
+from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.record.data.generator_history import generators_there, state_of
 
 GENERATORS = ("torch", "python", "numpy")

@@ -32,7 +32,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import relative_path, user_location, variables_of
 from ddpcheck.gather.patching import patched
 from ddpcheck.recipe.pytree import tree_leaves
-from ddpcheck.record.evaluation.comparison_recorder import ComparisonRecorder
+from ddpcheck.record.evaluation.result_recorders import ComparisonRecorder
 from ddpcheck.record.source.program_numbers import (
     columns_of,
     counters_of_program,

@@ -2,26 +2,71 @@
 
 Only the calls of a wrapper's own forward are followed by a reduction. Where `.grad` has grown and neither a reduction
 has ended nor `no_sync` has put it off, the loss came from the module inside. From then on that module is listened to,
-and the line by which the script enters it is the one to change.
+and the line by which the script enters it is the one to change. Calls of `wrapper.forward(...)` call no hook: DDP's own
+forward is noticed instead.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location
 from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, before_forward
-from ddpcheck.gather.state.tensor_values import version_of
-from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
+from ddpcheck.gather.patching import Patch, patched
+from ddpcheck.gather.state.fingerprints import version_of
+from ddpcheck.record.module_hooks import Living, UnpickledHook, remove_hooks
+
+
+class Follower(Protocol):
+    """Is told of DDP's own forward of every wrapper, also where a call of the wrapper has called its hooks before."""
+
+    def forward_entered(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """It begins."""
+
+    def forward_left(self, wrapper: nn.Module, output: Any) -> None:
+        """It returns."""
+
+
+_followers: Living[Follower] = Living()
+_patches: list[Patch] = []
+
+
+def follow_forward(follower: Follower) -> None:
+    """Tell `follower` from now on."""
+    _followers.add(follower)
+    if not _patches:
+        for name, around in (("_pre_forward", _enters), ("_post_forward", _leaves)):
+            if hasattr(DistributedDataParallel, name):  # private to torch; without them such a call is not known
+                _patches.append(patched(DistributedDataParallel, name, around))
+
+
+def unfollow_forward(follower: Follower) -> None:
+    """Tell it no more; may be called again."""
+    _followers.discard(follower)
+    while _patches and not _followers:
+        _patches.pop().undo()
+
+
+def _enters(wrapper: nn.Module, /, *arguments: Any, **named: Any) -> None:
+    for follower in _followers:
+        follower.forward_entered(wrapper, arguments, named)
+
+
+def _leaves(wrapper: nn.Module, *_arguments: Any) -> Generator[None, Any, None]:
+    output = yield
+    for follower in _followers:
+        follower.forward_left(wrapper, output)
+
 
 DDP_FILE = inspect.getfile(nn.parallel.DistributedDataParallel)
 

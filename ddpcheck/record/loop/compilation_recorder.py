@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from ddpcheck.findings.evidence.compilation import FunctionCompiled
-from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location
+from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch, guarded, patched
 from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.rank.script_watch import ScriptWatch

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.findings.evidence.parameters import PathEnd
+from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, walk_graph
 from ddpcheck.gather.autograd.gradient_paths import Explainer
 from ddpcheck.gather.collectives.fake_collectives import alone

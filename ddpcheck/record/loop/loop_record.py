@@ -15,7 +15,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import is_ddp
 from ddpcheck.gather.ddp.loop_events import noted_no_sync
 from ddpcheck.gather.patching import Patch
 from ddpcheck.record.loop import shard_switches
-from ddpcheck.record.source.updating_line import assignment_in_program
+from ddpcheck.record.source.source_scope import assignment_in_program
 from ddpcheck.stream.ledger import Ledger
 
 FORWARDS = (LoopEvent("forward"), LoopEvent("forward", synchronises=True))

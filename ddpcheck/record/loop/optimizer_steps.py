@@ -13,10 +13,9 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.steps.gradient_distance import has_gradient
-from ddpcheck.record.living import Living
 from ddpcheck.record.loop.loop_record import STEP, LoopRecord
 from ddpcheck.record.loop.step_tracker import StepTracker
-from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
+from ddpcheck.record.module_hooks import Living, UnpickledHook, remove_hooks
 from ddpcheck.stream.ledger import AROUND, Contribution
 from ddpcheck.stream.rank_report import is_probed
 

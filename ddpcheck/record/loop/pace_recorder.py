@@ -6,7 +6,7 @@ import ast
 import sys
 from collections.abc import Callable
 
-from ddpcheck.findings.evidence.pace import PaceRun
+from ddpcheck.findings.evidence.loop import PaceRun
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_frame, user_location
 from ddpcheck.record.source.source_scope import body_of, location_in, own_nodes, scope_of_frame

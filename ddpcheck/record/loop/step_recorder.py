@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.evidence.modules import ShardedFacts
-from ddpcheck.findings.evidence.parameters import StepEvidence
-from ddpcheck.findings.evidence.steps import LoopEvent
+from ddpcheck.findings.evidence.steps import LoopEvent, StepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.findings.wording import Names
@@ -28,7 +27,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import (
     trains_apart,
 )
 from ddpcheck.gather.ddp.sharding import mesh_of, split_of
-from ddpcheck.gather.steps.gradient_sketch import KeptParts
+from ddpcheck.gather.steps.gradient_distance import KeptParts
 from ddpcheck.gather.steps.training_step import visible_tensors
 from ddpcheck.record.loop import shard_switches
 from ddpcheck.record.loop.forward_snapshot import Snapshot
@@ -36,8 +35,7 @@ from ddpcheck.record.loop.loop_record import LoopRecord
 from ddpcheck.record.loop.optimizer_steps import OptimizerSteps
 from ddpcheck.record.loop.step_tracker import StepListener, StepTracker
 from ddpcheck.record.loss.micro_batches import MicroBatches
-from ddpcheck.record.parameters.parameter_history import ParameterHistory
-from ddpcheck.record.parameters.step_probe import StepProbe
+from ddpcheck.record.parameters.parameter_history import ParameterHistory, StepProbe
 from ddpcheck.record.replicas.replica_capture import ReplicaCapture
 from ddpcheck.stream.ledger import Contribution
 from ddpcheck.stream.rank_report import FIRST_SETTLED, RankReport, WatchContext, is_probed, is_settled

@@ -19,8 +19,8 @@ from ddpcheck.gather.autograd.autograd_graph import gradient_node, walk_graph, w
 from ddpcheck.gather.ddp.ddp_wrapper import inner_module, is_ddp
 from ddpcheck.gather.ddp.model_parts import hidden_parameters
 from ddpcheck.gather.ddp.sharding import is_gathered, parameter_groups, reduces
+from ddpcheck.gather.state.fingerprints import is_shard
 from ddpcheck.gather.state.module_state import sharding_classes
-from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.record.module_hooks import UnpickledHook
 
 NONE: Set[int] = frozenset()

@@ -9,13 +9,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ddpcheck.findings.evidence.gradient_changes import GradientsTaken
+from ddpcheck.findings.evidence.loop import GradientsTaken
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint
-from ddpcheck.gather.steps.gradient_distance import dense
-from ddpcheck.gather.steps.gradient_sketch import sketch
+from ddpcheck.gather.steps.gradient_distance import dense, sketch
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.stream.rank_report import is_probed
 

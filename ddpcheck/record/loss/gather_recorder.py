@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
+from ddpcheck.findings.evidence.loop import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.gather.autograd.autograd_graph import kept_tensor, made_shapes

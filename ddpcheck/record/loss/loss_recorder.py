@@ -18,7 +18,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_frame, user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward, kept_tensor, made_shapes
 from ddpcheck.gather.patching import guarded, patched
-from ddpcheck.gather.state.tensor_values import is_shard
+from ddpcheck.gather.state.fingerprints import is_shard
 from ddpcheck.record.loss.loss_source import LossSource, loss_source
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder

@@ -14,11 +14,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddpcheck.findings.evidence.changes import ScheduleState
-from ddpcheck.findings.evidence.script import (
-    OptimizerEnd,
-    OptimizerStep,
-)
+from ddpcheck.findings.evidence.loop import ScheduleState
+from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import below_common, lines_of_program, user_frame, user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward
@@ -27,17 +24,14 @@ from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.gather.ddp.sharding import is_in_fsdp1
 from ddpcheck.gather.patching import patched
-from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
-from ddpcheck.gather.state.tensor_refs import tensor_ref
-from ddpcheck.gather.state.tensor_values import is_shard, version_of
-from ddpcheck.gather.steps.gradient_distance import dense, norms
-from ddpcheck.gather.steps.gradient_sketch import sketches
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard, version_of
+from ddpcheck.gather.state.tensor_file import tensor_ref
+from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
 from ddpcheck.record.loss.loss_source import gradients_scaled_at
 from ddpcheck.record.module_hooks import UnpickledHook
-from ddpcheck.record.optimizers.clip_recorder import ClipRecorder
+from ddpcheck.record.optimizers.gradient_recorders import ClipRecorder, ZeroingRecorder
+from ddpcheck.record.optimizers.part_recorder import shard_norm_at
 from ddpcheck.record.optimizers.schedule_recorder import ScheduleRecorder
-from ddpcheck.record.optimizers.shard_norm_source import shard_norm_at
-from ddpcheck.record.optimizers.zeroing_recorder import ZeroingRecorder
 from ddpcheck.record.rank.line_recorder import LineRecorder, lines_left_out_by
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.replicas.program_state import (
@@ -46,10 +40,9 @@ from ddpcheck.record.replicas.program_state import (
     names_of_tensors,
     tables_of_program,
 )
-from ddpcheck.record.replicas.state_loads import LoadRecorder
-from ddpcheck.record.replicas.state_uses import UseRecorder
+from ddpcheck.record.replicas.state_uses import LoadRecorder, UseRecorder
 from ddpcheck.record.replicas.write_recorder import WriteRecorder
-from ddpcheck.record.source.updating_line import assignment_in_program
+from ddpcheck.record.source.source_scope import assignment_in_program
 from ddpcheck.stream.rank_report import is_sampled
 
 _MOST_MARKS = _MOST_SUMS = 4096

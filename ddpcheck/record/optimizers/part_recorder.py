@@ -1,10 +1,16 @@
-"""Models that tensor parallelism splits: which ranks compute one together, and what they have alike at each step."""
+"""Models that tensor parallelism splits: which ranks compute one together, and what they have alike at each step.
+
+Also the line of a script that takes a norm of the shards of gradients, found in its source. It is the line to change,
+and decides nothing: that gradients are scaled by another factor on each rank is measured. Where no line is found, or
+another one, the finding is the same at the step of the optimizer, or at that line.
+"""
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,23 +18,72 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddpcheck.findings.evidence.parts import ModelSplit, PartStep
+from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_frame, user_location
 from ddpcheck.gather.ddp.model_parts import is_sum
 from ddpcheck.gather.patching import patched
-from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
-from ddpcheck.gather.state.tensor_values import is_shard
-from ddpcheck.gather.steps.gradient_distance import dense, norms
-from ddpcheck.gather.steps.gradient_sketch import sketches
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard
+from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
 from ddpcheck.record.data.constructions import seeded_at
+from ddpcheck.record.loss.loss_source import called_in
 from ddpcheck.record.module_hooks import UnpickledHook
-from ddpcheck.record.optimizers.shard_norm_source import shard_norm_at
 from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.replicas.program_state import names_of_parameters
+from ddpcheck.record.source.source_scope import location_in, own_nodes, scope_of_frame, user_caller
 from ddpcheck.stream.rank_report import is_sampled
+
+_MOST_CALLERS = 4  # functions that lead to the step
+_NORMS = ("norm", "vector_norm", "square", "pow", "get_total_norm")
+_OF_SHARDS = ("to_local", "_local_tensor")
+_BINDING = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
+
+
+def shard_norm_at(frame: FrameType | None, *, plain: bool = False) -> Location | None:
+    """That line in the functions that lead to `frame`, or that those call; the first one of the innermost function.
+
+    `plain`: the shards are plain tensors, which no call makes of others.
+    """
+    for _ in range(_MOST_CALLERS):
+        scope = None if frame is None else scope_of_frame(frame)
+        if frame is None or scope is None:
+            break
+        for inner, _given in ((scope, {}), *called_in(scope)):
+            bodies = [inner.body, *(one.body for one, _ in called_in(inner))]
+            if (plain or any(_mentions(body, _OF_SHARDS) for body in bodies)) and (line := _norm_line(inner.body)):
+                return location_in(inner, line)
+        frame = user_caller(frame)
+    return None
+
+
+def _norm_line(body: ast.AST) -> int | None:
+    """The first statement of a function that takes a norm of what it has made of `.grad`."""
+    made: set[str] = set()
+    for node in sorted((one for one in own_nodes(body) if isinstance(one, _BINDING)), key=lambda one: one.lineno):
+        value = node.iter if isinstance(node, ast.For) else node.value
+        if value is None or not (_mentions(value, ("grad",)) or made & _names(value)):
+            continue
+        if not isinstance(node, ast.For) and _takes_norm(value):
+            return node.lineno
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            made |= _names(target)
+    return None
+
+
+def _mentions(body: ast.AST, attributes: tuple[str, ...]) -> bool:
+    return any(isinstance(node, ast.Attribute) and node.attr in attributes for node in ast.walk(body))
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+
+
+def _takes_norm(node: ast.AST) -> bool:
+    of_powers = any(isinstance(one, ast.BinOp) and isinstance(one.op, ast.Pow) for one in ast.walk(node))
+    return of_powers or _mentions(node, _NORMS)
+
 
 _HOME = "torch.distributed.tensor.parallel.style"  # whose styles call `distribute_module`, wherever it is imported from
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ddpcheck.findings.evidence.changes import ScheduleState
+from ddpcheck.findings.evidence.loop import ScheduleState
 from ddpcheck.findings.evidence.script import MetricUsed
-from ddpcheck.findings.report import Location
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import is_called_by_a_package, user_location
 from ddpcheck.gather.patching import patched
 from ddpcheck.record.loss.loss_source import is_world_size
@@ -42,29 +42,14 @@ _SAME = 1e-6  # of the highest rate
 
 @dataclass(slots=True)
 class _Schedule:
-    """One of them; the fields are those of `ScheduleState`, and what they are counted from."""
+    """One of them, as it is so far, and what its steps are counted from."""
 
     optimizer: ref[Any]
-    made: Location | None
+    state: ScheduleState
     for_all: bool = False  # the line that has constructed it takes the world size
-    location: Location | None = None
-    by_package: bool = False
-    numbers: tuple[float, ...] = ()
-    by_world: bool = False
-    steps: int = 0
-    turns: int = 0
     passes: int = -1  # backward passes and optimizer steps, at its last step
     rates: list[float] = field(default_factory=lambda: [math.nan, 0.0, math.inf])  # last, highest, lowest
-    settled: int = 0
-    lowest: int = 0
     stepping: bool = False
-
-    def told(self) -> ScheduleState:
-        by_world = self.by_world and not self.for_all
-        ends = (self.settled, self.lowest)
-        return ScheduleState(
-            self.made, self.steps, self.location, self.by_package, self.turns, ends, by_world, self.numbers
-        )
 
 
 class ScheduleRecorder:
@@ -92,7 +77,7 @@ class ScheduleRecorder:
             return None
         groups = optimizer.param_groups  # which a wrapper around an optimizer has, too
         ours = [one for one in list(self._known.values()) if getattr(one.optimizer(), "param_groups", None) is groups]
-        return max(reversed(ours), key=lambda one: one.steps).told() if ours else None
+        return max((one.state for one in reversed(ours)), key=lambda state: state.steps, default=None)
 
     def look_for(self, optimizer: Any) -> None:
         """Follow objects of the program's own classes that hold an optimizer and step."""
@@ -102,14 +87,14 @@ class ScheduleRecorder:
                 continue
             with contextlib.suppress(Exception):  # without a hash or weak references; or it does not like to be asked
                 if value not in self._known and any(one is optimizer for _, one in held_in("", value)):
-                    self._follow(value, _Schedule(ref(optimizer), None))
+                    self._follow(value, _Schedule(ref(optimizer), ScheduleState(None)))
 
     def _made(self, schedule: Any, *arguments: Any, **named: Any) -> None:
         optimizer = arguments[0] if arguments else named.get("optimizer")
         if isinstance(optimizer, Optimizer) and schedule not in self._known:
             frame = next(program_frames(), None)
             for_all = frame is not None and _takes_world_size(frame, optimizer)
-            self._follow(schedule, _Schedule(ref(optimizer), user_location(), for_all))
+            self._follow(schedule, _Schedule(ref(optimizer), ScheduleState(user_location()), for_all))
 
     def _follow(self, schedule: Any, known: _Schedule) -> None:
         self._known[schedule] = known
@@ -132,8 +117,9 @@ class ScheduleRecorder:
         if known is None or known.stepping or not made:  # a class calls its base's, a constructor makes the first step
             yield
             return
-        if not known.steps:  # before they count
-            known.numbers = tuple(itertools.islice(_numbers_of(schedule), _MOST_NUMBERS))
+        if not known.state.steps:  # before they count
+            numbers = tuple(itertools.islice(_numbers_of(schedule), _MOST_NUMBERS))
+            known.state = replace(known.state, numbers=numbers)
         before, known.stepping = getattr(schedule, "last_epoch", None), True
         try:
             yield
@@ -142,26 +128,28 @@ class ScheduleRecorder:
             known.stepping = False
 
     def _has_stepped(self, schedule: Any, known: _Schedule, before: Any) -> None:
-        now, passes = getattr(schedule, "last_epoch", None), self._passes()
-        known.steps += now - before if type(now) is type(before) is int and now > before else 1
-        if known.location is None:
-            known.location, known.by_package = user_location(), is_called_by_a_package()
+        state, now, passes = known.state, getattr(schedule, "last_epoch", None), self._passes()
+        steps = state.steps + (now - before if type(now) is type(before) is int and now > before else 1)
+        if state.location is None:
+            state = replace(state, location=user_location(), by_package=is_called_by_a_package())
         if passes != known.passes:
-            known.turns += 1
-        elif known.turns == 2:
-            known.by_world = known.by_world or _repeats_by_world_size(next(program_frames(), None))
-        known.passes = passes
+            state = replace(state, turns=state.turns + 1)
+        elif state.turns == 2 and not known.for_all:
+            state = replace(state, by_world=state.by_world or _repeats_by_world_size(next(program_frames(), None)))
+        known.state, known.passes = replace(state, steps=steps), passes
         optimizer = known.optimizer()
         rate = math.nan if optimizer is None else optimizer.param_groups[0]["lr"]
         if not isinstance(rate, float | int):  # a tensor, perhaps on a GPU
             return
         last, highest, lowest = known.rates
+        settled, lowest_at = state.ends
         if rate != last:
-            known.settled = known.steps
+            settled = steps
         highest = max(highest, abs(rate))
         if abs(rate) < lowest - _SAME * highest:
-            lowest, known.lowest = abs(rate), known.steps
+            lowest, lowest_at = abs(rate), steps
         known.rates = [rate, highest, lowest]
+        known.state = replace(known.state, ends=(settled, lowest_at))
 
 
 def _numbers_of(schedule: Any) -> Iterator[float]:

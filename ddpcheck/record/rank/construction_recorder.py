@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import module as registration
 
-from ddpcheck.findings.evidence.construction import SizedVariable, WrapperBegun
 from ddpcheck.findings.evidence.modules import ModuleDescription
+from ddpcheck.findings.evidence.replicas import SizedVariable, WrapperBegun
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location, variables_of

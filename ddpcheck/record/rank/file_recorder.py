@@ -49,9 +49,7 @@ class FileRecorder:
         self._looks = 0
         self._reads: Counter[str] = Counter()
         self._locked = -1  # collectives before this rank last tried to lock a file, and has so waited for others
-        self._opened: dict[
-            str, int
-        ] = {}  # to be written, by path: their size as it was seen last; negative before that
+        self._opened: dict[str, int] = {}  # to be written, by path: the size that was seen last; negative before that
         note, note_lock = guarded(self._note_opened), guarded(self._note_lock)
         note_removed = guarded(self._note_removed)
 

@@ -12,17 +12,14 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registration
 
-from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.program_blocks import left_out_by
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import (
-    file_of,
-    user_location,
-)
+from ddpcheck.findings.source_lines import file_of, user_location
 from ddpcheck.gather.patching import CALLER, patched
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.rank.script_watch import ScriptWatch
-from ddpcheck.record.source.updating_line import assignment_in_program
+from ddpcheck.record.source.source_scope import assignment_in_program
 
 _MOST_CHANGES = 256
 _MOST_TIMES = 8  # that a line with `eval` is looked at: of a model that is in no wrapper, say, in each step

@@ -26,11 +26,10 @@ from torch import nn
 
 from ddpcheck.findings.evidence.script import ReducedInPlace
 from ddpcheck.findings.evidence.steps import Call
-from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import exception_location, lines_of_program, pass_over_packages, whole_traceback
-from ddpcheck.findings.wrapped_exceptions import original_of
+from ddpcheck.findings.tracebacks import original_of, passes_on
 from ddpcheck.gather.collectives.collective_log import (
     COLLECTIVES,
     logged,
@@ -46,15 +45,14 @@ from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.record.data.draw_recorder import DrawRecorder
 from ddpcheck.record.data.loader_recorder import LoaderRecorder
 from ddpcheck.record.evaluation.evaluation_recorder import EvaluationRecorder
-from ddpcheck.record.evaluation.sum_recorder import SumRecorder
-from ddpcheck.record.living import Living
+from ddpcheck.record.evaluation.result_recorders import SumRecorder
 from ddpcheck.record.loop.bypass_recorder import DDP_FILE
 from ddpcheck.record.loop.compilation_recorder import CompilationRecorder
 from ddpcheck.record.loop.taken_recorder import TakenRecorder
 from ddpcheck.record.loss.gather_recorder import GatherRecorder
 from ddpcheck.record.loss.loss_recorder import LossRecorder
 from ddpcheck.record.loss.target_recorder import TargetRecorder
-from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.module_hooks import Living, UnpickledHook
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
 from ddpcheck.record.optimizers.part_recorder import PartRecorder
 from ddpcheck.record.optimizers.resume_recorder import ResumeRecorder
@@ -76,8 +74,8 @@ from ddpcheck.stream.entries import (
     RankRaised,
     RankStarted,
     WatchingFailed,
+    place_of_handling,
 )
-from ddpcheck.stream.places import place_of_handling
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.worlds.failures import described
 

@@ -15,20 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, user_location
 from ddpcheck.gather.ddp.sharding import mesh_of
+from ddpcheck.gather.state.fingerprints import InRows, is_shard
 from ddpcheck.gather.state.module_description import class_name, classes_of_program, module_entries, parts_of
-from ddpcheck.gather.state.tensor_rows import InRows
-from ddpcheck.gather.state.tensor_values import is_shard
-from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
-from ddpcheck.gather.steps.gradient_sketch import Kept
+from ddpcheck.gather.steps.gradient_distance import Kept, has_gradient, norms
 from ddpcheck.record.data.input_recorder import InputRecorder
 from ddpcheck.record.loop.apart_marks import ApartMarks
-from ddpcheck.record.loop.bypass_recorder import BypassRecorder
-from ddpcheck.record.loop.forward_by_name import follow_forward, unfollow_forward
+from ddpcheck.record.loop.bypass_recorder import BypassRecorder, follow_forward, unfollow_forward
 from ddpcheck.record.loop.forward_snapshot import Snapshot
 from ddpcheck.record.loop.loop_record import ZEROED
 from ddpcheck.record.loop.pace_recorder import PaceRecorder, Position

@@ -19,9 +19,8 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.ddp.sharding import SCALING, shards_in_use_as
 from ddpcheck.gather.patching import Patch, accompanied, patched
-from ddpcheck.gather.state.fingerprints import fingerprint
-from ddpcheck.gather.state.tensor_refs import tensor_ref
-from ddpcheck.gather.state.tensor_values import is_shard
+from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
+from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.loop import shard_switches
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.rank.module_finder import when_imported

@@ -10,7 +10,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
 from ddpcheck.gather.ddp.ddp_wrapper import group_of, is_ddp, joins
-from ddpcheck.stream.places import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, place_of_backward
+from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, place_of_backward
 from ddpcheck.stream.rank_log import RankLog
 
 WITH_BUCKETS = "with the order of buckets"

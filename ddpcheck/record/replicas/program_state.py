@@ -24,15 +24,14 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, last_assignment, parsed_source, relative_path, variables_of
 from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, after_forward
 from ddpcheck.gather.state.fingerprints import fingerprints
-from ddpcheck.gather.state.tensor_refs import tensor_ref
+from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.replicas.replica_recorder import batch_statistics
 from ddpcheck.record.replicas.set_order import is_order_of_a_set
 from ddpcheck.record.replicas.state_uses import UseRecorder
-from ddpcheck.record.source.source_scope import program_files
-from ddpcheck.record.source.updating_line import writing_line
+from ddpcheck.record.source.source_scope import program_files, writing_line
 
 _FEWEST, _MOST = 2, 4096  # items of a dictionary
 _FEWEST_TEXTS, _MOST_TEXTS = 3, 1024  # of a list

@@ -8,10 +8,8 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
-from ddpcheck.gather.state.fingerprints import fingerprints
+from ddpcheck.gather.state.fingerprints import InRows, fingerprints, in_rows, is_shard
 from ddpcheck.gather.state.module_description import Parts, describe, parts_of, structure_of
-from ddpcheck.gather.state.tensor_rows import InRows, in_rows
-from ddpcheck.gather.state.tensor_values import is_shard
 from ddpcheck.stream.rank_report import ReplicaState
 
 

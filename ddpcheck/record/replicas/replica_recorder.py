@@ -11,21 +11,18 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_loss
 from ddpcheck.gather.ddp.sharding import mesh_of, mixed_precision, shard_number, uneven_parts
-from ddpcheck.gather.state.fingerprints import fingerprints
+from ddpcheck.gather.state.fingerprints import InRows, fingerprints, in_rows, is_shard, own_part
 from ddpcheck.gather.state.module_description import Parts, parts_of
-from ddpcheck.gather.state.tensor_rows import InRows, in_rows
-from ddpcheck.gather.state.tensor_values import is_shard, own_part
-from ddpcheck.gather.steps.gradient_distance import eps_of
-from ddpcheck.gather.steps.gradient_sketch import KeptParts, short_sketches, sketches
+from ddpcheck.gather.steps.gradient_distance import KeptParts, eps_of, short_sketches, sketches
 from ddpcheck.record.loop.step_recorder import StepRecorder
-from ddpcheck.record.parameters.step_probe import StepProbe
-from ddpcheck.record.source.updating_line import writing_line
+from ddpcheck.record.parameters.parameter_history import StepProbe
+from ddpcheck.record.source.source_scope import writing_line
 from ddpcheck.stream.entries import BuffersKept, ReplicaCaptured, Sketch
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.rank_report import ReplicaState

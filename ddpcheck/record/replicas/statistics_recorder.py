@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.findings.evidence.running_statistics import RunningStatistic
+from ddpcheck.findings.evidence.replicas import RunningStatistic
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.source.program_numbers import held_by_program
-from ddpcheck.record.source.updating_line import updating_line
+from ddpcheck.record.source.source_scope import updating_line
 from ddpcheck.stream.rank_report import is_probed
 
 _MOST_INPUTS = 4

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.findings.evidence.changes import OF_A_COPY, ModuleChanged
-from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.evidence.loop import OF_A_COPY, ModuleChanged
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, parsed_source, relative_path, user_frame
+from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch, guarded
-from ddpcheck.gather.state.tensor_refs import tensor_ref
-from ddpcheck.gather.state.tensor_values import is_shard, own_part
+from ddpcheck.gather.state.fingerprints import is_shard, own_part
+from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.rank.script_watch import ScriptWatch
 

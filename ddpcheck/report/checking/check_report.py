@@ -11,13 +11,11 @@ from itertools import chain
 from typing import Any
 
 from ddpcheck import __version__
-from ddpcheck.findings.compiled_names import plain_name
 from ddpcheck.findings.evidence.steps import ShardedStep
 from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.selection import is_any_selected, sort_out
-from ddpcheck.findings.shortening import limited
-from ddpcheck.findings.wording import counted, format_steps, join_names
+from ddpcheck.findings.wording import counted, format_steps, join_names, limited, plain_name
 from ddpcheck.judge.replicas.replica_state import steps_that_end_alike
 from ddpcheck.judge.verdict import Verdict, status_of
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState

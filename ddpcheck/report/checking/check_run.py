@@ -11,11 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError, HangError, OptionsDifferError, RankError, TargetError
-from ddpcheck.findings.evidence.gradients import RepeatedStep
+from ddpcheck.findings.evidence.gradients import RandomNumbers, RepeatedStep, ShardAnalysis, SingleStep
 from ddpcheck.findings.evidence.modules import BuiltModule, ShardedFacts, WrappedModule
-from ddpcheck.findings.evidence.parameters import PathEnd
-from ddpcheck.findings.evidence.single_process import RandomNumbers, ShardAnalysis, SingleStep
-from ddpcheck.findings.evidence.steps import LocalStep, NoExplanation, ShardedStep
+from ddpcheck.findings.evidence.steps import LocalStep, NoExplanation, PathEnd, ShardedStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import ReportError, Severity
 from ddpcheck.findings.wording import Names, format_ranks
@@ -27,13 +25,15 @@ from ddpcheck.judge.gradients.sharded import NOT_COMPARED, why_not_updated
 from ddpcheck.judge.loop.training_loop import judge_values_changed
 from ddpcheck.judge.parameters.missing_parameters import judge_uninitialised, zero_everywhere
 from ddpcheck.judge.replicas.descriptions import (
+    judge_batches,
+    judge_changes,
     judge_descriptions,
     judge_layouts,
+    judge_options,
     judge_values_after_wrapping,
     judge_values_before_sharding,
 )
 from ddpcheck.judge.replicas.model_parts import how_split, judge_shards
-from ddpcheck.judge.replicas.rank_configuration import judge_batches, judge_changes, judge_options
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckState, bug_error
 from ddpcheck.report.checking.check_worlds import CheckStopped, CheckWorlds
@@ -256,7 +256,7 @@ class CheckRun(CheckWorlds):
         """Why gradients are missing, by rank; nobody replays where the ranks are out of step already."""
         in_step = not (any(item.calls for item in local) and judge_collectives(self._logs()))
         what = "why gradients are missing"
-        return self._explained(what, {}, calls.missing_gradients.explain, step) if in_step else [{} for _ in local]
+        return self._explained(what, {}, calls.repeated_step.explain, step) if in_step else [{} for _ in local]
 
     def _compare_drawing(self, step: int, averaged: Path, *, numbers: RandomNumbers) -> bool:
         """As `_compare_with_single`, where the ranks draw random numbers: with those of each sample, or with constants.
@@ -400,9 +400,9 @@ class CheckRun(CheckWorlds):
             return
         with self._phase("parameters", "looking again at zero gradients"):
             what = "whether gradients that are zero stay so"
-            awake = self._explained(what, asleep, calls.missing_gradients.nonzero_when_perturbed, last, asleep)
+            awake = self._explained(what, asleep, calls.repeated_step.nonzero_when_perturbed, last, asleep)
             steps.nonzero_when_perturbed = frozenset().union(*awake)
             asleep = [name for name in asleep if name not in steps.nonzero_when_perturbed]
             if asleep:
                 what = "where gradients become zero"
-                steps.zero_ends = self._explained(what, {}, calls.missing_gradients.why_zero, last, asleep)[0]
+                steps.zero_ends = self._explained(what, {}, calls.repeated_step.why_zero, last, asleep)[0]

@@ -12,16 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ddpcheck.findings.errors import EXIT_USAGE
-from ddpcheck.findings.evidence.gradients import Difference, RepeatedStep
+from ddpcheck.findings.evidence.gradients import Difference, RepeatedStep, ShardAnalysis, SingleStep
 from ddpcheck.findings.evidence.modules import WrappedModule, WrapperFacts
-from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
-from ddpcheck.findings.evidence.single_process import ShardAnalysis, SingleStep
-from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, LocalStep, NoExplanation, SharedDraw
-from ddpcheck.findings.exception_origin import as_bug
+from ddpcheck.findings.evidence.steps import (
+    CompiledStep,
+    DdpStepEvidence,
+    LocalStep,
+    NoExplanation,
+    PathEnd,
+    SharedDraw,
+    StepEvidence,
+)
 from ddpcheck.findings.figures import CollectiveTimeline, ModuleEntry
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Report, ReportError
 from ddpcheck.findings.selection import Suppression
+from ddpcheck.findings.tracebacks import as_bug
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.judge_context import group_by_step
 

@@ -20,9 +20,9 @@ from ddpcheck.findings.errors import (
 )
 from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.evidence.steps import Call, NoExplanation
-from ddpcheck.findings.exception_origin import as_bug
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, ReportError
+from ddpcheck.findings.tracebacks import as_bug
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
 from ddpcheck.harness import RankHosts, RunFuture, World

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ddpcheck.findings.compiled_names import without_prefix
 from ddpcheck.findings.errors import RankError
 from ddpcheck.findings.evidence.gradients import RepeatedStep
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.wording import without_prefix
 from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
 from ddpcheck.judge.gradients.reducer import ReducerFacts, judge_compiled, judge_reducer, tell_compiled

@@ -16,21 +16,20 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Location, Report, ReportError
 from ddpcheck.findings.selection import Suppression, sort_out
 from ddpcheck.findings.wording import counted, format_ranks, group_by, one_finding, plural_verb, told_together
-from ddpcheck.judge.endings.call_sites import judge_partings
-from ddpcheck.judge.endings.ending_facts import lines_of
+from ddpcheck.judge.endings.branch_endings import lines_of
+from ddpcheck.judge.endings.collective_order import judge_partings
 from ddpcheck.judge.endings.stories import judge_endings
 from ddpcheck.judge.endings.timelines import timelines
-from ddpcheck.report.hang.debug_server import DebugServer
-from ddpcheck.report.hang.dump_files import read_dumps
+from ddpcheck.report.hang.debug_server import DebugServer, RanksSeen, look_at_ranks, said_of_missing
 from ddpcheck.report.hang.flight_recorder import (
     DEFAULT_GROUP,
     Entry,
     GroupLogs,
     RankDump,
     line_up,
+    read_dumps,
     world_size_of,
 )
-from ddpcheck.report.hang.live_ranks import RanksSeen, look_at_ranks, said_of_missing
 
 _MOST_TIMELINES = 8  # of process groups
 

@@ -25,8 +25,7 @@ from ddpcheck.report.checking.check import decided
 from ddpcheck.report.checking.check_report import report_of
 from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
-from ddpcheck.report.matrix.advice import advise
-from ddpcheck.report.matrix.matrix import Matrix, MatrixRow, StepTime, Verdict
+from ddpcheck.report.matrix.matrix import Matrix, MatrixRow, StepTime, Verdict, advise
 from ddpcheck.report.matrix.option_sets import (
     DEFAULTS,
     DdpOptions,

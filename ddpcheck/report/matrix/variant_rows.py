@@ -1,4 +1,4 @@
-"""The rows of a matrix on other ways to make a step (`variants`): one world, and another one after a failure."""
+"""The rows of a matrix on other ways to make a step: one world, and another one after a failure."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ddpcheck.findings.errors import RankError, TargetError
 from ddpcheck.harness import RankHosts, World
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckOptions
-from ddpcheck.report.matrix.matrix import MatrixRow
-from ddpcheck.report.matrix.option_sets import DEFAULTS, DdpOptions
-from ddpcheck.report.matrix.variants import (
+from ddpcheck.report.matrix.matrix import (
     COMPILED,
     SYNCED,
     UNSYNCED,
+    MatrixRow,
     VariantFacts,
     VariantStep,
     judged_parts,
     judged_step,
     skipped,
 )
+from ddpcheck.report.matrix.option_sets import DEFAULTS, DdpOptions
 from ddpcheck.worlds import preloading
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 _LONGEST_COMPILATION = 60.0  # seconds; a world itself waits much longer for it
 _STEPS: dict[str, Callable[[], VariantStep]] = {
-    UNSYNCED: partial(calls.variant_phases.accumulated_step, False),
-    SYNCED: partial(calls.variant_phases.accumulated_step, True),
-    COMPILED: partial(calls.variant_phases.compiled_step),
+    UNSYNCED: partial(calls.matrix_phases.accumulated_step, False),
+    SYNCED: partial(calls.matrix_phases.accumulated_step, True),
+    COMPILED: partial(calls.matrix_phases.compiled_step),
 }
 
 
@@ -45,7 +45,7 @@ class _Ranks:
     ) -> None:
         self._asked = asked
         self._hosts = hosts
-        self._prepare = partial(calls.variant_phases.prepare, target, asked.seed, options)
+        self._prepare = partial(calls.matrix_phases.prepare, target, asked.seed, options)
         self._world: World | None = None
         self._until = 0.0
         self.facts: list[VariantFacts] = []

@@ -14,8 +14,7 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import relative_path
 from ddpcheck.harness import World
 from ddpcheck.report import calls
-from ddpcheck.report.repro.choice import DEMONSTRATIONS, world_size_for
-from ddpcheck.report.repro.script import script_for, script_name
+from ddpcheck.report.repro.script import DEMONSTRATIONS, script_for, script_name, world_size_for
 from ddpcheck.report.repro.target_code import imports_from_ddpcheck, own_modules
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 `assert_parity` is called in an ordinary test and starts ranks of its own; `assert_same_on_all_ranks` is called on every
 rank of whatever started them; `assert_no_anomalous_params` in any process. The pure functions of
-`ddpcheck.testing.assertions.replica_values` and `ddpcheck.testing.assertions.messages` make the messages.
+`ddpcheck.testing.assertions.messages` and `ddpcheck.testing.assertions.messages` make the messages.
 
 This module is light: it imports torch only once an assertion is made.
 """
@@ -16,21 +16,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ddpcheck.findings.errors import BugError, DdpcheckError, FindingsError, HangError, UsageError
-from ddpcheck.findings.exception_origin import BUG, as_bug, is_ours
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.rules import matching_rules
 from ddpcheck.findings.source_lines import user_location
+from ddpcheck.findings.tracebacks import BUG, as_bug, is_ours
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.gather.collectives.store_exchange import RanksTimedOutError, StoreExchange
-from ddpcheck.testing.assertions.messages import anomalies_message, parity_failure_message
-from ddpcheck.testing.assertions.replica_values import (
+from ddpcheck.testing.assertions.messages import (
     CompareOptions,
     Mismatch,
     RankValues,
+    anomalies_message,
     differences,
     first_error,
     holds_nothing,
     mismatch_message,
+    parity_failure_message,
     usage_error,
 )
 from ddpcheck.worlds import rank as this_rank
@@ -219,7 +220,7 @@ def assert_no_anomalous_params(
         HangError: A rank did not call this in time; names the ranks.
     """
     __tracebackhide__ = True
-    from ddpcheck.testing.assertions.anomalies_on_rank import anomalies_of
+    from ddpcheck.testing.assertions.on_rank import anomalies_of
 
     what = "assert_no_anomalous_params"
     if group is None:
@@ -335,7 +336,7 @@ def _difference_between_ranks(
     """The message, the same on every rank; empty where all is the same."""
     __tracebackhide__ = True
     from ddpcheck.gather.state.fingerprints import digest_of
-    from ddpcheck.testing.assertions.replica_values_on_rank import entries_of, items_of, measured
+    from ddpcheck.testing.assertions.on_rank import entries_of, items_of, measured
 
     what = f"assert_same_on_all_ranks({name!r})" if name else "assert_same_on_all_ranks"
     ranks = _ranks_of(group, what)

@@ -20,6 +20,7 @@ from ddpcheck.worlds import starting, wire
 from ddpcheck.worlds.launchers.detection import LauncherEnv
 from ddpcheck.worlds.launchers.rendezvous import PATIENCE, join
 from ddpcheck.worlds.launchers.store import LauncherStore
+from ddpcheck.worlds.rank_processes import file_size
 
 _TICK = 0.1
 _POLL = 0.01  # where one has to ask whether a rank has ended
@@ -154,13 +155,13 @@ class _Hosted:
             self.launch.signal([self._rank], number)
             return
         stack = self._directory / f"rank{self._rank}.stack"
-        if _size(stack):
+        if file_size(stack):
             os.truncate(stack, 0)
         self.launch.signal([self._rank], number)
         deadline = time.monotonic() + _DUMP
         size = 0
-        while time.monotonic() < deadline and (not size or size != _size(stack)):
-            size = _size(stack)
+        while time.monotonic() < deadline and (not size or size != file_size(stack)):
+            size = file_size(stack)
             time.sleep(_POLL)
         self._sent.pop(stack.name, None)  # the leader has emptied its own
         self._show(stack.name)
@@ -240,10 +241,3 @@ class _Hosted:
         self.launch.close()
         if not self._shared:
             shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0

@@ -29,7 +29,7 @@ from ddpcheck.findings.wording import agreeing, format_ranks
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 from ddpcheck.worlds.launchers.follower import Follower
 from ddpcheck.worlds.launchers.leader import Leader
-from ddpcheck.worlds.launchers.liveness import how_it_ended
+from ddpcheck.worlds.launchers.rendezvous import how_it_ended
 from ddpcheck.worlds.launchers.store import StoreGoneError, open_store
 from ddpcheck.worlds.wire import NO_LAUNCH
 

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.findings.replace import replace
-from ddpcheck.worlds.launchers import slurm
+from ddpcheck.worlds.launchers import detection
 from ddpcheck.worlds.launchers.detection import LauncherEnv
-from ddpcheck.worlds.store_values import get_value, put_value, remove_value
+from ddpcheck.worlds.wire import get_value, put_value, remove_value
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -182,13 +182,13 @@ def _placed(launch: LauncherEnv, as_told: bool) -> LauncherEnv:
         return launch
     address = launch.address
     if not address and launch.nodes:
-        address = slurm.first_host(launch.nodes)
+        address = detection.first_host(launch.nodes)
         if launch.rank == 0 and launch.node not in ("", address):
             raise UsageError(
                 f"Rank 0 is on {launch.node}, which is not the first machine of {launch.nodes}; "
                 f"export MASTER_ADDR={launch.node} to all ranks."
             )
-    return replace(launch, address=address, port=launch.port or slurm.port_of(launch.job))
+    return replace(launch, address=address, port=launch.port or detection.port_of(launch.job))
 
 
 def connect(address: str, port: int, timeout: float, keep: bool = False, listener: int | None = None) -> Store:

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpcheck.gather.state.randomness import QuietRandomness, quiet_modules
-from ddpcheck.gather.state.sample_randomness import SampleRandomness
+from ddpcheck.gather.state.randomness import QuietRandomness, SampleRandomness, quiet_modules
 from ddpcheck.gather.state.training_mode import into_training
 from ddpcheck.gather.steps.training_step import batch_seed, fingerprints_of_rows, model_seed, step_seed
 from ddpcheck.recipe.pytree import to_device, tree_leaves, tree_map, tree_tensors, upcast

@@ -1,0 +1,248 @@
+"""Evidence on the training loop of a script, as each rank saw it: what it changes, compiles, draws and gathers.
+
+Judged in `judge.loop`, `judge.replicas.script_changes`, `judge.data.script_draws`, `judge.gradients.script_losses` and
+`judge.gradients.script_alone`; gathered in `record.loop`, `record.optimizers`, `record.loss.gather_recorder`,
+`record.data.draw_recorder`, `record.replicas.write_recorder` and `record.rank.line_recorder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct, field
+
+from ddpcheck.findings.evidence import Entry
+from ddpcheck.findings.report import Location
+
+OF_A_COPY = -1  # of a wrapped module, as a variable holds it
+
+
+class ModuleChanged(Entry, frozen=True):
+    """A line of the script has changed, or may have changed, parameters or buffers of a wrapped module.
+
+    Attributes:
+        wrapper: The number of the wrapper; `OF_A_COPY` for one, which `names` names.
+        what: "values" (loaded, or set by a function that was applied), "written" (in place, or as `.data`, outside of
+            an optimizer's step), "buffer" (one has another value), "requires_grad", "parameters" (others are
+            registered now), "mode" (to evaluation), "scale" (what a reduction divides
+            by), "ignored" (`.data` of a shard was assigned, which has left it as it was), or "replaced" (a parameter
+            was assigned in the place of a shard, and is none that `fully_shard` gathers).
+        how: The name of what was called, or assigned.
+        names: Of the parameters; empty where they are not known. Of the submodule, where its mode is changed.
+        location: The line of the script.
+        forwards: How many forward passes of the wrapper had been before.
+        step: How many averaged backward passes had ended before.
+    """
+
+    wrapper: int
+    what: str
+    how: str
+    names: tuple[str, ...]
+    location: Location | None
+    forwards: int = 0
+    step: int = 0
+
+
+class ScheduleState(Struct, frozen=True):
+    """The learning rate schedule of an optimizer.
+
+    Attributes:
+        made: The line that has constructed it.
+        steps: How often it has stepped.
+        location: The line that has stepped it first.
+        by_package: Whether an installed package has, and not the script itself.
+        turns: How many of these steps were the first one after a backward pass or an optimizer's step.
+        ends: After which of them the rate has not changed any more, and after which it was the lowest.
+        by_world: Whether the loop around the steps has one for each rank by its source, and what constructs the
+            schedule takes nothing from the world size.
+        numbers: That it and its functions hold.
+    """
+
+    made: Location | None
+    steps: int = 0
+    location: Location | None = None
+    by_package: bool = False
+    turns: int = 0
+    ends: tuple[int, int] = (0, 0)
+    by_world: bool = False
+    numbers: tuple[float, ...] = ()
+
+
+class FunctionCompiled(Entry, frozen=True):
+    """A function was compiled on a rank, or torch has given up to compile it.
+
+    Attributes:
+        function: Its qualified name; of the rest of a function after a graph break as torch calls it.
+        defined: Where it is.
+        location: The line that reads what has another value than before, where torch says it; else the line of the
+            script that calls the function.
+        step: How many steps of optimizers have ended.
+        seconds: That it took, without what is compiled in the first backward pass.
+        trains: Whether the modules of wrappers train, and gradients are asked for.
+        guard: What no longer held of what had been compiled before, without its values: the same text for the same
+            guard. Empty the first time, and where torch does not say it.
+        reason: The same as torch says it.
+        given_up: Whether a limit of recompilations was reached: the function runs as it is written from now on, but for
+            what was compiled before.
+        inputs: A fingerprint of the shapes and dtypes of the tensors that it is given.
+        operations: By name of an operation of which backward computes gradients, how many of it were compiled.
+    """
+
+    function: str
+    defined: Location
+    location: Location | None = None
+    step: int = 0
+    seconds: float = 0.0
+    trains: bool = True
+    guard: str = ""
+    reason: str = ""
+    given_up: bool = False
+    inputs: int = 0
+    operations: Mapping[str, int] = field(default_factory=dict)
+
+
+class StepDraw(Entry, frozen=True):
+    """A generator has drawn numbers between two optimizer steps: in one call, or in what is not followed call by call.
+
+    Attributes:
+        step: How often optimizers had stepped before.
+        generator: A global one: "torch", "cuda", "python" or "numpy"; "" for one of the program's own.
+        kind: "noise" for real numbers, "choice" for whole ones, "any" where the calls are not known.
+        count: At least so many numbers; 0 where that is not known.
+        before: A digest of the generator's state; of one of the program's own 0.
+        after: The same, after the call.
+        in_forward: Whether the forward pass of a wrapper makes the call.
+        location: The line of the script.
+        seeded: The line that has last seeded the generator.
+    """
+
+    step: int
+    generator: str
+    kind: str
+    count: int
+    before: int
+    after: int
+    in_forward: bool = False
+    location: Location | None = None
+    seeded: Location | None = None
+
+
+class GatheredConstant(Entry, frozen=True):
+    """A loss multiplies by the gathered rows of all ranks as by a constant, the rank's own among them.
+
+    Attributes:
+        step: How often optimizers had stepped before.
+        operation: The collective, whose input carries a gradient.
+        location: The line of the script that calls it.
+        rows: Of all ranks.
+    """
+
+    step: int
+    operation: str
+    location: Location | None
+    rows: int
+
+
+class OwnPartPutBack(Entry, frozen=True):
+    """A loss is made of what was gathered without gradient, and the rank's own part of it carries one.
+
+    Each rank has the whole loss then, and its own part of the gradient: these add up over the ranks.
+
+    Attributes:
+        step: How often optimizers had stepped before.
+    """
+
+    step: int
+
+
+class GradientsChanged(Entry, frozen=True):
+    """Gradients were changed after a backward pass, and another one has added to them then.
+
+    Attributes:
+        wrapper: The number of the wrapper.
+        step: How often optimizers had stepped before.
+        by: The function that clips, if one has been called; else "".
+        factor: The norm of all gradients of the wrapper after it, in parts of the norm before.
+        location: The line of the call, else that of the next backward pass.
+        put_off: Whether they were this rank's own, and are to be reduced with those of a later backward pass.
+    """
+
+    wrapper: int
+    step: int
+    by: str
+    factor: float
+    location: Location | None
+    put_off: bool
+
+
+class GradientsTaken(Entry, frozen=True):
+    """The script has gradients of wrapped parameters from `torch.autograd.grad`, which no hook of DDP sees.
+
+    Attributes:
+        wrapper: The number of the wrapper.
+        count: How often it had been called for these before.
+        location: The line of the call.
+        reductions: How many averaged backward passes of the wrapper had ended.
+        put_off: Whether the wrapper holds gradients of a backward pass that was not averaged.
+        gradients: A sketch of each that it has given; empty at the end of the script.
+        parameters: Fingerprints of parameters of the wrapper.
+        marks: Fingerprints of a small one at each call since the last entry.
+    """
+
+    wrapper: int
+    count: int
+    location: Location | None
+    reductions: int = 0
+    put_off: bool = False
+    gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    parameters: Mapping[str, int] = field(default_factory=dict)
+    marks: tuple[int, ...] = ()
+
+
+class PaceRun(Entry, frozen=True):
+    """From a reduction on, the same happens before each of them, until the next entry of the wrapper.
+
+    Attributes:
+        wrapper: The number of the wrapper.
+        first: The number of the reduction.
+        forwards: Forward passes of the wrapper in training mode, with gradients, since the one before.
+        batches: That the script has taken from the loader that it goes through; 0 without a loader.
+        location: The line of the script that leaves out the rest of a turn of the loop, if there is one only, else that
+            of the backward pass.
+    """
+
+    wrapper: int
+    first: int
+    forwards: int
+    batches: int
+    location: Location | None
+
+
+class WrapperPace(Struct, frozen=True):
+    """All reductions of a wrapper on one rank, and how many there were."""
+
+    runs: tuple[PaceRun, ...]
+    reductions: int
+
+    def lengths(self) -> list[tuple[PaceRun, int]]:
+        """Each run, with the number of its reductions."""
+        ends = [*(run.first for run in self.runs[1:]), self.reductions]
+        return [(run, end - run.first) for run, end in zip(self.runs, ends, strict=True)]
+
+
+class GradientsLeft(Entry, frozen=True):
+    """Step after step, an optimizer uses gradients that were there before another step, and were never zeroed.
+
+    Attributes:
+        optimizer: Its number.
+        own: Whether the optimizer itself had used them before; else another one has, the loss of which has left them.
+        made: The line of the backward pass that has left them.
+        added: The line of the one that has added to them.
+        location: The line of the step.
+    """
+
+    optimizer: int
+    own: bool
+    made: Location | None
+    added: Location | None
+    location: Location | None

@@ -1,0 +1,131 @@
+"""What a script does with results that ranks have gathered: it compares number by number, or reduces sums again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from ddpcheck.findings.evidence.evaluation import RowsCompared, SumsReduced
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.patching import Patch, patched
+from ddpcheck.gather.state.fingerprints import is_shard
+
+_METHODS = ("__sub__", "__rsub__", "__eq__", "__ne__", "sub", "eq", "ne")
+_FUNCTIONS = ("sub", "eq", "ne", "dist", "isclose")
+_LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cosine_similarity")
+_FEWEST, _MOST = 8, 1 << 14  # numbers
+_MOST_ROUNDS, _MOST_A_ROUND = 3, 8
+
+
+class ComparisonRecorder:
+    """Follows subtractions, comparisons and losses of two tensors while it is open; hands them to `sink`.
+
+    It puts functions in torch's place for that time only: they would cost in a training loop.
+    """
+
+    def __init__(self, sink: Callable[[RowsCompared], object]) -> None:
+        """Begin."""
+        self._sink = sink
+        self._patches: list[Patch] = []
+        self._round, self._rounds = -1, 0
+        self._size = 0
+        self._seen: set[Location | None] = set()
+
+    def open(self, number: int, size: int) -> None:
+        """Results of `size` samples are gathered in a round of that number."""
+        if number != self._round:
+            self._round, self._rounds = number, self._rounds + 1
+            self._seen = set()
+        self._size = size
+        if self._patches or self._rounds > _MOST_ROUNDS:
+            return
+        for owner, names in ((torch.Tensor, _METHODS), (torch, _FUNCTIONS), (functional, _LOSSES)):
+            self._patches += [patched(owner, name, self._meet) for name in names]
+
+    def close(self) -> None:
+        """The script trains again, or goes through other data."""
+        while self._patches:
+            self._patches.pop().undo()
+
+    def _meet(self, one: Any = None, other: Any = None, *_arguments: Any, **named: Any) -> None:
+        one, other = named.get("input", one), named.get("other", named.get("target", other))
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or is_shard(one) or is_shard(other):
+            return
+        count = one.numel()
+        if count != other.numel() or not _FEWEST <= count <= _MOST or count % max(1, self._size):
+            return
+        if len(self._seen) >= _MOST_A_ROUND or (where := user_location()) in self._seen:
+            return
+        self._seen.add(where)
+        if all(t.layout == torch.strided and t.device.type != "meta" and not t.is_complex() for t in (one, other)):
+            numbers = [tuple(t.detach().double().flatten().tolist()) for t in (one, other)]
+            self._sink(RowsCompared(self._round, where, *numbers))
+
+
+_MOST_ELEMENTS = 8
+_MOST_CALLS = 64  # at a line
+_MOST_LINES = 64
+_CALLS = 4  # one after the other, of which each has the result of the one before in it
+
+_Numbers = tuple[float, ...]
+
+
+@dataclass(slots=True)
+class _Line:
+    calls: int = 0
+    given: list[_Numbers] = field(default_factory=list)  # of calls of which each has the result of the one before in it
+    left: list[_Numbers] = field(default_factory=list)
+
+
+class SumRecorder:
+    """Hands `sink` some calls at a line where that is so, once a line."""
+
+    def __init__(self, sink: Callable[[SumsReduced], object]) -> None:
+        self._sink = sink
+        self._lines: dict[tuple[str, int], _Line] = {}
+
+    def note_given(self, call: Call, given: Mapping[str, Any]) -> None:
+        """A collective is about to be made."""
+        one = self._line_of(call, given)
+        if one is None:
+            return
+        numbers = _numbers(given["tensor"])
+        if not one.left or any(a < b for a, b in zip(numbers, one.left[-1], strict=True)):
+            one.given, one.left = [], []
+        one.given.append(numbers)
+
+    def note_left(self, call: Call, given: Mapping[str, Any]) -> None:
+        """It has been made."""
+        one = self._line_of(call, given)
+        if one is None or len(one.given) <= len(one.left):
+            return
+        one.calls += 1
+        one.left.append(_numbers(given["tensor"]))
+        if len(one.left) == _CALLS:
+            self._sink(SumsReduced(Location.parse(call.location), tuple(one.given), tuple(one.left)))
+            one.calls = _MOST_CALLS
+
+    def _line_of(self, call: Call, given: Mapping[str, Any]) -> _Line | None:
+        tensor, op = given.get("tensor"), given.get("op", dist.ReduceOp.SUM)
+        if call.operation != "all_reduce" or not isinstance(tensor, torch.Tensor) or op != dist.ReduceOp.SUM:
+            return None
+        if given.get("async_op") or len(call.members) < dist.get_world_size() or tensor.requires_grad:
+            return None
+        key = call.location, tensor.numel()
+        if not 0 < tensor.numel() <= _MOST_ELEMENTS or tensor.is_complex() or tensor.layout != torch.strided:
+            return None
+        if key not in self._lines and len(self._lines) >= _MOST_LINES:
+            return None
+        one = self._lines.setdefault(key, _Line())
+        return one if one.calls < _MOST_CALLS else None
+
+
+def _numbers(tensor: torch.Tensor) -> _Numbers:
+    return tuple(map(float, tensor.detach().flatten().tolist()))

@@ -1,0 +1,281 @@
+"""Parts of a page: gradient errors as a plot, the collectives of the ranks, and what is shown beside a finding."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ddpcheck.findings.figures import CalledCollective, CollectiveTimeline, ModuleEntry, RankCollectives, SourceExcerpt
+from ddpcheck.findings.report import Finding, Location, ParityEntry, Report
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.wording import counted, format_ranks, format_steps, group_by, join_names
+from ddpcheck.render.parts import facts_of, sorted_findings
+
+_LEAST, _MOST_ERROR = 1e-12, 1e12  # on the scale
+_REFERENCES = {
+    "local": "Under DDP, against the average of the ranks' own gradients",
+    "single-process": "The ranks' average, against the whole batch in a single process",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """The gradients against one reference: of each parameter the step in which it is farthest away, worst first.
+
+    `low` and `high` are the powers of ten between which the scale lies.
+    """
+
+    title: str
+    said: str
+    entries: Sequence[ParityEntry]
+    low: int
+    high: int
+
+    @property
+    def ticks(self) -> range:
+        """The powers of ten that the scale names."""
+        return range(self.low, self.high + 1, max(1, math.ceil((self.high - self.low) / 5)))
+
+    def at(self, value: float) -> str:
+        """The place of a value on the scale; zero is at its beginning, what is not finite at its end."""
+        if value == 0:
+            return "0%"
+        place = (math.log10(max(value, _LEAST)) - self.low) / (self.high - self.low) if math.isfinite(value) else 1.0
+        return f"{2 + 96 * min(max(place, 0.0), 1.0):.1f}%"
+
+
+def plots(parity: Iterable[ParityEntry]) -> list[Plot]:
+    """A plot for each reference."""
+    groups = group_by(parity, lambda entry: entry.reference)
+    return [_plot(reference, entries) for reference, entries in sorted(groups.items())]
+
+
+def _plot(reference: str, entries: Sequence[ParityEntry]) -> Plot:
+    by_name = group_by(entries, lambda entry: entry.parameter).values()
+    farthest = (max(of_name, key=lambda one: (one.is_beyond, one.excess)) for of_name in by_name)
+    worst = sorted(farthest, key=lambda one: (not one.is_beyond, -one.excess, one.parameter))
+    beyond = sum(entry.is_beyond for entry in worst)
+    steps = counted(len({entry.step for entry in entries}), "step")
+    said = f"{counted(len(worst), 'parameter')} in {steps}: {beyond or 'none'} beyond the tolerance."
+    values = [v for e in worst for v in (e.relative_error, e.tolerance) if math.isfinite(v) and v > 0]
+    least, most = (min(max(one, _LEAST), _MOST_ERROR) for one in (min(values, default=1e-8), max(values, default=1.0)))
+    low = math.floor(math.log10(least))
+    high = max(math.ceil(math.log10(most)), low + 2)
+    return Plot(_REFERENCES.get(reference, f"Against {reference}"), said, worst, low, high)
+
+
+MOST_GROUPS = 6
+_BEFORE = 4  # collectives before the point where the ranks part
+_MOST = 24  # in one table
+_MOST_DOING = 2  # different words on what the ranks of a group did at the end
+_MOST_ENDS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that have called the same collectives, and wait alike."""
+
+    logs: Sequence[RankCollectives]
+    listed: Sequence[CalledCollective]
+
+    @property
+    def log(self) -> RankCollectives:
+        """The log of any of them."""
+        return self.logs[0]
+
+    @property
+    def name(self) -> str:
+        """The ranks, in words."""
+        return format_ranks(log.rank for log in self.logs)
+
+    @property
+    def end(self) -> int:
+        """The number of the call that it has not made."""
+        return self.log.first + len(self.log.calls)
+
+    def at(self, number: int) -> CalledCollective | None:
+        """The call with a number; None where there is none, or it is lost."""
+        place = number - self.log.first
+        return self.listed[self.log.calls[place]] if 0 <= place < len(self.log.calls) else None
+
+    def waits_in(self, number: int) -> bool:
+        """The call with that number did not end."""
+        return self.log.waiting and not self.log.later and number == self.end - 1
+
+    @property
+    def did(self) -> str:
+        """What it did at the end."""
+        last = self.at(self.end - 1)
+        call = f"{'waits in' if self.log.waiting else 'last'} {last.operation}" if last else "no collective"
+        said = list(dict.fromkeys(log.at_end for log in self.logs if log.at_end))
+        return join_names(said, most=_MOST_DOING) or call
+
+
+def timeline_view(timeline: CollectiveTimeline) -> dict[str, Any]:
+    """What the template of a process group shows, by name."""
+    alike = group_by(timeline.ranks, lambda log: (log.first, log.calls, log.waiting, log.waits_for))
+    groups = [Group(logs, timeline.calls) for logs in alike.values()]
+    shown = groups[:MOST_GROUPS]
+    others = [log.rank for group in groups[MOST_GROUPS:] for log in group.logs]
+    said = f"{' | '.join(group.name for group in shown)}: ranks that called the same share a column."
+    said += f" {format_ranks(others)} did otherwise still, and are left off." if others else ""
+    at_end = group_by((log for log in timeline.ranks if log.at_end), lambda log: log.at_end)
+    last = max((group.end for group in shown), default=0)
+    start = max(min((group.log.first for group in shown), default=0), last - _MOST, 0)
+    if timeline.parts_at is not None:
+        start = max(min(start, timeline.parts_at), timeline.parts_at - _BEFORE)
+    end = min(last + any(group.end < last or group.log.waiting for group in shown), start + _MOST)
+    before = f"the {counted(start, 'collective')} before these are not shown" if start else "from the first one on"
+    after = f", nor the {last - end} after them" if last > end else ""
+    numbers = [number for number in range(start, end) if any(group.at(number) for group in shown)]
+    waits = _waits(shown)
+    return {
+        "timeline": timeline,
+        "said": said,
+        "groups": shown,
+        "numbers": numbers,
+        "alike": {n for n in numbers if len({(group.at(n), group.waits_in(n)) for group in shown}) == 1},
+        "caption": f"Collectives in the order in which each group of ranks has called them ({before}{after})",
+        "endings": [
+            (format_ranks(log.rank for log in logs), text)
+            for text, logs in itertools.islice(at_end.items(), _MOST_ENDS)
+        ],
+        "waits": waits,
+        "waiting": [(shown[one].name, ", ".join(shown[i].name for i in others)) for one, others in waits.items()],
+    }
+
+
+def _waits(groups: Sequence[Group]) -> dict[int, list[int]]:
+    """By number of a group, the numbers of the others that it waits for."""
+    number_of = {log.rank: number for number, group in enumerate(groups) for log in group.logs}
+    waits = {
+        number: sorted({number_of[rank] for rank in group.log.waits_for if rank in number_of} - {number})
+        for number, group in enumerate(groups)
+    }
+    return {number: others for number, others in waits.items() if others}
+
+
+MOST_SIDES = 4
+_MOST_IN_ALL = 200  # lines of evidence
+_OF_RANK = re.compile(r"rank (\d+)((?: stack)?[:,].*)", re.DOTALL)
+
+
+class Source(NamedTuple):
+    """Lines around a place, and what is there."""
+
+    place: Location
+    excerpt: SourceExcerpt
+    what: str
+
+
+def finding_view(finding: Finding, report: Report) -> dict[str, Any]:
+    """What the template of a finding shows, by name."""
+    facts = {fact.kind: fact for fact in facts_of(finding)}
+    evidence = facts.pop("evidence").lines if "evidence" in facts else ()
+    left = len(evidence) - _MOST_IN_ALL
+    sources = [_source(place, finding, report.excerpts) for place in finding.places] + _sides(finding, report)
+    when = [format_ranks(finding.ranks)] if finding.ranks else []
+    when += [format_steps(finding.steps)] if finding.steps else []
+    return {
+        "finding": finding,
+        "kind": finding.severity.value,
+        "facts": facts,
+        "others": _others(finding.ranks, report.world.get("world_size")),
+        "evidence": [*together(evidence[:_MOST_IN_ALL]), *([f"and {left} more lines"] if left > 0 else [])],
+        "sources": [source for source in sources if source is not None],
+        "when": ", ".join(when),
+        "rule": RULES.get(finding.code),
+    }
+
+
+def _others(ranks: Sequence[int], world_size: object) -> list[int]:
+    """The ranks that a finding does not concern; none where it concerns all, or where the others are not known."""
+    if not ranks or not isinstance(world_size, int) or world_size > 1_000_000:
+        return []
+    return sorted(set(range(world_size)) - set(ranks))
+
+
+def _source(place: Location, finding: Finding, excerpts: Sequence[SourceExcerpt], what: str = "") -> Source | None:
+    """The lines around `place`; None where they are not in the report."""
+    for excerpt in excerpts:
+        if excerpt.path == place.path and excerpt.first <= place.line < excerpt.first + len(excerpt.lines):
+            break
+    else:
+        return None
+    path = finding.path
+    if path is not None and place == path.begins_at:
+        what = f", where {path.reason} begins"
+    elif path is not None and path.steps and place == path.steps[-1].location:
+        what = ", where the path ends"
+    elif path is not None:
+        what = f", which makes {finding.subjects[0] if finding.subjects else path.parameter}"
+    return Source(place, excerpt, what)
+
+
+def _sides(finding: Finding, report: Report) -> list[Source | None]:
+    """For ranks that have parted: the line at which each of them is."""
+    if not finding.code.startswith("DDP4"):
+        return []
+    sides = [side for timeline in report.timelines[:1] for side in timeline.sides()]
+    return [
+        _source(place, finding, report.excerpts, f": {call.operation} of {format_ranks(ranks)}")
+        for ranks, call, place in sides[:MOST_SIDES]
+        if len({place for _, _, place in sides}) > 1 and place not in finding.places
+    ]
+
+
+def together(evidence: Sequence[str]) -> list[str]:
+    """Lines of evidence, and those that say the same of several ranks as one."""
+    found = [(_OF_RANK.fullmatch(line), line) for line in evidence]
+    groups = group_by(found, lambda one: one[0][2] if one[0] else (one[1],))
+    return [
+        f"{format_ranks(int(match[1]) for match, _ in alike if match)}{text}" if isinstance(text, str) else alike[0][1]
+        for text, alike in groups.items()
+    ]
+
+
+# Modules
+
+
+@dataclass(slots=True)
+class Branch:
+    """A module, those in it, the findings on it or on its own parameters, and the worst one in or below it.
+
+    Findings are by the part of the module that they name, and there by code.
+    """
+
+    entry: ModuleEntry
+    inside: list[Branch] = field(default_factory=list)
+    told: dict[str, dict[str, Finding]] = field(default_factory=dict)
+    worst: Finding | None = None
+
+
+def module_tree(report: Report) -> list[Branch]:
+    """The modules that no other one holds."""
+    branches = {entry.name: Branch(entry) for entry in report.modules}
+    top: list[Branch] = []
+    for name, branch in branches.items():
+        holders = [branches[holder].inside for holder in _upwards(name) if holder in branches and holder != name]
+        (holders or [top])[0].append(branch)
+    for finding in sorted_findings(report):
+        for subject in finding.subjects:
+            held_by = [holder for holder in _upwards(subject) if holder in branches]
+            if not held_by or (subject and held_by[0] == "" and subject not in branches[""].entry.parameters):
+                continue
+            part = subject[len(held_by[0]) :].lstrip(".")
+            branches[held_by[0]].told.setdefault(part, {})[finding.code] = finding
+            for holder in held_by:
+                branches[holder].worst = branches[holder].worst or finding  # the worst come first
+    return top
+
+
+def _upwards(name: str) -> Iterator[str]:
+    """A name, and those of all that hold it; the model itself is the last."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
