@@ -47,7 +47,10 @@ def _lacking() -> Iterator[tuple[str, tuple[str, ...]]]:
         yield "torch.float8_e8m0fnu", ("float8 scales",)
     if not hasattr(torch.ones(1, requires_grad=True).sum().grad_fn, "_input_metadata"):
         in_gathers = ("own_rows_among_the_constants", "gathered_one_by_one_and_joined[2]", "own_part_that_is_put_back")
-        yield "the shapes of a graph's nodes", (*in_gathers, "without_the_judge[script_losses.judge_gathers]")
+        yield (
+            "the shapes of a graph's nodes",
+            (*in_gathers, "how_many_elements_a_mean_is_over", "without_the_judge[script_gathers.judge_gathers]"),
+        )
     if not hasattr(torch.compiler, "set_stance"):
         yield "torch.compiler.set_stance", ("test_a_detached_parameter_of_a_compiled_module_is_named_and_told",)
     if torch.__version__ < "2.5":

@@ -46,20 +46,22 @@ from ddpcheck.findings.evidence.script import (
     ReducedInPlace,
     StateHeld,
 )
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
 from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.data.script_draws import judge_added_noise, judge_step_draws, judge_streams
-from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved
+from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved, told_by_files
 from ddpcheck.judge.data.script_rows import OTHER_VALUES
 from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
 from ddpcheck.judge.evaluation.script_order import judge_sums_again, judge_targets
 from ddpcheck.judge.gradients.script_alone import all_gradients_agree, are_local, judge_alone, judge_taken
 from ddpcheck.judge.gradients.script_clips import judge_changed, judge_clips, judge_rescaled, judge_step_gradients
+from ddpcheck.judge.gradients.script_gathers import judge_gathers, judge_own_parts
 from ddpcheck.judge.gradients.script_losses import (
     FEWEST_PASSES,
+    SCALE_FREE,
     judge_accumulated,
-    judge_gathers,
     judge_losses,
     judge_summed_again,
     judge_sums,
@@ -102,6 +104,19 @@ def _compared(found: Sequence[Finding], words: str, times: int) -> Verdict:
 def _over_ranks(judge: Callable[[ScriptFacts], Verdicts]) -> Callable[[ScriptFacts], Verdicts]:
     """A judge that compares all ranks of the script, asked where all have left a log here."""
     return lambda facts: judge(facts) if facts.can_compare else {}
+
+
+def _by_files(judge: Callable[[ScriptFacts], Verdicts]) -> Callable[[ScriptFacts], Verdicts]:
+    """A judge of states, which ranks may have loaded from other files."""
+
+    def judged(facts: ScriptFacts) -> Verdicts:
+        uses = facts.of(FileUsed)
+        return {
+            heading: replace(verdict, findings=told_by_files(verdict.findings, uses))
+            for heading, verdict in judge(facts).items()
+        }
+
+    return judged
 
 
 # The loop
@@ -237,8 +252,11 @@ def _unheld(facts: ScriptFacts) -> Verdicts:
 
 def _losses(facts: ScriptFacts) -> Verdicts:
     losses = facts.of(LossDifferentiated)
-    whole = [{one.step for one in of_rank} for of_rank in facts.of(OwnPartPutBack)]
-    found = judge_losses(losses, whole) or judge_accumulated(losses)
+    parts = facts.of(OwnPartPutBack)
+    classes = [one.options.get("class", "") for one in entries_of(facts.ranks[0], OptimizerStep)]
+    scale_matters = not all(name.startswith(SCALE_FREE) for name in classes)
+    found = judge_losses(losses, [{one.step for one in of_rank} for of_rank in parts]) or judge_accumulated(losses)
+    found = found or judge_own_parts(parts, losses, scale_matters=scale_matters)
     found = [one for one in found if one.code != "DDP303" or not _are_scaled_back(facts.ranks[0])]
     found += judge_gathers(facts.of(GatheredConstant))
     passes = min(len([one for one in of_rank if one.terms and one.wrappers]) for of_rank in losses)
@@ -336,6 +354,8 @@ def _copies(facts: ScriptFacts) -> Verdicts:
     """Models beside the wrappers: no cause if the wrapped modules themselves are apart."""
     held = facts.of(StateHeld)
     whole = all(len(wrapper.made.ranks) == len(facts.ranks) for wrapper in facts.wrappers)
+    if not whole or facts.model_groups:
+        held = [[one for one in of_rank if not one.other] for of_rank in held]
     steps = [of_ranks for one in facts.optimizers for of_ranks in one.steps if of_ranks[0].held]
     uses = facts.of(StateUsed) if whole and all(map(all_gradients_agree, steps)) else []
     written = [[one for one in of_rank if one.wrapper == OF_A_COPY] for of_rank in facts.of(ModuleChanged)]
@@ -370,9 +390,9 @@ _OF_OTHER_MODULES = (*_OF_MODULES, "DDP101", "DDP102", "DDP103", "DDP104", "DDP1
 _OF_PARTS = ("DDP208", "DDP301", "DDP306", "DDP504", "DDP516")
 
 ROWS: tuple[Row[ScriptFacts], ...] = (
-    Row(_over_ranks(_optimizer_state), ("optimizers",), ("DDP306",)),
+    Row(_by_files(_over_ranks(_optimizer_state)), ("optimizers",), ("DDP306",)),
     Row(_over_ranks(judge_constructions), ("replicas", "collectives"), (*_OF_MODULES, "DDP403")),
-    Row(judge_all_of_wrappers, tuple(PARTS), _OF_A_WATCH, yields=("DDP306",)),
+    Row(_by_files(judge_all_of_wrappers), tuple(PARTS), _OF_A_WATCH, yields=("DDP306",)),
     Row(_over_ranks(compare_groups), ("replicas", "data"), _OF_PARTS, yields=_OF_PARTS),
     Row(_over_ranks(_losses), ("loss",), ("DDP303", "DDP305", "DDP309", "DDP514"), yields=("DDP305", "DDP514")),
     Row(_over_ranks(_clips), ("optimizers",), ("DDP301", "DDP303", "DDP310"), yields=("DDP301",)),

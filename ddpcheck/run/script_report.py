@@ -19,12 +19,14 @@ from typing import Any
 
 from ddpcheck import __version__
 from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.program_blocks import ProgramSource
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
 from ddpcheck.findings.selection import Suppression, is_any_selected, sort_out
 from ddpcheck.findings.stacks import own_stack, program_lines
 from ddpcheck.findings.tracebacks import BUG, as_bug
 from ddpcheck.findings.wording import agreeing, counted, format_ranks, group_by, without_prefix
+from ddpcheck.judge.data.script_files import told_by_files
 from ddpcheck.judge.endings.rank_failure import describe_failure
 from ddpcheck.judge.script_facts import ScriptFacts, entries_of
 from ddpcheck.judge.script_table import HEADINGS, ROWS
@@ -66,6 +68,7 @@ def report_on_script(
     facts = ScriptFacts(ranks, ended=ended, source=source)
     judged = judge_all(facts, ROWS)
     at_end = [*map(without_prefix, judge_ending(ranks, ending, judged.findings, facts.source))]
+    at_end = told_by_files(at_end, facts.of(FileUsed))
     findings = [*judged.findings, *at_end]
     chosen = sort_out(findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     checks = [_entered(facts) if ranks else _none_entered(ending)]

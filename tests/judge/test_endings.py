@@ -106,6 +106,12 @@ def generated():
         loss.backward()
     dist.barrier()
 
+def until_told():
+    while not told:
+        for x in loader:
+            model(x).backward()
+    dist.barrier()
+
 main()
 """
 MAIN = len(PROGRAM.splitlines())  # the line that calls what the test is about
@@ -181,6 +187,18 @@ def test_a_loader_that_is_gone_through_again_explains_nothing() -> None:
     same = [backward(n) for n in (1, 2, 3)]
     finding = only(judge([*same, call("|", 21, 13)], [*same, backward(4)], passes=both))
     assert (finding.code, finding.ranks, finding.location) == ("DDP403", (0,), Location("train.py", 21))
+
+
+def test_a_rank_that_has_left_the_loop_around_a_loader_of_which_another_begins_a_new_pass() -> None:
+    loop = PROGRAM.splitlines().index("    while not told:") + 1
+    where = Location("train.py", loop + 1)
+    whole = LoaderPass(0, 0, where, batches=2, exhausted=True)
+    both = {0: [whole, LoaderPass(0, 1, where, batches=1)], 1: [whole]}
+    same = [backward(n, line=loop + 2, at=loop + 2) for n in (1, 2)]
+    goes_on = [*same, backward(3, line=loop + 2, at=loop + 2)]
+    finding = only(judge(goes_on, [*same, call("|", loop + 3)], passes=both))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP405", (1,), Location("train.py", loop))
+    assert "the loop goes on while not told" in finding.evidence and "condition" in finding.fix
 
 
 def test_a_rank_that_has_left_the_loop_by_its_break() -> None:

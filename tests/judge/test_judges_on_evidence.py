@@ -56,6 +56,7 @@ _TEST_OF_SCRIPT = {
     "script_changes.replaced_after_sharding": "test_script_changes",
     "script_clips.judge_changed": "test_script_steps",
     "script_alone.judge_taken": "test_script_taken",
+    "script_states._finding_of_statistics": "test_script_states",
     "script_states.judge_uses": "test_script_states",
     "script_states._finding_of_use": "test_script_states",
     "script_states.judge_loads": "test_script_states",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cosine_similarity, linear, normalize
 
-from ddpcheck.findings.evidence.loop import GatheredConstant
+from ddpcheck.findings.evidence.loop import GatheredConstant, OwnPartPutBack
+from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.gradients.script_losses import judge_gathers
+from ddpcheck.judge.gradients.script_gathers import judge_gathers, judge_own_parts
 from ddpcheck.record.loss.gather_recorder import (
     GatherRecorder,
     _constants,
@@ -19,7 +22,7 @@ from ddpcheck.record.loss.gather_recorder import (
     _nodes,
     _own_rows,
     _Parts,
-    _puts_back,
+    _put_back,
 )
 
 LINE = Location("train.py", 8)
@@ -105,7 +108,7 @@ def test_the_own_part_that_is_put_back() -> None:
 
     def joined(everything: torch.Tensor) -> bool:
         root = (features @ everything.T).logsumexp(1).mean().grad_fn
-        return any(_puts_back(node, parts, {features.grad_fn}) for node in _nodes(root, {features.grad_fn}))
+        return any(_put_back(node, parts, {features.grad_fn}) for node in _nodes(root, {features.grad_fn}))
 
     others = torch.randn(4, 3)
     assert joined(torch.cat([others, features]))
@@ -115,3 +118,62 @@ def test_the_own_part_that_is_put_back() -> None:
     assert joined(whole)
     assert not joined(torch.cat([features, others]))  # in the place of another rank
     assert not joined(torch.cat([features, features]))
+
+
+class _Joined(torch.autograd.Function):
+    """What a rank 1 of 2 has gathered; its backward hands on its own part of the gradient, times `factor`."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, other: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.factor = factor
+        return other.clone(), own.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[1] * ctx.factor, None, None
+
+
+def _arrival(factor: float, *, own_rows: bool) -> list[OwnPartPutBack]:
+    torch.manual_seed(0)
+    found: list[Any] = []
+    recorder = object.__new__(GatherRecorder)  # which follows nothing
+    features = _features()
+    parts = _Joined.apply(features, torch.randn(4, 3), factor)
+    every = torch.cat(parts)
+    recorder._gathered, recorder._parts = [], [_Parts(2, 1, (8, 3), "all_gather", LINE, features.grad_fn)]
+    recorder._step, recorder._steps, recorder._sink = 2, lambda: 2, found.append
+    loss = ((features if own_rows else every) @ every.T).logsumexp(1).mean()
+    recorder._look(loss)
+    loss.backward()
+    return found
+
+
+def test_what_arrives_at_a_gather_of_the_scripts_own_and_what_goes_on() -> None:
+    (whole,) = _arrival(1.0, own_rows=False)
+    (own,) = _arrival(1.0, own_rows=True)
+    assert whole.factor == own.factor == 1.0 and whole.arrived and own.arrived
+    assert whole.location is not None and whole.location.path.endswith("test_script_gathers.py")
+    assert not _arrival(2.0, own_rows=False)  # as much as the ranks' backward adds up
+
+
+def _judged(parts: list[list[OwnPartPutBack]], *terms: ScaledTerm, scale_matters: bool = True) -> list[str]:
+    losses = [[LossDifferentiated(step, 0, terms, LINE, LINE) for step in (1, 2)] for _ in parts]
+    return [finding.code for finding in judge_own_parts(parts, losses, scale_matters=scale_matters)]
+
+
+def _parts(*arrived: tuple[float, ...], factor: float = 1.0) -> list[list[OwnPartPutBack]]:
+    return [[OwnPartPutBack(step, "all_gather", LINE, one, factor, True) for step in (1, 2)] for one in arrived]
+
+
+def test_the_own_part_of_the_gradient_of_a_loss_of_all_rows_or_of_the_own_ones() -> None:
+    mean = ScaledTerm("mean", 1.0, 8)
+    alike, apart = _parts((1.0, 2.0), (1.0, 2.0)), _parts((1.0, 2.0), (2.0, -1.0))
+    assert _judged(alike, mean) == ["DDP303"] and _judged(apart, mean) == ["DDP309"]
+    assert not _judged(alike, ScaledTerm("mean", 2.0, 8, multipliers=(2.0,)))  # times the world size
+    assert not _judged(alike, ScaledTerm("sum", 0.25, 8)) and not _judged(alike)
+    assert not _judged(alike, mean, scale_matters=False)
+    assert not _judged(_parts((1.0, 2.0), (1.0, 2.0), factor=2.0), mean)
+    assert not _judged(_parts((1.0, 2.0), ()), mean) and not _judged(alike[:1], mean)
+    assert not _judged([of_rank[:1] for of_rank in apart], mean)
+    for given in (alike, apart):
+        assert not _judged([[replace(one, by_function=False) for one in of_rank] for of_rank in given], mean)

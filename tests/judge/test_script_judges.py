@@ -32,10 +32,11 @@ from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.wording import make_finding
 from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.gather.steps.gradient_distance import sketches
 from ddpcheck.judge.data.script_data import judge_inputs, judge_loaders, judge_tables
-from ddpcheck.judge.data.script_files import _at_the_same_time, judge_files, judge_shards_saved
+from ddpcheck.judge.data.script_files import _at_the_same_time, judge_files, judge_shards_saved, told_by_files
 from ddpcheck.judge.gradients.script_alone import judge_alone
 from ddpcheck.judge.gradients.script_clips import judge_clips, judge_rescaled, judge_step_gradients
 from ddpcheck.judge.gradients.script_losses import judge_losses, judge_summed_again, judge_sums
@@ -195,6 +196,23 @@ def test_samples_that_no_rank_takes_in_any_epoch() -> None:
     assert not judge_loaders([two(range(16), range(32, 48)), two(range(16, 32), range(48, 64))])  # others each time
 
 
+def test_parts_that_overlap_from_the_second_epoch_on() -> None:
+    def order(first: Sequence[int], second: Sequence[int], **more: Any) -> list[LoaderPass]:
+        return [epoch(first), epoch(second, number=1, order=2, **more)]
+
+    own = [order(EVEN, range(32)), order(ODD, range(16, 48))]
+    (finding,) = judge_loaders(own)
+    assert (finding.code, finding.severity) == ("DDP505", Severity.WARNING)
+    assert "share 16 of the 32 samples" in finding.message
+    assert "16 of 64 are on no rank" in finding.message
+    assert not judge_loaders([order(EVEN, range(32)), order(ODD, range(32, 64))])
+    assert not judge_loaders([order(EVEN, range(32), replaces=True), order(ODD, range(16, 48), replaces=True)])
+    assert not judge_loaders([order(EVEN, range(32), exhausted=False), order(ODD, range(16, 48))])
+    assert not judge_loaders(
+        [[*of_rank, epoch(part, number=2)] for of_rank, part in zip(own, (EVEN, ODD), strict=True)]
+    )
+
+
 def test_the_line_of_a_finding_on_data_is_the_one_to_change() -> None:
     made, seeded, split = Location("train.py", 3), Location("train.py", 1), Location("train.py", 2)
 
@@ -220,6 +238,12 @@ def test_a_split_that_ranks_have_drawn_for_themselves() -> None:
 def test_augmentation_that_draws_the_same_numbers() -> None:
     shared, own = {1: 2, 2: 3}, {7: 8, 8: 9}
     assert codes(judge_loaders([[epoch(EVEN, draws=shared)], [epoch(ODD, draws=shared)]])) == ["DDP510"]
+    alike, apart = (
+        [epoch(part, draws={1: after}, held=(1, 1)) for part, after in ((EVEN, 2), (ODD, n))] for n in (2, 3)
+    )
+    (finding,) = judge_loaders([[of_rank] for of_rank in alike])  # copies in two workers
+    assert finding.code == "DDP510" and "2 of 2 batches" in finding.message and "holds" in finding.evidence[0]
+    assert not judge_loaders([[of_rank] for of_rank in apart])  # seeded by the sample, from the second number on
     assert not judge_loaders([[epoch(EVEN, draws=shared)], [epoch(ODD, draws=own)]])
 
 
@@ -579,6 +603,7 @@ MEAN, TWICE, HALF = (ScaledTerm("mean", factor, 4) for factor in (1.0, 2.0, 0.5)
         (losses([ScaledTerm("sum", 1 / 1269287, 48)], [ScaledTerm("sum", 1 / 1069, 48)]), []),  # not known
         (losses([ScaledTerm("sum", 1 / 20011, 30000)], [ScaledTerm("sum", 1 / 24001, 30000)]), ["DDP305"]),
         (losses([ScaledTerm("mean", 1.0, 9, chosen=True)], [ScaledTerm("mean", 1.0, 7, chosen=True)]), ["DDP305"]),
+        (losses([ScaledTerm("mean", 9 / 8, 9, chosen=True)], [ScaledTerm("mean", 7 / 8, 7, chosen=True)]), []),
         (losses([ScaledTerm("mean", 1.0, 9)], [ScaledTerm("mean", 1.0, 7)]), []),  # batches of other sizes
     ],
 )
@@ -586,6 +611,17 @@ def test_scales_of_losses(given: list[list[LossDifferentiated]], found: list[str
     assert codes(judge_losses(given)) == found
     assert not judge_losses([[replace(one, wrappers=()) for one in of_rank] for of_rank in given])
     assert "DDP303" not in codes(judge_losses(given, [{0}, {0}]))  # of all ranks' features
+
+
+def test_the_line_of_the_term_that_is_divided_by_own_counts() -> None:
+    other = Location("train.py", 5)
+
+    def judged(*lines: Location | None) -> Location | None:
+        terms = [[MEAN, *(ScaledTerm("sum", 1 / count, 9, location=line) for line in lines)] for count in (7, 5)]
+        (finding,) = judge_losses(losses(*terms))
+        return finding.location
+
+    assert judged(other) == other and judged(None) == judged(other, LINE) != other
 
 
 @pytest.mark.parametrize(("weights", "found"), [((5.0, 2.0), ["DDP305"]), ((0.37, 1.9), [])])
@@ -723,6 +759,18 @@ def used(writes: bool, began: int, collectives: int) -> FileUsed:
 
 def read(began: int, **more: Any) -> FileUsed:
     return replace(FileUsed("/data/last.pt", False, began, began, LINE, mapped=True), **more)
+
+
+def test_states_that_ranks_have_loaded_from_other_files() -> None:
+    apart = [[read(0, path="/run/2.pt")], [read(0, path="/run/1.pt")]]
+    state, left = make_finding("DDP306", ("momentum",), "It differs.", steps=(0,)), make_finding("DDP405", (), "Left.")
+    later = replace(state, steps=(4,))
+    told, ended, same = told_by_files([state, left, later], apart)
+    assert told.location == LINE and "rank 0: run/2.pt; rank 1: run/1.pt" in told.message and same == later
+    assert ended.message == "Left." and "run/2.pt" in ended.evidence[-1]
+    assert told_by_files([state], [[read(0)], [read(0)]]) == [state] == told_by_files([state], [[], []])
+    another = read(0, path="/run/all.pt", location=Location("train.py", 3))  # of random states, then
+    assert told_by_files([state], [[*of_rank, another] for of_rank in apart]) == [state]
 
 
 @pytest.mark.parametrize(

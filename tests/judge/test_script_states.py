@@ -48,6 +48,18 @@ def test_a_copy_is_at_fault_where_it_was_made_or_where_it_is_written(
     assert finding.ranks == ((0,) if alone else ())
 
 
+def test_a_module_beside_the_wrappers_that_training_calls_and_that_stays_as_it_is() -> None:
+    def teacher(*values: int) -> list[StateHeld]:
+        return [replace(one, copies=False, other=True) for one in looks(*values)]
+
+    (finding,) = judge_states([teacher(1, 1), teacher(2, 2)])
+    assert (finding.code, finding.subjects, finding.location) == ("DDP306", ("ema",), MADE)
+    assert "no wrapper" in finding.message
+    assert not judge_states([teacher(1, 1), teacher(1, 1)])
+    assert not judge_states([teacher(1, 3), teacher(2, 4)])  # trained by hand
+    assert not judge_states([teacher(1), teacher(2)])
+
+
 def use(digest: int, **more: Any) -> StateUsed:
     return replace(StateUsed(12, "ema", ("train.py:60",), digest, wrapped=False, loaded=False, location=MADE), **more)
 
@@ -60,6 +72,44 @@ def test_a_copy_that_one_rank_updates_and_all_evaluate() -> None:
     assert "in the training loop it has changed on rank 0, not on rank 1" in finding.evidence
     (finding,) = judge_uses([[use(3)], [use(1)]], [moves, stays], [[WRITES], []])
     assert (finding.location, finding.ranks) == (WRITTEN, (0,))
+
+
+def test_statistics_that_each_rank_has_estimated_on_its_own_part() -> None:
+    def judged(*statistics: tuple[float, ...]) -> list[str]:
+        uses = [[use(3, statistics=one, estimated_at=LOADED, wrapped=True)] for one in statistics]
+        return [f"{one.code} {one.location}" for one in judge_uses(uses, [[] for _ in uses])]
+
+    assert judged((0.0, 1.0, 4.0, 1.0), (0.2, 1.0, 4.0, 1.0)) == [f"DDP214 {LOADED}"]
+    assert not judged((0.0, 1.0, 4.0, 1.0), (0.02, 1.0, 4.0, 1.0))  # of shuffled samples
+    assert not judged((), ()) and not judged((0.0, 1.0), ()) and not judged((0.0, 1.0))
+
+
+def test_statistics_are_written_down_where_they_were_estimated_again() -> None:
+    written: list[StateUsed] = []
+    steps = [0]
+    recorder = UseRecorder(written.append, [], lambda: steps[0], list)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    recorder.follow(model, "ema", MADE)
+    model[1].reset_running_stats()  # before training
+    steps[0] = 4
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(torch.ones(2, 2))
+
+    model.eval()
+    evaluate()
+    model[1].reset_running_stats()
+    model.train()
+    evaluate()
+    model.eval()
+    steps[0] = 5
+    evaluate()
+    model.load_state_dict(model.state_dict())
+    steps[0] = 6
+    evaluate()
+    assert [len(one.statistics) for one in written] == [0, 0, 6, 0]  # while they are estimated, none
+    assert written[2].estimated_at is not None and written[2].estimated_at.path.endswith("test_script_states.py")
 
 
 @pytest.mark.parametrize(

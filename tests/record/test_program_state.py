@@ -157,6 +157,16 @@ def test_the_buffers_of_a_loss_through_which_backward_comes(criterion: nn.Module
     assert list(recorder._of_criterion(criterion)) == held
 
 
+def test_a_module_that_is_no_copy_is_looked_at_once_it_is_called_and_some_times_only() -> None:
+    uses: Any = None
+    recorder = StateRecorder(lambda _: None, [], uses, lambda *_: None)
+    teacher = nn.Linear(3, 2)
+    assert not recorder._of_other("teacher", teacher) and not recorder._of_other("loss", nn.MSELoss())
+    with torch.no_grad():
+        teacher(torch.zeros(1, 3))
+    assert [list(recorder._of_other("teacher", teacher)) for _ in range(4)] == [["weight", "bias"]] * 3 + [[]]
+
+
 def test_tensors_that_no_module_has_are_named_by_the_variables_that_hold_them() -> None:
     scale, outer, by_name = torch.ones(1), [torch.ones(2), torch.ones(3)], {"head": torch.ones(4)}
     wanted = {id(scale), id(outer[1]), id(by_name["head"])}

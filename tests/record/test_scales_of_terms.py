@@ -1,14 +1,16 @@
 """The sums and means of a loss, and the numbers that it scales them by, as they stand in its graph."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from ddpcheck.gather.autograd.gradient_hooks import hooks_on
-from ddpcheck.record.loss.loss_recorder import _terms
+from ddpcheck.record.loss.loss_recorder import _count, _lines_of_terms, _terms
 
 X = torch.ones(4, requires_grad=True)
 
@@ -29,6 +31,40 @@ X = torch.ones(4, requires_grad=True)
 def test_the_numbers_on_the_way_to_each_term(loss: Tensor, expected: list[tuple[str, list[tuple[str, float]]]]) -> None:
     found = [(kind, list(scales)) for _, kind, scales in _terms(loss.grad_fn)]
     assert found == expected
+
+
+ROWS = torch.ones(6, 3, requires_grad=True)
+TARGETS = torch.tensor([0, 1, -100, 1, -100, 2])
+MASK = TARGETS >= 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "count"),
+    [
+        (cross_entropy(ROWS[MASK], TARGETS[MASK]), (4, True)),
+        (cross_entropy(ROWS, TARGETS), (4, True)),
+        (cross_entropy(ROWS, TARGETS.clamp(min=0)), (6, False)),
+        ((ROWS.exp()[MASK] - 1).norm(dim=1).mean(), (4, True)),
+        (torch.nn.functional.linear(ROWS, torch.ones(2, 3)).square().mean(), (12, False)),
+        (ROWS[MASK].sum(0).square().mean(), (3, False)),  # of features, not of what was chosen
+    ],
+)
+def test_how_many_elements_a_mean_is_over_and_whether_they_were_chosen(loss: Tensor, count: tuple[int, bool]) -> None:
+    ((node, _, _),) = _terms(loss.grad_fn)
+    assert _count(node) == count
+
+
+def test_the_lines_of_the_terms_of_a_loss() -> None:
+    source = Path(__file__).read_text().splitlines()
+    first = X.mean()
+    total = X.square().sum()
+    kept = total / 3
+    both = first + kept
+    terms = list(_terms(both.grad_fn))
+    found = _lines_of_terms(both, len(terms))
+    lines = [source[found[node].line - 1].strip() for node, _, _ in terms]
+    assert lines == ["first = X.mean()", "kept = total / 3"]
+    assert not _lines_of_terms(kept, 1)  # it is all of the loss
 
 
 def test_they_make_the_gradient_that_arrives_at_a_term() -> None:

@@ -146,13 +146,24 @@ class GatheredConstant(Entry, frozen=True):
 class OwnPartPutBack(Entry, frozen=True):
     """A loss is made of what was gathered without gradient, and the rank's own part of it carries one.
 
-    Each rank has the whole loss then, and its own part of the gradient: these add up over the ranks.
+    If each rank has the whole loss, each has its own part of the gradient, and these add up over the ranks.
 
     Attributes:
         step: How often optimizers had stepped before.
+        operation: The collective.
+        location: The line of the script that calls it, or of `backward` where a function of the script's is around it.
+        arrived: A sketch of the gradient of all that was gathered, in backward; empty where that is not known, and
+            where it is zero but for the rank's own part, or a group has gathered it.
+        factor: By how much the gradient of the rank's own features is that of their part; 0 if it is no multiple.
+        by_function: Whether a function of the script's, with a `backward`, gathers.
     """
 
     step: int
+    operation: str = ""
+    location: Location | None = None
+    arrived: tuple[float, ...] = ()
+    factor: float = 0.0
+    by_function: bool = False
 
 
 class GradientsChanged(Entry, frozen=True):

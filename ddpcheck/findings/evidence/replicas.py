@@ -141,6 +141,9 @@ class StateUsed(Entry, frozen=True):
         wrapped: Whether it is a wrapped module itself.
         loaded: Whether a state has been loaded into it since the last optimizer step.
         location: The line that loads it, else that assigns the variable.
+        statistics: Some running means of a BatchNorm layer, and as many running variances, where the script has them
+            estimated again after training, by `update_bn`, say.
+        estimated_at: The line that does so.
     """
 
     step: int
@@ -150,6 +153,8 @@ class StateUsed(Entry, frozen=True):
     wrapped: bool
     loaded: bool
     location: Location | None
+    statistics: tuple[float, ...] = ()
+    estimated_at: Location | None = None
 
 
 class NothingLoaded(Entry, frozen=True):

@@ -69,6 +69,8 @@ class LoaderPass(Entry, frozen=True):
             they were too many, or no tensors on the CPU.
         labels: Likewise of their labels, if they have some: tensors of one whole number for each sample.
         classes: These labels themselves, where each sample has just one.
+        held: The keys of `draws` that are states of generators which the dataset holds.
+        held_at: The line that assigns the first of these generators.
         targets: Likewise numbers, where each sample has just one that is floating-point.
         whole: The rows of the array of which the dataset holds some; -1 where it holds names of files or texts.
         samples: By what the dataset holds of its samples, fingerprints of the first of them.
@@ -127,6 +129,8 @@ class LoaderPass(Entry, frozen=True):
     steps: int = 0
     workers: int = 0
     targets: tuple[float, ...] = ()
+    held: tuple[int, ...] = ()
+    held_at: Location | None = None
 
 
 class Inputs(Entry, frozen=True):
@@ -273,6 +277,7 @@ class StateHeld(Entry, frozen=True):
         used: Whether its forward has been called.
         location: The line that assigns the variable.
         together: How often collectives have brought each of its tensors together.
+        other: Whether these are the parameters of a module that is no copy, and that is called.
     """
 
     optimizer: int
@@ -284,6 +289,7 @@ class StateHeld(Entry, frozen=True):
     used: bool
     location: Location | None
     together: int = 0
+    other: bool = False
 
 
 class ScaledTerm(Struct, frozen=True):
@@ -296,6 +302,7 @@ class ScaledTerm(Struct, frozen=True):
         chosen: Whether these are some of a tensor, chosen by an index or a mask.
         divisors: The numbers by which it is divided on the way to the loss.
         multipliers: Those by which it is multiplied.
+        location: The line of a variable in which it is with fewer others than in the loss.
     """
 
     kind: str
@@ -304,6 +311,7 @@ class ScaledTerm(Struct, frozen=True):
     chosen: bool = False
     divisors: tuple[float, ...] = ()
     multipliers: tuple[float, ...] = ()
+    location: Location | None = None
 
 
 class NumberReduced(Struct, frozen=True):

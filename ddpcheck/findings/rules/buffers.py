@@ -80,7 +80,8 @@ self.register_buffer("queue", torch.zeros(len(local_data), 8))   # right: a size
         detected=(
             "Fingerprints of buffers are compared between ranks after wrapping and after each compared step, "
             "where the wrapper does not broadcast them. `ddpcheck run` also compares the buffers of a criterion "
-            "outside of the wrapper."
+            "outside of the wrapper, and BatchNorm statistics that are estimated again after training (`update_bn`), "
+            "where several ranks evaluate a model with them."
         ),
         ignore=(
             "If each rank is to keep statistics of its own samples, as plain BatchNorm does with "

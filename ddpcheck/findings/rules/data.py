@@ -18,7 +18,8 @@ RULES = (
         fix="Give the loader a DistributedSampler, or split the data by rank and world size.",
         detected=(
             "The samples that each rank gets in a step are compared by fingerprints: those of a recipe's shards, "
-            "of a data loader with the indices of its sampler, and of the inputs of forward."
+            "of a data loader with the indices of its sampler, and of the inputs of forward. Parts of a dataset that "
+            "overlap, in an epoch or from the second one on, are a warning."
         ),
         ignore=(
             "If all ranks are to see the same samples, for example with other augmentation or in a part of the loss."
@@ -66,10 +67,11 @@ for epoch in range(epochs):
         fix="Seed model construction equally and data workers with seed + rank.",
         detected=(
             "The states of the random generators are compared where each rank draws for its samples: in the data "
-            "loader and in its workers, and in the forward pass of a recipe. Batches with other samples and the same "
-            "numbers are reported. `ddpcheck run` also follows what a training step draws between two optimizer "
-            "steps, before backward: as many numbers as there are samples, or elements in what forward is given; and "
-            "what a step adds to the batches of a loader, which is the same on every rank and another in each step. "
+            "loader and in its workers, and in the forward pass of a recipe; also those of generators that a dataset "
+            "or its transforms hold. Batches with other samples and the same numbers are reported. `ddpcheck run` "
+            "also follows what a training step draws between two optimizer steps, before backward: as many numbers as "
+            "there are samples, or elements in what forward is given; and what a step adds to the batches of a "
+            "loader, which is the same on every rank and another in each step. "
             "Dropout and other noise within forward is not reported there."
         ),
         ignore="If less variety is accepted, or if the same noise is meant on every rank.",

@@ -89,8 +89,9 @@ loss.backward()                          # only the first of the two is reduced;
             "The gradients are those of the reference times one factor, to within rounding, and the factor is one "
             "that the world size explains. `ddpcheck run` compares the loss with the mean that it was made of, looks "
             "for a sum that is divided by a number which an all_reduce has summed over the ranks, and that neither the "
-            "loss nor a hook scales back, at gradients that are summed by hand, and at averaged gradients that are "
-            "divided by the world size, or multiplied by it, before the optimizer uses them." + _OF_RANKS
+            "loss nor a hook scales back, at gradients that are summed by hand, at averaged gradients that are "
+            "divided by the world size, or multiplied by it, before the optimizer uses them, and at a mean over the "
+            "features of all ranks whose gradient goes on to the rank's own only." + _OF_RANKS
         ),
         ignore="If the learning rate was tuned with this factor; it changes when the number of ranks does.",
         reports=("neuralmagic/sparseml#135", "facebookresearch/3detr#56", "ultralytics/ultralytics#18616"),
@@ -181,7 +182,8 @@ loss = (token_loss * mask).sum() / mask.sum()
         ),
         detected=(
             "Fingerprints of parameters and optimizer state are compared after the optimizer's step. `ddpcheck "
-            "run` also compares copies of a model, or of a part of it, beside the wrapper, such as an EMA."
+            "run` also compares models beside the wrapper: copies of it or of a part of it, such as an EMA, and others "
+            "that the training loop calls and does not change, such as a frozen teacher."
         ),
         ignore="If ranks drift on purpose between averages, as in local SGD; compare at the averaging steps then.",
         example="""\
@@ -250,7 +252,10 @@ def batch(step):
             "The collectives of the forward pass are recorded. One that autograd does not differentiate stands "
             "between parameters and the loss, and the gradient is not that of the global batch. `ddpcheck run` "
             "reports a loss that was all-reduced in place and then differentiated, and one that multiplies by the "
-            "gathered rows of all ranks, or takes distances from them, as constants, the rank's own among them."
+            "gathered rows of all ranks, or takes distances from them, as constants, the rank's own among them. It "
+            "also compares the gradient that arrives at what a function of the script's gathers, on each rank, with "
+            "what goes on to the rank's own features: where ranks have other losses, that lacks what the others ask "
+            "(if they have the same loss, it is DDP303)."
         ),
         ignore="If the values from other ranks are to be constants, as negatives of a contrastive loss often are.",
         reports=("mlfoundations/open_clip#616", "KevinMusgrave/pytorch-metric-learning#10"),

@@ -47,7 +47,12 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
         if len(everyone) == len(passes):
             same = _are_of_same_data([of_rank[0] for of_rank in everyone])
             found += (
-                (judge_split(everyone) or judge_overlap(everyone, ranks) or judge_left_out(everyone))
+                (
+                    judge_split(everyone)
+                    or judge_overlap(everyone, ranks)
+                    or judge_later_overlap(everyone)
+                    or judge_left_out(everyone)
+                )
                 or (
                     judge_other_values(everyone)
                     or judge_sharded_twice(everyone)
@@ -149,6 +154,47 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
     )
 
 
+def judge_later_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP505: ranks that take parts of the dataset in the first epoch, and parts that overlap in all that follow.
+
+    What the order is made from in each epoch is not the same on every rank, then: the losses of a rank's own samples.
+    """
+    epochs = list(zip(*passes, strict=False))
+    first = passes[0][0]
+    if len(passes) < 2 or len(epochs) < 2 or not _are_of_same_data(epochs[0]):
+        return []
+    if any(one.size != first.size or one.epoch != of_ranks[0].epoch for of_ranks in epochs for one in of_ranks):
+        return []
+    if not all(map(_has_parts, epochs)):
+        return []
+    size, union = len(first.indices), {index for one in epochs[0] for index in one.indices}
+    shared = [shared_by_ranks(of_ranks, [one.indices for one in of_ranks], size) for of_ranks in epochs[1:]]
+    if len(union) <= (size - 1) * len(passes) or not all(shared):
+        return []
+    second = {index for one in epochs[1] for index in one.indices}
+    return finding_on_loader(
+        "DDP505",
+        first,
+        f"In the first epoch the ranks take parts of the dataset; in the next one they share {shared[0]} of the "
+        f"{size} samples that each takes, and {first.size - len(second)} of {first.size} are on no "
+        "rank: the order is not made from the same numbers on every rank.",
+        severity=Severity.WARNING,
+        evidence=[
+            *(f"rank {rank} begins it with samples {_first(one.indices)}" for rank, one in enumerate(epochs[1][:3])),
+            _taken(first),
+        ],
+        fix="Gather or reduce over all ranks what the sampler orders or weights samples by (the losses of all ranks, "
+        "say), or broadcast its order, before each rank takes its part.",
+    )
+
+
+def _has_parts(of_ranks: Sequence[LoaderPass]) -> bool:
+    """Whether each rank has gone to the end of its share of the dataset, and has taken no sample twice."""
+    whole = all(one.indices and one.exhausted and not one.replaces for one in of_ranks)
+    once = all(len(set(one.indices)) == len(one.indices) == len(of_ranks[0].indices) for one in of_ranks)
+    return whole and once and (len(of_ranks[0].indices) - 1) * len(of_ranks) < of_ranks[0].size
+
+
 def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     """DDP519: samples that no rank takes in any epoch."""
     epochs = [of_ranks for of_ranks in zip(*passes, strict=False) if all(one.indices for one in of_ranks)]
@@ -214,10 +260,13 @@ def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     draws = [{before: after for one in of_rank for before, after in one.draws.items()} for of_rank in passes]
     shared = set.intersection(*map(set, draws))
     orders = {tuple(of_rank[0].indices) for of_rank in passes}
-    if len(passes) < 2 or len(shared) < _FEWEST_DRAWS or len(orders) < 2:
-        return []
     one = passes[0][0]
     alike = all(len({of_rank[state] for of_rank in draws}) == 1 for state in shared)
+    batches = [state for each in passes[-1] for state in each.held if state in shared]
+    held = bool(batches) and shared <= set(batches)
+    several = len(shared) >= _FEWEST_DRAWS or (held and alike and len(batches) >= _FEWEST_DRAWS)  # workers have copies
+    if len(passes) < 2 or not several or len(orders) < 2:
+        return []
     where = ", in workers" if one.workers else ""
     when = "before and after" if alike else "before"
     fix = "Seed with seed + rank before the loop over the data, after the model has been constructed"
@@ -225,15 +274,20 @@ def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         fix = "Have the workers seed with what they get from the loader and the rank, in worker_init_fn"
     elif one.workers:
         fix += "; or give the loader a generator that is seeded with seed + rank"
+    if held:
+        fix = "Seed the generator with seed + rank" + (
+            ", and again in each worker, with torch.initial_seed() in worker_init_fn" if one.workers else ""
+        )
     return finding_on_loader(
         "DDP510",
         one,
         f"The dataset draws random numbers for its samples{where}, and every rank draws the same ones, in "
-        f"{len(shared)} of {max(map(len, draws))} batches that were looked at.",
-        line=passes[-1][0].seeded or one.location,
+        f"{len(batches) or len(shared)} of {max(len(batches), *map(len, draws))} batches that were looked at.",
+        line=(one.held_at if held else passes[-1][0].seeded) or one.location,
         evidence=[
-            f"the states of the global random generators {when} these batches are equal on all ranks",
-            *([f"worker 0 has the seed {one.worker_seed} on every rank"] * (one.worker_seed >= 0)),
+            f"the states of the {'random generators that the dataset holds,' if held else 'global random generators'} "
+            f"{when} these batches{',' * held} are equal on all ranks",
+            *([f"worker 0 has the seed {one.worker_seed} on every rank"] * (one.worker_seed >= 0 and not held)),
         ],
         fix=f"{fix}.",
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, product
 from pathlib import PurePath
 
 from ddpcheck.findings.evidence.script import FileUsed
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import format_ranks, one_finding, plural_verb
+from ddpcheck.findings.wording import format_ranks, group_by_value, one_finding, plural_verb
 
 
 def judge_files(uses: Sequence[Sequence[FileUsed]], empty: Collection[str] = ()) -> list[Finding]:
@@ -55,6 +56,37 @@ def judge_files(uses: Sequence[Sequence[FileUsed]], empty: Collection[str] = ())
                 fix="Call dist.barrier() on every rank after the one has written it and before the others read it.",
             )
     return [finding for findings in found.values() for finding in findings] + _judge_devices(uses)
+
+
+def told_by_files(findings: Iterable[Finding], uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
+    """The findings; those that other states on the ranks bring about say so, where ranks have loaded other files.
+
+    That is a line at which torch.load reads another file on some ranks, where no line reads the same one on all: a
+    program that reads a file for each rank (of random states, or shards) reads the rest from one of all ranks.
+    """
+    loads = [{use.location: use for use in reversed(of_rank) if use.by_torch and not use.writes} for of_rank in uses]
+    common = set.intersection(*map(set, loads)) if loads else set()
+    read = [[of_rank[line] for of_rank in loads] for line in loads[0] if line in common] if loads else []
+    if not read or any(len({use.path for use in of_ranks}) == 1 for of_ranks in read):
+        return list(findings)
+    of_ranks = min(read, key=lambda one: one[0].began)
+    names = group_by_value(["/".join(PurePath(use.path).parts[-2:]) for use in of_ranks])
+    said = f"The ranks do not load the same file ({'; '.join(names)})."
+    told = []
+    for one in findings:
+        if one.code in ("DDP405", "DDP508"):
+            one = replace(one, evidence=(*one.evidence, f"torch.load is called at {of_ranks[0].location}. {said}"))
+        elif (one.code in ("DDP306", "DDP515") and one.steps == (0,)) or one.code == "DDP208":
+            noticed = [f"noticed at {one.location}"] if one.location else []
+            one = replace(
+                one,
+                message=f"{said} {one.message}",
+                location=of_ranks[0].location,
+                evidence=(*noticed, *one.evidence),
+                fix="Load the same file on every rank: let rank 0 choose it, and broadcast its name.",
+            )
+        told.append(one)
+    return told
 
 
 def judge_shards_saved(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.script import LoaderPass
@@ -120,6 +120,7 @@ def explain_by_loop(facts: EndingFacts, one: Position, other: Position) -> list[
             if loop not in facts.loops(left.lines) and facts.has_left(left, loop)
         ]
         if loops and (_is_same_pass(left.of, stays.of, loops[-1]) or not own_branches(facts, left, stays)):
+            loops = [loop for loop in loops if not _is_later_pass(left.of, stays.of, loop)] or loops
             with_exits = [loop for loop in loops if exits_of(facts, loop, left, stays)]
             return _left(facts, (with_exits or loops[-1:])[0], left, stays)
     return []
@@ -127,8 +128,18 @@ def explain_by_loop(facts: EndingFacts, one: Position, other: Position) -> list[
 
 def _is_same_pass(left: RankAtEnd, stays: RankAtEnd, loop: Block) -> bool:
     """Whether a rank is still in the pass over a loader that was the last one of another rank in this loop."""
+    return any(not m.exhausted and (m.loader, m.number) == (t.loader, t.number) for m, t in _last(left, stays, loop))
+
+
+def _is_later_pass(left: RankAtEnd, stays: RankAtEnd, loop: Block) -> bool:
+    """Whether another rank has ended its last pass in this loop, and this one is in a later pass over the loader."""
+    return any(t.exhausted and m.loader == t.loader and m.number > t.number for m, t in _last(left, stays, loop))
+
+
+def _last(left: RankAtEnd, stays: RankAtEnd, loop: Block) -> Iterator[tuple[LoaderPass, LoaderPass]]:
+    """The last pass over a loader in this loop, of both ranks; nothing where one has none."""
     mine, theirs = ([one for one in rank.passes if str(one.location) == loop.head][-1:] for rank in (stays, left))
-    return any(not m.exhausted and (m.loader, m.number) == (t.loader, t.number) for m in mine for t in theirs)
+    return zip(mine, theirs, strict=False)
 
 
 def _made(rank: RankAtEnd, call: Call) -> int:

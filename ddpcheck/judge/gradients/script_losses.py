@@ -1,4 +1,4 @@
-"""DDP303, 305, 309 and 514: losses that a script scales by the world size, or divides by a number of each rank's own.
+"""DDP303, 305 and 514: losses that a script scales by the world size, or divides by a number of each rank's own.
 
 The severity of DDP305 for a mean of means is that of all doors, by the size of its effect. A mean over each rank's own
 elements gives an element of a rank that has fewer of them more weight. Where the counts differ by chance, as with
@@ -14,7 +14,6 @@ from collections.abc import Container, Sequence
 from functools import partial
 from statistics import median
 
-from ddpcheck.findings.evidence.loop import GatheredConstant
 from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, one_finding
@@ -39,29 +38,6 @@ def severity_of_weights(steps: Sequence[Sequence[float]]) -> Severity:
     most, least = average.index(max(average)), average.index(min(average))
     always = len(parts) >= _FEWEST and all(part[most] > part[least] for part in parts)
     return Severity.ERROR if always and average[most] >= _ALWAYS * average[least] else Severity.WARNING
-
-
-_FEWEST_GATHERS = 2  # steps
-
-
-def judge_gathers(uses: Sequence[Sequence[GatheredConstant]]) -> list[Finding]:
-    """At most one finding; `uses` by rank. Every rank has to do it, in several steps."""
-    steps = [{one.step for one in of_rank} for of_rank in uses]
-    if len(uses) < 2 or len(set.intersection(*steps)) < _FEWEST_GATHERS:
-        return []
-    one = uses[0][0]
-    return one_finding(
-        "DDP309",
-        (one.operation,),
-        f"The loss takes the {one.rows} rows that {one.operation} has gathered as constants, and those of the own rank "
-        "too: a feature gets a gradient where it is compared with the others, and none where the others are compared "
-        "with it.",
-        location=one.location,
-        evidence=["its input carries a gradient, and what it has gathered is in the loss and carries none"],
-        severity=Severity.WARNING,
-        fix="Use torch.distributed.nn.functional.all_gather, which autograd differentiates; or put the rank's own "
-        "features back (parts[rank] = features), and have every rank compute the loss of all rows.",
-    )
 
 
 FEWEST_PASSES = 3  # that are compared
@@ -249,7 +225,7 @@ def _unequal_counts(passes: Losses, every: Sequence[list[float]], unequal: Seque
         ("loss",),
         "The loss of each rank is divided by its own number of elements, and the numbers differ, so the average over "
         "ranks is a mean of means and not that of all elements of the step.",
-        location=passes[0][0].made or passes[0][0].location,
+        location=_line_of_counts(passes) or passes[0][0].made or passes[0][0].location,
         evidence=[
             f"in {len(unequal)} of {len(passes)} backward passes that were compared; in the first of them "
             + ", ".join(f"by {count:.0f} on rank {rank}" for rank, count in enumerate(unequal[0]))
@@ -259,19 +235,31 @@ def _unequal_counts(passes: Losses, every: Sequence[list[float]], unequal: Seque
     )
 
 
+def _line_of_counts(passes: Losses) -> Location | None:
+    """Of the one term that has a line, and of which the ranks have other numbers of elements, or divide by others."""
+    lines = {
+        terms[0].location
+        for of_ranks in passes
+        for terms in zip(*(one.terms for one in of_ranks), strict=False)
+        if len({(term.count, round(term.factor, 9)) for term in terms}) > 1
+    }
+    return lines.pop() if len(lines) == 1 else None
+
+
 def _own_counts(of_ranks: Sequence[LossDifferentiated], weight: float) -> list[float]:
     """What each rank divides a sum by, which counts so much in the loss, where these are whole numbers that differ."""
     for terms in zip(*(one.terms for one in of_ranks), strict=False):
-        counts = [_divisor(term, weight) for term in terms]
+        counts = [_divisor(term, weight, terms[0].factor) for term in terms]
         if min(counts) >= 1 and max(counts) > min(counts) * (1 + _UNEQUAL):
             if max(counts) < _LARGEST and all(abs(count - round(count)) < _WHOLE for count in counts):
                 return counts
     return []
 
 
-def _divisor(term: ScaledTerm, weight: float) -> float:
+def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:
+    """What a sum is divided by, or a mean, but for the `factor` that it has on the first rank."""
     if term.kind == "mean":
-        return float(term.count) if term.chosen else 0.0
+        return term.count * abs(factor / term.factor) if term.chosen and term.factor else 0.0
     return weight / abs(term.factor) if term.factor else 0.0
 
 

@@ -5,6 +5,7 @@ Also running statistics of each rank's own samples, by which it normalises the i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.loop import ModuleChanged
@@ -98,6 +99,7 @@ def _finding_of_statistic(looks: Sequence[Sequence[RunningStatistic]], apart: fl
 
 
 _FEWEST = 2  # looks, of which the last two have to differ
+_FAR = 0.02  # standard deviations, of running means of the same data
 
 
 Changes = Sequence[Sequence[ModuleChanged]]
@@ -105,7 +107,7 @@ Changes = Sequence[Sequence[ModuleChanged]]
 
 
 def judge_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -> list[Finding]:
-    """Copies of wrapped modules or of parts of them, and buffers of a criterion, that differ; `states` by rank.
+    """Copies of wrapped modules or of parts of them, buffers of a criterion, and other modules, that differ; by rank.
 
     A copy that a rank holds, and neither changes nor calls, is not in use there: an EMA that only rank 0 updates, say.
     It is at fault where it was made, or, if it was the same on every rank once, where it is written.
@@ -128,7 +130,9 @@ def judge_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -
             if last
             else False
         )
-        if len(apart) == _FEWEST and in_use and not _come_together(looks):
+        pairs = zip(last[0], last[-1], strict=True) if last else ()
+        kept = all(not one.other or one.values == two.values for one, two in pairs)
+        if len(apart) == _FEWEST and in_use and kept and not _come_together(looks):
             alike = [number for number, of_ranks in enumerate(every) if len({str(one.values) for one in of_ranks}) == 1]
             found += _finding(every, alike[-1] + 1 if alike else 0, _written_at(changes, name[1]))
     return found[:1]
@@ -177,7 +181,8 @@ def judge_uses(
     """DDP306: what several ranks evaluate from one line, with other weights on each; by rank.
 
     These are copies, and wrapped modules into which the script has put what it had kept: other values than training
-    left there. What one rank alone evaluates, or has received from the others before, is no fault.
+    left there. What one rank alone evaluates, or has received from the others before, is no fault. DDP214: with other
+    statistics, which each rank has estimated for itself.
     """
     by_use = [{(one.step, one.name, one.lines): one for one in of_rank} for of_rank in uses]
     kept = [{digest_of_values(one.values.values()): one for one in of_rank if one.copies} for of_rank in states]
@@ -188,7 +193,37 @@ def judge_uses(
         if known and len({one.digest for one in theirs.values()}) > 1:
             written = _written_at(changes, use[1])
             return _finding_of_use(theirs, states, copies[0].location if copies else None, written)
+        if len(theirs) > 1 and (apart := _apart([one.statistics for one in theirs.values()])) > _FAR:
+            return _finding_of_statistics(theirs, apart)
     return []
+
+
+def _apart(statistics: Sequence[Sequence[float]]) -> float:
+    """How far running means are from each other, in standard deviations: 0.02, of parts of thousands of samples."""
+    half = len(statistics[0]) // 2
+    if not half or any(len(one) != 2 * half for one in statistics):
+        return 0.0
+    columns: list[tuple[float, ...]] = list(zip(*statistics, strict=True))
+    pairs = zip(columns[:half], columns[half:], strict=True)
+    return max((max(means) - min(means)) / math.sqrt(max(*variances, 1e-12)) for means, variances in pairs)
+
+
+def _finding_of_statistics(uses: Mapping[int, StateUsed], apart: float) -> list[Finding]:
+    one = next(iter(uses.values()))
+    return one_finding(
+        "DDP214",
+        (one.name,),
+        f"{one.name} is evaluated with other running statistics of BatchNorm on each rank: every rank has estimated "
+        "them again from its own part of the data, and the parameters are the same.",
+        location=one.estimated_at or one.location,
+        evidence=[
+            f"running means are up to {apart:.2g} standard deviations apart",
+            f"evaluated at {one.lines[0]} on {format_ranks(uses)}",
+        ],
+        severity=Severity.WARNING,
+        fix="Estimate them on every rank from the same samples; or all_reduce running_mean and running_var after that, "
+        "or broadcast them from rank 0.",
+    )
 
 
 def _finding_of_use(
@@ -251,6 +286,20 @@ def _finding(looks: Sequence[Sequence[StateHeld]], first: int, written: _Written
     evidence = [f"{apart}: {join_names(names[:3])}{' ...' if len(names) > 3 else ''}"]
     evidence.append(f"before step {looks[first - 1][0].count} they were" if first else "they were not compared before")
     where, how, on = written if first else (None, [], ())
+    if one.other:
+        return one_finding(
+            "DDP306",
+            (one.name,),
+            f"{one.name} ({one.kind}) is in no wrapper and in no optimizer, the training loop calls it, and its "
+            "parameters are not the same on every rank.",
+            ranks=ranks,
+            steps=(one.count,),
+            location=one.location,
+            evidence=[evidence[0], "they do not change from step to step"],
+            severity=Severity.WARNING,
+            fix="Load the same state into it on every rank, construct it under the same seed, or broadcast its "
+            "parameters from rank 0.",
+        )
     if one.copies:
         return one_finding(
             "DDP306",

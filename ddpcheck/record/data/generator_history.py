@@ -12,9 +12,15 @@ import hashlib
 import random
 import struct
 import sys
+from collections.abc import Iterable
+from types import FunctionType, ModuleType
 from typing import Any
 
 _MOST_SEEDS = 256
+_DEEPEST = 5  # attributes and items, one in the other
+_MOST_ITEMS = 64  # of a list, as of transforms
+_MOST_HELD = 512  # objects
+_PLAIN = (str, bytes, int, float, complex, type, ModuleType, FunctionType, type(None))
 _NEXT = struct.Struct("<Q")
 _NEXT_AT = 16  # bytes into torch's state
 
@@ -47,6 +53,47 @@ def made(generator: Any) -> None:
 def state_of_own(generator: Any) -> bytes:
     """A digest of the state of such a generator."""
     return _digest(repr(generator.bit_generator.state).encode())
+
+
+def held_generators(thing: Any) -> list[tuple[str, Any]]:
+    """The generators in the attributes of an object, and of what these hold, with the name of each attribute."""
+    found: list[tuple[str, Any]] = []
+    pending: list[tuple[str, Any, int]] = [("", thing, 0)]
+    seen = {id(thing)}
+    for name, one, depth in pending:  # which grows
+        if _held_state(one):
+            found.append((name, one))
+        elif depth < _DEEPEST:
+            for key, value in _parts(one, name):
+                if id(value) not in seen and not isinstance(value, _PLAIN) and len(pending) < _MOST_HELD:
+                    seen.add(id(value))
+                    pending.append((key, value, depth + 1))
+    return found
+
+
+def state_of_held(generators: Iterable[Any]) -> int:
+    """A digest of the states of such generators; 0 without any."""
+    states = [_held_state(one) for one in generators]
+    return _number(b"".join(states)) if states else 0
+
+
+def _held_state(thing: Any) -> bytes:
+    numpy, torch = sys.modules.get("numpy.random"), sys.modules["torch"]
+    if isinstance(thing, random.Random) and not isinstance(thing, random.SystemRandom):
+        return repr(thing.getstate()).encode()
+    if numpy is not None and isinstance(thing, numpy.Generator):
+        return state_of_own(thing)
+    if numpy is not None and isinstance(thing, numpy.RandomState):
+        name, keys, *others = thing.get_state()
+        return repr((name, keys.tolist(), *others)).encode()
+    return generator_bytes(thing) if isinstance(thing, torch.Generator) and thing.device.type == "cpu" else b""
+
+
+def _parts(thing: Any, name: str) -> list[tuple[str, Any]]:
+    if isinstance(thing, list | tuple):
+        return [(name, one) for one in thing] if len(thing) <= _MOST_ITEMS else []
+    held = thing if isinstance(thing, dict) else getattr(thing, "__dict__", None)
+    return [(str(key), one) for key, one in held.items()] if isinstance(held, dict) and len(held) <= _MOST_ITEMS else []
 
 
 def history() -> int:

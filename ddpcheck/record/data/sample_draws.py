@@ -1,7 +1,8 @@
 """The random numbers that a dataset draws for its samples, where it draws them: in this process, or in a worker.
 
-The states of the global generators are noted before the samples of a batch are made, and when they are put together.
-What `collate_fn` draws comes after that: it may be for the batch, as a size that all ranks have to agree on.
+The states of the global generators, and of those that the dataset holds, are noted before the samples of a batch are
+made, and when they are put together. What `collate_fn` draws comes after that: it may be for the batch, as a size that
+all ranks have to agree on.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
+from torch.utils.data import get_worker_info
+
 from ddpcheck.findings.source_lines import defined_at
 from ddpcheck.findings.tracebacks import passes_on
-from ddpcheck.record.data.generator_history import generators_there, state_of
+from ddpcheck.record.data.generator_history import generators_there, held_generators, state_of, state_of_held
+from ddpcheck.record.source.source_scope import assignment_in_program
 
-GENERATORS = ("torch", "python", "numpy")
+HELD = "held"
+GENERATORS = (HELD, "torch", "python", "numpy")
 
 _NUMBERS = 2 * len(GENERATORS)  # of a batch: the states before, and after
 
@@ -28,12 +33,16 @@ class SampleDraws:
 
     Attributes:
         seeded: The function that may seed the workers, where they have one.
+        held_at: The line that assigns the first of the generators that the dataset holds.
     """
 
     def __init__(self, loader: Any, batches: int) -> None:
         """Begin; of each process that makes batches, so many are looked at."""
         self.seeded = None if loader.worker_init_fn is None else defined_at(loader.worker_init_fn)
+        held = held_generators(loader.dataset)
+        self.held_at = assignment_in_program(held[0][0]) if held else None
         self._workers = int(loader.num_workers)
+        self._held = [] if self._workers else [one for _, one in held]
         self._most = batches
         self._collate, self._init_worker = loader.collate_fn, loader.worker_init_fn
         count = max(1, self._workers) * batches * _NUMBERS
@@ -65,13 +74,18 @@ class SampleDraws:
 
     def _begin(self, places: list[int]) -> None:
         self._places = places
-        self._before = _states() if places else ()
+        self._before = self._states() if places else ()
+
+    def _states(self) -> list[int]:
+        """Digests of the generators from which augmentations draw."""
+        return [state_of_held(self._held), *(state_of(name)[0] for name in generators_there())]
 
     @passes_on
     def _begin_worker(self, worker: int) -> None:
         if self._init_worker is not None:
             self._init_worker(worker)
         with contextlib.suppress(Exception):  # of ours, which nobody could be told in a worker
+            self._held = [one for _, one in held_generators(getattr(get_worker_info(), "dataset", None))]
             self._begin(list(range(worker * self._most, (worker + 1) * self._most)))
 
     @passes_on
@@ -86,10 +100,5 @@ class SampleDraws:
     def _note(self) -> None:
         if self._before:
             begin = self._places[0] * _NUMBERS
-            states = [state for pair in zip(self._before, _states(), strict=False) for state in pair]
+            states = [state for pair in zip(self._before, self._states(), strict=False) for state in pair]
             self._noted[begin : begin + len(states)] = states
-
-
-def _states() -> list[int]:
-    """Digests of the global generators from which augmentations draw."""
-    return [state_of(name)[0] for name in generators_there()]

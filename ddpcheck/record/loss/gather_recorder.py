@@ -12,8 +12,11 @@ import torch.distributed as dist
 from ddpcheck.findings.evidence.loop import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import defined_at
 from ddpcheck.gather.autograd.autograd_graph import kept_tensor, made_shapes
-from ddpcheck.gather.patching import patched
+from ddpcheck.gather.patching import guarded, patched
+from ddpcheck.gather.steps.gradient_distance import sketch
+from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.stream.rank_report import is_probed
 
 _MOST_NODES = 256
@@ -43,6 +46,10 @@ class _Parts:
     count: int  # of ranks
     own: int
     shape: tuple[int, ...]  # of all together
+    operation: str = ""
+    location: Location | None = None
+    node: Any = None  # that made the own one, where a function of autograd's gathers
+    of_all: bool = True  # and not of a group
 
 
 class GatherRecorder:
@@ -63,17 +70,19 @@ class GatherRecorder:
         if self._step != step:
             self._gathered, self._parts, self._step = [], [], step
         tensor = given.get(_INPUTS.get(call.operation, ""))
-        if not is_probed(step) or call.differentiable or not isinstance(tensor, torch.Tensor) or not tensor.dim():
+        if not is_probed(step) or not isinstance(tensor, torch.Tensor) or not tensor.dim():
             return
-        group = given.get("group")
-        if tensor.is_floating_point() and len(self._parts) < _MOST_GATHERED:
-            count = dist.get_world_size(group)
-            self._parts.append(_Parts(count, dist.get_rank(group), (len(tensor) * count, *tensor.shape[1:])))
-        if tensor.dim() < 2 or tensor.grad_fn is None or not tensor.is_floating_point():
+        count, where = len(call.members), Location.parse(call.location)
+        node = tensor.grad_fn if call.differentiable else None
+        known = tensor.is_floating_point() and (node is not None or not call.differentiable)
+        if known and len(self._parts) < _MOST_GATHERED:
+            own, shape = call.members.index(dist.get_rank()), (len(tensor) * count, *tensor.shape[1:])
+            of_all = count == dist.get_world_size()
+            self._parts.append(_Parts(count, own, shape, call.operation, where, node, of_all))
+        if call.differentiable or tensor.dim() < 2 or tensor.grad_fn is None or not tensor.is_floating_point():
             return
         if tensor.numel() <= _MOST_ELEMENTS and (rows := _own_rows(tensor)) is not None:
-            shape = tensor.numel() // tensor.shape[-1] * dist.get_world_size(group), tensor.shape[-1]
-            where = Location.parse(call.location)
+            shape = tensor.numel() // tensor.shape[-1] * count, tensor.shape[-1]
             self._gathered.append(_Gathered(call.operation, where, shape, rows, tensor.grad_fn))
 
     def _look(self, losses: Any, *_arguments: Any, **_named: Any) -> None:
@@ -81,8 +90,10 @@ class GatherRecorder:
         if not parts or self._step != self._steps() or not isinstance(losses, torch.Tensor):
             return
         ends = {one.node for one in gathered}
-        if any(_puts_back(node, parts, ends) for node in _nodes(losses.grad_fn, ends)):
-            self._sink(OwnPartPutBack(self._step))
+        for node in _nodes(losses.grad_fn, ends):
+            if (joined := _put_back(node, parts, ends)) is not None:
+                self._follow(node, joined)
+                break
         for one in gathered:
             alike = sum(other.shape == one.shape for other in gathered)  # views, say, which may have been joined
             shapes = [(one.shape[0] * count, one.shape[1]) for count in range(1, alike + 1)]
@@ -90,6 +101,21 @@ class GatherRecorder:
             if any(_holds(constant, one.rows) for constant in constants):
                 self._sink(GatheredConstant(self._step, one.operation, one.location, one.shape[0]))
                 return
+
+    def _follow(self, node: Any, parts: _Parts) -> None:
+        """Tell what arrives at a node that joins the parts of all ranks, and what it hands on to the rank's own."""
+        function = getattr(type(node), "_forward_cls", None)
+        where = parts.location if function is None else defined_at(function.backward)
+
+        def note(handed: Any, given: Any) -> None:
+            handle.remove()
+            arrived, factor = _handed_on(node, handed, given, parts)
+            arrived = arrived if parts.of_all else ()
+            inside = parts.node is not None
+            if not inside or abs(factor - 1) < _PARALLEL:  # else its backward adds up what others ask
+                self._sink(OwnPartPutBack(self._step, parts.operation, where, arrived, factor, inside))
+
+        handle = node.register_hook(UnpickledHook(guarded(note)))
 
 
 def _constants(root: Any, shape: tuple[int, int], ends: set[Any]) -> Iterator[torch.Tensor]:
@@ -143,16 +169,37 @@ def _normed(rows: torch.Tensor) -> torch.Tensor:
     return normed
 
 
-def _puts_back(node: Any, parts: list[_Parts], ends: set[Any]) -> bool:
-    """Whether a node joins what was gathered, and the rank's own part of it alone carries a gradient."""
+def _put_back(node: Any, parts: list[_Parts], ends: set[Any]) -> _Parts | None:
+    """What a node joins that was gathered, where the rank's own part of it alone carries a gradient."""
     following = [one for one, _ in node.next_functions]
     if isinstance(node, torch.autograd.function.BackwardCFunction):  # which a program has written for that
-        return not ends.isdisjoint(following)
+        inside = next((one for one in parts if one.node is not None and one.node in following), None)
+        return inside if ends.isdisjoint(following) else parts[0]
+    parts = [one for one in parts if one.node is None]
     if node.name().startswith(_JOINS):
         there = [number for number, one in enumerate(following) if one is not None]
-        return any(len(following) == part.count and there == [part.own] for part in parts)
+        return next((one for one in parts if len(following) == one.count and there == [one.own]), None)
     into_constant = node.name().endswith("CopySlices") and following[0] is None
-    return into_constant and any(made_shapes(node)[:1] == (part.shape,) for part in parts)
+    return next((part for part in parts if into_constant and made_shapes(node)[:1] == (part.shape,)), None)
+
+
+def _handed_on(node: Any, handed: Any, given: Any, parts: _Parts) -> tuple[tuple[float, ...], float]:
+    """A sketch of what arrives for all parts, and by how much that which goes on is the own one; see the evidence."""
+    pairs = zip(handed, node.next_functions, strict=True)
+    own = next((one.detach().flatten() for one, (to, _) in pairs if to is not None and one is not None), None)
+    there = [one.detach().flatten() for one in given if one is not None]
+    if own is None or not there:
+        return (), 0.0
+    if len(given) == parts.count > 1:
+        every = [torch.zeros_like(own) if one is None else one.detach().flatten() for one in given]
+    else:
+        every = list(there[0].chunk(parts.count))
+    if any(one.shape != own.shape for one in every):
+        return (), 0.0
+    factor = float(own.norm() / every[parts.own].norm().clamp_min(1e-30))
+    factor = factor if torch.allclose(own, every[parts.own] * factor, rtol=_PARALLEL) else 0.0
+    lost = any(bool(one.any()) for number, one in enumerate(every) if number != parts.own)
+    return tuple(sketch(torch.cat(every)).tolist()) if lost else (), factor
 
 
 def _nodes(root: Any, ends: set[Any]) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.script import LossDifferentiated, NumberReduced,
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import user_frame, user_location
+from ddpcheck.findings.source_lines import last_assignment, relative_path, user_frame, user_location, variables_of
 from ddpcheck.gather.autograd.autograd_graph import in_backward, kept_tensor, made_shapes
 from ddpcheck.gather.patching import guarded, patched
 from ddpcheck.gather.state.fingerprints import is_shard
@@ -30,7 +30,9 @@ _PASSED = ("Mul", "Div", "Neg", "Add", "Sub", "View", "Reshape", "Squeeze", "Uns
 _SUMS, _MEANS = ("Sum", "NansumBackward"), ("Mean",)
 _CHOICES = ("Index", "MaskedSelect")  # of some of the elements, by their values
 _REDUCES_TO_MEAN, _REDUCES_TO_SUM = 1, 2  # of the reductions of torch's losses
+_MOST_FOLLOWED = 6  # operations from a mean to the choice of what it is over
 _MOST_SOURCES = 256
+_MOST_VARIABLES = 64  # of the function that calls backward
 _MOST_A_NUMBER = 4  # elements of a tensor that is one, or a few of them
 _MOST_NUMBERS = 16  # that are reduced, between two backward passes
 
@@ -114,8 +116,11 @@ class LossRecorder:
         handles = []
         scaler = self._scaled[1] if self._scaled[0] == id(losses) else None
         scale = 1.0 if scaler is None else scaler.get_scale()
-        for number, (node, kind, scales) in enumerate(_terms(losses.grad_fn)):
-            handles.append(node.register_prehook(UnpickledHook(_note_of(arrived, number, kind, node, scales))))
+        terms = list(_terms(losses.grad_fn))
+        lines_of_terms = _lines_of_terms(losses, len(terms))
+        for number, (node, kind, scales) in enumerate(terms):
+            note = _note_of(arrived, number, kind, node, scales, lines_of_terms.get(node))
+            handles.append(node.register_prehook(UnpickledHook(note)))
 
         def ended() -> None:
             for handle in handles:
@@ -150,16 +155,37 @@ def _unscaled(term: ScaledTerm, scale: float) -> ScaledTerm:
     return replace(term, factor=term.factor / scale, multipliers=tuple(own))
 
 
+def _lines_of_terms(loss: torch.Tensor, count: int) -> dict[Any, Location]:
+    """Of a loss of so many terms, by term, the line of the last variable that is made of the fewest, and not of all.
+
+    These are variables of the function that calls backward.
+    """
+    frame = user_frame(sys._getframe(1))
+    found: dict[Any, Location] = {}
+    if frame is None or count < 2:
+        return found
+    here = Location(relative_path(frame.f_code.co_filename), frame.f_lineno)
+    every = {
+        name: {node for node, _, _ in _terms(value.grad_fn)}
+        for name, value in list(variables_of(frame).items())[:_MOST_VARIABLES]
+        if type(value) is torch.Tensor and value.grad_fn is not None and value.numel() == 1 and value is not loss
+    }
+    for name in sorted(every, key=lambda name: -len(every[name])):
+        if len(every[name]) < count and (line := last_assignment(here, name)) is not None:
+            found.update(dict.fromkeys(every[name], line))
+    return found
+
+
 def _note_of(
-    arrived: dict[int, ScaledTerm], number: int, kind: str, node: Any, scales: _Scales
+    arrived: dict[int, ScaledTerm], number: int, kind: str, node: Any, scales: _Scales, line: Location | None
 ) -> Callable[[Any], None]:
-    count, chosen = _count(node), _chooses(node)
+    count, chosen = _count(node)
 
     def note(given: Any) -> None:
         if given[0] is not None and given[0].numel():
             factor = float(given[0].detach().flatten()[0])
             by = [tuple(value for name, value in scales if name == kind_of_scale) for kind_of_scale in ("Div", "Mul")]
-            arrived[number] = ScaledTerm(kind, factor, count, chosen, *by)
+            arrived[number] = ScaledTerm(kind, factor, count, chosen, by[0], by[1], line)
 
     return note
 
@@ -195,13 +221,28 @@ def _scale(node: Any, name: str, edge: int) -> _Scales:
     return ((name, float(other.detach())),)
 
 
-def _count(node: Any) -> int:
-    """How many elements a node sums."""
+def _count(node: Any) -> tuple[int, bool]:
+    """How many elements a node sums, or takes the mean of; and whether these are some that a mask or an index chooses.
+
+    A cross entropy knows the number of its targets, of which it may ignore some.
+    """
     following, index = node.next_functions[0]
     shapes = made_shapes(following)
-    return math.prod(shapes[index]) if shapes else 0
+    shape = shapes[index] if shapes else ()
+    count = math.prod(shape) if shapes else 0
+    total, target = kept_tensor(node, "total_weight"), kept_tensor(node, "target")
+    if total is not None and target is not None and kept_tensor(node, "weight") is None:
+        counted = round(float(total))
+        return counted, counted < target.numel() or _is_chosen(following, shape)
+    return count, _is_chosen(following, shape)
 
 
-def _chooses(node: Any) -> bool:
-    following = node.next_functions[0][0]
-    return following is not None and following.name().startswith(_CHOICES)
+def _is_chosen(node: Any, shape: tuple[int, ...]) -> bool:
+    """Whether rows of a tensor are some of another one, chosen by their values, as far as they are followed."""
+    for _ in range(_MOST_FOLLOWED):
+        if node is None or ((made := made_shapes(node)) and made[0][:1] != shape[:1]):
+            return False
+        if node.name().startswith(_CHOICES):
+            return True
+        node = next((one for one, _ in node.next_functions if one is not None), None)
+    return False

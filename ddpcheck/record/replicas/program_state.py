@@ -23,7 +23,7 @@ from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, StateHeld
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, last_assignment, parsed_source, relative_path, variables_of
 from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, after_forward
-from ddpcheck.gather.state.fingerprints import fingerprints
+from ddpcheck.gather.state.fingerprints import fingerprints, is_shard
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.module_hooks import UnpickledHook
@@ -37,6 +37,7 @@ _FEWEST, _MOST = 2, 4096  # items of a dictionary
 _FEWEST_TEXTS, _MOST_TEXTS = 3, 1024  # of a list
 _MOST_OBJECTS = 4096  # that the variables of the program are followed to
 _MOST_TOGETHER = 1 << 16  # tensors
+_MOST_LOOKS = 3  # at a module that is no copy
 _MOST_OF_A_PARAMETER = 8  # tensors in the state of a module, with its buffers, for each parameter
 _MOST_NUMBERS, _LEAST_COSINE = 4096, 0.5  # of the largest parameter, by which a copy is known
 _FEWEST_NUMBERS = 64  # of the largest parameter of a part, by which a copy of this part is known
@@ -108,8 +109,8 @@ class StateRecorder:
     """Looks at models that no wrapper and no optimizer holds, and on which training may depend all the same.
 
     These are copies of a wrapped module, or of a part of it (an EMA, a teacher, a target network, the best so far), as
-    a module or as its parameters; and modules with buffers through which backward comes (a criterion with a centre, or
-    with a queue).
+    a module or as its parameters; modules with buffers through which backward comes (a criterion with a centre, or with
+    a queue); and other modules that the program calls while it trains (a frozen teacher).
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class StateRecorder:
         self._together: Counter[int] = Counter()  # by the memory of a tensor, how often it was reduced or broadcast
         self._first: dict[str, tuple[int, StateHeld]] = {}  # by path, what a copy was that has not been seen again yet
         self._stay: set[str] = set()  # paths of which that tensor has been there twice
+        self._called: Counter[str] = Counter()  # by path of a module that is called, and neither, how often it was seen
 
     def look(self, optimizer: int, count: int, held: Iterable[torch.Tensor]) -> None:
         """Write down what variables hold before step `count` of an optimizer; all optimizers together hold `held`."""
@@ -154,7 +156,7 @@ class StateRecorder:
                 state = {}
             copies = bool(state)
             if not state and isinstance(value, nn.Module):
-                state = self._of_criterion(value)
+                state = self._of_criterion(value) or self._of_other(path, value)
             if state and not any(id(tensor) in trained for tensor in state.values()):
                 if copies:
                     self._copy_found(path, state.values())
@@ -182,7 +184,8 @@ class StateRecorder:
         kind, line = type(value).__name__, _line_of(path, where)
         if not copies:
             line = next((at for name in state if (at := writing_line(value, name)) is not None), line)
-        return StateHeld(optimizer, count, path, kind, values, copies, used, line, together)
+        other = not copies and any(isinstance(tensor, nn.Parameter) for tensor in state.values())
+        return StateHeld(optimizer, count, path, kind, values, copies, used, line, together, other)
 
     def note_together(self, tensor: Any) -> None:
         """A collective has given a tensor the same values on all ranks."""
@@ -234,6 +237,14 @@ class StateRecorder:
         statistics = batch_statistics(dict(module.named_modules()))
         buffers = {n: b for n, b in module.named_buffers() if b.is_floating_point() and n not in statistics}
         return buffers if buffers and self._use_of(module) == "training" else {}
+
+    def _of_other(self, path: str, module: nn.Module) -> Mapping[str, torch.Tensor]:
+        """The parameters of a module that has been called, for some looks: nothing is to change them."""
+        tensors = _parameters(module)
+        if not tensors or any(map(is_shard, tensors.values())) or not self._use_of(module):
+            return {}
+        self._called[path] += 1
+        return tensors if self._called[path] <= _MOST_LOOKS else {}
 
     def _use_of(self, module: nn.Module) -> str:
         if module not in self._used:

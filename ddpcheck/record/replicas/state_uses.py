@@ -81,6 +81,8 @@ def common_prefix(missing: Sequence[str], unexpected: set[str]) -> tuple[bool, s
 
 _MOST_MODULES = 64
 _MOST_LINES = 64  # by which a module is used
+_MOST_FEATURES = 16  # of a BatchNorm layer
+_NORMS: tuple[Any, ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _ALL_OF_THE_FIRST = 4  # uses by one of these; then fewer and fewer
 
 
@@ -114,7 +116,10 @@ class UseRecorder:
         self._steps = steps
         self._held = held
         self._followed: WeakKeyDictionary[nn.Module, _Followed] = WeakKeyDictionary()
+        self._reset: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # layers, after a step
         patched(nn.Module, "load_state_dict", self._loads)
+        for kind in _NORMS:
+            patched(kind, "reset_running_stats", self._resets)
 
     def follow(self, module: nn.Module, name: str, location: Location | None, *, wrapped: bool = False) -> None:
         """Listen to the calls of a module from now on; not of one of shards, which differ between ranks by right."""
@@ -137,6 +142,8 @@ class UseRecorder:
         yield
         if not self._steps() or isinstance(module, torch.jit.ScriptModule):
             return
+        for layer in module.modules() if self._reset else ():
+            self._reset.pop(layer, None)
         self.follow_wrapped()
         shapes = _shapes(module)
         if not shapes or all(_shapes(watch.module) != shapes for watch in list(self._watches)):
@@ -144,6 +151,10 @@ class UseRecorder:
         self.follow(module, type(module).__name__, None)
         for one in (self._followed[layer] for layer in _layers(module) if layer in self._followed):
             one.loaded, one.step, one.location = _digest(module), -1, user_location()
+
+    def _resets(self, layer: nn.Module) -> None:
+        if self._steps():
+            self._reset[layer] = user_location()
 
     def _called(self, module: nn.Module, *_arguments: Any) -> None:
         one, step = self._followed.get(module), self._steps()
@@ -162,11 +173,23 @@ class UseRecorder:
         if not one.wrapped and not {id(p) for p in self._held()}.isdisjoint(map(id, nn.Module.parameters(module))):
             return  # an optimizer of its own trains it
         digest = _digest(module)
-        self._sink(StateUsed(step, one.name, lines, digest, one.wrapped, digest == one.loaded, one.location))
+        reset = next((layer for layer in module.modules() if layer in self._reset), None) if self._reset else None
+        statistics, where = ((), None) if reset is None else (_statistics(reset), self._reset[reset])
+        self._sink(
+            StateUsed(step, one.name, lines, digest, one.wrapped, digest == one.loaded, one.location, statistics, where)
+        )
 
 
 def _digest(module: nn.Module) -> int:
     return digest_of_values(fingerprint(p.detach()) for _, p in nn.Module.named_parameters(module))
+
+
+def _statistics(layer: nn.Module) -> tuple[float, ...]:
+    """The first running means, and variances; none while they are estimated."""
+    tensors = [getattr(layer, name) for name in ("running_mean", "running_var")]
+    if layer.training or any(tensor is None for tensor in tensors):
+        return ()
+    return tuple(torch.cat([tensor[:_MOST_FEATURES] for tensor in tensors]).tolist())
 
 
 def _evaluates(module: nn.Module, one: _Followed) -> bool:

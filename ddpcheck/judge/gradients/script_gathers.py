@@ -1,0 +1,98 @@
+"""DDP309, DDP303: losses over the features of all ranks of which a part of the gradient is lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.loop import GatheredConstant, OwnPartPutBack
+from ddpcheck.findings.evidence.script import LossDifferentiated
+from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.wording import counted, one_finding
+
+_FEWEST = 2  # steps
+_NEAR = 1e-3  # relative, of numbers that are equal but for rounding
+_APART = 0.1  # relative, of gradients of other losses
+_FIX = (
+    "Gather with torch.distributed.nn.functional.all_gather, whose backward adds up the gradients of all ranks; or do "
+    "so in the backward of the script's own function."
+)
+
+
+def judge_gathers(uses: Sequence[Sequence[GatheredConstant]]) -> list[Finding]:
+    """At most one finding; `uses` by rank. Every rank has to do it, in several steps."""
+    steps = [{one.step for one in of_rank} for of_rank in uses]
+    if len(uses) < 2 or len(set.intersection(*steps)) < _FEWEST:
+        return []
+    one = uses[0][0]
+    return one_finding(
+        "DDP309",
+        (one.operation,),
+        f"The loss takes the {one.rows} rows that {one.operation} has gathered as constants, and those of the own rank "
+        "too: a feature gets a gradient where it is compared with the others, and none where the others are compared "
+        "with it.",
+        location=one.location,
+        evidence=["its input carries a gradient, and what it has gathered is in the loss and carries none"],
+        severity=Severity.WARNING,
+        fix="Use torch.distributed.nn.functional.all_gather, which autograd differentiates; or put the rank's own "
+        "features back (parts[rank] = features), and have every rank compute the loss of all rows, times the world "
+        "size.",
+    )
+
+
+def judge_own_parts(
+    parts: Sequence[Sequence[OwnPartPutBack]], losses: Sequence[Sequence[LossDifferentiated]], *, scale_matters: bool
+) -> list[Finding]:
+    """DDP303 or DDP309: the gradient of what was gathered goes on to the rank's own features as it arrives; by rank.
+
+    Where the same gradient arrives on every rank, each has the loss of all rows: their own parts add up to the gradient
+    of that, and DDP divides by the number of ranks. Where it differs, what the losses of others ask of a feature is
+    lost. Only of a gather with a `backward` of the script's own: what others detach is to be constant.
+    """
+    by_step = [{one.step: one for one in reversed(of_rank)} for of_rank in parts]
+    steps = [[of_rank[step] for of_rank in by_step] for step in sorted(set.intersection(*map(set, by_step)))]
+    steps = [of_ranks for of_ranks in steps if all(any(one.arrived) for one in of_ranks)]
+    every = [one for of_ranks in steps for one in of_ranks]
+    as_it_is = all(one.by_function and abs(one.factor - 1) < _NEAR for one in every)
+    if len(parts) < 2 or len(steps) < _FEWEST or not as_it_is:
+        return []
+    first, apart = every[0], [_difference([one.arrived for one in of_ranks]) for of_ranks in steps]
+    seen = f"in {counted(len(steps), 'step')} that were looked at"
+    if min(apart) > _APART:
+        return one_finding(
+            "DDP309",
+            (first.operation,),
+            f"The loss of each rank depends on the features of all that {first.operation} has gathered, and its "
+            "gradient goes on to the rank's own features only: what the losses of other ranks ask of a feature is "
+            "lost.",
+            location=first.location,
+            evidence=[f"on each rank another gradient arrives at what was gathered, {seen}"],
+            severity=Severity.WARNING,
+            fix=_FIX,
+        )
+    used = [one for of_rank in losses for one in of_rank if any(step[0].step == one.step for step in steps)]
+    terms = [term for one in used for term in one.terms]
+    plain = all(
+        term.kind == "mean" and abs(term.factor) < 1 + _NEAR and len(parts) not in term.multipliers for term in terms
+    )
+    if max(apart) > _NEAR or not scale_matters or not terms or not plain:
+        return []
+    return one_finding(
+        "DDP303",
+        ("loss",),
+        f"Each rank computes the loss of the rows of all ranks, which {first.operation} has gathered, its gradient "
+        "goes on to the rank's own features only, and DDP averages over the ranks: gradients are "
+        f"1/{len(parts)} of those of the loss.",
+        location=first.location,
+        evidence=[f"the same gradient arrives at what was gathered, on every rank, {seen}"],
+        severity=Severity.WARNING,
+        fix=f"Multiply the loss by the world size. Or: {_FIX}",
+    )
+
+
+def _difference(sketches: Sequence[Sequence[float]]) -> float:
+    """How far (relative) that of some rank is from that of the first."""
+    first, *others = sketches
+    if any(len(other) != len(first) for other in others):
+        return math.inf
+    return max(math.dist(first, other) for other in others) / (math.hypot(*first) or 1.0)
