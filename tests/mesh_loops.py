@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -382,6 +382,64 @@ def dropout_of_each_rank() -> None:
     mesh = grid(2)
     model = replicated(split(Net(drops=0.2), mesh["tp"]), mesh)
     train(model, mesh, clips=False, seed=mesh["dp"].get_local_rank() if FIXED else dist.get_rank())
+
+
+# Layers that are split by hand, without DTensor
+
+
+class Copied(torch.autograd.Function):
+    """Goes into a layer that is split by columns: its gradient is the sum of those of all parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        gradient = gradient.clone()
+        if FIXED:
+            dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class Summed(torch.autograd.Function):
+    """Comes out of a layer that is split by rows, as the sum of all parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class SplitBlock(Block):
+    """Has its columns of `up`, and its rows of `down`."""
+
+    def __init__(self, tp: DeviceMesh) -> None:
+        super().__init__()
+        self.group, size, place = tp.get_group(), tp.size(), tp.get_local_rank()
+        self.up.weight, self.up.bias = (nn.Parameter(p.detach().chunk(size)[place]) for p in self.up.parameters())
+        self.down.weight = nn.Parameter(self.down.weight.detach().chunk(size, 1)[place])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(Copied.apply(self.norm(x), self.group)).relu()
+        out: Tensor = x + Summed.apply(linear(hidden, self.down.weight), self.group) + self.down.bias
+        return out
+
+
+@fault("DDP301", "dist.all_reduce(x, group=group)")
+def gradient_of_a_part_by_hand() -> None:
+    """The function before a layer that is split by hand forgets to add up the gradients of its parts."""
+    mesh = grid(2)
+    model = Shifted()
+    for index in range(len(model.blocks)):
+        model.blocks[index] = SplitBlock(mesh["tp"])
+    train(DistributedDataParallel(model, process_group=mesh["dp"].get_group()), mesh, clips=False)
 
 
 # What is computed of parts

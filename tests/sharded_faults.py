@@ -592,6 +592,60 @@ def inputs_not_cast() -> Iterator[nn.Module]:
     yield from train(shard(build(), mp_policy=halved(casts=FIXED)))
 
 
+# What is changed between fully_shard and the first forward pass
+
+
+@fault("DDP111", "model.head = nn.Linear(16, 4)")
+def head_replaced_after_sharding() -> Iterator[nn.Module]:
+    """A new head for a new task is put into the model when it has been sharded."""
+    model = build()
+    if FIXED or not _sharding:
+        model.head = nn.Linear(16, 4)
+        shard(model)
+    else:
+        shard(model)
+        model.head = nn.Linear(16, 4)
+    yield from train(model, torch.optim.SGD(model.parameters(), lr=0.05))
+
+
+@fault("DDP515", "model.head.reset_parameters()")
+def shards_initialised_by_one_rank() -> Iterator[nn.Module]:
+    """A rank initialises the head anew after it was sharded: its half of it is of another seed than the other half."""
+    model = shard(build())
+    torch.manual_seed(1)
+    if _sharding and (FIXED or dist.get_rank() == 1):
+        model.head.reset_parameters()
+    yield from train(model)
+
+
+# The state of an optimizer
+
+
+def resumed(*, on: Callable[[int], bool], of: Callable[[int], int]) -> Iterator[nn.Module]:
+    """Two epochs, each with a new optimizer, the state of which is read on some ranks, of some ranks."""
+    model, rank, place = shard(build()), dist.get_rank(), folder()
+    for epoch in range(2):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if epoch and (on(rank) or FIXED):
+            state = torch.load(place / f"{rank if FIXED or not _sharding else of(rank)}.pt", weights_only=False)
+            optimizer.load_state_dict(state)
+        yield from train(model, optimizer)
+        torch.save(optimizer.state_dict(), place / f"{rank}.pt")
+        dist.barrier()
+
+
+@fault("DDP306", "optimizer.load_state_dict(state)")
+def state_loaded_by_one_rank() -> Iterator[nn.Module]:
+    """Rank 0 alone loads the optimizer's state, as if it were the whole of it."""
+    yield from resumed(on=lambda rank: rank == 0, of=lambda rank: rank)
+
+
+@fault("DDP521", "optimizer.load_state_dict(state)")
+def state_of_one_rank() -> Iterator[nn.Module]:
+    """Every rank loads the optimizer's state that rank 0 has saved, which is that of its shards."""
+    yield from resumed(on=lambda rank: True, of=lambda rank: 0)
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     names = [argument for argument in sys.argv[1:] if not argument.startswith("--")]

@@ -14,14 +14,13 @@ from ddpcheck.cli.saved import load_report
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS, EXIT_HANG, EXIT_TARGET, UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
-from ddpcheck.findings.rules import RULES
 from ddpcheck.recipe.target import load_object
 from ddpcheck.render import FORMATS, MATRIX_FORMATS
 from ddpcheck.report.first_recipe.first_recipe import place_of_recipe
 from ddpcheck.report.graph.dot import draw, lay_out, picture_format, summary
 from ddpcheck.report.hang.hang_report import report_on_hang
 from ddpcheck.report.matrix.matrix import Matrix
-from ddpcheck.report.repro import DEMONSTRATIONS, command_for, prepare, write_reproduction
+from ddpcheck.report.repro import command_for, prepare, why_none, write_reproduction
 from ddpcheck.report.settings import Settings, load_settings, misspelled_variables
 from ddpcheck.run.script_report import report_on_run, the_run
 
@@ -115,8 +114,8 @@ def _reproduce(report: Report, target: str, folder: Path, progress: Progress) ->
     """Write a reproduction of the first finding, if there is one, and a script that shows it."""
     if not report.findings:
         say(f"no finding to reproduce, nothing written to {folder}")
-    elif (first := report.findings[0]).code not in DEMONSTRATIONS:
-        say(f"no script shows {first.code} ({RULES[first.code].name}), nothing written to {folder}")
+    elif why := why_none(report.findings[0], report):
+        say(f"{why}, nothing written to {folder}")
     else:
         progress("writing a reproduction")
         script = write_reproduction(report, target, folder)

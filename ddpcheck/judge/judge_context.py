@@ -18,14 +18,6 @@ Facts = TypeVar("Facts")
 SMALLEST_FACTOR = 0.01  # what is nearer to 1 is no factor that somebody wrote
 
 
-def format_factor(ratio: float, world_size: int) -> str:
-    """A factor in words, where it is one that the world size explains."""
-    for text, value in ((f"1/{world_size}", 1 / world_size), (str(world_size), float(world_size))):
-        if math.isclose(ratio, value, rel_tol=1e-2):
-            return f"{text} (one over the world size)" if text.startswith("1/") else f"{text} (the world size)"
-    return f"{ratio:.4g}"
-
-
 def group_by_step(evidence: Iterable[DdpStepEvidence]) -> dict[int, list[DdpStepEvidence]]:
     """The evidence of all ranks by step, in order."""
     return group_by(sorted(evidence, key=lambda item: item.step), lambda item: item.step)
@@ -107,6 +99,18 @@ class JudgeContext:
     own_hook: bool = False
     plain_optimizer: bool = False
     models: Sequence[tuple[int, ...]] = ()
+
+    @property
+    def count_of_replicas(self) -> str:
+        """What DDP divides by, in words."""
+        return "the number of models" if self.models else "the world size"
+
+    def factor(self, ratio: float) -> str:
+        """A factor in words, where it is one that the number of replicas explains."""
+        for text, value in ((f"1/{self.world_size}", 1 / self.world_size), (f"{self.world_size}", self.world_size)):
+            if math.isclose(ratio, value, rel_tol=1e-2):
+                return f"{text} ({'one over ' if value < 1 else ''}{self.count_of_replicas})"
+        return f"{ratio:.4g}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,11 +76,13 @@ from ddpcheck.judge.loop.script_optimizers import (
     judge_parts,
     judge_reduced_in_place,
     judge_schedule,
+    judge_shard_states,
     judge_stale,
     judge_zeroed,
 )
 from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld
 from ddpcheck.judge.loop.script_wrappers import are_rounded
+from ddpcheck.judge.replicas.hand_split import compare_hand_split
 from ddpcheck.judge.replicas.model_parts import compare_groups
 from ddpcheck.judge.replicas.script_states import judge_loads, judge_states, judge_statistics, judge_uses
 from ddpcheck.judge.script_facts import Optimizer, ScriptFacts, entries_of, first_steps, used_by
@@ -189,8 +191,10 @@ def _optimizers(facts: ScriptFacts) -> Verdicts:
     wrapped, clips, losses = bool(facts.wrappers), facts.of(GradientsClipped), facts.of(LossDifferentiated)
     held = {name for one in entries_of(facts.ranks[0], OptimizerStep) for name in one.held}
     sharded_at = next((one.made.location for one in facts.wrappers if one.made.context.sharded is not None), None)
+    assigned = [one for one in entries_of(facts.ranks[0], ModuleChanged) if one.what == "module"]
     for one in known:
         of_one = judge_optimizer_options(one.steps) + judge_pace(one.steps, one.ends) + judge_shard_scales(one.steps)
+        of_one += judge_shard_states(one.steps)
         apart = bool(judge_optimizer_state(one.steps))
         of_one += [] if apart else judge_step_gradients(one.steps, clips)
         if not apart and not of_one:
@@ -198,7 +202,7 @@ def _optimizers(facts: ScriptFacts) -> Verdicts:
             alone = (
                 []
                 if facts.model_groups
-                else judge_alone(one.steps, one.ends, others, wrapped=wrapped, sharded_at=sharded_at)
+                else judge_alone(one.steps, one.ends, others, wrapped=wrapped, sharded_at=sharded_at, assigned=assigned)
             )
             of_one += alone or judge_sums(one.steps, losses)
         found += of_one + judge_stale(one.steps, facts.moved, held) + judge_schedule(one.ends, len(facts.ranks))
@@ -379,7 +383,7 @@ _OF_A_WATCH = (
 )
 _OF_OPTIMIZERS = (
     *("DDP111", "DDP208", "DDP223", "DDP301", "DDP303", "DDP305", "DDP306", "DDP501", "DDP503", "DDP504", "DDP507"),
-    "DDP508",
+    *("DDP508", "DDP521"),
 )
 _OF_MODULES = (
     *("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP209"),
@@ -394,6 +398,7 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
     Row(_over_ranks(judge_constructions), ("replicas", "collectives"), (*_OF_MODULES, "DDP403")),
     Row(_by_files(judge_all_of_wrappers), tuple(PARTS), _OF_A_WATCH, yields=("DDP306",)),
     Row(_over_ranks(compare_groups), ("replicas", "data"), _OF_PARTS, yields=_OF_PARTS),
+    Row(_over_ranks(compare_hand_split), ("replicas",), ("DDP301",), unless=("DDP301",)),
     Row(_over_ranks(_losses), ("loss",), ("DDP303", "DDP305", "DDP309", "DDP514"), yields=("DDP305", "DDP514")),
     Row(_over_ranks(_clips), ("optimizers",), ("DDP301", "DDP303", "DDP310"), yields=("DDP301",)),
     Row(_over_ranks(_optimizers), ("optimizers",), _OF_OPTIMIZERS, yields=("DDP301", "DDP305")),

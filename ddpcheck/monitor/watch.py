@@ -14,23 +14,29 @@ from weakref import WeakSet
 from torch import nn
 
 from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.source_lines import exception_location, making_of
 from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper, group_of, is_ddp
+from ddpcheck.gather.steps.compilations import CompilationRecorder
 from ddpcheck.judge.loop.script_wrappers import judge_apart
 from ddpcheck.judge.loop.watched_steps import judge_reports
+from ddpcheck.judge.replicas.script_changes import judge_ignored
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.options import OnFinding, WatchOptions
+from ddpcheck.monitor.other_meshes import OtherMeshes
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.reporting import FindingReporter, FindingWarning
 from ddpcheck.record.loop.apart_marks import ApartMarks
 from ddpcheck.record.loop.bypass_recorder import follow_forward, unfollow_forward
+from ddpcheck.record.loop.ignored_data import IgnoredData
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
 from ddpcheck.record.module_hooks import hold, release
 from ddpcheck.stream.rank_report import RankReport, is_settled
 
 _PACED = 16  # the step after which the ranks agree on how often they look for alarms
+_COMPILED = 32  # the step from which on ranks compare what they compile: before, one may yet meet its shapes
 _LAST_WAIT = 10.0  # seconds that ranks wait for each other when the watch closes
 
 
@@ -119,7 +125,10 @@ class Watch:
         self._alarms = AlarmBoard(group_of(wrapper), options.timeout)
         first = self._alarms.rank == self._alarms.ranks[0]
         self._reporter = FindingReporter(options, shows_warnings=first, locate=self._locate, reported=reported)
-        self._apart = ApartMarks(lambda: self._recorder)
+        self._apart = ApartMarks(lambda: self._recorder, under_no_sync=True)
+        self._ignored = IgnoredData(lambda: self._recorder, lambda found: self._report(judge_ignored([found])))
+        is_due = functools.partial(_is_due, options.check_consistency_every)
+        meshes = OtherMeshes(lambda: self._recorder, is_due, self._report)
         self._recorder = StepRecorder(
             wrapper,
             self,
@@ -131,11 +140,18 @@ class Watch:
             ),
             began_alike=began_alike,
             keeps_start=began_alike and bool(options.check_consistency_every),
-            listeners=[self._apart] if options.check_consistency_every else [],
+            listeners=[self._ignored, *([self._apart, meshes] if options.check_consistency_every else [])],
+        )
+        self._compiled: list[FunctionCompiled] = []
+        self._compilations = CompilationRecorder(
+            self._compiled.append, lambda: self._recorder.module.training, lambda: self.step
         )
         self._comparison = ReplicaComparison(self._recorder, self._alarms)
         self._attached = True
         self._recorder.attach()
+        self._compilations.begin()
+        if self._recorder.is_sharded:
+            self._ignored.begin()
         follow_forward(self)
         _at_exit.add(self)
         hold(self._recorder.module, self)
@@ -159,6 +175,8 @@ class Watch:
         """
         was_attached, self._attached = self._attached, False
         self._recorder.detach()
+        self._compilations.close()
+        self._ignored.close()
         unfollow_forward(self)
         release(self._recorder.module, self)
         if not was_attached:
@@ -180,6 +198,7 @@ class Watch:
         self._alarms.leave((self._comparison.next_key, f"report/{self.step}", "close", "apart"), why)
 
     def _report_the_rest(self) -> None:
+        self._ignored.forward_begins()
         mine, settles = self._recorder.last_report(), self._recorder.settles
         if mine is not None:  # the ranks meet once more where what an option allows for is judged after few steps
             reports = self._alarms.gather("close", mine, at_most=_LAST_WAIT) if settles else [mine]
@@ -290,7 +309,10 @@ class Watch:
 
     def _exchange_reports(self, ended: EndedStep) -> list[Finding]:
         """Gather the reports of all ranks, and judge them: the findings are the same on every rank."""
-        reports: list[RankReport] = self._alarms.gather(f"report/{ended.number}", self._recorder.report(ended))
+        mine = self._recorder.report(ended)
+        if ended.number >= _COMPILED:
+            mine = replace(mine, compiled=tuple(self._compiled))
+        reports: list[RankReport] = self._alarms.gather(f"report/{ended.number}", mine)
         self._recorder.history.note_reported(reports)
         if ended.number == _PACED:
             self._alarms.set_pace(report.seconds for report in reports)

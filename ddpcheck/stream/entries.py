@@ -179,7 +179,8 @@ class ReplicaCaptured(Entry, frozen=True):
         hook: The name of the communication hook.
         own_hook: Whether it is none of torch's.
         shard: The number of the rank's shard of each parameter; negative where it has the whole of them.
-        parts: The names of the parameters of which it is a part, whose elements are not all the same.
+        parts: The names of the parameters of which it is a part, whose elements are not all the same. In the first
+            step also of those that DDP averages over some ranks only, which may have a part.
         values: Sketches of the parameters; only where something else than an optimizer's step has changed some.
     """
 
@@ -236,10 +237,14 @@ class TrainedApart(Entry, frozen=True):
 
 
 class GroupUsed(Entry, frozen=True):
-    """A process group has been used for the first time; its name, and the ranks in it."""
+    """A process group has been used for the first time; its name, and the ranks in it.
+
+    And once more where a function of autograd has used it, with the line.
+    """
 
     name: str
     members: tuple[int, ...]
+    differentiated_at: Location | None = None
 
 
 class CallersSeen(Entry, frozen=True):

@@ -19,6 +19,7 @@ from ddpcheck.findings.evidence.replicas import WrapperBegun
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import file_of
 from ddpcheck.stream.codec import decoded, encoded
 from ddpcheck.stream.entries import (
@@ -52,7 +53,7 @@ class RankLog:
         self._forwards = Counters(self.path.with_suffix(".forwards"))
         self._batches = Counters(self.path.with_suffix(".batches"))
         self._calls = CallRing(self.path.with_suffix(".calls"))
-        self._groups: set[str] = set()
+        self._groups: set[tuple[str, bool]] = set()  # and whether a function of autograd has used it
         self._callers: dict[tuple[str, ...], int] = {}
         self.batch = ""
         self._process = os.getpid()
@@ -87,9 +88,12 @@ class RankLog:
         of_all = len(call.members) == self._world_size
         self.collectives += of_all
         self.waited = not of_all
-        if call.group not in self._groups:
-            self._groups.add(call.group)
+        if (call.group, False) not in self._groups:
+            self._groups.add((call.group, False))
             self.add(GroupUsed(call.group, call.members))
+        if call.differentiable and (call.group, True) not in self._groups:
+            self._groups.add((call.group, True))
+            self.add(GroupUsed(call.group, call.members, Location.parse(call.location)))
         number = self._callers.get(call.callers, len(self._callers))
         if number == len(self._callers) < _MOST_CALLERS:
             self._callers[call.callers] = number

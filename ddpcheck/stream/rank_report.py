@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from msgspec import Struct, field
 from msgspec.structs import force_setattr
 
+from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.evidence.modules import ModuleDescription, ShardedFacts, WrapperFacts
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent, PathEnd, StepEvidence
 from ddpcheck.findings.wording import Names
@@ -76,6 +77,7 @@ class RankReport(Struct, frozen=True):
         events: Of the loop, where they show a fault.
         seconds: Of a step, on average so far.
         micro_batches: Of the last optimizer steps that were measured.
+        compiled: The functions that were compiled so far, where it is time to compare them.
     """
 
     probed: StepEvidence
@@ -87,6 +89,7 @@ class RankReport(Struct, frozen=True):
     events: tuple[LoopEvent, ...] = ()
     seconds: float = 0.0
     micro_batches: tuple[MicroBatch, ...] = ()
+    compiled: tuple[FunctionCompiled, ...] = ()
 
     @property
     def step(self) -> int:

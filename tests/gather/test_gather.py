@@ -284,7 +284,7 @@ def test_a_layer_dropped_at_the_usual_rates_is_kept_in_silence(keep: Callable[[A
 
 SEEDED_BUT_MADE_OF_OTHERS = {
     # these are made of operations that are silenced, or draw nothing by themselves
-    *("alpha_dropout", "cauchy", "dropout", "exponential", "geometric", "log_normal"),
+    *("alpha_dropout", "cauchy", "dropout", "exponential", "geometric", "log_normal", "rrelu"),
     *("gru", "lstm", "rnn_relu", "rnn_tanh"),  # by quiet_modules
     *("_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward"),
     # these have no kernel where DDP runs, or are made by a compiler

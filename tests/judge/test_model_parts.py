@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.findings.evidence.modules import ShardedFacts, WrapperFacts
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.modules import ModuleDescription, ShardedFacts, WrapperFacts
 from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
 from ddpcheck.findings.evidence.script import Inputs, LoaderPass
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, RandomDraws, ShardedStep, StepEvidence
+from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.gradients.reducer import judge_reducer
 from ddpcheck.judge.gradients.sharded import judge_sharded
 from ddpcheck.judge.judge_context import JudgeContext
+from ddpcheck.judge.replicas.hand_split import judge_hand_split
 from ddpcheck.judge.replicas.model_parts import (
     judge_batches,
     judge_counted_norms,
@@ -21,7 +24,10 @@ from ddpcheck.judge.replicas.model_parts import (
     judge_norms_of_steps,
     judge_shards,
 )
-from ddpcheck.judge.script_facts import by_group
+from ddpcheck.judge.script_facts import WatchedWrapper, by_group
+from ddpcheck.stream.entries import GroupUsed, RankStarted, ReplicaCaptured, Sketch, WrapperMade
+from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 
 SPLIT = ModelSplit((0, 1), None)
 GRADIENTS = {"norm.weight": (1.0, 2.0), "norm.bias": (0.5, -1.0)}
@@ -163,3 +169,77 @@ def test_gradients_that_differ_within_models_are_told_apart_from_those_between_m
         found = judge(evidence, JudgeContext(Names(), facts, world_size=2, models=MODELS))
         assert [one.code for one in found] == ["DDP301" for _ in told]
         assert all(words in one.message for one, words in zip(found, told, strict=True))
+
+
+@pytest.mark.parametrize(("losses", "told"), [((0.4, 0.3, 0.5, 0.6), "DDP302"), ((0.4, 0.4, 0.5, 0.5), "DDP303")])
+def test_losses_that_differ_within_a_model_are_told_before_the_factor_that_they_leave(
+    losses: tuple[float, ...], told: str
+) -> None:
+    twice = (Difference("head.weight", 1.0, 1e-6, ratio=2.0),)
+    evidence = [
+        ShardedStep(rank, 0, gradients={"head.weight": 1}, against_local=twice, wrapper_calls=1, loss=loss)
+        for rank, loss in enumerate(losses)
+    ]
+    for judge, facts in ((judge_reducer, WrapperFacts()), (judge_sharded, ShardedFacts(is_ddp=False))):
+        (found,) = judge(evidence, JudgeContext(Names(), facts, world_size=2, models=MODELS))
+        assert found.code == told
+        assert ("another loss each, 0.4 and 0.3 in step 0" if told == "DDP302" else "2 (the number of models)") in (
+            found.message
+        )
+
+
+AT = Location("layers.py", 9)
+
+
+def captured(rank: int, step: int, words: int, gradient: float, part: int) -> ReplicaCaptured:
+    values = DdpStepEvidence(rank, step, parameters={"words": words, "up": part, "bias": 0 if step == 0 else rank})
+    averaged = {
+        "words": Sketch("f", [gradient, 1.0]),
+        "up": Sketch("f", [1.0 * rank, 1.0]),
+        "bias": Sketch("f", [rank, 1.0]),
+    }
+    parts = () if step else ("words", "up")
+    return ReplicaCaptured(0, step, ReplicaState(ModuleDescription(), values), averaged=averaged, parts=parts)
+
+
+def by_hand(
+    *,
+    parts: tuple[int, int] = (1, 2),
+    words: int = 1,
+    gradient: float = 1.0,
+    other: int = 0,
+    line: Location | None = AT,
+) -> list[str]:
+    """Two groups of DDP, of which ranks 0 and 1 compute one model; what is said of rank 1 is other than on rank 0."""
+    wrappers = []
+    for place in range(2):
+        ranks = (place, place + 2)
+        context = WatchContext(Names(), WrapperFacts(), 2, trainable=("words", "up", "bias"))
+        made = WrapperMade("Net", ranks, context, Location("train.py", 3), by_library=False, classes={})
+        logs = []
+        for rank in ranks:
+            model = (0, 1) if rank < 2 else (2, 3)
+            steps = [captured(rank, 0, 7, gradient * place, parts[place])]
+            steps += [captured(rank, n, 10 * n + words * place, gradient * place, 9 + place) for n in (1, 2, 4)]
+            given = [Inputs(0, n, (n, n + other * place), None) for n in range(3)]
+            entries = [made, GroupUsed("tp", model), GroupUsed("tp", model, line), *steps, *given]
+            logs.append(WatchedRank(RankStarted(rank, 4, "gloo"), entries, []))
+        wrappers.append(WatchedWrapper(0, made, logs))
+    return [f"{one.code} {one.subjects} {one.ranks} {one.location}" for one in judge_hand_split(wrappers, 4)]
+
+
+@pytest.mark.parametrize(
+    ("healthy", "why"),
+    [
+        ({"words": 0}, "they go on alike: the gradients are added up after backward"),
+        ({"gradient": 0.0}, "what differs is rounding"),
+        ({"parts": (1, 1)}, "nothing is split, or all parts begin alike"),
+        ({"other": 1}, "experts, which are given samples of their own"),
+        ({"line": None}, "two models: no collective goes across"),
+    ],
+)
+def test_what_begins_alike_beside_parts_of_layers_that_are_split_by_hand_goes_on_alike(
+    healthy: dict[str, Any], why: str
+) -> None:
+    assert by_hand() == ["DDP301 ('words',) (0, 1, 2, 3) layers.py:9"]
+    assert by_hand(**healthy) == [], why

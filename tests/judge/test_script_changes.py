@@ -18,7 +18,7 @@ from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.loop.script_optimizers import judge_optimizer_options, judge_schedule
 from ddpcheck.judge.replicas.descriptions import MODE
-from ddpcheck.judge.replicas.script_changes import at_the_change, judge_ignored, judge_replaced
+from ddpcheck.judge.replicas.script_changes import at_the_change, judge_ignored, judge_replaced, judge_written_alone
 from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.replicas.write_recorder import WriteRecorder
 
@@ -247,3 +247,15 @@ def test_gradients_that_are_scaled_are_told_where_the_divisor_was_set() -> None:
     assert at_the_change(finding("DDP303"), [[set_there], [set_there]], None).location == LOADS
     others = replace(set_there, names=("body.weight",))
     assert at_the_change(finding("DDP303"), [[others], [others]], None) == finding("DDP303")
+
+
+def test_shards_that_one_rank_alone_writes_before_the_first_forward_pass() -> None:
+    written = ModuleChanged(0, "written", "uniform_", ("head.weight", "head.bias"), LOADS)
+    kept = {"head.weight": 1, "head.bias": 2, "body.weight": 3}
+    (found,) = judge_written_alone([[], [written]], [kept, {"body.weight": 3}])
+    assert (found.code, found.subjects, found.ranks, found.location) == ("DDP515", written.names, (1,), LOADS)
+    assert judge_written_alone([[written], [written]], [{}, {}]) == []
+    assert judge_written_alone([[written], []], [{}, {}]) == []  # which was on meta, and gets other parameters
+    assert judge_written_alone([[], [replace(written, forwards=1)]], [kept, kept]) == []
+    others = replace(written, names=("body.weight",))
+    assert judge_written_alone([[others], [written]], [kept, kept]) == []  # each rank writes what it holds

@@ -8,7 +8,7 @@ import pytest
 
 from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.loop.script_compilations import judge_graphs, judge_recompilations, trained_functions
+from ddpcheck.judge.loop.script_compilations import judge_compilations, judge_recompilations, trained_functions
 
 DEFINED = Location("train.py", 12)
 SIZE = "tensor 'x' size mismatch at index 1. expected"
@@ -77,6 +77,6 @@ OF_A_BREAK = FunctionCompiled("Net.torch_dynamo_resume_in_forward_at_14", Locati
 def test_other_operations_for_the_same_inputs(
     ranks: list[list[FunctionCompiled]], told: tuple[int, ...] | None
 ) -> None:
-    found = judge_graphs(ranks)
+    found = judge_compilations(ranks)
     assert [one.ranks for one in found] == ([] if told is None else [told])
     assert all("another number of relu and sigmoid" in one.message for one in found)

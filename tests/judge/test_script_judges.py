@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
@@ -47,6 +48,7 @@ from ddpcheck.judge.loop.script_optimizers import (
     judge_pace,
     judge_parts,
     judge_reduced_in_place,
+    judge_shard_states,
     judge_stale,
     judge_zeroed,
 )
@@ -870,3 +872,35 @@ def test_parameters_in_no_group_of_shards() -> None:
     steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, 2, 3.0), alone(1, 3, 6.0)]]
     (found,) = judge_alone(steps, [], wrapped=True, sharded_at=LINE)
     assert (found.code, found.location) == ("DDP111", LINE) and "DistributedDataParallel" not in found.message
+    (name,) = steps[0][0].alone
+    assigned = ModuleChanged(0, "module", "head", (name,), Location("train.py", 77))
+    (found,) = judge_alone(steps, [], wrapped=True, sharded_at=LINE, assigned=[assigned])
+    assert found.location == assigned.location and "in the place of a module that was sharded" in found.evidence[0]
+    (found,) = judge_alone(steps, [], wrapped=True, sharded_at=LINE, assigned=[replace(assigned, names=("other",))])
+    assert found.location == LINE
+
+
+ADAM = {"0/w: step": 12.0, "0/w: exp_avg": 0.5, "0/w: exp_avg_sq": 0.1}
+FRESH: dict[str, float] = {}
+
+
+@pytest.mark.parametrize(
+    ("states", "restored", "code"),
+    [
+        ([ADAM, FRESH], [LINE, None], "DDP306"),
+        ([ADAM, {**ADAM, "0/w: step": 1.0}], [LINE, None], "DDP306"),
+        ([ADAM, ADAM], [LINE, LINE], "DDP521"),
+        ([ADAM, {**ADAM, "0/w: exp_avg": 0.4}], [LINE, LINE], ""),
+        ([ADAM, {**ADAM, "0/w: exp_avg": 0.4}], [LINE, None], ""),  # steps were counted alike
+        ([ADAM, ADAM], [None, None], ""),  # never loaded
+        ([{"0/w: sum": 0.2}, {"0/w: sum": 0.2}], [LINE, LINE], ""),  # as it is filled at first, say
+    ],
+)
+def test_the_state_of_an_optimizer_of_shards_is_loaded_on_every_rank_for_its_own_parts(
+    states: list[dict[str, float]], restored: list[Location | None], code: str
+) -> None:
+    steps = [
+        OptimizerStep(0, 0, {}, LINE, shards=1, shard_states=state, restored_at=where)
+        for state, where in zip(states, restored, strict=True)
+    ]
+    assert codes(judge_shard_states([steps])) == [code] * bool(code)

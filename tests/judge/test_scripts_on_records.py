@@ -61,17 +61,21 @@ BY_HAND = frozenset(
         "script_states._finding_of_statistics",
         "script_changes.judge_ignored",
         "script_changes.judge_replaced",
+        "script_changes.judge_written_alone",
         "script_changes.replaced_after_sharding",
         "script_compilations._other_graphs",
+        "script_compilations.judge_compilations",
         "script_compilations.judge_graphs",
         "script_data.judge_later_overlap",
         "script_draws.judge_step_draws",
         "script_files._judge_devices",
         "script_losses._judge_shared",
         "script_losses.judge_summed_again",
+        "script_optimizers._loaded_on_some",
         "script_optimizers._out_of_step",
         "script_optimizers._skipped",
         "script_optimizers.judge_parts",
+        "script_optimizers.judge_shard_states",
         "script_optimizers.judge_stale",
         "script_rows.judge_labels",
         "script_rows.judge_other_values",
@@ -82,7 +86,8 @@ BY_HAND = frozenset(
         "script_states._finding_of_use",
         "script_states.judge_uses",
         "script_wrappers.judge_apart",  # test_comm_hooks.py
-        "script_wrappers.judge_meshes",  # test_sharded.py
+        "script_wrappers.judge_apart_meshes",  # test_sharded.py
+        "script_wrappers.judge_meshes",  # likewise
         "watched_steps.judge_events",
     }
 )

@@ -1009,6 +1009,19 @@ def test_a_compiled_module_and_a_compiled_wrapper_are_silent_and_watched():
         train(broken, 3, way=lambda step: "short")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(1,), ()])
+def test_what_one_rank_alone_compiles_again_and_again_is_told_after_32_steps(ranks):
+    torch._dynamo.reset()
+    told = []
+    net = torch.compile(Net(), backend="eager", dynamic=False)
+    model = CheckedDistributedDataParallel(net, on_finding=told.append)
+    for step in range(33):
+        model(torch.randn(3 + step % 3 * (dist.get_rank() in ranks), 4)).sum().backward()
+    said = [(one.code, one.subjects, one.ranks) for one in told]
+    assert said == ([("DDP522", ("Net.forward",), ranks)] if ranks else [])
+
+
 class Detached(nn.Module):
     def __init__(self) -> None:
         super().__init__()

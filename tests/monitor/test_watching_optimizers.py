@@ -42,14 +42,19 @@ def train(how: str, *, by_wrapper: bool = False) -> list[tuple[str, str]]:
         wrapper.register_comm_hook(None, noop_hook)
     torch.manual_seed(rank)
     watching: dict[str, Any] = {"check_consistency_every": 2, "check_parity_every": 2, "on_finding": found.append}
+    watching["ignore"] = ["DDP502"] * ("no_sync" in how)
     with contextlib.closing(wrapper.watch) if by_wrapper else ddpcheck.watch(wrapper, **watching):
-        for _ in range(12):
+        for step in range(12):
             optimizer.zero_grad()
-            wrapper(torch.randn(6, 4)).square().mean().backward()
+            with wrapper.no_sync() if "no_sync" in how else contextlib.nullcontext():
+                wrapper(torch.randn(6, 4)).square().mean().backward()
             for parameter in parameters if how == "noop" else ():
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= world_size
             optimizer.step()
+            for parameter in parameters if how == "no_sync" and step % 4 == 3 else ():
+                dist.all_reduce(parameter.data)
+                parameter.data /= world_size
             for number, parameter in enumerate(parameters if how == "parts" else ()):
                 dist.broadcast(parameter.data, number % world_size)
     return [(one.code, one.message) for one in found]
@@ -58,7 +63,7 @@ def train(how: str, *, by_wrapper: bool = False) -> list[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.ddp(world_size=2, timeout=60)
 def test_healthy_optimizers_over_ranks_are_silent() -> None:
-    for how in ("zero", "parts", "local", "noop"):
+    for how in ("zero", "parts", "local", "noop", "no_sync"):
         assert train(how) == [], how
     assert train("local", by_wrapper=True) == [] == train("noop", by_wrapper=True)
 
@@ -69,6 +74,7 @@ def test_parts_that_nobody_shares_and_averages_that_nobody_makes_are_told() -> N
     for how, code, words in (
         ("parts, kept", "DDP306", "differ between ranks after 2 steps"),
         ("local, never averaged", "DDP306", "from step 2 on, in which post_localSGD_hook"),
+        ("no_sync, never averaged", "DDP306", "in which no_sync leaves each rank"),
         ("noop, never averaged", "DDP301", "differ between ranks after backward"),
     ):
         assert [(found, words in message) for found, message in train(how)] == [(code, True)], how

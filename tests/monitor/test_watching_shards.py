@@ -130,6 +130,46 @@ class Even(Net):
 
 
 @ON_RANKS
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_assignment_to_the_data_of_shards_is_told_at_its_line(in_place: bool) -> None:
+    def decay(_step: int) -> None:
+        for p in model.parameters():
+            if in_place:
+                p.data.mul_(0.9)
+            else:
+                p.data = p.data * 0.9
+
+    found = train(model := sharded(Even()), 3, after=decay)
+    assert [(one.code, len(one.subjects)) for one in found] == ([] if in_place else [("DDP503", 4)])
+    assert all(one.location is not None and "test_watching_shards" in one.location.path for one in found)
+    assert "data" not in vars(type(next(model.parameters())))
+
+
+@pytest.mark.slow
+@pytest.mark.ddp(world_size=4, timeout=60)
+def test_meshes_that_train_the_same_model_apart_are_told_and_other_models_are_not() -> None:
+    def trained(mesh: Any, seed: int = 0, *, stage: bool = False) -> list[str]:
+        torch.manual_seed(seed)
+        model = fsdp.fully_shard(Even(), mesh=mesh)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), list[Finding]()
+        torch.manual_seed(dist.get_rank())
+        with ddpcheck.watch(model, check_consistency_every=2, on_finding=found.append):
+            for _ in range(8):
+                dist.barrier()  # the steps of all come in turn, so that each has read what there is
+                optimizer.zero_grad()
+                model(torch.randn(4, 8, requires_grad=stage)).square().mean().backward()
+                optimizer.step()
+        return [f"{one.code} {one.subjects} {one.severity.value}" for one in found]
+
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    told = trained(grid["shard"])
+    assert told == ["DDP301 ('mesh',) warning"]
+    assert (
+        trained(grid) == trained(grid["shard"], seed=dist.get_rank() // 2) == trained(grid["shard"], stage=True) == []
+    )
+
+
+@ON_RANKS
 @pytest.mark.parametrize("apart", [False, True])
 def test_one_shard_on_every_rank_is_told_and_another_on_each_is_not(apart: bool) -> None:
     model = sharded(Even())

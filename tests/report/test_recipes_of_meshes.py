@@ -137,6 +137,17 @@ def by_world(batch: Tensor, rank: int, world_size: int) -> Tensor:
     return batch.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else batch.chunk(4)[rank]
 
 
+def parts_of_outputs(module: Any, device: torch.device) -> nn.Module:
+    mesh = grid(2)
+    parallelize_module(module, mesh["tp"], {"head": ColwiseParallel()})
+    return DistributedDataParallel(module, device_mesh=mesh["dp"])
+
+
+def squares(model: Any, batch: Tensor) -> Tensor:
+    out: Tensor = model(batch[:, :-1])
+    return out.square().mean()
+
+
 class Clipped(torch.optim.SGD):
     """Gradients get the norm of 0.05, by the squares of all parts, and those of what is not split."""
 
@@ -194,6 +205,7 @@ FAULTS: dict[str, tuple[str, Recipe, Recipe]] = {  # with their twins
         recipe(under_ddp(), optimizer=clipped(ClippedTwice)),
         recipe(under_ddp(), optimizer=clipped(Clipped)),
     ),
+    "a loss of each part": ("DDP302", recipe(parts_of_outputs, loss=squares), recipe(under_ddp(), loss=squares)),
 }
 
 

@@ -13,14 +13,16 @@ import pytest
 
 from ddpcheck import cli
 from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.judge.replicas.model_parts import how_split
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import check
 from ddpcheck.report.repro import script as repro_script
 from ddpcheck.report.repro import write_reproduction
-from ddpcheck.report.repro.script import DEMONSTRATIONS, tolerance_for, world_size_for
+from ddpcheck.report.repro.script import DEMONSTRATIONS, tolerance_for, why_none, world_size_for
 from ddpcheck.report.repro.target_code import imports_from_ddpcheck
 from tests.faultsuite.cases import FAULTS, read_case
 from tests.reproductions import Runner, write
@@ -425,7 +427,7 @@ def test_every_code_that_a_detector_may_emit_has_a_demonstration_that_exists() -
         of_recipes = not file.name.startswith("script_")
         if of_recipes and not {"rules", "repro", "script"} & set(file.relative_to(ROOT).parts):
             emitted |= set(re.findall(r'"(DDP\d{3})"', file.read_text()))
-    emitted.remove("DDP521")  # found by `run` and `watch` alone
+    emitted -= {"DDP521", "DDP522"}  # found by `run` and `watch` alone; and seen by what follows the compiler only
     assert len(emitted) > 50 and emitted <= set(DEMONSTRATIONS) <= set(RULES)
 
 
@@ -447,6 +449,15 @@ def test_a_finding_that_no_script_shows_gets_a_sentence_and_no_script(
     assert capsys.readouterr().err == said and not out.exists()
     with pytest.raises(UsageError, match=r"no script shows DDP512 \(checkpoint-race\)"):
         write_reproduction(small_report("t", "DDP512"), f"{FAULTS}/parameters/unused.py:fixed", out)
+
+
+@pytest.mark.parametrize(("code", "shown"), [("DDP101", True), ("DDP104", False), ("DDP305", False)])
+def test_of_a_model_that_is_split_over_ranks_only_what_needs_no_common_samples_is_shown(code: str, shown: bool) -> None:
+    report = small_report("t", code)
+    report = replace(report, world={"world_size": 4, "steps": 3, "notes": [how_split([(0, 1), (2, 3)])]})
+    (finding,) = report.findings
+    assert ("tensor parallelism" in why_none(finding, report)) is not shown
+    assert world_size_for(finding, report) == 4 and why_none(finding, small_report("t", code)) == ""
 
 
 def test_the_world_is_as_small_as_the_finding_allows() -> None:

@@ -25,8 +25,9 @@ class ModuleChanged(Entry, frozen=True):
         what: "values" (loaded, or set by a function that was applied), "written" (in place, or as `.data`, outside of
             an optimizer's step), "buffer" (one has another value), "requires_grad", "parameters" (others are
             registered now), "mode" (to evaluation), "scale" (what a reduction divides
-            by), "ignored" (`.data` of a shard was assigned, which has left it as it was), or "replaced" (a parameter
-            was assigned in the place of a shard, and is none that `fully_shard` gathers).
+            by), "ignored" (`.data` of a shard was assigned, which has left it as it was), "replaced" (a parameter
+            was assigned in the place of a shard, and is none that `fully_shard` gathers), or "module" (likewise one
+            with shards, by one without).
         how: The name of what was called, or assigned.
         names: Of the parameters; empty where they are not known. Of the submodule, where its mode is changed.
         location: The line of the script.

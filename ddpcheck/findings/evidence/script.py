@@ -219,6 +219,8 @@ class OptimizerStep(Entry, frozen=True):
             known, in its norm.
         in_fsdp1: How many of its parameters a `FullyShardedDataParallel` holds.
         made_with: The learning rates with which it was constructed, by group; empty where that was not seen.
+        shard_states: Of parameters of which this rank has a part: the norms of that part of their state, and steps that
+            were counted, by name of the parameter and key.
     """
 
     optimizer: int
@@ -251,6 +253,7 @@ class OptimizerStep(Entry, frozen=True):
     shard_scales: Mapping[str, float] = field(default_factory=dict)
     in_fsdp1: int = 0
     made_with: tuple[float, ...] = ()
+    shard_states: Mapping[str, float] = field(default_factory=dict)
 
 
 class OptimizerEnd(Entry, frozen=True):

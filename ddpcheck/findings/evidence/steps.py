@@ -13,6 +13,7 @@ from typing import Literal
 from msgspec import Struct, field
 
 from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.figures import ParameterPath, PathStep
 from ddpcheck.findings.from_json import added
 from ddpcheck.findings.replace import replace
@@ -337,6 +338,7 @@ class ShardedStep(DdpStepEvidence, frozen=True):
         split: The parameters that tensor parallelism splits.
         sharded: Those of which ranks that compute other models have shards.
         norms: Under tensor parallelism, of this rank's part of each gradient as the optimizer has left it.
+        loss: Likewise, the loss that this rank has computed; `None` where it is no plain number.
     """
 
     against_whole: tuple[Difference, ...] = ()
@@ -346,6 +348,7 @@ class ShardedStep(DdpStepEvidence, frozen=True):
     split: tuple[str, ...] = ()
     sharded: tuple[str, ...] = ()
     norms: Mapping[str, float] = field(default_factory=dict)
+    loss: float | None = None
 
     @property
     def updated_alone(self) -> frozenset[str]:
@@ -362,6 +365,7 @@ class CompiledStep(Struct, frozen=True):
         gradients: Fingerprint of each gradient after backward.
         differences: From the average of the ranks' own gradients without compilation.
         drew: Whether random numbers were drawn: compiled code draws others.
+        compiled: The functions that were compiled for it.
     """
 
     rank: int
@@ -369,3 +373,4 @@ class CompiledStep(Struct, frozen=True):
     gradients: Mapping[str, int] = field(default_factory=dict)
     differences: tuple[Difference, ...] = ()
     drew: bool = False
+    compiled: tuple[FunctionCompiled, ...] = ()

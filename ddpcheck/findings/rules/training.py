@@ -279,7 +279,8 @@ for part in batch.split(4):
         fix="Make the change on every rank from the same data, or broadcast the parameters after it.",
         detected=(
             "Fingerprints of parameters are taken when the wrapper was constructed, and compared between ranks "
-            "before the first forward pass and in later steps."
+            "before the first forward pass and in later steps. Under fully_shard, `ddpcheck run` follows the lines "
+            "that write shards before the first forward pass, and reports those that some ranks alone have come to."
         ),
         ignore="If the values are put back before the optimizer steps, as in sharpness-aware minimisation.",
         example="""\
@@ -349,10 +350,11 @@ discriminator_optimizer.step()
             "torch._dynamo.mark_dynamic. Have Python values and branches in forward the same on every rank."
         ),
         detected=(
-            "`ddpcheck run` records what each rank compiles while it trains, and which guard has failed, as torch has "
-            "it. It is reported where the same guard fails twice or more on a rank and never on another, or where some "
-            "ranks alone reach the limit; and where inputs of the same shapes give other operations with gradients on "
-            "each rank, every time, in a function without graph breaks."
+            "`ddpcheck run`, a watch and the compiled steps of a report record what each rank compiles while it "
+            "trains, and which guard has failed, as torch has it. It is reported where the same guard fails twice or "
+            "more on a rank and never on another, or where some ranks alone reach the limit; and where inputs of the "
+            "same shapes give other operations with gradients on each rank, every time, in a function without graph "
+            "breaks. A watch compares in steps 32, 64, 128 and so on."
         ),
         ignore="If the rank that compiles has met all its shapes by now, and the others meet theirs later.",
         example="""\

@@ -281,14 +281,14 @@ def split_of(shard: Any, mesh: Any = None) -> tuple[int, int] | None:
 
 def uneven_parts(parameters: Mapping[str, torch.Tensor], mesh: Any) -> tuple[str, ...]:
     """The names of those of which this rank has a part, whose elements are not all the same."""
-    found = []
-    for name, parameter in parameters.items():
-        split = split_of(parameter, mesh) if is_shard(parameter) else None
-        if split is not None and split[0] > 1:
-            part = own_part(parameter).flatten()
-            if part.numel() > 1 and bool((part != part[0]).any()):
-                found.append(name)
-    return tuple(found)
+    splits = {name: split_of(parameter, mesh) for name, parameter in parameters.items() if is_shard(parameter)}
+    return uneven({name: parameters[name] for name, split in splits.items() if split is not None and split[0] > 1})
+
+
+def uneven(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """The names of those whose elements, as far as this rank has them, are not all the same."""
+    held = {name: (own_part(p) if is_shard(p) else p).detach().flatten() for name, p in parameters.items()}
+    return tuple(name for name, part in held.items() if part.numel() > 1 and bool((part != part[0]).any()))
 
 
 def shard_held(value: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 
+from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, LoopEvent, ShardedStep
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at, is_user_file
@@ -24,8 +25,9 @@ from ddpcheck.gather.ddp.sharding import mixed_precision, recorded_settings, sha
 from ddpcheck.gather.phases.model_build import count_calls
 from ddpcheck.gather.phases.rank_state import RankState, TrainingModel, rank_state, replays_step
 from ddpcheck.gather.state.external_state import put_back
-from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, own_part
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard, own_part
 from ddpcheck.gather.state.module_state import capture_state, copied_module
+from ddpcheck.gather.steps.compilations import CompilationRecorder
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, difference, eps_of, norm, norms, scales
 from ddpcheck.gather.steps.training_step import (
     clear_gradients,
@@ -65,6 +67,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
         loss = compute_loss(state.recipe, model.wrapped, data.batch, step=step, seed=seed, place=f"{named} ")
         this_rank.set_status(f"step {step}: {named} backward")
         run_backward(loss.total, module=module, since=since)
+        total = None if is_shard(loss.total) else float(loss.total.detach())
         del loss
         this_rank.set_status(f"step {step}: {named} comparison")
         gradients = {n: dense(g) for n, g in state.whole((n, p.grad) for n, p in model.trainable.items()).items()}
@@ -125,7 +128,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
         against_shard=alone.differences(own, own_gradients, shards(model.trainable.items())),
         uncompared=whole.trouble or alone.trouble,
         updated_at=_step_line(model.optimizer, state.recipe),
-        **(_parts_left(model) if model.place.splits_model else {}),
+        **(_parts_left(model) | {"loss": total} if model.place.splits_model else {}),
     )
 
 
@@ -223,8 +226,9 @@ def compiled_step(step: int) -> CompiledStep:
     for handle in model.counters:
         handle.remove()
     seed = state.seed_of(step)
+    made: list[FunctionCompiled] = []
     try:
-        with unlogged(), run_as_compiled():
+        with unlogged(), run_as_compiled(), CompilationRecorder(made.append, lambda: True, lambda: step):
             loss = compute_loss(state.recipe, model.wrapped, data.batch, step=step, seed=seed, place="compiled DDP ")
             this_rank.set_status(f"step {step}: compiled DDP backward")
             loss.total.backward()
@@ -246,4 +250,5 @@ def compiled_step(step: int) -> CompiledStep:
         gradients={name: 0 if gradient is None else fingerprint(gradient) for name, gradient in gradients.items()},
         differences=differences,
         drew="torch" in loss.drew,
+        compiled=tuple(made),
     )

@@ -94,7 +94,7 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
         *uneven,
         location=worst_first[0].location or facts.known.loss_location,
         fix="Divide by the number of samples on the rank (reduction='mean'), or keep the sum and multiply this term "
-        "by the world size."
+        f"by {facts.known.count_of_replicas}."
         if " sums over " in first
         else "",
         tags=((IS_SUM,) if any(" sums over " in what for what in reasons) else ())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddpcheck.findings.evidence.gradients import LOOSEST_FIT, Difference
-from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence
+from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, ShardedStep
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import (
     capitalized,
@@ -19,7 +20,7 @@ from ddpcheck.findings.wording import (
     plural_verb,
     unless_all,
 )
-from ddpcheck.judge.judge_context import JudgeContext, first_explanation, format_factor, group_by_step, worst_first
+from ddpcheck.judge.judge_context import JudgeContext, first_explanation, group_by_step, worst_first
 from ddpcheck.judge.replicas.descriptions import differing_names
 
 
@@ -180,11 +181,43 @@ def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
         f"{' and between '.join(map(format_ranks, models[:2]))}, which compute one model together (tensor "
         "parallelism): each rank has that of what it computes alone.",
         steps=unless_all(sorted({step for name in names for step in facts.unequal[name]}), facts.step_count),
-        evidence=_evidence_between_ranks(facts),
+        evidence=[*filter(None, [_losses_apart(facts)]), *_evidence_between_ranks(facts)],
         fix=PLAN_ADVICE,
     )
 
 
+def explain_by_losses_of_parts(facts: ReducerFacts) -> list[Finding]:
+    """DDP302: ranks that compute one model together compute another loss each, of a part of what it gives.
+
+    Before a factor, which is what remains of it where each rank takes a mean.
+    """
+    apart = _losses_apart(facts)
+    if not apart or not facts.mismatched:
+        return []
+    return facts.mismatch(
+        "DDP302",
+        f"{apart}: the gradients of {counted(len(facts.mismatched), 'parameter')} are those of their sum.",
+        subjects=("loss",),
+        location=facts.known.loss_location,
+        fix="Have the plan of parallelize_module put together what the loss is computed of "
+        "(output_layouts=Replicate()), or compute the loss of the DTensor, under loss_parallel().",
+    )
+
+
+def _losses_apart(facts: ReducerFacts) -> str:
+    """A sentence on ranks that compute one model together, and another loss each, in the first step that has some."""
+    losses = {(one.step, one.rank): one.loss for one in facts.evidence if isinstance(one, ShardedStep)}
+    for step, model in itertools.product(sorted({step for step, _ in losses}), facts.known.models):
+        of_ranks = [losses.get((step, rank)) for rank in model]
+        known = [one for one in of_ranks if one is not None]
+        if len(known) == len(model) and max(known) - min(known) > _ANOTHER_LOSS * max(map(abs, known)):
+            shown = " and ".join(f"{one:.6g}" for one in known[:4])
+            ranks = capitalized(format_ranks(model))
+            return f"{ranks} compute one model together, and another loss each, {shown} in step {step}"
+    return ""
+
+
+_ANOTHER_LOSS = 1e-3  # relative; less is rounding
 PLAN_ADVICE = (
     "Name these modules in the plan of parallelize_module (SequenceParallel() for a norm), or all_reduce their "
     "gradients over the group of tensor parallelism before the step."
@@ -251,7 +284,7 @@ def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
     scaled = [event for event in facts.evidence[0].events if event.kind in _SCALING]
     return facts.mismatch(
         "DDP303",
-        f"Under the wrapper every one of these gradients is {format_factor(ratio, facts.known.world_size)} times the "
+        f"Under the wrapper every one of these gradients is {facts.known.factor(ratio)} times the "
         "average of the ranks' own gradients.",
         *(f"{event.kind} is called there" for event in scaled[-1:]),
         location=Location.parse(scaled[-1].location) if scaled else None,
@@ -348,6 +381,7 @@ BETWEEN_RANKS: _Explanations = (explain_by_bypassed_forward, explain_by_parts_of
 """Of gradients that differ between ranks; the first that knows the pattern counts."""
 
 FROM_AVERAGE: _Explanations = (
+    explain_by_losses_of_parts,
     explain_by_constant_factor,
     explain_by_wrap_hooks,
     explain_by_overwritten_buffers,

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from ddpcheck.findings.evidence.loop import GradientsTaken
+from ddpcheck.findings.evidence.loop import GradientsTaken, ModuleChanged
 from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import join_names, minority_ranks, one_finding, plural_verb
@@ -101,6 +101,7 @@ def judge_alone(
     *,
     wrapped: bool,
     sharded_at: Location | None = None,
+    assigned: Sequence[ModuleChanged] = (),
 ) -> list[Finding]:
     """DDP501, 503 or 208: parameters that no wrapper averages and that ranks train apart from each other.
 
@@ -110,6 +111,7 @@ def judge_alone(
         others: The optimizers of the same parameters, in the order in which they were made, this one too.
         wrapped: Whether the script has a wrapper at all.
         sharded_at: Where `fully_shard` is called, if that is what it has.
+        assigned: The modules that have taken the place of sharded ones.
     """
     of_ranks = [one for one in steps if one and all(each.alone.keys() == one[0].alone.keys() for each in one)]
     if len(of_ranks) < 2 or not of_ranks[0][0].alone or len(of_ranks) < len(steps):
@@ -137,7 +139,7 @@ def judge_alone(
         if late := next((at for one in of_ranks for each in one if (at := each.late_sum_at)), None):
             return _averaged_late(local, of_ranks, late)
         if sharded_at is not None:
-            return _in_no_group(local, of_ranks, sharded_at)
+            return _in_no_group(local, of_ranks, sharded_at, assigned)
         how = f"{plural_verb('is', 'are', local)} averaged by nothing in this script"
         fix = "Wrap the module in DistributedDataParallel, or all_reduce every gradient before the step."
         if later:
@@ -183,16 +185,23 @@ def _meets(name: str, before: Steps, later: Steps) -> bool:
     return second == 1 < first
 
 
-def _in_no_group(names: Sequence[str], steps: Sequence[Steps], sharded_at: Location) -> list[Finding]:
+def _in_no_group(
+    names: Sequence[str], steps: Sequence[Steps], sharded_at: Location, assigned: Sequence[ModuleChanged]
+) -> list[Finding]:
+    theirs = [one for one in assigned if all(f".{name}".endswith(tuple(f".{n}" for n in one.names)) for name in names)]
+    by = next((one for one in theirs if one.location is not None), None)
+    told = [] if by is None else [f"{by.how} is assigned there, in the place of a module that was sharded"]
     return one_finding(
         "DDP111",
         names,
         f"{join_names(names)} {plural_verb('is', 'are', names)} trained, and no group of fully_shard holds "
         f"{plural_verb('it', 'them', names)}: every rank trains {plural_verb('it', 'them', names)} on its own "
         "gradients.",
-        location=sharded_at,
-        evidence=[f"the optimizer steps at {steps[0][0].location}", _PARTED],
-        fix="Call fully_shard on the root module as well, last, and without these in ignored_params.",
+        location=sharded_at if by is None else by.location,
+        evidence=[*told, f"the optimizer steps at {steps[0][0].location}", _PARTED],
+        fix="Call fully_shard on the root module as well, last, and without these in ignored_params."
+        if by is None
+        else "Replace modules before fully_shard.",
     )
 
 

@@ -12,6 +12,7 @@ from ddpcheck.judge.gradients.reducer import (
     ReducerFacts,
     explain_by_constant_factor,
     explain_by_ignored_parameters,
+    explain_by_losses_of_parts,
     explain_by_missing_reduction,
     explain_by_parts_of_models,
     judge_unexplained_mismatch,
@@ -164,6 +165,7 @@ EXPLANATIONS = (
     explain_by_switches,
     explain_by_parts_of_models,
     explain_by_missing_reduction,
+    explain_by_losses_of_parts,
     explain_by_constant_factor,
     judge_unexplained_mismatch,
 )

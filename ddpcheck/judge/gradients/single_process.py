@@ -24,7 +24,6 @@ from ddpcheck.judge.judge_context import (
     JudgeContext,
     SingleProcessFacts,
     first_explanation,
-    format_factor,
     worst_first,
 )
 from ddpcheck.judge.replicas.descriptions import judge_program_data, judge_programs
@@ -132,14 +131,14 @@ def _explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
     if known.local.losses and _are_close(known.local.losses, [analysis.global_loss] * len(known.local.losses)):
         return facts.one_finding(
             "DDP303",
-            f"Every gradient is {format_factor(ratio, known.world_size)} times the global batch's: each rank computes "
+            f"Every gradient is {known.factor(ratio)} times the global batch's: each rank computes "
             "the loss of the whole batch, its gradient comes back to the rank's own samples only, and "
             f"{named} averages.",
             f"every rank's loss is {analysis.global_loss:.4g}, that of the global batch",
             *(f"gathered by {call}" for call in known.local.calls[:2]),
             location=known.loss_location,
-            fix="Multiply the loss by the world size, or gather with torch.distributed.nn.functional.all_gather, whose "
-            "backward adds up the gradients of all ranks.",
+            fix=f"Multiply the loss by {known.count_of_replicas}, or gather with "
+            "torch.distributed.nn.functional.all_gather, whose backward adds up the gradients of all ranks.",
         )
     weight = 1 / (known.world_size * ratio)
     return judge_normalisation(facts, [LossTerm(weights=(weight,) * known.world_size)])
@@ -238,7 +237,7 @@ def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
         return []
     factors = [
         f"the gradient of {format_term(term, analysis.terms)} is "
-        f"{format_factor(term.ratio, facts.known.world_size)} times the global batch's"
+        f"{facts.known.factor(term.ratio)} times the global batch's"
         for term in off
     ]
     return facts.one_finding(
@@ -251,7 +250,7 @@ def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> list[Finding]:
-    factor, named = format_factor(ratio, facts.known.world_size), facts.known.wrapper.named
+    factor, named = facts.known.factor(ratio), facts.known.wrapper.named
     made = [term.location for term in facts.analysis.terms]
     return facts.one_finding(
         "DDP303",

@@ -34,6 +34,11 @@ _OF_GRAPHS = (
 )
 
 
+def judge_compilations(compiled: OfRanks) -> list[Finding]:
+    """The findings on all that ranks have compiled which train the same model."""
+    return judge_recompilations(trained_functions(compiled)) + judge_graphs(compiled)
+
+
 def trained_functions(compiled: OfRanks) -> list[OfRanks]:
     """Those that every rank has compiled for training."""
     trained = [[one for one in of_rank if one.trains] for of_rank in compiled]

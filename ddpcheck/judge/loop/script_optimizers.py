@@ -8,7 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from ddpcheck.findings.evidence.script import GradientsZeroed, MetricUsed, OptimizerEnd, OptimizerStep, ReducedInPlace
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import format_ranks, group_by_value, join_names, one_finding, plural_verb, told_by_rank
+from ddpcheck.findings.wording import (
+    counted,
+    format_ranks,
+    group_by_value,
+    join_names,
+    one_finding,
+    plural_verb,
+    told_by_rank,
+)
 from ddpcheck.judge.gradients.script_alone import (
     Steps,
     any_gradient_differs,
@@ -214,6 +222,60 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             else _LOAD_EVERYWHERE,
         )
     return []
+
+
+def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
+    """DDP306 and 521: a state of the optimizer's parts that was loaded on some ranks only, or is that of one rank.
+
+    Counted steps are no parts, and the same on all ranks. What the parts of several parameters hold is not, in norm.
+    """
+    for of_ranks in steps:
+        states, first = [one.shard_states for one in of_ranks], of_ranks[0]
+        loaded = [one.restored_at for one in of_ranks]
+        if not any(loaded) or not any(states):
+            continue
+        counts = [{name: size for name, size in one.items() if name.endswith(": step")} for one in states]
+        common = set(counts[0]).intersection(*counts)
+        parted = any(len({one[name] for one in counts}) > 1 for name in common)
+        if restored := _restored_on_some(of_ranks):
+            if parted or not all(states):
+                return [_loaded_on_some(of_ranks, restored, [max(one.values(), default=0.0) for one in counts])]
+            continue
+        held = [{name: size for name, size in one.items() if name not in counts[0] and size} for one in states]
+        if len(of_ranks) > 1 and len(set(held[0].values())) > 1 and all(one == held[0] for one in held):
+            keys = sorted({name.rpartition(": ")[2] for name in held[0]})
+            return one_finding(
+                "DDP521",
+                keys,
+                f"Every rank has the same {join_names(keys)} for its part of each of "
+                f"{counted(len({name.rpartition(': ')[0] for name in held[0]}), 'parameter')}, where each should have "
+                "another part: the optimizer's state is that of one rank.",
+                steps=(first.count,),
+                location=loaded[0],
+                evidence=[f"load_state_dict is called there, on every rank; it steps at {first.location}"],
+                fix="Save and load the state of every rank: by torch.distributed.checkpoint, with "
+                "get_optimizer_state_dict and set_optimizer_state_dict; or in a file for each rank.",
+            )
+    return []
+
+
+def _loaded_on_some(of_ranks: Steps, restored: Mapping[int, Location], counts: Sequence[float]) -> Finding:
+    first = of_ranks[0]
+    (found,) = one_finding(
+        "DDP306",
+        ("state",),
+        f"The optimizer's state is loaded on {format_ranks(restored)} only: the others go on with another one for "
+        "their parts of the same parameters.",
+        ranks=tuple(restored),
+        steps=(first.count,),
+        location=next(iter(restored.values())),
+        evidence=[
+            _told(restored, first),
+            *(f"rank {rank}: {count:g} steps were counted before" for rank, count in enumerate(counts[:4])),
+        ],
+        fix=_LOAD_EVERYWHERE.replace("from the same file", "each for its own parts"),
+    )
+    return found
 
 
 def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], held: set[str]) -> list[Finding]:

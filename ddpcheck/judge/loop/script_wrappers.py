@@ -28,7 +28,7 @@ from ddpcheck.judge.gradients.target_weights import severity_of_targets
 from ddpcheck.judge.loop.watched_steps import judge_replica_states, judge_reports
 from ddpcheck.judge.replicas.descriptions import differing_names, judge_options, judge_values_before_sharding
 from ddpcheck.judge.replicas.replica_state import AVERAGE_THEM, judge_repeated, never_averaged
-from ddpcheck.judge.replicas.script_changes import at_the_change, judge_ignored, judge_replaced
+from ddpcheck.judge.replicas.script_changes import at_the_change, judge_ignored, judge_replaced, judge_written_alone
 from ddpcheck.judge.replicas.wrapper_construction import COUNTED, judge_constructions
 from ddpcheck.judge.script_facts import ScriptFacts, WatchedWrapper, entries_of
 from ddpcheck.stream.entries import (
@@ -100,11 +100,20 @@ def judge_meshes(same: Sequence[WatchedWrapper], world_size: int) -> list[Findin
         for one in of_group:
             if one.shard >= 0:
                 by_step.setdefault(one.step, [[] for _ in same])[group].append(one)
-    complete = [step for step, groups in by_step.items() if [*map(len, groups)] == [*map(len, ranks)]]
-    if len(complete) < 2 or _shards_that_differ(by_step[min(complete)]):
+    complete = {step: groups for step, groups in by_step.items() if [*map(len, groups)] == [*map(len, ranks)]}
+    return judge_apart_meshes(ranks, complete, same[0].made.location)
+
+
+def judge_apart_meshes(
+    ranks: Sequence[Sequence[int]],
+    by_step: Mapping[int, Sequence[Sequence[ReplicaCaptured]]],
+    made: Location | None,
+) -> list[Finding]:
+    """DDP301 of meshes, by the `ranks` of each: what all of them hold, mesh by mesh, in some steps."""
+    if len(by_step) < 2 or _shards_that_differ(by_step[min(by_step)]):
         return []
-    apart = _shards_that_differ(by_step[max(complete)])
-    first = by_step[min(complete)][0][0].state.values.parameters
+    apart = _shards_that_differ(by_step[max(by_step)])
+    first = by_step[min(by_step)][0][0].state.values.parameters
     if apart < first.keys() or not apart:
         return []
     groups = join_names([format_ranks(one) for one in ranks])
@@ -114,8 +123,8 @@ def judge_meshes(same: Sequence[WatchedWrapper], world_size: int) -> list[Findin
         f"{capitalized(groups)} have a mesh each: they begin with the same model and train it apart, for nothing "
         "averages gradients between them.",
         severity=Severity.WARNING,
-        location=same[0].made.location,
-        evidence=[f"alike before step {min(complete)}, and all of them other values before step {max(complete)}"],
+        location=made,
+        evidence=[f"alike before step {min(by_step)}, and all of them other values before step {max(by_step)}"],
         fix="Give fully_shard a mesh of all ranks: of one dimension, or of two, of which the first one replicates "
         '(init_device_mesh(..., mesh_dim_names=("replicate", "shard"))).',
     )
@@ -186,6 +195,9 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
     kept = [_at_the_load(one, facts.of(FileUsed), made.location) if one.code == "DDP521" else one for one in kept]
     changes = wrapper.of(ModuleChanged)
     by_hand = [*judge_ignored(changes), *judge_replaced(changes)]
+    shards = {one.shard for one in chain.from_iterable(captured.values())}
+    if not wrapper.missing and made.context.sharded is not None and len(shards) == len(made.ranks) > 1:
+        by_hand += judge_written_alone(changes, wrapper.values_built)
     return [*by_hand, *(at_the_change(one, changes, made.location) for one in kept)]
 
 

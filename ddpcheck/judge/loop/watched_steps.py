@@ -13,6 +13,7 @@ from ddpcheck.judge.gradients.reducer import judge_reducer
 from ddpcheck.judge.gradients.sharded import judge_switched_off
 from ddpcheck.judge.gradients.target_weights import judge_normalisation
 from ddpcheck.judge.judge_context import JudgeContext
+from ddpcheck.judge.loop.script_compilations import judge_compilations
 from ddpcheck.judge.loop.training_loop import judge_loop, judge_values_changed
 from ddpcheck.judge.parameters.missing_parameters import judge_parameters
 from ddpcheck.judge.replicas.descriptions import (
@@ -58,6 +59,7 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
     if any(report.events for report in reports):
         loop = [DdpStepEvidence(report.probed.rank, report.step, events=report.events) for report in reports]
         findings += judge_switched_off(loop) if wrapper.sharded else judge_loop(loop, unequal=True)
+    findings += judge_compilations([report.compiled for report in reports])
     return findings + judge_normalisation([report.micro_batches for report in reports])
 
 

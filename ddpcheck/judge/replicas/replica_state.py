@@ -170,11 +170,14 @@ AVERAGE_THEM = (
 
 
 def never_averaged(names: Sequence[str], steps: int, first: int, hook: str) -> str:
-    """A sentence on parameters that differ after each of so many steps from the first on, in which a hook begins."""
+    """A sentence on parameters that differ after each of so many steps from the first on, in which a hook begins.
+
+    Or, without a hook, steps under `no_sync`.
+    """
+    how = f"{hook} averages gradients over fewer ranks" if hook else "no_sync leaves each rank its own gradients"
     return (
         f"{counted(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} between ranks after each of "
-        f"{counted(steps, 'step')} from step {first} on, in which {hook} averages gradients over fewer ranks: nothing "
-        "averages the parameters."
+        f"{counted(steps, 'step')} from step {first} on, in which {how}: nothing averages the parameters."
     )
 
 

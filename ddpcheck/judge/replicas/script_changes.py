@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.replace import replace
@@ -12,7 +12,7 @@ from ddpcheck.findings.wording import counted, format_ranks, group_by, join_name
 from ddpcheck.judge.replicas.descriptions import MODE
 
 _OF_VALUES = ("values", "written")
-_OTHERS = (*_OF_VALUES, "buffer", "scale", "ignored")
+_OTHERS = (*_OF_VALUES, "buffer", "scale", "ignored", "module")
 REPLACED = "replaced"
 _ORDER = ("load_state_dict", "apply")  # what sets values for sure, and what may; then what writes parameters in place
 
@@ -64,6 +64,39 @@ def judge_replaced(changes: Changes) -> list[Finding]:
         names = dict.fromkeys(name for one in same for name in one.names)
         found += replaced_after_sharding(list(names), where, later=later)
     return found
+
+
+def judge_written_alone(changes: Changes, kept: Sequence[Mapping[str, int]]) -> list[Finding]:
+    """DDP515: shards were written before the first forward pass on some ranks, and the others go on with what they had.
+
+    Each rank has another shard, so that what one writes tells the others nothing. `kept`: by rank, the parameters that
+    still have the values with which they were sharded.
+    """
+    early = [
+        [one for one in of_rank if one.what in _OF_VALUES and not one.forwards and one.names] for of_rank in changes
+    ]
+    ranks: dict[str, set[int]] = {}
+    for rank, of_rank in enumerate(early):
+        for name in itertools.chain.from_iterable(one.names for one in of_rank):
+            ranks.setdefault(name, set()).add(rank)
+    alone = [*ranks]
+    on = sorted(ranks[alone[0]]) if alone else []
+    others = [known for rank, known in enumerate(kept) if rank not in on]
+    if not on or not others or any(sorted(ranks[name]) != on for name in alone):
+        return []
+    if any(name not in known for known in others for name in alone):
+        return []
+    first = early[on[0]][0]
+    return one_finding(
+        "DDP515",
+        alone,
+        f"{join_names(alone)} {plural_verb('is', 'are', alone)} written after fully_shard on {format_ranks(on)} only, "
+        "which has its own part of the whole: the other parts are those of before.",
+        ranks=on,
+        location=first.location,
+        evidence=[f"{first.how} writes the shards there, before the first forward pass"],
+        fix="Write shards on every rank; or initialise the model before fully_shard.",
+    )
 
 
 def replaced_after_sharding(names: Sequence[str], where: Location | None, *, later: bool) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Whether replicas are ever the same again while ranks train apart, by a communication hook (post-local SGD)."""
+"""Whether replicas are ever the same again while ranks train apart: by a communication hook, or under no_sync."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ _MOST = 4096
 class ApartMarks(StepListener):
     """Fingerprints of one small parameter before each forward pass in which it has changed, on this rank."""
 
-    def __init__(self, recorder: Callable[[], StepRecorder], number: int = 0) -> None:
-        """Of the `number`-th wrapper; `recorder` returns what follows its steps."""
+    def __init__(self, recorder: Callable[[], StepRecorder], number: int = 0, *, under_no_sync: bool = False) -> None:
+        """Of the `number`-th wrapper; `recorder` returns what follows its steps; `under_no_sync`: there too."""
         self._recorder = recorder
         self._number = number
+        self._under_no_sync = under_no_sync
         self._marks: list[int] = []
         self._since, self._hook = 0, ""
 
     def forward_begins(self) -> None:
         """Take one, where ranks train apart and have not left the loop by right."""
         recorder = self._recorder()
-        if recorder.are_apart and not recorder.joins and len(self._marks) < _MOST:
+        apart = recorder.are_apart or (self._under_no_sync and recorder.steps_alone)
+        if apart and not recorder.joins and len(self._marks) < _MOST:
             if not self._marks and (wrapper := recorder.wrapper) is not None:
                 self._since, self._hook = recorder.step, comm_hook_of(wrapper)
             self._add(recorder)

@@ -129,7 +129,10 @@ class StepRecorder(StepListener):
         replica: Its values.
         history: Of the parameters.
         is_sharded: Whether the wrapper is a module that `fully_shard` has sharded.
+        steps_alone: Whether several steps, one after the other, have used gradients that `no_sync` has left alone.
     """
+
+    steps_alone = False
 
     def __init__(
         self,
@@ -233,6 +236,7 @@ class StepRecorder(StepListener):
         if used is not None and used.after is not None:
             self.tell_unpaired()
             return
+        self.steps_alone |= used is not None and used.under is not None
         around = self._options.bypassed(), LoopEvent("step", location=str(user_location() or ""))
         switches = shard_switches.calls if self.is_sharded else ()
         self.tell(*switches, *(around if used is None else used.events))

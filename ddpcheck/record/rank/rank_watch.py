@@ -42,12 +42,13 @@ from ddpcheck.gather.collectives.collective_log import (
 from ddpcheck.gather.ddp.ddp_wrapper import group_of
 from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, accompanied, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
+from ddpcheck.gather.steps.compilations import MODULES as OF_COMPILER
+from ddpcheck.gather.steps.compilations import CompilationRecorder, follow_compiler
 from ddpcheck.record.data.draw_recorder import DrawRecorder
 from ddpcheck.record.data.loader_recorder import LoaderRecorder
 from ddpcheck.record.evaluation.evaluation_recorder import EvaluationRecorder
 from ddpcheck.record.evaluation.result_recorders import SumRecorder
 from ddpcheck.record.loop.bypass_recorder import DDP_FILE
-from ddpcheck.record.loop.compilation_recorder import CompilationRecorder
 from ddpcheck.record.loop.taken_recorder import TakenRecorder
 from ddpcheck.record.loss.gather_recorder import GatherRecorder
 from ddpcheck.record.loss.loss_recorder import LossRecorder
@@ -60,6 +61,7 @@ from ddpcheck.record.rank.construction_recorder import ConstructionRecorder
 from ddpcheck.record.rank.environment import STACK_SIGNAL, RunOptions, options_of_run
 from ddpcheck.record.rank.file_recorder import FileRecorder
 from ddpcheck.record.rank.line_recorder import LineRecorder
+from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.rank.peer_recorder import PeerRecorder
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.rank.shard_recorder import ShardRecorder
@@ -152,12 +154,16 @@ class _WatchedRank:
         self._draws = DrawRecorder(log.add, lambda: self._optimizers.steps)
         losses = LossRecorder(log.add, self._optimizers, lambda: self._loaders.taken)
         self._taken = TakenRecorder(log.add, self._watches)
-        CompilationRecorder(log.add, self._watches, lambda: self._optimizers.steps)
+        self._compilations = CompilationRecorder(log.add, self._trains, lambda: self._optimizers.steps)
+        self._compilations.begin()
+        when_imported(OF_COMPILER, follow_compiler)
         gathers = GatherRecorder(log.add, lambda: self._optimizers.steps)
         self._statistics = StatisticsRecorder(log.add, lambda: self._loaders.samples)
         self._constructions = ConstructionRecorder()
         self._files = FileRecorder(log, self._watches)
-        ShardRecorder(lambda module, built, at: self._watch(module, began_alike=False, built=built, at=at))
+        ShardRecorder(
+            lambda module, built, at: self._watch(module, began_alike=False, built=built, at=at), writes.sharded
+        )
         for recorder in (evaluations, targets, gathers, losses, self._statistics):
             record_given(guarded(recorder.note_collective))
         self._sums = SumRecorder(log.add)
@@ -167,6 +173,9 @@ class _WatchedRank:
         if reducer := vars(dist).get("Reducer"):  # private to torch; without it such a pass is not known
             patched(reducer, "prepare_for_backward", self._prepares)
         atexit.register(self._ended)
+
+    def _trains(self) -> bool:
+        return any(watch.module.training for watch in self._watches)
 
     def _constructed(self, wrapper: nn.Module, *arguments: Any, **named: Any) -> Iterator[None]:
         watched = (

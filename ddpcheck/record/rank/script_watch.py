@@ -187,6 +187,11 @@ class ScriptWatch(StepListener):
         names = tuple(n for n, p in self.module_parameters() if id(p) in theirs)
         self._log.add(ModuleChanged(self.number, "scale", name, names, where, self.forwards, self.step))
 
+    def note_module(self, path: str, part: nn.Module, where: Location | None) -> None:
+        """A module was assigned in the place of one that `fully_shard` had sharded, before the first forward pass."""
+        names = tuple(f"{path}.{name}" for name, _ in part.named_parameters())
+        self._log.add(ModuleChanged(self.number, "module", path, names, where))
+
     def note_replaced(self, name: str, where: Location | None, *, later: bool) -> None:
         """A parameter was assigned in the place of a shard, and is none that `fully_shard` gathers.
 

@@ -49,18 +49,25 @@ class ShardRecorder:
 
     They are calls of the module, or of methods that `register_fsdp_forward_method` was told. `watch` takes the module,
     the fingerprints of the values that its parameters were built with, where the rank still has its shard of them, and
-    the line that shards it.
+    the line that shards it. `sharded` takes each shard that is made.
     """
 
-    def __init__(self, watch: Callable[[nn.Module, Mapping[str, int], Location | None], ScriptWatch | None]) -> None:
+    def __init__(
+        self,
+        watch: Callable[[nn.Module, Mapping[str, int], Location | None], ScriptWatch | None],
+        sharded: Callable[[torch.Tensor], object],
+    ) -> None:
         self._watch = watch
+        self._note_shard = sharded
         self._lines: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # that shard a module
         self._scales: WeakKeyDictionary[nn.Module, list[tuple[str, Location | None]]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[nn.Module, tuple[Callable[[], ScriptWatch | None], str]] = WeakKeyDictionary()
         self._built: dict[int, tuple[Callable[[], Any], int, int]] = {}  # a shard, the whole of it, and itself
         self._assigned: list[_Assigned] = []
+        self._modules: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # in the place of others
         hook = UnpickledHook(self._registers)
         registration.register_module_parameter_registration_hook(hook)
+        registration.register_module_module_registration_hook(UnpickledHook(self._registers_module))
         when_imported((_HOME,), self._follow)
         when_imported((_PARAMETER,), self._follow_values)
 
@@ -98,6 +105,8 @@ class ShardRecorder:
         value = None if whole.is_meta else fingerprint(whole)
         yield
         shard = getattr(one, "sharded_param", None)
+        if isinstance(shard, torch.Tensor):
+            self._note_shard(shard)
         if value is not None and isinstance(shard, torch.Tensor):
             self._built[id(shard)] = tensor_ref(shard), value, fingerprint(shard)
 
@@ -108,6 +117,13 @@ class ShardRecorder:
             return
         if (is_shard(before) or module in self._known) and len(self._assigned) < _MOST_ASSIGNED:
             self._assigned.append((ref(module), name, tensor_ref(parameter), user_location()))
+
+    def _registers_module(self, module: nn.Module, name: str, given: Any) -> None:
+        """A module is assigned; note it where it takes the place of one with shards, and has none itself."""
+        before = module._modules.get(name)
+        if before is not None and before is not given and isinstance(given, nn.Module):
+            if any(map(is_shard, before.parameters())) and not any(map(is_shard, given.parameters())):
+                self._modules[given] = user_location()
 
     def _note_replaced(self, watch: ScriptWatch, *, first: bool) -> None:
         """Before a forward pass of the outermost module: what was assigned since the last one and is not gathered.
@@ -158,6 +174,8 @@ class ShardRecorder:
             for name, where in self._scales.pop(part, ()):
                 if watch is not None:
                     watch.note_scale(name, part, where)
+            if part in self._modules and watch is not None:
+                watch.note_module(path, part, self._modules.pop(part))
         return self._known[module]
 
     def _values_of(self, module: nn.Module) -> dict[str, int]:

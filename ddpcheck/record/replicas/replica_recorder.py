@@ -8,6 +8,7 @@ from operator import sub
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -16,7 +17,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_loss
-from ddpcheck.gather.ddp.sharding import mesh_of, mixed_precision, shard_number, uneven_parts
+from ddpcheck.gather.ddp.sharding import mesh_of, mixed_precision, shard_number, uneven, uneven_parts
 from ddpcheck.gather.state.fingerprints import InRows, fingerprints, in_rows, is_shard, own_part
 from ddpcheck.gather.state.module_description import Parts, parts_of
 from ddpcheck.gather.steps.gradient_distance import KeptParts, eps_of, short_sketches, sketches
@@ -61,7 +62,9 @@ class ReplicaRecorder:
         if of_step is not None:
             captured, parameters = of_step
             values = replace(captured.state.values, parameters=self._recorder.replica.parameters(parameters))
-            parts = uneven_parts(self._recorder.parameters, self._mesh) if captured.shard >= 0 else ()
+            tensors, sharded = self._recorder.parameters, captured.shard >= 0
+            in_parts = not sharded and not captured.step and len(self._recorder.ranks) < dist.get_world_size()
+            parts = uneven_parts(tensors, self._mesh) if sharded else uneven(tensors) if in_parts else ()
             before = captured.state.at_first_forward
             self.changed |= any(values.parameters.get(name) != value for name, value in before.items())
             whole = self._recorder.parameters if self.changed and captured.shard < 0 else {}

@@ -18,8 +18,8 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, parsed_source, relative_path, user_frame
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch, guarded
-from ddpcheck.gather.state.fingerprints import is_shard, own_part
 from ddpcheck.gather.state.tensor_file import tensor_ref
+from ddpcheck.record.loop.ignored_data import is_ignored
 from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.rank.script_watch import ScriptWatch
 
@@ -28,6 +28,7 @@ _MOST_TIMES = 256  # that one line is looked at: a loop over parameters comes to
 _OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
 _NO_VALUES = frozenset({"requires_grad_", "detach_", "rename_", "share_memory_", "retain_grad"})
 _IGNORED = ".data ="
+_NOT_WATCHED = -2  # the number of a wrapper, where what fully_shard has sharded has not run forward yet
 _Key = tuple[int, Location]  # the number of a wrapper, and a line
 
 
@@ -47,6 +48,7 @@ class WriteRecorder:
         self._lines: dict[tuple[Any, int], int] = {}  # by code and number: how often it was come to
         self._open: dict[_Key, ModuleChanged] = {}
         self._told: set[_Key] = set()
+        self._early: dict[Location, list[tuple[Callable[[], Any], str]]] = {}  # what was written there, and how
         self._follow(nn.Parameter)
         when_imported(("torch.distributed.tensor",), lambda home: self._follow(vars(home).get("DTensor")))
 
@@ -58,10 +60,21 @@ class WriteRecorder:
                 Patch(kind, name, functools.partial(self._followed, name))
         Patch(kind, "data", self._followed_data)
 
+    def sharded(self, shard: torch.Tensor) -> None:
+        """A parameter was sharded, of a module that is watched from its first forward pass on."""
+        self._wrapped[id(shard)] = tensor_ref(shard), _NOT_WATCHED, ""
+
     def wrapped(self, watch: ScriptWatch) -> None:
         """A wrapper has been constructed."""
         for name, parameter in watch.module_parameters():  # frozen ones, too
             self._wrapped[id(parameter)] = tensor_ref(parameter), watch.number, name
+        name_of = {id(parameter): name for name, parameter in watch.module_parameters()}
+        for where, written in self._early.items():
+            how = {
+                name_of[id(part)]: how for ref, how in written if (part := ref()) is not None and id(part) in name_of
+            }
+            if how:
+                self._sink(ModuleChanged(watch.number, "written", next(iter(how.values())), (*how,), where))
 
     def copied(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
         """A variable holds the parameters of a copy of a wrapped module."""
@@ -107,7 +120,7 @@ class WriteRecorder:
         def put(parameter: Any, value: Any) -> None:
             original.__set__(parameter, value)
             if id(parameter) in wrapped and not self.stepping:
-                note(_IGNORED if _is_ignored(parameter, value) else ".data", parameter)
+                note(_IGNORED if is_ignored(parameter, value) else ".data", parameter)
 
         return property(get, put)
 
@@ -128,6 +141,9 @@ class WriteRecorder:
         if frame is None:
             return
         where = Location(relative_path(frame.f_code.co_filename), frame.f_lineno)
+        if number == _NOT_WATCHED:
+            self._early.setdefault(where, []).append((known, how))
+            return
         if (key := (number, where)) in self._told:
             return
         before = self._open.get(key)
@@ -139,12 +155,6 @@ class WriteRecorder:
             when = (0, 0) if watch is None else (watch.forwards, watch.step)
             what = "ignored" if how == _IGNORED else "written"
             self._open[key] = ModuleChanged(number, what, how, names, where, *when)
-
-
-def _is_ignored(parameter: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a shard has not taken what was assigned to its `.data`."""
-    part = own_part(parameter) if is_shard(parameter) else None
-    return part is not None and part.numel() > 0 and part.data_ptr() != own_part(value).data_ptr()
 
 
 _CALLER = 3  # frames from what notes a write to the line that makes it

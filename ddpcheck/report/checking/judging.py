@@ -10,13 +10,14 @@ from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.wording import without_prefix
+from ddpcheck.findings.wording import group_by, without_prefix
 from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
 from ddpcheck.judge.gradients.reducer import ReducerFacts, judge_compiled, judge_reducer, tell_compiled
 from ddpcheck.judge.gradients.sharded import judge_sharded, judge_updates
 from ddpcheck.judge.gradients.single_process import judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts, group_by_step
+from ddpcheck.judge.loop.script_compilations import judge_compilations, judge_recompilations, trained_functions
 from ddpcheck.judge.loop.training_loop import judge_draws, judge_loop, judge_optimizer, judge_samples
 from ddpcheck.judge.parameters.missing_parameters import judge_parameters
 from ddpcheck.judge.replicas.descriptions import differing_names
@@ -25,6 +26,7 @@ from ddpcheck.judge.replicas.replica_state import judge_state
 from ddpcheck.report.checking.check_state import CheckState
 
 _NEAR = 10.0  # times what rounding takes in a single process: on shards it may take more
+_FEWEST_COMPILED = 3  # steps that tell what is always so from what is so now and then
 _LIBRARIES = {"random": "Python's random"}
 
 
@@ -122,6 +124,7 @@ def judge(state: CheckState, module_locations: Mapping[str, Location]) -> None:
         state.found = [(part, one) for part, one in state.found if not _is_of_parts(one)]
     if any(item.compiles for item in state.steps.local):
         state.log.notes.append(tell_compiled(state.steps.compiled))
+        state.add(state.log.call_judge("reducer", _judge_compilations, state), "reducer")
         state.found = [(part, without_prefix(finding)) for part, finding in state.found]
     state.findings = [finding for _, finding in state.found]
     for causes in state.log.call_judge("", lambda: [find_causes(state.findings)]):
@@ -164,6 +167,15 @@ def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
     if state.log.error is None:
         gradients = [one for item in steps.parameters for one in item.states.values()]
         state.add(call_judge("parity", judge_nothing_compared, steps.norms, gradients), "parity")
+
+
+def _judge_compilations(state: CheckState) -> list[Finding]:
+    """The findings on what ranks compile; where numbers decide that each draws alone, on what they compile again."""
+    by_rank = group_by(state.steps.compiled, lambda item: item.rank)
+    made = [[one for item in of_rank for one in item.compiled] for of_rank in by_rank.values()]
+    drawn = any(item.random.libraries - {"torch"} for item in state.steps.local)
+    few = len({item.step for item in state.steps.compiled}) < _FEWEST_COMPILED
+    return judge_recompilations(trained_functions(made)) if drawn or few else judge_compilations(made)
 
 
 def _is_of_parts(finding: Finding) -> bool:

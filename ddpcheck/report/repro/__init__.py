@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings.errors import RankError, TargetError, UsageError
 from ddpcheck.findings.report import Finding, Report
-from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import relative_path
 from ddpcheck.harness import World
 from ddpcheck.report import calls
-from ddpcheck.report.repro.script import DEMONSTRATIONS, script_for, script_name, world_size_for
+from ddpcheck.report.repro.script import DEMONSTRATIONS, script_for, script_name, why_none, world_size_for
 from ddpcheck.report.repro.target_code import imports_from_ddpcheck, own_modules
 
 if TYPE_CHECKING:
@@ -106,9 +105,9 @@ def _refuse_foreign(path: Path, text: str) -> None:
 
 def reproduction(report: Report, target: str, finding: Finding) -> dict[str, str]:
     """The files of a reproduction, name to text, the script first."""
-    chosen = DEMONSTRATIONS.get(finding.code)
-    if chosen is None:
-        raise UsageError(f"no script shows {finding.code} ({RULES[finding.code].name})")
+    if why := why_none(finding, report):
+        raise UsageError(why)
+    chosen = DEMONSTRATIONS[finding.code]
     info = _look(report, target, finding)
     entry = Path(info.file).resolve()
     roots = [info.attribute.partition(".")[0]] if info.attribute else info.given
@@ -138,4 +137,4 @@ def _look(report: Report, target: str, finding: Finding) -> TargetInfo:
     raise TargetError(f"{relative_path(target)} cannot be loaded for a reproduction: {trouble}")
 
 
-__all__ = ["DEMONSTRATIONS", "command_for", "prepare", "reproduction", "script_name", "write_reproduction"]
+__all__ = ["DEMONSTRATIONS", "command_for", "prepare", "reproduction", "script_name", "why_none", "write_reproduction"]

@@ -134,11 +134,27 @@ def steps_for(finding: Finding, report: Report, chosen: Demonstration) -> int:
     }[chosen.steps]
 
 
+_SPLIT = "tensor parallelism: "  # as a note of the report begins whose model is split over ranks
+
+
+def why_none(finding: Finding, report: Report) -> str:
+    """Why no script shows a finding; empty where one does."""
+    what = f"no script shows {finding.code} ({RULES[finding.code].name})"
+    if finding.code not in DEMONSTRATIONS:
+        return what
+    split = _is_split(report) and finding.code not in ("DDP101", "DDP102", "DDP103")  # which need no samples in common
+    return f"{what} of a model that is split over ranks (tensor parallelism)" if split else ""
+
+
+def _is_split(report: Report) -> bool:
+    return any(str(note).startswith(_SPLIT) for note in report.world.get("notes", ()))
+
+
 def world_size_for(finding: Finding, report: Report) -> int:
     """The smallest world in which the fault is known to show: the report's, or 2 where it takes no account of ranks."""
     reported = int(report.world.get("world_size", 2))
     of_all = finding.code in ("DDP101", "DDP102", "DDP103", "DDP106", "DDP107", "DDP108", "DDP109", "DDP110", "DDP112")
-    return min(reported, 2) if of_all and not finding.ranks else reported
+    return min(reported, 2) if of_all and not (finding.ranks or _is_split(report)) else reported
 
 
 def tolerance_for(report: Report, chosen: Demonstration) -> float:

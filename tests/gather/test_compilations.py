@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.loop import FunctionCompiled
-from ddpcheck.record.loop import compilation_recorder
-from ddpcheck.record.loop.compilation_recorder import CompilationRecorder
+from ddpcheck.gather.steps import compilations
+from ddpcheck.gather.steps.compilations import CompilationRecorder
 
 SAYS_WHY_IT_FAILS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 
@@ -27,18 +27,17 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[FunctionCompiled]:
+def recorded() -> Iterator[list[FunctionCompiled]]:
     """What is recorded until the test ends; what torch has compiled before is forgotten."""
     from torch._dynamo import convert_frame, output_graph
 
     torch._dynamo.reset()
-    monkeypatch.setattr(convert_frame, "_compile", convert_frame._compile)
     kind: Any = output_graph.OutputGraph
-    monkeypatch.setattr(kind, "call_user_compiler", kind.call_user_compiler)
+    before = convert_frame._compile, kind.call_user_compiler
     entries: list[FunctionCompiled] = []
-    watches: Any = [SimpleNamespace(module=Net())]
-    CompilationRecorder(entries.append, watches, lambda: 3)
-    return entries
+    with CompilationRecorder(entries.append, lambda: True, lambda: 3):
+        yield entries
+    assert (convert_frame._compile, kind.call_user_compiler) == before
 
 
 def test_recompilations_come_with_their_guards_until_a_limit_is_reached(
@@ -56,7 +55,7 @@ def test_recompilations_come_with_their_guards_until_a_limit_is_reached(
     assert trained[1].guard.endswith("size mismatch at index 0. expected")
     assert trained[1].reason == f"{trained[1].guard} 5, actual 6"
     assert len({one.inputs for one in trained}) == 3
-    assert trained[0].location is not None and trained[0].location.path.endswith("test_compilation_recorder.py")
+    assert trained[0].location is not None and trained[0].location.path.endswith("test_compilations.py")
     assert [(one.given_up, one.guard) for one in given_up] == ([(True, trained[1].guard)] if SAYS_WHY_IT_FAILS else [])
     assert {(one.step, one.trains) for one in recorded} == {(3, True)}
 
@@ -77,7 +76,7 @@ def test_the_reason_is_the_one_that_torch_itself_notes(recorded: list[FunctionCo
 def test_without_what_is_private_to_torch_a_reason_is_not_known(
     recorded: list[FunctionCompiled], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compilation_recorder, "_UTILS", "torch._dynamo.none")
+    monkeypatch.setattr(compilations, "_UTILS", "torch._dynamo.none")
     net = torch.compile(Net(), backend="eager")
     for number in (5, 6):
         net(torch.randn(number, 4))

@@ -13,8 +13,10 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager
 from types import CodeType, ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -23,10 +25,11 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch, guarded, patched
-from ddpcheck.record.rank.module_finder import when_imported
-from ddpcheck.record.rank.script_watch import ScriptWatch
 
 _FRAMES, _GRAPHS, _UTILS = (f"torch._dynamo.{name}" for name in ("convert_frame", "output_graph", "utils"))
+MODULES = (_FRAMES, _GRAPHS)
+"""Those that are changed while compilations are recorded."""
+
 _MOST = 1024
 _LONGEST = 160  # characters of a reason
 _COMPILED_AS = re.compile(r"^\d+/\d+: ")  # which of the compilations before it was
@@ -34,64 +37,45 @@ _SOURCE = re.compile(r"\s*  # .*")  # of the line that reads it, which torch app
 _VALUES = re.compile(r"(?<= (?:==|is|in) ).*|(?<= expected ).*")
 _LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
+_open: WeakSet[CompilationRecorder] = WeakSet()
+_patches: dict[str, Patch] = {}
+_graphs: list[Any] = []  # of the compilation that is under way
 
-class CompilationRecorder:
-    """Hands each compilation of a function to `sink`; costs nothing until a function is compiled."""
+
+class CompilationRecorder(AbstractContextManager[None]):
+    """Hands each compilation of a function to `sink`, from `begin` to `close`; costs nothing until there is one."""
 
     def __init__(
-        self,
-        sink: Callable[[FunctionCompiled], object],
-        watches: Iterable[ScriptWatch],
-        steps: Callable[[], int],
+        self, sink: Callable[[FunctionCompiled], object], trains: Callable[[], bool], steps: Callable[[], int]
     ) -> None:
-        """Begin; `watches` are those on the wrappers, and `steps` says how many steps optimizers have made."""
+        """`trains` says whether the program trains now, and `steps` how many steps optimizers have made."""
         self._sink = sink
-        self._watches = watches
+        self._trains = trains
         self._steps = steps
-        self._graphs: list[Any] = []  # of the compilation that is under way
         self._count = 0
-        when_imported((_FRAMES,), self._follow)
-        when_imported((_GRAPHS,), self._follow_graphs)
 
-    def _follow(self, frames: ModuleType) -> None:
-        if hasattr(frames, "_compile"):
-            patched(frames, "_compile", self._compiles)
+    def begin(self) -> None:
+        """Record from now on; those of `MODULES` that are imported later have to be given to `follow_compiler`."""
+        _open.add(self)
+        for module in filter(None, map(sys.modules.get, MODULES)):
+            follow_compiler(module)
 
-    def _follow_graphs(self, graphs: ModuleType) -> None:
-        kind = vars(graphs).get("OutputGraph")
-        if hasattr(kind, "call_user_compiler"):
-            Patch(kind, "call_user_compiler", self._noting)
+    def close(self) -> None:
+        """Record no more; may be called again."""
+        _open.discard(self)
+        while _patches and not _open:
+            _patches.popitem()[1].undo()
 
-    def _noting(self, original: Any) -> Any:
-        """`original`, which is called while torch traces: `patched` would not tell of it."""
-        note = guarded(self._graphs.append)
+    def __enter__(self) -> None:
+        self.begin()
 
-        @functools.wraps(original)
-        @passes_on
-        def call_user_compiler(graph: Any, module: Any, *arguments: Any, **named: Any) -> Any:
-            note(module.graph)
-            return original(graph, module, *arguments, **named)
+    def __exit__(self, *_error: object) -> None:
+        self.close()
 
-        return call_user_compiler
-
-    def _compiles(self, code: CodeType, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
-        known, began = len(_reasons(code)), time.monotonic()
-        trains = torch.is_grad_enabled() and any(watch.module.training for watch in self._watches)
-        self._graphs.clear()
-        compiled = None
-        try:
-            compiled = yield
-        finally:
-            graphs = self._graphs.copy()
-            self._graphs.clear()
-            given_up = compiled is None and _is_given_up()
-            if (graphs and compiled is not None) or given_up:
-                said = (_reasons(code)[known:] or [""])[0]
-                self._note(code, graphs, said, time.monotonic() - began, trains=trains, given_up=given_up)
-
-    def _note(
+    def note(
         self, code: CodeType, graphs: Iterable[Any], said: str, seconds: float, *, trains: bool, given_up: bool
     ) -> None:
+        """Take in a compilation, and what torch has said of the one before; `trains`: gradients are asked for."""
         self._count += 1
         if self._count > _MOST:
             return
@@ -104,7 +88,7 @@ class CompilationRecorder:
                 _line_in(said) or user_location(),
                 self._steps(),
                 round(seconds, 3),
-                trains=trains,
+                trains=trains and self._trains(),
                 guard=_VALUES.sub("", reason).strip()[:_LONGEST],
                 reason=reason[:_LONGEST],
                 given_up=given_up,
@@ -112,6 +96,44 @@ class CompilationRecorder:
                 operations=Counter(_name_of(node) for node in nodes if _has_gradient(node)),
             )
         )
+
+
+def follow_compiler(module: ModuleType) -> None:
+    """Follow what one of `MODULES` does, until nothing is recorded any more."""
+    name, kind = module.__name__, vars(module).get("OutputGraph")
+    if name == _FRAMES and name not in _patches and hasattr(module, "_compile"):
+        _patches[name] = patched(module, "_compile", _compiles)
+    if name == _GRAPHS and name not in _patches and hasattr(kind, "call_user_compiler"):
+        _patches[name] = Patch(kind, "call_user_compiler", _noting)
+
+
+def _noting(original: Any) -> Any:
+    """`original`, which is called while torch traces: `patched` would not tell of it."""
+    note = guarded(_graphs.append)
+
+    @functools.wraps(original)
+    @passes_on
+    def call_user_compiler(graph: Any, module: Any, *arguments: Any, **named: Any) -> Any:
+        note(module.graph)
+        return original(graph, module, *arguments, **named)
+
+    return call_user_compiler
+
+
+def _compiles(code: CodeType, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
+    known, began, trains = len(_reasons(code)), time.monotonic(), torch.is_grad_enabled()
+    _graphs.clear()
+    compiled = None
+    try:
+        compiled = yield
+    finally:
+        graphs = _graphs.copy()
+        _graphs.clear()
+        given_up = compiled is None and _is_given_up()
+        if (graphs and compiled is not None) or given_up:
+            said = (_reasons(code)[known:] or [""])[0]
+            for recorder in [*_open]:
+                recorder.note(code, graphs, said, time.monotonic() - began, trains=trains, given_up=given_up)
 
 
 def _reasons(code: CodeType) -> list[str]:

@@ -1,0 +1,119 @@
+"""DDP301: what ranks have alike that compute one model together, by layers that a script splits without DTensor.
+
+DDP averages over other groups: those of the ranks with the same part. That ranks compute one model shows by what is
+recorded: collectives inside of autograd functions go across these groups, over ranks that are given the same inputs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.evidence.script import Inputs
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import format_ranks, group_by, join_names, one_finding, plural_verb
+from ddpcheck.judge.gradients.script_alone import are_near
+from ddpcheck.judge.script_facts import ScriptFacts, WatchedWrapper, entries_of
+from ddpcheck.judge.verdict import Verdict, Verdicts
+from ddpcheck.stream.entries import GroupUsed, ReplicaCaptured
+from ddpcheck.stream.rank_log import WatchedRank
+
+_FEWEST_INPUTS = 2
+_FEWEST_STEPS = 3
+
+
+def hand_split(same: Sequence[WatchedWrapper], world_size: int) -> dict[tuple[int, ...], Location]:
+    """The ranks that compute one model together, of each, with the line of the collective by which they do.
+
+    `same`: one wrapper of a script, by group of its ranks.
+    """
+    made, place = same[0].made, {n: place for place, one in enumerate(same) for n in one.made.ranks}
+    ranks = {rank.started.rank: rank for one in same for rank in one.ranks}
+    alike = all(
+        one.made.context.sharded is None
+        and (one.made.module, one.made.context.trainable) == (made.module, made.context.trainable)
+        for one in same
+    )
+    if len(same) < 2 or not alike or len(ranks) < world_size:
+        return {}
+    used = [one for rank in ranks.values() for one in entries_of(rank, GroupUsed)]
+    lines = {one.members: one.differentiated_at for one in used if one.differentiated_at is not None}
+    across = {
+        members: line
+        for members, line in lines.items()
+        if 1 < len(members) == len({place.get(n) for n in members})
+        and _given_alike([ranks[n] for n in members], same[0].number)
+    }
+    return across if sorted(itertools.chain(*across)) == sorted(ranks) else {}
+
+
+def _given_alike(ranks: Sequence[WatchedRank], wrapper: int) -> bool:
+    given = [[one.samples for one in entries_of(rank, Inputs) if one.wrapper == wrapper] for rank in ranks]
+    return min(map(len, given)) >= _FEWEST_INPUTS and all(of_rank == given[0] for of_rank in given)
+
+
+def compare_hand_split(facts: ScriptFacts) -> Verdicts:
+    """The findings on all wrappers, and what was compared."""
+    by_number = group_by(facts.wrappers, lambda one: one.number)
+    split = [same for same in by_number.values() if not facts.model_groups and hand_split(same, facts.world_size)]
+    found = [finding for same in split for finding in judge_hand_split(same, facts.world_size)]
+    what = "what begins alike on ranks that compute one model together, and is not constant"
+    return {"replicas": Verdict(found, what if split else "")}
+
+
+def judge_hand_split(same: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
+    """DDP301: parameters that begin alike on ranks which compute one model together, and that each trains for itself.
+
+    Only where others do not begin alike, which are the parts, and only what is no constant at first: that of a part
+    may be the same on all ranks by right.
+    """
+    number, ranks = same[0].number, {rank.started.rank: rank for one in same for rank in one.ranks}
+    groups = hand_split(same, world_size)
+    found = {members: _apart([_captured(ranks[n], number) for n in members]) for members in groups}
+    names = next(filter(None, found.values()), [])
+    if not names:
+        return []
+    of_models = [members for members, apart in found.items() if apart]
+    line = groups[of_models[0]]
+    return one_finding(
+        "DDP301",
+        names,
+        f"{join_names(names)} {plural_verb('begins', 'begin', names)} with the same values on "
+        f"{format_ranks(of_models[0])}, which compute one model together, and {plural_verb('gets', 'get', names)} "
+        "another gradient on each: that of a part of the model.",
+        ranks=tuple(sorted(itertools.chain(*of_models))),
+        location=line,
+        evidence=["the ranks put the model together there, by a collective in a function of autograd"],
+        fix="In the backward pass, all_reduce over these ranks the gradient of what goes into the layers that are "
+        "split: a function that passes its input on in forward (Megatron-LM's copy_to_tensor_model_parallel_region). "
+        "If these are parts, which only begin alike, seed each rank otherwise for them.",
+    )
+
+
+def _captured(rank: WatchedRank, wrapper: int) -> dict[int, ReplicaCaptured]:
+    return {one.step: one for one in entries_of(rank, ReplicaCaptured) if one.wrapper == wrapper and one.averaged}
+
+
+def _apart(captured: Sequence[Mapping[int, ReplicaCaptured]]) -> list[str]:
+    """The parameters that begin alike, and then never are, with gradients that differ; of the ranks of one model."""
+    steps = sorted(set(captured[0]).intersection(*captured))
+    if len(steps) < _FEWEST_STEPS:
+        return []
+    first, *later = [[of_rank[step] for of_rank in captured] for step in steps]
+
+    def is_one(everyone: Sequence[ReplicaCaptured], name: str) -> bool:
+        return len({one.state.values.parameters.get(name) for one in everyone}) == 1
+
+    def near(everyone: Sequence[ReplicaCaptured], name: str) -> bool:
+        sketches = [one.averaged[name] for one in everyone if name in one.averaged]
+        return len(sketches) < len(everyone) or are_near(sketches)
+
+    known = [name for name in first[0].parts if all(name in one.parts for one in first)]
+    alike = [name for name in known if is_one(first, name)]
+    if len(alike) == len(known):
+        return []
+    return [
+        name
+        for name in alike
+        if not any(is_one(everyone, name) for everyone in later) and not any(near(one, name) for one in (first, *later))
+    ]

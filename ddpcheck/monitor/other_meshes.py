@@ -1,0 +1,101 @@
+"""What ranks hold that shard the same model over another mesh, exchanged over the store without a wait.
+
+Each rank writes what it has in the steps in which its own mesh compares, and reads what those of other meshes have
+written before. Where one of them does not watch, or has a stage of a pipeline, nothing is compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ddpcheck.findings.evidence.modules import ModuleDescription
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import group_by
+from ddpcheck.gather.collectives.store_exchange import default_store
+from ddpcheck.gather.ddp.sharding import mesh_of, shard_number
+from ddpcheck.gather.state.fingerprints import fingerprints
+from ddpcheck.judge.loop.script_wrappers import judge_apart_meshes
+from ddpcheck.recipe.pytree import tree_tensors
+from ddpcheck.record.loop.forward_snapshot import Snapshot
+from ddpcheck.record.loop.step_recorder import StepRecorder
+from ddpcheck.record.loop.step_tracker import StepListener
+from ddpcheck.stream.entries import ReplicaCaptured
+from ddpcheck.stream.rank_report import ReplicaState
+from ddpcheck.worlds.wire import get_value, put_value, remove_value
+
+_MOST_KEPT = 8  # steps: a mesh that is further behind is not compared with
+_Written = tuple[tuple[int, ...], bool, ReplicaCaptured]
+"""The ranks of a mesh, whether they have a stage of a pipeline, and what one of them holds."""
+
+
+class OtherMeshes(StepListener):
+    """Compares the shards of one watch with those of the watches on other meshes, each the n-th of its rank."""
+
+    def __init__(
+        self,
+        recorder: Callable[[], StepRecorder],
+        is_due: Callable[[int], bool],
+        tell: Callable[[Iterable[Finding]], object],
+    ) -> None:
+        """Of the parameters that `recorder` returns what follows; `is_due`: in which steps."""
+        self._recorder = recorder
+        self._is_due = is_due
+        self._tell = tell
+        self._number = 0
+        self._looks: list[int] = []  # the steps in which this rank has written
+
+    def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
+        """Write what this rank has, and read the steps in which all have: the first, and the last but this one."""
+        recorder = self._recorder()
+        if not self._is_due(step) or not _misses_ranks(recorder):
+            return
+        given = tree_tensors((snapshot.arguments, snapshot.named)) if snapshot is not None else ()
+        is_stage = any(one.requires_grad for one in given)  # its backward pass goes on in another one
+        by_step: dict[int, list[_Written]] = {}
+        with contextlib.suppress(RuntimeError):  # the process with the store is gone
+            self._put(step, recorder, pickle.dumps((recorder.ranks, is_stage, _held(recorder, step))))
+            by_step = self._all_of([self._looks[0], self._looks[-2]] if len(self._looks) > 2 else [])
+        if by_step and not any(stage for every in by_step.values() for _, stage, _ in every):
+            groups = {look: group_by(every, lambda one: one[0]) for look, every in by_step.items()}
+            held = {look: [[one for *_, one in of_mesh] for of_mesh in at.values()] for look, at in groups.items()}
+            self._tell(judge_apart_meshes(list(groups[self._looks[0]]), held, None))
+
+    def _put(self, step: int, recorder: StepRecorder, data: bytes) -> None:
+        store = default_store()
+        self._number = self._number or store.add(f"ddpcheck/meshes/calls/{recorder.rank}", 1)
+        put_value(store.set, self._key(step, recorder.rank), data)
+        self._looks.append(step)
+        if len(self._looks) > _MOST_KEPT:
+            remove_value(store.delete_key, self._key(self._looks.pop(1), recorder.rank))
+
+    def _all_of(self, steps: Sequence[int]) -> dict[int, list[_Written]]:
+        """What all ranks have written in these steps; empty where one has not yet, or does not."""
+        store, ranks = default_store(), range(dist.get_world_size())
+        if not steps or not store.check([self._key(step, rank) for step in steps for rank in ranks]):
+            return {}
+        return {step: [pickle.loads(get_value(store.get, self._key(step, rank))) for rank in ranks] for step in steps}
+
+    def _key(self, step: int, rank: int) -> str:
+        return f"ddpcheck/meshes/{self._number}/{step}/{rank}"
+
+
+def _misses_ranks(recorder: StepRecorder) -> bool:
+    """Whether the mesh misses ranks, and those have no other parts of the same parameters (tensor parallelism)."""
+    if not recorder.is_sharded or len(recorder.ranks) == dist.get_world_size():
+        return False
+    mesh = mesh_of(recorder.module)
+    shards: Iterable[Any] = recorder.parameters.values()
+    return all(shard.device_mesh.ndim == mesh.ndim for shard in shards)
+
+
+def _held(recorder: StepRecorder, step: int) -> ReplicaCaptured:
+    mesh = mesh_of(recorder.module)
+    number = next(shard_number(shard, mesh) for shard in recorder.parameters.values())
+    values = DdpStepEvidence(recorder.rank, step, parameters=fingerprints(recorder.parameters.items()))
+    return ReplicaCaptured(0, step, ReplicaState(ModuleDescription(), values), shard=number)

@@ -1,0 +1,82 @@
+"""Assignments to `.data` of shards in a watched loop: a DTensor takes none of them, and leaves no trace of one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from ddpcheck.findings.evidence.loop import ModuleChanged
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_user_file, relative_path
+from ddpcheck.findings.tracebacks import passes_on
+from ddpcheck.gather.patching import Patch, guarded
+from ddpcheck.gather.state.fingerprints import is_shard, own_part
+from ddpcheck.record.loop.step_recorder import StepRecorder
+from ddpcheck.record.loop.step_tracker import StepListener
+
+_CALLER = 3  # frames from what notes an assignment to the line that makes it
+
+_open: WeakSet[IgnoredData] = WeakSet()
+_patches: list[Patch] = []
+
+
+class IgnoredData(StepListener):
+    """Hands them to `sink` before the next forward pass; from `begin` to `close`."""
+
+    def __init__(self, recorder: Callable[[], StepRecorder], sink: Callable[[Sequence[ModuleChanged]], object]) -> None:
+        """Of the parameters that `recorder` returns what follows."""
+        self._recorder = recorder
+        self._sink = sink
+        self._found: dict[Location, list[str]] = {}
+
+    def begin(self) -> None:
+        """Follow the assignments of this process; `DTensor` must have been imported."""
+        _open.add(self)
+        if not _patches:
+            _patches.append(Patch(vars(sys.modules["torch.distributed.tensor"])["DTensor"], "data", _followed))
+
+    def close(self) -> None:
+        """Follow them no more; may be called again."""
+        _open.discard(self)
+        while _patches and not _open:
+            _patches.pop().undo()
+
+    def note(self, shard: torch.Tensor, where: Location) -> None:
+        """Something was assigned to `.data` of a shard, at a line."""
+        name = next((name for name, known in self._recorder().parameters.items() if known is shard), None)
+        if name is not None and name not in (names := self._found.setdefault(where, [])):
+            names.append(name)
+
+    def forward_begins(self) -> None:
+        """Hand on what was noted."""
+        found, self._found = self._found, {}
+        if found:
+            self._sink([ModuleChanged(0, "ignored", ".data =", (*names,), where) for where, names in found.items()])
+
+
+def is_ignored(parameter: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a shard has not taken what was assigned to its `.data`."""
+    part = own_part(parameter) if is_shard(parameter) else None
+    return part is not None and part.numel() > 0 and part.data_ptr() != own_part(value).data_ptr()
+
+
+def _followed(original: Any) -> Any:
+    note = guarded(_assigned)
+
+    @passes_on
+    def put(shard: Any, value: Any) -> None:
+        original.__set__(shard, value)
+        note(shard, value)
+
+    return property(passes_on(lambda shard: original.__get__(shard)), put)
+
+
+def _assigned(shard: torch.Tensor, value: torch.Tensor) -> None:
+    caller = sys._getframe(_CALLER)
+    if is_user_file(caller.f_code.co_filename) and is_ignored(shard, value):
+        for one in [*_open]:
+            one.note(shard, Location(relative_path(caller.f_code.co_filename), caller.f_lineno))
