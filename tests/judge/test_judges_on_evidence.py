@@ -63,13 +63,12 @@ _TEST_OF_SCRIPT = {
     "script_states.judge_loads": "test_script_states",
     "script_states.judge_statistics": "test_script_statistics",
     "script_states._finding_of_statistic": "test_script_statistics",
-    "script_losses.judge_gathers": "test_script_gathers",
     "script_order.judge_sums_again": "test_script_sums",
     "script_order._told": "test_script_sums",
 }
 
 
-_OWN = ("compilations", "draws", "evaluation", "rows", "steps")
+_OWN = ("compilations", "draws", "evaluation", "gathers", "rows", "steps")
 
 
 def _test_of(judge: str) -> str:
@@ -90,6 +89,7 @@ NO_FAULT_NEEDS = {
         if name.startswith("script_") and not name.startswith(ON_RECORDS)
     },
     **{name: "test_loss_normalisation" for name in judges() if name.startswith("target_weights.")},
+    "meetings.judge_meeting": "test_meetings",
     **{name: "test_endings" for name in judges() if name.partition(".")[0].endswith(("endings", "stories"))},
     "skipped_endings.explain_by_skipped_end": "test_skipped_endings",
     **{name: "test_wrapper_construction" for name in judges() if name.startswith("wrapper_construction.")},
@@ -122,6 +122,9 @@ NO_FAULT_NEEDS = {
     "loss_terms._normalising_line": ("test_parity::test_a_line_that_only_scales_what_it_makes_of_a_sample_normalises"),
     "loss_terms._weighed_by_others": "test_parity::test_samples_that_are_not_coupled_are_weighed_otherwise",
     "loss_terms.judge_unexplained": ("test_parity::test_a_difference_that_nothing_explains_is_an_error_that_says_so"),
+    "single_process._explain_by_statistics": (
+        "test_parity::test_batch_statistics_of_each_shard_explain_what_ranks_exchange_beside_them"
+    ),
     "single_process._explain_by_factors_of_terms": (
         "test_parity::test_one_term_of_two_that_is_scaled_by_the_world_size"
     ),

@@ -289,6 +289,14 @@ def test_what_is_chosen_at_random_may_be_all_that_a_collective_without_gradient_
     assert only(judge_single(off("a"), known=known, against_shards=Fit(0.7, 0.4))).code == "DDP312"
 
 
+def test_batch_statistics_of_each_shard_explain_what_ranks_exchange_beside_them() -> None:
+    known, norm = with_local(calls=(replace(CALL, carries_gradient=False),)), Coupling("norm", "BatchNorm1d")
+    world = {"known": known, "against_shards": Fit(0.7, 0.4), "coupling": norm}
+    assert only(judge_single(off("a"), by_statistics=Fit(1.0, 1e-8), **world)).code == "DDP304"
+    assert only(judge_single(off("a"), by_statistics=Fit(1.0, 0.1), **world)).code == "DDP309"
+    assert only(judge_single(off("a"), by_statistics=Fit(1.1, 1e-8), **world)).code == "DDP309"
+
+
 def test_what_is_wrong_beside_batch_statistics_is_told_beside_them() -> None:
     norm = {"coupling": Coupling("norm", "BatchNorm1d"), "frozen": ("norm",)}
     assert [f.code for f in judge_single(off("a"), terms=(COUNTED,), **norm)] == ["DDP305", "DDP304"]
