@@ -51,12 +51,27 @@ def _lacking() -> Iterator[tuple[str, tuple[str, ...]]]:
             "the shapes of a graph's nodes",
             (*in_gathers, "how_many_elements_a_mean_is_over", "without_the_judge[script_gathers.judge_gathers]"),
         )
+    if not hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph"):
+        second = ("pass_through_another_output_is_told", "test_of_three_backward_passes_the_one")
+        yield "answer whether a graph is kept", ("test_a_hook_is_told_whether_the_graph_is_kept", *second)
+    if not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
+        yield "answer whether a tensor is packed", ("test_a_checkpoint_is_not_computed_again_to_know_them",)
+    if "group_dst" not in inspect.signature(torch.distributed.send).parameters:
+        yield "send(group_dst=...)", ("test_what_a_rank_waits_for_is_known_from_the_call",)
     if not hasattr(torch.compiler, "set_stance"):
         yield "torch.compiler.set_stance", ("test_a_detached_parameter_of_a_compiled_module_is_named_and_told",)
     if torch.__version__ < "2.5":
         yield "a gradient of torch.cond", ("test_in_a_check_compiled_code_runs_as_it_is_written",)
         yield "complex parameters under DDP", ("finding[complex_parameters]",)
         yield "functional collectives that write into a view", ("finding[functional_collectives]",)
+        alone = (
+            "same_collectives_as_real_ones",
+            "some_ranks_do_alone_is",
+            "ranks_that_decide_",
+            "of_a_small_world_takes",
+        )
+        more = ("test_groups_in_a_ring_wait", "test_a_rank_that_raises_is_named_by_its_own_number")
+        yield "constructor of DDP that a group written in Python can answer", (*alone, *more)
 
 
 @pytest.hookimpl(wrapper=True)

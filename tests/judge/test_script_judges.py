@@ -124,6 +124,7 @@ def epoch(indices: Sequence[int], *, number: int = 0, order: int = 1, **more: An
     return replace(plain, **{"trains": True, "order": order, "indices": tuple(indices), **more})
 
 
+OTHER_LINE = Location("bar.py", 4)
 EVEN, ODD, ALL = range(0, 64, 2), range(1, 64, 2), range(64)
 BACK = tuple(reversed(ALL))
 OTHER_DATA: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 1, 1: 2, 2: 3, 3: 4}}}
@@ -136,6 +137,7 @@ SAME_ROWS: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 9, 1: 8, 2: 7, 
         ([[epoch(EVEN)], [epoch(ODD)]], []),
         ([[epoch(EVEN)], [epoch(EVEN)]], ["DDP505"]),
         ([[epoch(ALL)], [epoch(BACK)]], ["DDP505"]),
+        ([[epoch(EVEN, location=OTHER_LINE)], [epoch(EVEN)]], ["DDP505"]),  # one rank shows its progress
         ([[epoch(ALL, trains=False)], [epoch(ALL, trains=False)]], []),  # evaluation
         ([[epoch(ALL, replaces=True)], [epoch(BACK, replaces=True)]], []),
         ([[epoch(ALL, exhausted=False)], [epoch(BACK, exhausted=False)]], []),
@@ -244,7 +246,9 @@ def test_augmentation_that_draws_the_same_numbers() -> None:
         [epoch(part, draws={1: after}, held=(1, 1)) for part, after in ((EVEN, 2), (ODD, n))] for n in (2, 3)
     )
     (finding,) = judge_loaders([[of_rank] for of_rank in alike])  # copies in two workers
-    assert finding.code == "DDP510" and "2 of 2 batches" in finding.message and "holds" in finding.evidence[0]
+    assert (
+        finding.code == "DDP510" and "2 of 2 states of random generators that the dataset holds" in finding.evidence[0]
+    )
     assert not judge_loaders([[of_rank] for of_rank in apart])  # seeded by the sample, from the second number on
     assert not judge_loaders([[epoch(EVEN, draws=shared)], [epoch(ODD, draws=own)]])
 
@@ -259,9 +263,9 @@ def test_numbers_of_workers_that_are_seeded_alike() -> None:
 
     (finding,) = judge_loaders(passes(5, 6))
     assert finding.code == "DDP510" and ", in workers, and" in finding.message and "generator that is" in finding.fix
-    assert finding.evidence[0].startswith("the states of the global random generators before these batches")
+    assert finding.evidence[0].startswith("2 of 2 states of global random generators before the batches")
     (finding,) = judge_loaders(passes(5, 5, worker_seed=-1))
-    assert "before and after these batches" in finding.evidence[0] and "worker_init_fn" in finding.fix
+    assert "before and after the batches" in finding.evidence[0] and "worker_init_fn" in finding.fix
 
 
 def test_the_inputs_of_a_wrapper() -> None:

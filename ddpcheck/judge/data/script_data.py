@@ -41,7 +41,8 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
     `ranks`: These, where they are not all.
     """
     found = judge_resumed(passes) or judge_restarted(passes) if len(passes) > 1 else []
-    by_place = [_trained_on(of_rank) for of_rank in passes]
+    lone = all(len({one.loader for one in of_rank if one.trains}) == 1 for of_rank in passes)
+    by_place = [_trained_on(of_rank, by_line=not lone) for of_rank in passes]
     for place in by_place[0] if by_place else ():
         everyone = [of_rank[place] for of_rank in by_place if place in of_rank]
         if len(everyone) == len(passes):
@@ -66,16 +67,19 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
     return found
 
 
-def _trained_on(passes: Sequence[LoaderPass]) -> dict[tuple[Location | None, str, int], list[LoaderPass]]:
+def _trained_on(
+    passes: Sequence[LoaderPass], *, by_line: bool
+) -> dict[tuple[Location | None, str, int], list[LoaderPass]]:
     """The training passes over each loader, by the line of the loop, the dataset, and how many of these came before.
 
-    The numbers of loaders do not pair up where one rank alone goes through others: rank 0 validates, say.
+    The numbers of loaders do not pair up where one rank alone goes through others: rank 0 validates, say. Nor do lines,
+    where one rank alone shows its progress.
     """
     by_loader = group_by((one for one in passes if one.trains), lambda one: one.loader)
     places: Counter[tuple[Location | None, str]] = Counter()
     found = {}
     for theirs in by_loader.values():
-        place = theirs[0].location, theirs[0].dataset
+        place = theirs[0].location if by_line else None, theirs[0].dataset
         found[*place, places[place]] = theirs
         places[place] += 1
     return found
@@ -281,12 +285,12 @@ def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     return finding_on_loader(
         "DDP510",
         one,
-        f"The dataset draws random numbers for its samples{where}, and every rank draws the same ones, in "
-        f"{len(batches) or len(shared)} of {max(len(batches), *map(len, draws))} batches that were looked at.",
+        f"The dataset draws random numbers for its samples{where}, and every rank draws the same ones.",
         line=(one.held_at if held else passes[-1][0].seeded) or one.location,
         evidence=[
-            f"the states of the {'random generators that the dataset holds,' if held else 'global random generators'} "
-            f"{when} these batches{',' * held} are equal on all ranks",
+            f"{len(batches) or len(shared)} of {max(len(batches), *map(len, draws))} states of "
+            f"{'random generators that the dataset holds,' if held else 'global random generators'} {when} the batches "
+            f"that were looked at{',' * held} are equal on all ranks",
             *([f"worker 0 has the seed {one.worker_seed} on every rank"] * (one.worker_seed >= 0 and not held)),
         ],
         fix=f"{fix}.",
