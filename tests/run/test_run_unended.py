@@ -15,7 +15,7 @@ import pytest
 
 from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.stacks import has_no_python_left
-from ddpcheck.run import hang_watch
+from ddpcheck.run import hang_watch, living_ranks
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import HangWatch, Unended
 from ddpcheck.run.living_ranks import RankFacts, lives
@@ -98,7 +98,7 @@ def test_a_rank_that_cannot_end_is_seen_without_those_of_another_machine(
 
 
 def test_an_interpreter_that_has_ended_has_no_python_left() -> None:
-    assert has_no_python_left(hang_watch._NO_INTERPRETER) and has_no_python_left(NOWHERE)
+    assert has_no_python_left(living_ranks._NO_INTERPRETER) and has_no_python_left(NOWHERE)
     assert not has_no_python_left(LAST_LINE) and not has_no_python_left("")
 
 
