@@ -297,6 +297,21 @@ def test_batch_statistics_of_each_shard_explain_what_ranks_exchange_beside_them(
     assert only(judge_single(off("a"), by_statistics=Fit(1.1, 1e-8), **world)).code == "DDP309"
 
 
+def test_a_tensor_that_is_summed_in_place_and_used_alike_is_off_by_a_factor() -> None:
+    world = {"known": with_local(calls=(CALL,)), "against_shards": Fit(0.7, 0.4)}
+    (half,) = judge_single(scaled("a", 0.5), against_global=Fit(0.5, 1e-9), **world)
+    assert (half.code, half.severity) == ("DDP309", Severity.WARNING) and "whose result all ranks use" in half.message
+    assert only(judge_single(scaled("a", 0.25), against_global=Fit(0.25, 1e-9), **world)).severity is Severity.ERROR
+
+
+def test_the_factor_of_a_gather_whose_function_hands_back_the_own_part() -> None:
+    gather = replace(CALL, operation="all_gather", differentiable=True)
+    world = {"against_shards": Fit(0.8, 0.3), "terms_residual": 1e-9, "terms": (RIGHT, replace(RIGHT, ratio=0.5))}
+    finding = only(judge_single(off("a"), known=with_local(calls=(gather,)), **world))
+    assert finding.code == "DDP303" and finding.location == Location("model.py", 5)
+    assert "hands back the rank's own part" in finding.message
+
+
 def test_what_is_wrong_beside_batch_statistics_is_told_beside_them() -> None:
     norm = {"coupling": Coupling("norm", "BatchNorm1d"), "frozen": ("norm",)}
     assert [f.code for f in judge_single(off("a"), terms=(COUNTED,), **norm)] == ["DDP305", "DDP304"]

@@ -187,6 +187,19 @@ def _explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[F
     if facts.known.local.choices:  # which may be all that differs, as where k-means begins a codebook at random
         return judge_unexplained(facts)
     calls = list(dict.fromkeys(map(str, suspects)))
+    ratio = facts.analysis.against_global.ratio
+    of_many = suspects[0].operation == "all_reduce" and suspects[0].elements > 1
+    if facts.scaled and of_many and _is_one_over_world(facts, ratio):
+        return facts.one_finding(
+            "DDP309",
+            f"The forward pass calls {calls[0]}, whose result all ranks use alike: every gradient is "
+            f"{facts.known.factor(ratio)} times the global batch's, since {facts.known.wrapper.named} averages what is "
+            "to be summed.",
+            subjects=("all_reduce",),
+            location=Location.parse(suspects[0].location),
+            severity=Severity.WARNING,
+            fix=FIX_OF_SUM,
+        )
     return facts.one_finding(
         "DDP309",
         f"The forward pass calls {calls[0]}, through which no gradient flows, and the averaged gradients are "
@@ -197,6 +210,12 @@ def _explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[F
         fix=fix_without_gradient(suspects),
     )
 
+
+FIX_OF_SUM = (
+    "Use torch.distributed.nn.functional.all_reduce, whose backward sums; or ignore DDP309 if the learning rate is set "
+    "with this factor in mind, or the optimizer does not depend on it (LARS, Adam)."
+)
+"""Advice on a tensor that is summed over ranks in place, and of which all ranks compute the same."""
 
 _WITH_GRADIENT = (
     "all_reduce",
@@ -235,18 +254,35 @@ def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
     most = max((abs(term.ratio - 1) for term in off), default=0.0)
     if not facts.world_changed or not off or analysis.terms_residual > max(facts.tolerance, LOOSEST_FIT * most):
         return []
-    factors = [
+    told = (
         f"the gradient of {format_term(term, analysis.terms)} is "
         f"{facts.known.factor(term.ratio)} times the global batch's"
         for term in off
-    ]
+    )
+    factor, *others = dict.fromkeys(told)
+    averages = f"{facts.known.wrapper.named} averages already"
+    gathers = [call for call in facts.known.local.calls if call.differentiable and "gather" in call.operation]
+    if gathers and all(_is_one_over_world(facts, term.ratio) for term in off):
+        return facts.one_finding(
+            "DDP303",
+            f"{capitalized(factor)}: the function that calls {gathers[0]} hands back the rank's own part of the "
+            f"gradient and not the sum of all, or the term is divided by the world size, and {averages}.",
+            *others,
+            location=Location.parse(gathers[0].location) or off[0].location,
+            fix="Add up the gradients of all ranks in the backward of that function, as "
+            "torch.distributed.nn.functional.all_gather does; or take the world size out of the loss.",
+        )
     return facts.one_finding(
         "DDP303",
-        f"{capitalized(factors[0])}: what it is divided by is counted over all ranks, or scaled by the "
-        f"world size, and {facts.known.wrapper.named} averages already.",
-        *factors[1:],
+        f"{capitalized(factor)}: what it is divided by is counted over all ranks, or scaled by the world size, and "
+        f"{averages}.",
+        *others,
         location=off[0].location or facts.known.loss_location,
     )
+
+
+def _is_one_over_world(facts: SingleProcessFacts, ratio: float) -> bool:
+    return abs(ratio * facts.known.world_size - 1) <= SMALLEST_FACTOR
 
 
 def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> list[Finding]:

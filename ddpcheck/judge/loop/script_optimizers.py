@@ -26,6 +26,7 @@ from ddpcheck.judge.gradients.script_alone import (
     short,
     spelled,
 )
+from ddpcheck.judge.gradients.single_process import FIX_OF_SUM
 from ddpcheck.judge.replicas.descriptions import judge_options
 
 _FEWEST_STEPS = 8  # of a schedule without an end, counting those at once as one
@@ -368,10 +369,7 @@ def judge_reduced_in_place(
                 ", of which all ranks compute the same: DDP averages what is to be summed, and the gradient that comes "
                 f"of it is 1/{world_size} of the global batch's."
             )
-            fix = (
-                "Use torch.distributed.nn.functional.all_reduce, whose backward sums; or ignore DDP309 if the learning "
-                "rate is set with this factor in mind, or the optimizer does not depend on it (LARS, Adam)."
-            )
+            fix = FIX_OF_SUM
         else:
             what += ": what came from the other ranks is a constant for autograd."
         return one_finding(
