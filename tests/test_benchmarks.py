@@ -176,7 +176,7 @@ for pid in pids:
 
 @pytest.mark.slow
 def test_the_command_measures_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    names = ["imported", "worlds", "fixture", "reused"]
+    names = ["imported", "worlds", "fixture"]
     done = subprocess.run(
         [
             sys.executable,

@@ -358,9 +358,7 @@ def test_the_learning_rate_that_parts_later_is_a_schedule() -> None:
     lower = {"class": "SGD", "group 0 lr": "0.01"}
     assert codes(judge_optimizer_options([[step(), step()], [step(4), step(4, options=lower)]])) == ["DDP507"]
     assert codes(judge_optimizer_options([[step(), step(options=lower)]])) == ["DDP223"]
-    assert codes(judge_optimizer_options([[step(made_with=(0.1,)), step(options=lower, made_with=(0.1,))]])) == [
-        "DDP507"
-    ]
+    assert codes(judge_optimizer_options([[step(made_with="a"), step(options=lower, made_with="a")]])) == ["DDP507"]
     (made,) = judge_optimizer_options([[step(), step(options=lower)]])
     loads = Location("train.py", 27)
     (loaded,) = judge_optimizer_options([[replace(step(), restored_at=loads), step(options=lower)]])

@@ -218,7 +218,7 @@ class OptimizerStep(Entry, frozen=True):
         shard_scales: By what factor the gradient of each of them has grown since its reduction, as far as that is
             known, in its norm.
         in_fsdp1: How many of its parameters a `FullyShardedDataParallel` holds.
-        made_with: The learning rates with which it was constructed, by group; empty where that was not seen.
+        made_with: A digest of the learning rates of its groups when it was constructed; empty where that was not seen.
         shard_states: Of parameters of which this rank has a part: the norms of that part of their state, and steps that
             were counted, by name of the parameter and key.
     """
@@ -252,7 +252,7 @@ class OptimizerStep(Entry, frozen=True):
     shards: int = 0
     shard_scales: Mapping[str, float] = field(default_factory=dict)
     in_fsdp1: int = 0
-    made_with: tuple[float, ...] = ()
+    made_with: str = ""
     shard_states: Mapping[str, float] = field(default_factory=dict)
 
 

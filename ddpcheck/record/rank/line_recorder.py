@@ -17,6 +17,7 @@ from ddpcheck.findings.program_blocks import left_out_by
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import file_of, user_location
 from ddpcheck.gather.patching import CALLER, patched
+from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.source.source_scope import assignment_in_program
@@ -36,7 +37,7 @@ class LineRecorder:
         self._seen: set[tuple[int, str, Location | None]] = set()
         self._evaluated: dict[Location | None, int] = {}  # how often, by line
         self._optimizers: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
-        self._rates: WeakKeyDictionary[Any, tuple[float, ...]] = WeakKeyDictionary()
+        self._rates: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self._restored: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
         patched(torch.optim.Optimizer, "__init__", self._optimizer_made)
         patched(torch.optim.Optimizer, "load_state_dict", self._optimizer_restored)
@@ -57,9 +58,9 @@ class LineRecorder:
         """The line that has constructed it."""
         return self._optimizers.get(optimizer)
 
-    def rates_of(self, optimizer: Any) -> tuple[float, ...]:
-        """The learning rates that its groups were constructed with; empty where that was not seen."""
-        return self._rates.get(optimizer, ())
+    def rates_of(self, optimizer: Any) -> str:
+        """A digest of the learning rates of its groups when it was constructed; empty where that was not seen."""
+        return self._rates.get(optimizer, "")
 
     def of_restored(self, optimizer: Any) -> Location | None:
         """The line that has last given it a state."""
@@ -78,7 +79,7 @@ class LineRecorder:
         if (where := user_location()) is not None:
             self._optimizers[optimizer] = where
         yield
-        self._rates[optimizer] = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+        self._rates[optimizer] = digest_of([float(group["lr"]) for group in optimizer.param_groups if "lr" in group])
 
     def _optimizer_restored(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
         if (where := user_location()) is not None:
