@@ -48,6 +48,7 @@ from tests.tiers import first_of_each, share
 CASES = all_cases()
 ONE_OF_EACH_CODE = first_of_each(CASES, lambda case: [case.expected.code])
 _BY_LINES = "test_hang::test_where_operations_part_after_lines_the_lines_are_the_reason"
+_BY_LOOKS = "test_script_statistics::test_a_statistic_that_differs_between_ranks_at_each_look"
 _TEST_OF_SCRIPT = {
     "script_losses.judge_accumulated": "test_script_steps",
     "script_optimizers.judge_schedule": "test_script_changes",
@@ -61,8 +62,8 @@ _TEST_OF_SCRIPT = {
     "script_states.judge_uses": "test_script_states",
     "script_states._finding_of_use": "test_script_states",
     "script_states.judge_loads": "test_script_states",
-    "script_states.judge_statistics": "test_script_statistics",
-    "script_states._finding_of_statistic": "test_script_statistics",
+    "script_states.judge_statistics": _BY_LOOKS,
+    "script_states._finding_of_statistic": _BY_LOOKS,
     "script_order.judge_sums_again": "test_script_sums",
     "script_order._told": "test_script_sums",
 }
@@ -261,10 +262,7 @@ def is_red(test: Callable[[], None]) -> bool:
     return False
 
 
-_LONG = {"script_states.judge_statistics", "script_states._finding_of_statistic"}  # whose test goes through many runs
-
-
-@pytest.mark.parametrize("name", share(NO_FAULT_NEEDS, NO_FAULT_NEEDS.keys() - _LONG))
+@pytest.mark.parametrize("name", NO_FAULT_NEEDS)
 def test_the_test_on_evidence_made_by_hand_is_red_without_the_judge(name: str) -> None:
     tests = list(called(NO_FAULT_NEEDS[name]))
     assert not any(map(is_red, tests))
