@@ -1,7 +1,11 @@
-"""Watches the processes that are in `init_process_group`: whether any of those that are to come can still come."""
+"""Watches the processes that are in `init_process_group`: whether any of those that are to come can still come.
+
+None can where all that torchrun has started are there, or have ended.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -9,7 +13,7 @@ import msgspec
 from ddpcheck.findings.evidence.endings import Joining
 from ddpcheck.record.rank.meeting import SUFFIX
 from ddpcheck.run.living_ranks import is_idle, lives
-from ddpcheck.worlds.deadlock import processor_seconds
+from ddpcheck.worlds.deadlock import children_of, processor_seconds
 
 
 def joining(folder: Path) -> tuple[Joining, ...]:
@@ -42,7 +46,11 @@ class MeetingWatch:
         waiting = all(is_idle(self._before[one.pid], processor_seconds(one.pid), seconds) for one in here)
         self._begin(here, now)
         enough = max(one.started or one.world_size for one in here)
-        return here if waiting and 0 < enough <= len(here) else ()
+        missing = enough - len(here)
+        if missing > 0 and all(one.started for one in here):
+            pids = {one.pid for one in here}
+            missing = sum(pid not in pids and lives(pid) for pid in children_of(os.getpid()))
+        return here if waiting and enough > 0 >= missing else ()
 
     def _begin(self, here: tuple[Joining, ...], now: float) -> None:
         self._since, self._before = now, {one.pid: processor_seconds(one.pid) or 0.0 for one in here}

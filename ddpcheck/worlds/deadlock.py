@@ -157,7 +157,7 @@ def locked_children(pid: int) -> dict[int, int]:
     not tell.
     """
     found = {}
-    for child in _children(pid):
+    for child in children_of(pid):
         threads = [f"{child}/task/{thread}" for thread in os.listdir(f"/proc/{child}/task")]
         waits = {thread: _read(f"{thread}/wchan") for thread in threads}
         main = waits.get(f"{child}/task/{child}", "")
@@ -166,7 +166,8 @@ def locked_children(pid: int) -> dict[int, int]:
     return found
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started, as far as the kernel tells; those that have just ended may be there."""
     lists = (_read(f"{pid}/task/{thread}/children") for thread in os.listdir(f"/proc/{pid}/task"))
     return [int(child) for children in lists for child in children.split()]
 

@@ -27,6 +27,7 @@ def waits(rank: int, world_size: int = 2, address: str = AT, agent: str = "") ->
             (),
             "All 2 ranks wait in init_process_group, and do not meet at node",
         ),
+        ([waits(0)], (), "1 process waits in init_process_group, and the world size is 2: rank 1 is not there"),
         (
             [waits(0, address="tcp://node:7", agent=AT), waits(1, address="tcp://node:7", agent=AT)],
             (),

@@ -91,6 +91,8 @@ if how == "elsewhere":
     dist.init_process_group("gloo", f"tcp://localhost:{int(os.environ['MASTER_PORT']) + 1}", rank=rank, world_size=2)
 if how == "late" and rank:
     time.sleep(8)
+if how == "one" and rank:
+    sys.exit()
 dist.init_process_group("gloo")
 dist.barrier()
 dist.destroy_process_group()
@@ -100,7 +102,11 @@ dist.destroy_process_group()
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "words"),
-    [("elsewhere", 4, "All ranks wait in init_process_group for a store at tcp://localhost:"), ("late", 0, "")],
+    [
+        ("elsewhere", 4, "All ranks wait in init_process_group for a store at tcp://localhost:"),
+        ("one", 4, "1 process waits in init_process_group, and the world size is 2: rank 1 is not there."),
+        ("late", 0, ""),
+    ],
 )
 def test_ranks_that_wait_in_vain_to_join_are_ended_and_told(tmp_path: Path, how: str, code: int, words: str) -> None:
     script = tmp_path / "train.py"

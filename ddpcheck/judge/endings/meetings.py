@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from ddpcheck.findings.evidence.endings import Joining
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, format_ranks, group_by, one_finding
+from ddpcheck.findings.wording import counted, format_ranks, group_by, one_finding, plural_verb
 
 _SUBJECT = ("init_process_group",)
 
@@ -54,11 +54,13 @@ def _reason(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
             'Give each process a rank of its own: under torchrun int(os.environ["RANK"]), and not LOCAL_RANK.',
             tuple(twice),
         )
-    if size > len(waiting):
+    if missing := sorted(set(range(size)) - set(numbers)):
+        wait = plural_verb("waits", "wait", waiting)
         return (
-            f"{counted(len(waiting), 'process')} wait{'s' * (len(waiting) == 1)} in init_process_group, and the world "
-            f"size is {size}: {format_ranks(sorted(set(range(size)) - set(numbers)))} never come.",
-            "Start as many processes as world_size says, or leave world_size and rank out: torchrun gives them.",
+            f"{counted(len(waiting), 'process')} {wait} in init_process_group, and the world size is {size}: "
+            f"{format_ranks(missing)} {plural_verb('is', 'are', missing)} not there.",
+            "Call init_process_group in every process, and start as many as world_size says; or leave world_size and "
+            "rank out: torchrun gives them.",
             (),
         )
     if agent and address not in (agent, f"tcp://{agent}"):

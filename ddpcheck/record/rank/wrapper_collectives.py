@@ -14,7 +14,7 @@ from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, pl
 from ddpcheck.stream.rank_log import RankLog
 
 WITH_BUCKETS = "with the order of buckets"
-"""Of a forward pass of DDP's: it may exchange them, as one that trains does after the first backward pass."""
+"""Of a forward pass of DDP's, beside its broadcast of buffers."""
 
 
 class WrapperCollectives:
@@ -34,6 +34,7 @@ class WrapperCollectives:
         self._which = which
         self._by_line: dict[Location | None, int] = {}
         self._unsynced = 0  # of them, under no_sync
+        self._has_reduced = False
 
     def forward_returned(self, *, synced: bool) -> None:
         """A forward pass that may train has returned."""
@@ -47,9 +48,14 @@ class WrapperCollectives:
         """A forward pass of DDP's begins, perhaps with a broadcast of buffers."""
         if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
             if not wrapper._join_config.enable:  # a rank that has no batch any more takes part without a forward pass
-                exchanges = torch.is_grad_enabled() and not getattr(wrapper, "_has_rebuilt_buckets", True)
-                which = [self._which] * bool(self._which) + [WITH_BUCKETS] * exchanges
+                which = [self._which] * bool(self._which) + [WITH_BUCKETS] * self._exchanges(wrapper)
                 note_collective(DDP_FORWARD, ", ".join(which), wrapper.process_group)
+
+    def _exchanges(self, wrapper: nn.parallel.DistributedDataParallel) -> bool:
+        """Whether a forward pass exchanges the order of buckets: the first one that trains after a backward pass."""
+        searches = wrapper.find_unused_parameters and not wrapper.static_graph
+        rebuilt = getattr(wrapper, "_has_rebuilt_buckets", True)
+        return self._has_reduced and torch.is_grad_enabled() and not (rebuilt or searches)
 
     def gathers(self, group: dist.ProcessGroup | None) -> None:
         """A forward pass of a sharded module begins, which gathers its parameters."""
@@ -61,6 +67,7 @@ class WrapperCollectives:
         """A backward pass that DDP averages begins; what is of shards, torch does in Python."""
         if is_ddp(wrapper) and not joins(wrapper):
             place = self._place(self._by_line.get(self.line, 0), self.line)
+            self._has_reduced = True
             note_collective(DDP_BACKWARD, self._which, group_of(wrapper), place=place)
 
     def _place(self, number: int, line: Location | None) -> str:
