@@ -50,6 +50,7 @@ ONE_OF_EACH_CODE = first_of_each(CASES, lambda case: [case.expected.code])
 _BY_LINES = "test_hang::test_where_operations_part_after_lines_the_lines_are_the_reason"
 _BY_LOOKS = "test_script_statistics::test_a_statistic_that_differs_between_ranks_at_each_look"
 _TEST_OF_SCRIPT = {
+    "script_draws.judge_shared_draws": "test_script_judges",
     "script_losses.judge_accumulated": "test_script_steps",
     "script_optimizers.judge_schedule": "test_script_changes",
     "script_changes.judge_ignored": "test_script_changes",

@@ -14,7 +14,7 @@ from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, Inputs, LoaderPass
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, format_ranks, group_by, group_by_value, minority_ranks, one_finding
-from ddpcheck.judge.data.script_draws import line_of_selection
+from ddpcheck.judge.data.script_draws import judge_shared_draws, line_of_selection
 from ddpcheck.judge.data.script_rows import (
     FEWEST_ROWS,
     finding_on_loader,
@@ -32,7 +32,6 @@ from ddpcheck.judge.data.script_rows import (
 
 _LEFT_OUT = 0.05  # of the samples, before that is no rounding at the end
 FEWEST_INPUTS = 3  # steps in which ranks were given the same samples
-_FEWEST_DRAWS = 2  # batches that were made with the same random numbers
 
 
 def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()) -> list[Finding]:
@@ -253,47 +252,6 @@ def judge_epoch_order(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         else "Do not seed the generator of the loader again before each epoch."
         if one.epoch < 0
         else "Set the epoch of the sampler before each pass: its order is drawn from that.",
-    )
-
-
-def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP510: batches of other samples that every rank has made with the same random numbers.
-
-    Ranks that draw from the same state are given the same numbers, also where one of them draws more of them.
-    """
-    draws = [{before: after for one in of_rank for before, after in one.draws.items()} for of_rank in passes]
-    shared = set.intersection(*map(set, draws))
-    orders = {tuple(of_rank[0].indices) for of_rank in passes}
-    one = passes[0][0]
-    alike = all(len({of_rank[state] for of_rank in draws}) == 1 for state in shared)
-    batches = [state for each in passes[-1] for state in each.held if state in shared]
-    held = bool(batches) and shared <= set(batches)
-    several = len(shared) >= _FEWEST_DRAWS or (held and alike and len(batches) >= _FEWEST_DRAWS)  # workers have copies
-    if len(passes) < 2 or not several or len(orders) < 2:
-        return []
-    where = ", in workers" if one.workers else ""
-    when = "before and after" if alike else "before"
-    fix = "Seed with seed + rank before the loop over the data, after the model has been constructed"
-    if one.workers and one.worker_seed < 0:
-        fix = "Have the workers seed with what they get from the loader and the rank, in worker_init_fn"
-    elif one.workers:
-        fix += "; or give the loader a generator that is seeded with seed + rank"
-    if held:
-        fix = "Seed the generator with seed + rank" + (
-            ", and again in each worker, with torch.initial_seed() in worker_init_fn" if one.workers else ""
-        )
-    return finding_on_loader(
-        "DDP510",
-        one,
-        f"The dataset draws random numbers for its samples{where}, and every rank draws the same ones.",
-        line=(one.held_at if held else passes[-1][0].seeded) or one.location,
-        evidence=[
-            f"{len(batches) or len(shared)} of {max(len(batches), *map(len, draws))} states of "
-            f"{'random generators that the dataset holds,' if held else 'global random generators'} {when} the batches "
-            f"that were looked at{',' * held} are equal on all ranks",
-            *([f"worker 0 has the seed {one.worker_seed} on every rank"] * (one.worker_seed >= 0 and not held)),
-        ],
-        fix=f"{fix}.",
     )
 
 

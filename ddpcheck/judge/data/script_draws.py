@@ -1,4 +1,4 @@
-"""DDP510, and DDP505: random numbers that ranks draw alike in training steps, for samples of their own."""
+"""DDP510, and DDP505: random numbers that ranks draw alike, for samples of their own: in loaders, in training steps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from ddpcheck.findings.evidence.loop import StepDraw
-from ddpcheck.findings.evidence.script import Evaluated, Inputs
+from ddpcheck.findings.evidence.script import Evaluated, Inputs, LoaderPass
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_steps, one_finding
+from ddpcheck.judge.data.script_rows import finding_on_loader
 
+_FEWEST_DRAWS = 2  # batches that were made with the same random numbers
 _FEWEST = 2  # intervals between optimizer steps in which the same line draws
 _KEYS = 624  # a count is known up to a multiple of it
 _BLOCK = 16  # numbers that `randn` draws once more at the end
@@ -22,6 +24,47 @@ _FIX = (
     "Seed with seed + rank before the training loop, after the model has been constructed; or draw from a generator of "
     "each rank's own: torch.Generator().manual_seed(seed + rank)."
 )
+
+
+def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP510: batches of other samples that every rank has made with the same random numbers.
+
+    Ranks that draw from the same state are given the same numbers, also where one of them draws more of them.
+    """
+    draws = [{before: after for one in of_rank for before, after in one.draws.items()} for of_rank in passes]
+    shared = set.intersection(*map(set, draws))
+    orders = {tuple(of_rank[0].indices) for of_rank in passes}
+    one = passes[0][0]
+    alike = all(len({of_rank[state] for of_rank in draws}) == 1 for state in shared)
+    batches = [state for each in passes[-1] for state in each.held if state in shared]
+    held = bool(batches) and shared <= set(batches)
+    several = len(shared) >= _FEWEST_DRAWS or (held and alike and len(batches) >= _FEWEST_DRAWS)  # workers have copies
+    if len(passes) < 2 or not several or len(orders) < 2:
+        return []
+    where = ", in workers" if one.workers else ""
+    when = "before and after" if alike else "before"
+    fix = "Seed with seed + rank before the loop over the data, after the model has been constructed"
+    if one.workers and one.worker_seed < 0:
+        fix = "Have the workers seed with what they get from the loader and the rank, in worker_init_fn"
+    elif one.workers:
+        fix += "; or give the loader a generator that is seeded with seed + rank"
+    if held:
+        fix = "Seed the generator with seed + rank" + (
+            ", and again in each worker, with torch.initial_seed() in worker_init_fn" if one.workers else ""
+        )
+    return finding_on_loader(
+        "DDP510",
+        one,
+        f"The dataset draws random numbers for its samples{where}, and every rank draws the same ones.",
+        line=(one.held_at if held else passes[-1][0].seeded) or one.location,
+        evidence=[
+            f"{len(batches) or len(shared)} of {max(len(batches), *map(len, draws))} states of "
+            f"{'random generators that the dataset holds,' if held else 'global random generators'} {when} the batches "
+            f"that were looked at{',' * held} are equal on all ranks",
+            *([f"worker 0 has the seed {one.worker_seed} on every rank"] * (one.worker_seed >= 0 and not held)),
+        ],
+        fix=f"{fix}.",
+    )
 
 
 def judge_step_draws(
