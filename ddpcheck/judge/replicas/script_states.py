@@ -304,14 +304,15 @@ def _finding(looks: Sequence[Sequence[StateHeld]], first: int, written: _Written
         return one_finding(
             "DDP306",
             (one.name,),
-            f"{one.name}, a copy of parameters of a wrapped module, is not the same on every rank.",
+            f"{one.name}, a copy of parameters of a wrapped module or made as that is, is not the same on every rank.",
             ranks=on or ranks,
             steps=(one.count,),
             location=where or one.location,
             evidence=[*evidence, *how],
             severity=Severity.WARNING,
             fix="Make the copy from the module after it has been wrapped, and change it in the same way on every "
-            "rank; decide when by a value that was reduced over all ranks.",
+            "rank; decide when by a value that was reduced over all ranks. If it is no copy, construct it under the same "
+            "seed, or load the same state into it, on every rank.",
         )
     return one_finding(
         "DDP214",
