@@ -311,8 +311,8 @@ def _finding(looks: Sequence[Sequence[StateHeld]], first: int, written: _Written
             evidence=[*evidence, *how],
             severity=Severity.WARNING,
             fix="Make the copy from the module after it has been wrapped, and change it in the same way on every "
-            "rank; decide when by a value that was reduced over all ranks. If it is no copy, construct it under the same "
-            "seed, or load the same state into it, on every rank.",
+            "rank; decide when by a value that was reduced over all ranks. If it is no copy, construct it under one "
+            "seed, or load one state into it, on every rank.",
         )
     return one_finding(
         "DDP214",
