@@ -46,7 +46,12 @@ def _lacking() -> Iterator[tuple[str, tuple[str, ...]]]:
     if not hasattr(torch, "float8_e8m0fnu"):
         yield "torch.float8_e8m0fnu", ("float8 scales",)
     if not hasattr(torch.ones(1, requires_grad=True).sum().grad_fn, "_input_metadata"):
-        in_gathers = ("own_rows_among_the_constants", "gathered_one_by_one_and_joined[2]", "own_part_that_is_put_back")
+        in_gathers = (
+            "own_rows_among_the_constants",
+            "gathered_one_by_one_and_joined[2]",
+            "own_part_that_is_put_back",
+            "judge_own_parts",
+        )
         yield (
             "the shapes of a graph's nodes",
             (*in_gathers, "how_many_elements_a_mean_is_over", "without_the_judge[script_gathers.judge_gathers]"),

@@ -70,12 +70,14 @@ class Judged:
         told: All that was found, by heading.
         verdicts: By heading.
         errors: What a judge has raised, which is a bug of ddpcheck, by heading.
+        found: All that was found, with its heading, as judges say it.
     """
 
     findings: list[Finding]
     told: Mapping[str, list[Told]]
     verdicts: Mapping[str, list[Verdict]]
     errors: Mapping[str, Exception]
+    found: Sequence[tuple[str, Finding]]
 
     def status_of(self, heading: str, kept: Sequence[Finding]) -> tuple[CheckStatus, str] | None:
         """How the check under a heading ended, and a sentence on it; `None` where it had no subject.
@@ -86,6 +88,10 @@ class Judged:
         said = zip(*((one.held, one.lacking, one.differing) for one in self.verdicts.get(heading, [])), strict=True)
         texts = ["; ".join(dict.fromkeys(filter(None, some))) for some in said] or ["", "", ""]
         return status_of(Verdict((), *texts), told, kept) if told or texts[0] or texts[1] else None
+
+    def adding(self, heading: str, findings: Sequence[Finding]) -> Judged:
+        """The same with findings that were made when these were known; some of these may come of them."""
+        return _by_causes([*self.found, *((heading, finding) for finding in findings)], self.verdicts, self.errors)
 
 
 def judge_all(facts: Facts, rows: Sequence[Row[Facts]]) -> Judged:
@@ -106,12 +112,18 @@ def judge_all(facts: Facts, rows: Sequence[Row[Facts]]) -> Judged:
         for heading, verdict in said.items():
             verdicts.setdefault(heading, []).append(verdict)
             found += ((heading, finding) for finding in verdict.findings if finding.code not in left_out)
+    return _by_causes(found, verdicts, errors)
+
+
+def _by_causes(
+    found: Sequence[tuple[str, Finding]], verdicts: Mapping[str, list[Verdict]], errors: Mapping[str, Exception]
+) -> Judged:
     causes = find_causes([finding for _, finding in found])
     told: dict[str, list[Told]] = {}
     for (heading, finding), by in zip(found, causes.told_by, strict=True):
         if by is not None:
             told.setdefault(heading, []).append((without_prefix(finding), without_prefix(by)))
-    return Judged([*map(without_prefix, causes.findings)], told, verdicts, errors)
+    return Judged([*map(without_prefix, causes.findings)], told, verdicts, errors, found)
 
 
 # Check lines

@@ -25,7 +25,7 @@ from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
 from ddpcheck.findings.selection import Suppression, is_any_selected, sort_out
 from ddpcheck.findings.stacks import own_stack, program_lines
 from ddpcheck.findings.tracebacks import BUG, as_bug
-from ddpcheck.findings.wording import agreeing, counted, format_ranks, group_by, without_prefix
+from ddpcheck.findings.wording import agreeing, counted, format_ranks, group_by
 from ddpcheck.judge.data.script_files import told_by_files
 from ddpcheck.judge.endings.rank_failure import describe_failure
 from ddpcheck.judge.script_facts import ScriptFacts, entries_of
@@ -67,10 +67,9 @@ def report_on_script(
     ended = not ending.exit_code and all(rank.has_ended or rank.started.rank in unended for rank in ranks)
     facts = ScriptFacts(ranks, ended=ended, source=source)
     judged = judge_all(facts, ROWS)
-    at_end = [*map(without_prefix, judge_ending(ranks, ending, judged.findings, facts.source))]
-    at_end = told_by_files(at_end, facts.of(FileUsed))
-    findings = [*judged.findings, *at_end]
-    chosen = sort_out(findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
+    at_end = judge_ending(ranks, ending, judged.findings, facts.source)
+    judged = judged.adding("collectives", told_by_files(at_end, facts.of(FileUsed)))
+    chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     checks = [_entered(facts) if ranks else _none_entered(ending)]
     if ending.doing:
         checks.insert(0, _goes_on(ending))
@@ -94,7 +93,7 @@ def report_on_script(
         checks.insert(0, CheckResult("script", "error", detail=detail))
     for heading in HEADINGS:
         if heading == "collectives":
-            said = _of_collectives(facts, [*judged.told.get(heading, ()), *((one, one) for one in at_end)], chosen.kept)
+            said = _of_collectives(facts, judged.told.get(heading, ()), chosen.kept)
         elif (error := judged.errors.get(heading)) is not None:
             said = "error", f"not judged, since ddpcheck itself failed: {as_bug(error)}"
         else:
@@ -114,7 +113,7 @@ def report_on_script(
         tool={"name": "ddpcheck", "version": __version__},
         world=world,
         checks=tuple(checks),
-        timelines=timelines_of(ranks, ending, findings),
+        timelines=timelines_of(ranks, ending, judged.findings),
         modules=next((made.modules for rank in ranks[:1] for made in rank.wrappers), ()),
     )
     return chosen.complete(report).with_excerpts()

@@ -483,6 +483,28 @@ def test_what_ranks_add_to_gradients_that_are_reduced_is_not_told_as_no_reductio
     assert "by nothing" in never.message and "after the collectives of a step" in later.message
 
 
+def test_what_is_clipped_by_the_norm_of_what_is_not_averaged_is_not_told_with_it() -> None:
+    """All gradients differ then; those that are averaged are the same but for one factor of each rank."""
+    own = {name: index + 2.0 for index, name in enumerate(("never", "body", "head"))}
+    gradients = ({name: [2.0, -n] for name, n in own.items()}, {name: [3.0, -1.5 * n] for name, n in own.items()})
+    gradients[1]["never"] = [5.0, 1.0]
+    steps = [
+        [
+            replace(
+                alone(count, 0, 0.0),
+                alone=dict.fromkeys(own, rank * count),
+                marks=(rank * count,),
+                gradients=of_rank,
+                collectives=count,
+            )
+            for rank, of_rank in enumerate(gradients)
+        ]
+        for count in range(2)
+    ]
+    (found,) = judge_alone(steps, [], wrapped=False)
+    assert found.subjects == ("never",)
+
+
 def test_a_parameter_that_is_never_averaged_where_the_others_are_now_and_then() -> None:
     def looks_at(rank: int) -> list[OptimizerStep]:
         values = [

@@ -47,6 +47,8 @@ def passes(
         (passes(1.0, put_off=False), []),  # losses one after the other; nobody says that these are micro-batches
         (passes(1.0, again=False), []),  # a loss on real samples, and one on made ones
         (passes(1.0, kind="sum"), []),
+        (passes(0.25, kind="sum"), ["DDP514"]),  # divided by its four elements by hand
+        (passes(0.0625, kind="sum"), []),
         (passes(1.0, batches=(1,)), []),
     ],
 )

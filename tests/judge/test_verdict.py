@@ -54,6 +54,13 @@ def test_a_finding_stands_under_the_heading_of_the_row_that_made_it() -> None:
     assert lines(judged, kept=[])["loop"] == ("ignored", "ignored: DDP501")
 
 
+def test_what_was_found_before_may_come_of_what_is_found_at_the_end() -> None:
+    judged = judge_all(None, (row("loop", finding("DDP507", "group 0 lr"), held="3 steps"),))
+    judged = judged.adding("data", [finding("DDP405", "all_reduce")])
+    assert [(one.code, one.tags) for one in judged.findings] == [("DDP405", ("DDP507",))]
+    assert lines(judged)["loop"] == ("failed", "DDP507, which comes with DDP405")
+
+
 def test_what_an_earlier_row_says_better_is_left_out() -> None:
     weights, sums = finding("DDP305", "targets"), finding("DDP305", "loss")
     yields = row("loss", sums, finding("DDP303", "loss"), yields=("DDP305", "DDP514"))

@@ -102,6 +102,7 @@ os._exit(3)                              # right: raise an exception
         code="DDP405",
         name="uneven-iterations",
         severity=ERROR,
+        explains=(Explains(("DDP507",)),),  # a schedule that follows the iterations of a rank
         summary="Ranks run different numbers of synchronising iterations.",
         why=(
             "Backward under DDP is a collective. A rank with one more batch waits for ranks that have left the loop: "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from ddpcheck.findings.evidence.loop import GradientsTaken, ModuleChanged
 from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
@@ -53,6 +54,24 @@ def are_near(sketches: Sequence[Sequence[float]]) -> bool:
     first, *others = sketches
     scale = max(math.hypot(*sketch) for sketch in sketches)
     return all(math.dist(first, other) <= _TOLERANCE * scale for other in others)
+
+
+def _not_scaled(names: Sequence[str], steps: Sequence[Steps]) -> list[str]:
+    """Of parameters whose gradients differ between ranks, those that differ by more than one factor of each rank."""
+    return [name for name in names if not all(name in _scaled(names, one) for one in steps)]
+
+
+def _scaled(names: Sequence[str], one: Steps) -> list[str]:
+    """The parameters whose gradients are alike on all ranks, but for the factor that most of them have on a rank."""
+    sketches = {name: [each.gradients.get(name, ()) for each in one] for name in names}
+    norms = {name: [math.hypot(*sketch) for sketch in of_ranks] for name, of_ranks in sketches.items()}
+    factors = [[norm / of_ranks[0] for norm in of_ranks] for of_ranks in norms.values() if all(of_ranks)]
+    usual = [*map(median, zip(*factors, strict=True))]
+    return [
+        name
+        for name, of_ranks in sketches.items()
+        if usual and are_near([[x / factor for x in own] for own, factor in zip(of_ranks, usual, strict=True)])
+    ]
 
 
 def all_gradients_agree(steps: Steps) -> bool:
@@ -152,6 +171,7 @@ def judge_alone(
             how = f"{plural_verb('is', 'are', local)} in no DistributedDataParallel"
             fix = "Put it into the module that is wrapped, or wrap it too."
         elif all(one.collectives > before.collectives for before, one in itertools.pairwise(of[0] for of in of_ranks)):
+            local = _not_scaled(local, of_ranks) or local  # what is averaged, and clipped with the others by their norm
             how = f"{plural_verb('has', 'have', local)} another gradient on each rank after the collectives of a step"
             fix = (
                 "all_reduce every gradient, and change it after that in the same way on every rank, random numbers too."

@@ -195,7 +195,7 @@ def _is_undivided(passes: Sequence[LossDifferentiated]) -> bool:
     put_off = all(not wrappers.isdisjoint(one.put_off) for one in passes[:-1])
     if not own or not (taken if last.batches else put_off):
         return False
-    weights = [max((abs(t.factor) for t in one.terms if t.kind == "mean"), default=0.0) for one in passes]
+    weights = [max((abs(_total(term)) for term in one.terms), default=0.0) for one in passes]
     return all(abs(weight - 1.0) < _TOLERANCE for weight in weights)
 
 
