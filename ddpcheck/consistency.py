@@ -57,7 +57,10 @@ def check_consistency(
     wrapped = hasattr(module, "reducer") and hasattr(module, "module")
     bare: nn.Module = module.module if wrapped else module  # type: ignore[assignment]
     mine = describe(bare)
-    values = [fingerprints(named) if wrapped else {} for named in (bare.named_parameters(), bare.named_buffers())]
+    # What is trained and not averaged may be a part of a model of all ranks: its gradients tell (DDP111).
+    ignored = set(getattr(module, "parameters_to_ignore", ()))
+    compared = [(name, p) for name, p in bare.named_parameters() if not (p.requires_grad and name in ignored)]
+    values = [fingerprints(named) if wrapped else {} for named in (compared, bare.named_buffers())]
     absence = f"take part in check_consistency within {timeout:g} s; every rank must call it, the same number of times"
     everyone = gather_if_different((mine, values), group, "consistency", timeout, absence)
     if not everyone:

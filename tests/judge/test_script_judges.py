@@ -425,6 +425,15 @@ def test_a_clip_to_a_limit_of_each_rank(
     assert (found.code, found.location == LINE) == ("DDP301", at_clip)
 
 
+@pytest.mark.parametrize(("norms", "at_clip"), [((3.0, 4.0), True), ((3.0, 3.0), False), ((0.3, 0.4), False)])
+def test_a_clip_by_a_norm_of_what_each_rank_has_of_its_own(norms: tuple[float, float], *, at_clip: bool) -> None:
+    clips = [[GradientsClipped(n, norm, LINE, n, limit=0.5, of_parts=True) for n in range(3)] for norm in norms]
+    steps = step(norms={"0/w": 0.5}), step(norms={"0/w": 0.7})
+    (found,) = judge_step_gradients([[replace(one, location=Location("train.py", 99)) for one in steps]], clips)
+    assert (found.code, found.location == LINE) == ("DDP301", at_clip)
+    assert not judge_clips(clips, [[(step(), step())] * 3])  # they differ by right
+
+
 def test_optimizer_state_that_differs() -> None:
     here, there = step(states={"0/w: momentum_buffer": 1.0}), step(states={"0/w: momentum_buffer": 2.0})
     assert codes(judge_optimizer_state([[here, there]])) == ["DDP306"]

@@ -86,3 +86,41 @@ def test_batch_statistics_of_two_views_are_the_cause_beside_gathered_negatives(f
 
     found = state_of(Recipe(model=model, batch=batch, loss=loss)).findings
     assert [finding.code for finding in found] == codes
+
+
+class Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows):
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows.contiguous())
+        return received
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Swap.apply(gradient)
+
+
+class Experts(nn.Module):
+    """One of each rank, which the wrapper is told to leave alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        count = dist.get_world_size() if dist.is_initialized() else 1
+        self.router = nn.Linear(6, count)
+        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+        self.expert = nn.Linear(6, 1)
+        self._ddp_params_and_buffers_to_ignore = ["expert.weight", "expert.bias"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        answers = Swap.apply(self.expert(Swap.apply(x.expand(self.router.out_features, *x.shape))))
+        return (self.router(x).softmax(1).T.unsqueeze(2) * answers).sum(0)
+
+
+def test_experts_of_each_rank_are_no_replicas_and_no_model_of_one_process() -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    report = ddpcheck.check(Recipe(model=Experts, batch=batch, loss=loss))
+    lines = {check.name: (check.status, check.detail) for check in report.checks}
+    assert not report.findings and lines["reducer"][0] == "passed" and "6 gradients" in lines["reducer"][1], lines
+    assert lines["parity"][0] == "skipped" and "router.weight has the shape (1, 6), and (2, 6)" in lines["parity"][1]

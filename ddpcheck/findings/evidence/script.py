@@ -372,7 +372,8 @@ class MetricUsed(Entry, frozen=True):
 class GradientsClipped(Entry, frozen=True):
     """Gradients of a norm were clipped, for the `count`-th time, by a function; `step`: after so many steps.
 
-    `limit` is what it was given, where it clips by the norm of all; 0.0 where that is not known.
+    `limit` is what it was given, where it clips by the norm of all; 0.0 where that is not known. `of_parts`: ranks have
+    parts of the model of their own, whose gradients the norm may be of.
     """
 
     count: int
@@ -381,6 +382,7 @@ class GradientsClipped(Entry, frozen=True):
     step: int = 0
     by: str = "clip_grad_norm_"
     limit: float = 0.0
+    of_parts: bool = False
 
 
 class GradientsZeroed(Entry, frozen=True):

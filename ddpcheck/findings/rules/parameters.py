@@ -336,7 +336,8 @@ DistributedDataParallel(model)           # right: model(torch.zeros(1, 16)) firs
         fix="Take its name off the list, freeze it with requires_grad_(False), or reduce its gradient yourself.",
         detected=(
             "The list of names that the wrapper ignores is read from the module. A name on it is reported if its "
-            "parameter gets a gradient and the gradients differ between ranks."
+            "parameter gets a gradient and the gradients differ between ranks. Experts and tables of each rank's own "
+            "are not: the loss has them only through an all_to_all that autograd differentiates."
         ),
         ignore="If you average its gradient yourself, or if each rank is to train its own.",
         example="""\

@@ -211,9 +211,16 @@ class GraphWalk:
     complete: bool  # False when the walk stopped at its limit
     size: int  # number of nodes that it met
     functions: tuple[Any, ...] = ()  # nodes of custom autograd Functions
+    ends: tuple[Any, ...] = ()  # nodes behind which it was not to go
 
 
-def walk_graph(roots: Iterable[torch.Tensor], *, nodes: Iterable[Any] = (), limit: int = WALK_LIMIT) -> GraphWalk:
+def walk_graph(
+    roots: Iterable[torch.Tensor],
+    *,
+    nodes: Iterable[Any] = (),
+    not_behind: Callable[[Any], bool] = lambda _: False,
+    limit: int = WALK_LIMIT,
+) -> GraphWalk:
     """Walk the autograd graph behind `roots`, and behind graph `nodes`, iteratively, up to `limit` nodes."""
     roots = list(roots)
     pending = [*(root.grad_fn for root in roots if root.grad_fn is not None), *nodes]
@@ -221,9 +228,13 @@ def walk_graph(roots: Iterable[torch.Tensor], *, nodes: Iterable[Any] = (), limi
     seen = set(pending)
     names: set[str] = set()
     functions: list[Any] = []
+    ends: list[Any] = []
     while pending:
         node = pending.pop()
         names.add(node.name())
+        if not_behind(node):
+            ends.append(node)
+            continue
         if hasattr(node, "_forward_cls"):
             functions.append(node)
         variable = getattr(node, "variable", None)
@@ -232,10 +243,12 @@ def walk_graph(roots: Iterable[torch.Tensor], *, nodes: Iterable[Any] = (), limi
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 if len(seen) >= limit:
-                    return GraphWalk(tuple(leaves.values()), frozenset(names), False, len(seen), tuple(functions))
+                    return GraphWalk(
+                        tuple(leaves.values()), frozenset(names), False, len(seen), tuple(functions), tuple(ends)
+                    )
                 seen.add(following)
                 pending.append(following)
-    return GraphWalk(tuple(leaves.values()), frozenset(names), True, len(seen), tuple(functions))
+    return GraphWalk(tuple(leaves.values()), frozenset(names), True, len(seen), tuple(functions), tuple(ends))
 
 
 Parents = dict[Any, list[tuple[Any, int]]]

@@ -23,7 +23,7 @@ import msgspec
 from msgspec import structs
 
 from ddpcheck.findings.evidence.steps import Call
-from ddpcheck.findings.source_lines import line_and_lines, user_location, variables_of
+from ddpcheck.findings.source_lines import line_and_lines, user_location
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch
 from ddpcheck.stream.entries import JOINED, JOINING
@@ -313,6 +313,8 @@ def _has_backward(name: str) -> bool:
 def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Call:
     import torch
 
+    from ddpcheck.gather.autograd.exchanges import running_function
+
     nested = [item for value in given.values() if isinstance(value, list | tuple) for item in value]
     tensors = [value for value in (*given.values(), *nested) if isinstance(value, torch.Tensor)]
     payload = []
@@ -336,7 +338,7 @@ def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Ca
         location=where,
         elements=max((tensor.numel() for tensor in tensors if tensor.is_floating_point()), default=0),
         carries_gradient=carries,
-        differentiable=(backward and carries) or _called_by_autograd_function(),
+        differentiable=(backward and carries) or running_function(sys._getframe(2)) is not None,
         callers=lines,
     )
 
@@ -390,17 +392,3 @@ def name_of_group(group: Any) -> str:
         with contextlib.suppress(AttributeError, KeyError):  # private to torch
             return str(vars(dist.distributed_c10d)["_world"].pg_names[group])
         return ""
-
-
-def _called_by_autograd_function() -> bool:
-    from torch.autograd.function import BackwardCFunction, FunctionCtx
-
-    frame: FrameType | None = sys._getframe(3)
-    for _ in range(12):
-        if frame is None:
-            return False
-        first = frame.f_code.co_varnames[:1]
-        if first and isinstance(variables_of(frame).get(first[0]), FunctionCtx | BackwardCFunction):
-            return True
-        frame = frame.f_back
-    return False

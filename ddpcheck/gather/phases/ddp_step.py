@@ -16,6 +16,7 @@ from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, Loop
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at, is_user_file
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_state
+from ddpcheck.gather.autograd.exchanges import is_part, note_parts
 from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.ddp.copied_optimizer import CopiedOptimizer
 from ddpcheck.gather.ddp.ddp_wrapper import hook_loss, trains_apart
@@ -66,6 +67,10 @@ def ddp_step(step: int) -> DdpStepEvidence:
         seed = state.seed_of(step)
         loss = compute_loss(state.recipe, model.wrapped, data.batch, step=step, seed=seed, place=f"{named} ")
         this_rank.set_status(f"step {step}: {named} backward")
+        if ignored := {id(p) for name, p in model.trainable.items() if name in model.facts.ignored}:
+            note_parts([loss.total], lambda leaf: id(leaf) in ignored)
+        parts = {name for name, p in model.trainable.items() if is_part(p)}
+        compared = [name for name in model.trainable if name not in parts]
         run_backward(loss.total, module=module, since=since)
         total = None if is_shard(loss.total) else float(loss.total.detach())
         del loss
@@ -85,12 +90,12 @@ def ddp_step(step: int) -> DdpStepEvidence:
                 floor=floor.get(name, 0.0),
                 noise=noise.get(name, 0.0),
             )
-            for name in model.trainable
+            for name in compared
             if not apart
         )
-        seen = {name: fingerprint(gradients[name]) if name in gradients else 0 for name in model.trainable}
+        seen = {name: fingerprint(gradients[name]) if name in gradients else 0 for name in compared}
         before = state.whole(model.named_parameters())
-        computed_with = fingerprints(before.items())
+        computed_with = fingerprints((name, one) for name, one in before.items() if name not in parts)
         if model.is_split:
             before = {name: before[name].clone() for name in model.trainable}
             own = shards(model.trainable.items())
@@ -104,7 +109,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
         rank=state.rank,
         step=step,
         gradients=seen,
-        parameters=fingerprints(after.items()),
+        parameters=fingerprints((name, one) for name, one in after.items() if name not in parts),
         parameters_before_optimizer=computed_with,
         buffers=fingerprints(module.named_buffers()),
         state={name: value for name, value in unregistered.items() if name in model.unregistered},
@@ -114,7 +119,9 @@ def ddp_step(step: int) -> DdpStepEvidence:
         wrapper_calls=model.calls.get("wrapper", 0),
         inner_calls=model.calls.get("inner", 0),
         events=(*model.settings, *recorder.events, *([LoopEvent("apart")] if apart else [])),
-        parameters_after_backward=computed_with if model.is_split else recorder.values,
+        parameters_after_backward=computed_with
+        if model.is_split
+        else {name: value for name, value in recorder.values.items() if name not in parts},
     )
     if not model.is_split:
         if state.large:

@@ -18,6 +18,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import assignment_of, defined_at
 from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_state, unregistered_tensors
+from ddpcheck.gather.autograd.exchanges import follow_exchanges
 from ddpcheck.gather.autograd.gradient_hooks import record_hooks, recorded_hooks
 from ddpcheck.gather.collectives.collective_log import note_collective, record_collectives, unlogged
 from ddpcheck.gather.ddp.ddp_wrapper import (
@@ -65,6 +66,7 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
     """Load the recipe and build the module twice, under the same seed."""
     context = this_rank.current()
     record_collectives(context.directory, context.rank)
+    follow_exchanges()
     run_as_written()
     this_rank.set_status("loading the target")
     stack = contextlib.ExitStack()

@@ -23,6 +23,7 @@ from ddpcheck.findings.evidence.gradients import Difference, RandomNumbers, Sing
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back
+from ddpcheck.gather.state.fingerprints import shape_of
 from ddpcheck.gather.state.module_state import (
     ModuleState,
     capture_attributes,
@@ -167,14 +168,19 @@ def adopt(module_file: Path) -> None:
     own.after, own.external_state = None, _external_state(own.recipe, own.module, own.double)
 
 
-def run_step(step: int, state_file: Path | None) -> SingleStep:
+def run_step(step: int, state_file: Path | None) -> SingleStep | str:
     """Compute the gradients of the global batch of `step`, in the module's dtype and in float64.
 
     `state_file` has rank 0's state before the step; it is None where the module's own state is the same.
+
+    Returns:
+        Or what differs, where the recipe makes another model in one process than on several ranks.
     """
     own: SingleProcess = this_rank.state["single"]
     if own.after is not None:
         own.after.restore(own.module)  # what its own forward passes have counted and kept goes on
+    if step == 0 and state_file is not None and (differs := _other_model(own.module, TensorFile(state_file))):
+        return differs
     if state_file is not None:
         ModuleState(TensorFile(state_file), file=state_file).restore(own.module, own.mapped)
     last = own.step.before if hasattr(own, "step") else None
@@ -185,6 +191,16 @@ def run_step(step: int, state_file: Path | None) -> SingleStep:
         before = capture_state(own.module, into=last)
     own.step = SingleStepData(before, own.external_state.capture())
     return _run(own, step)
+
+
+def _other_model(module: nn.Module, of_rank: Mapping[str, torch.Tensor]) -> str:
+    """The first parameter that rank 0 does not have, or of another shape: a part of a model of all ranks, say."""
+    for name, parameter in module.named_parameters():
+        if name not in of_rank:
+            return f"{name} is not there on rank 0"
+        if (there := shape_of(of_rank[name])) != (here := shape_of(parameter)):
+            return f"{name} has the shape {here}, and {there} on rank 0"
+    return ""
 
 
 def run_with_constants(step: int) -> SingleStep:

@@ -68,6 +68,20 @@ def _at_clip(finding: Finding, clips: Clips) -> Finding:
         first = of_ranks[0]
         limits = [one.limit for one in of_ranks]
         paired = len({(one.count, one.step, one.location, one.by) for one in of_ranks}) == 1
+        norms = [one.norm for one in of_ranks]
+        if paired and first.of_parts and not are_close(norms) and max(norms) > max(limits) > 0:
+            told = "; ".join(group_by_value([spelled(norm) for norm in norms]))
+            return replace(
+                finding,
+                location=first.location,
+                evidence=(
+                    *finding.evidence,
+                    f"{first.by} finds a norm there of {told}; ranks have parameters of their own",
+                    f"the optimizer steps at {finding.location}",
+                ),
+                fix="Clip by a norm of all ranks: add up the squares of the norms of what each rank has of its own by "
+                "an all_reduce, and those of the other parameters once.",
+            )
         alike = are_close([one.norm for one in of_ranks]) and not are_close(limits) and min(limits) > 0
         if paired and alike and first.norm > min(limits) and first.location is not None:
             told = "; ".join(group_by_value([spelled(limit) for limit in limits]))
@@ -94,6 +108,7 @@ def judge_clips(clips: Clips, steps: Sequence[Sequence[Steps]]) -> list[Finding]
     at = [
         of_ranks for of_ranks in zip(*clips, strict=False) if len({(one.count, one.location) for one in of_ranks}) == 1
     ]
+    at = [of_ranks for of_ranks in at if not of_ranks[0].of_parts]
     apart = [of_ranks for of_ranks in at if not are_close([one.norm for one in of_ranks])]
     if any(len({(one.step, one.location) for one in of_rank}) < len(of_rank) for of_rank in clips):
         return []  # a clip for each sample, say

@@ -17,6 +17,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.findings.wording import Names
 from ddpcheck.gather.autograd.autograd_graph import all_names, named_parameters
+from ddpcheck.gather.autograd.exchanges import follow_exchanges, note_parts
 from ddpcheck.gather.ddp.ddp_wrapper import (
     broadcasts_buffers,
     facts_of,
@@ -187,6 +188,7 @@ class StepRecorder(StepListener):
 
     def attach(self) -> None:
         """Begin to record."""
+        follow_exchanges()
         self._optimizer_steps.attach()
         if self._options.hooks_shards or not self.is_sharded:
             self.tracker.attach()
@@ -288,6 +290,9 @@ class StepRecorder(StepListener):
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
         """Measure the micro-batch, and probe a forward pass of the step."""
         if self._compares(step):
+            if self.context.wrapper.ignored:
+                synchronised = {*map(id, self.parameters.values())}
+                note_parts(tensors, lambda leaf: id(leaf) not in synchronised)
             self.replica.forward_returned()
         if self._micro_batches is not None:
             self._micro_batches.forward_returned(step, output)

@@ -13,7 +13,9 @@ from ddpcheck.findings.evidence.loop import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at
+from ddpcheck.gather.autograd import exchanges
 from ddpcheck.gather.autograd.autograd_graph import kept_tensor, made_shapes
+from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.patching import guarded, patched
 from ddpcheck.gather.steps.gradient_distance import sketch
 from ddpcheck.record.module_hooks import UnpickledHook
@@ -87,6 +89,10 @@ class GatherRecorder:
 
     def _look(self, losses: Any, *_arguments: Any, **_named: Any) -> None:
         (gathered, self._gathered), (parts, self._parts) = (self._gathered, []), (self._parts, [])
+        if exchanges.are_known() and is_probed(self._steps()):
+            wrapped = parameters_in_wrappers()
+            roots = [losses] if isinstance(losses, torch.Tensor) else losses
+            exchanges.note_parts(roots, lambda leaf: id(leaf) not in wrapped)
         if not parts or self._step != self._steps() or not isinstance(losses, torch.Tensor):
             return
         ends = {one.node for one in gathered}

@@ -21,6 +21,7 @@ from ddpcheck.findings.evidence.script import GradientsClipped, GradientsZeroed
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.autograd.autograd_graph import walk_graph
+from ddpcheck.gather.autograd.exchanges import has_parts
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import InRows, fingerprint, in_rows, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
@@ -73,7 +74,10 @@ class ClipRecorder:
             return
         self._last = name, user_location()
         if type(norm) in (torch.Tensor, float) and self._is_written(self._clips) and not math.isnan(norm):
-            self._sink(GradientsClipped(self._clips, float(norm), self._last[1], self.step, name, float(limit)))
+            of_parts = has_parts()
+            self._sink(
+                GradientsClipped(self._clips, float(norm), self._last[1], self.step, name, float(limit), of_parts)
+            )
         self._clips += 1
         self._after()
 

@@ -19,6 +19,7 @@ from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import below_common, lines_of_program, user_frame, user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward
+from ddpcheck.gather.autograd.exchanges import is_part
 from ddpcheck.gather.autograd.gradient_hooks import hooks_on
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
@@ -203,7 +204,7 @@ class OptimizerRecorder:
         wrapped = {id(p): f"{watch.number}/{name}" for watch in watches for name, p in watch.parameters.items()}
         inside = {wrapped[id(p)]: p for p in held if id(p) in wrapped}
         whole = {name: p for name, p in inside.items() if not is_shard(p)}
-        alone = {known.alone[id(p)]: p for p in held if id(p) in known.alone}
+        alone = {known.alone[id(p)]: p for p in held if id(p) in known.alone and not is_part(p)}
         reductions = sum(watch.step for watch in watches)
         idle_watches = [watch for watch in watches if watch.step == known.reduced.get(watch.number, 0)]
         settled = not known.apart and not any(watch.has_unreduced for watch in watches)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.gather.autograd.exchanges import is_part
 from ddpcheck.gather.state.fingerprints import InRows, fingerprints, in_rows, is_shard
 from ddpcheck.gather.state.module_description import Parts, describe, parts_of, structure_of
 from ddpcheck.stream.rank_report import ReplicaState
@@ -66,7 +67,7 @@ class ReplicaCapture:
 
     def _tensors(self, parameters: Mapping[str, nn.Parameter] | None = None) -> dict[str, nn.Parameter]:
         found = dict(self._module.named_parameters()) if parameters is None else parameters
-        whole = {n: p for n, p in found.items() if n not in self._shards and not is_shard(p)}
+        whole = {n: p for n, p in found.items() if not (n in self._shards or is_shard(p) or is_part(p))}
         return {**whole, **self._shards} if self._with_shards else whole
 
     def capture(
@@ -99,7 +100,12 @@ class ReplicaCapture:
         self.count += 1
         if step:
             return ReplicaState(description, values)
-        return ReplicaState(description, values, self._constructed, self._at_first_forward)
+        alone = {name for name, p in parts.parameters.items() if is_part(p)}
+        before = (
+            {name: value for name, value in then.items() if name not in alone}
+            for then in (self._constructed, self._at_first_forward)
+        )
+        return ReplicaState(description, values, *before)
 
 
 def _gradients(

@@ -185,7 +185,10 @@ class CheckRun(CheckWorlds):
             self._all(calls.local_step.average, step, averaged if filed else None, shared=self._one_machine)
         doubtful = self._train(step, words)
         with self._phase("parity", f"{words}: the single process"):
-            if wanted and (result := self._settle_single(begun or run_single())) is not None:
+            result = self._settle_single(begun or run_single()) if wanted else None
+            if isinstance(result, str):
+                self.state.single.skipped = f"in a single process, the recipe makes another model: {result}"
+            elif result is not None:
                 self._check_batch([local[0].batch, result.batch, result.batch_again], step)
                 self.state.add_single(step, result)
                 compare = partial(self._compare_drawing, numbers=result.numbers) if draws else self._compare_with_single
@@ -215,13 +218,13 @@ class CheckRun(CheckWorlds):
         alike = len(ranks) == self.asked.world_size and all(one.parameters == ranks[0].parameters for one in ranks)
         return alike and self._one_machine
 
-    def _local_step(self, step: int, single: Callable[[], RunFuture[SingleStep]] | None) -> list[LocalStep]:
+    def _local_step(self, step: int, single: Callable[[], RunFuture[SingleStep | str]] | None) -> list[LocalStep]:
         """Each rank's step by itself; a loss that only some ranks cannot compute ends the check with a finding."""
         try:
             return self._all(calls.local_step.local_step, step)
         except RankError as error:
             whole = None if single is None else self._settle_single(single())
-            loss = math.nan if whole is None else whole.loss
+            loss = whole.loss if isinstance(whole, SingleStep) else math.nan
             found = judge_undefined_losses(error.failures, loss, step, self.asked.world_size)
             if not found:
                 raise

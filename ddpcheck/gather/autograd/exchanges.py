@@ -1,0 +1,82 @@
+"""Parameters that are parts of a model of all ranks: experts of a mixture, or tables of embeddings, of each rank's own.
+
+The loss has them only through an exchange, an all_to_all that autograd differentiates: with its part, a rank computes
+for the samples of all ranks, and the gradient of the part is complete there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ddpcheck.findings.source_lines import variables_of
+from ddpcheck.gather.autograd.autograd_graph import walk_graph
+from ddpcheck.gather.patching import Patch, patched
+
+_MOST_FRAMES = 12
+_functions: set[type] = set()  # the nodes of functions that exchange
+_patches: list[Patch] = []
+_parts: Any = WeakIdKeyDictionary()
+
+
+def running_function(frame: FrameType | None) -> type | None:
+    """The class of the node of the autograd function of Python whose forward or backward has called this frame."""
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return None
+        first = frame.f_code.co_varnames[:1]
+        context = variables_of(frame).get(first[0]) if first else None
+        if isinstance(context, FunctionCtx | BackwardCFunction):
+            return type(context)
+        frame = frame.f_back
+    return None
+
+
+def follow_exchanges() -> None:
+    """Know the functions that exchange from now on; may be called again."""
+    if not _patches:
+        _patches.extend(patched(dist, name, _note) for name in ("all_to_all", "all_to_all_single"))
+
+
+def _note(*_arguments: Any, **_named: Any) -> None:
+    if (function := running_function(sys._getframe(1))) is not None:
+        _functions.add(function)
+
+
+def are_known() -> bool:
+    """Whether any function has exchanged."""
+    return bool(_functions)
+
+
+def note_parts(roots: Iterable[torch.Tensor], asked: Callable[[torch.Tensor], bool]) -> None:
+    """Know the parts, of which graphs are made, among the parameters that are `asked` for."""
+    _parts.update((leaf, True) for leaf in _parts_behind(list(roots)) if asked(leaf))
+
+
+def is_part(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is known as a part."""
+    return parameter in _parts
+
+
+def has_parts() -> bool:
+    """Whether there are any."""
+    return bool(_parts)
+
+
+def _parts_behind(roots: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The leaves of graphs to which no way leads but through an exchange."""
+    before = walk_graph(roots, not_behind=_is_exchange)
+    if before.complete and before.ends:
+        reached = {id(leaf) for leaf in before.leaves}
+        yield from (leaf for leaf in walk_graph((), nodes=before.ends).leaves if id(leaf) not in reached)
+
+
+def _is_exchange(node: Any) -> bool:
+    return type(node) in _functions or "alltoall" in node.name().lower().replace("_", "")
