@@ -97,11 +97,12 @@ bench: $(READY) ## what a distributed test, a step of the wrapper, a report, a r
 	$(BIN)/python benchmarks/memory.py --write
 	$(BIN)/python benchmarks/scale.py --write
 
-bench-quick: $(READY) ## the same in about three minutes, to the terminal: shows a cost that has grown much, no figures to quote
-	$(BIN)/python -m benchmarks.harnesses --quick --ranks 2 --only forked fixture marker spawned launched
+bench-quick: $(READY) ## the same in about a minute, to the terminal: shows a cost that has grown much, no figures to quote
+	@echo '== one round of each: rough figures, to see a cost that has grown much; compare the ratios, and quote none'
+	$(BIN)/python -m benchmarks.harnesses --quick --ranks 2 --only forked worlds fixture spawned
 	$(BIN)/python -m benchmarks.wrapper --quick
-	$(BIN)/python benchmarks/report.py --runs 1
-	$(BIN)/python benchmarks/run.py --pairs 1
+	$(BIN)/python benchmarks/report.py --quick
+	$(BIN)/python benchmarks/run.py --quick
 
 docs: $(READY) ## the documentation as HTML, into build/docs; warnings are errors
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs build/docs

@@ -35,6 +35,7 @@ RANKS, STEPS, SAMPLES = 2, 2, 8
 AIM = 24
 """GiB for 1,000 million float32 parameters at 2 ranks; plain DDP itself needs 12 bytes a parameter and rank."""
 _INTERVAL = 0.02  # seconds between samples
+_REST = 3.0  # seconds in which fork servers move their memory into huge pages
 _SLOTS = re.compile(r"(\S+)/rank(\d+)\.slots")
 
 
@@ -193,8 +194,9 @@ class Figures:
 
 
 def small() -> Figures:
-    """What a check needs whatever the model: that of a small one, once the fork servers are there."""
+    """What a check needs whatever the model: that of a small one, once the fork servers are there and idle."""
     measure(recipe("middle", 10))
+    time.sleep(_REST)
     return measure(recipe("middle", 10))
 
 

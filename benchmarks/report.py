@@ -1,6 +1,6 @@
 """What a report costs beside the work that it cannot avoid, on the same machine in the same run.
 
-    python benchmarks/report.py [--runs N] [--write]
+    python benchmarks/report.py [--runs N] [--quick] [--write]
 
 The work that cannot be avoided: three steps through DDP on two ranks, three of the unwrapped module on each rank with
 its gradients averaged, and three of the global batch in a single process, in float32 and in float64. Both sides start
@@ -32,6 +32,7 @@ from ddpcheck.recipe.pytree import shard_batch
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, RANKS = 3, 2
 NODES = 10_000, 100_000, 1_000_000
+MODELS = (2, 64), (6, 256), (12, 384)  # depth and width of transformers
 FIVE_LINES = """
 import torch
 model = lambda: torch.nn.Linear(2, 1)
@@ -200,26 +201,30 @@ def row(name: str, runs: int, pair: Callable[[], tuple[float, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5, help="of each side, in turn (default 5)")
+    parser.add_argument("--quick", action="store_true", help="one run of the middle sizes: no figures to quote")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks-report.md")
     given = parser.parse_args()
+    if given.quick and given.write:
+        parser.error("--write is for a whole run: without --quick")
+    runs, sizes = (1, slice(1, 2)) if given.quick else (given.runs, slice(None))
+    unavoidable(recipe(*MODELS[0]))  # starts the fork server
     models = []
-    for depth, width in ((2, 64), (6, 256), (12, 384)):
+    for depth, width in MODELS[sizes]:
         what = recipe(depth, width)
         count = sum(p.numel() for p in what.model().parameters())
-        unavoidable(what)  # starts the fork server
         name = f"transformer, {depth} layers, {count / 1e6:.1f} M weights"
-        models.append(row(name, given.runs, lambda what=what: (unavoidable(what), checked(what))))  # type: ignore[misc]
+        models.append(row(name, runs, lambda what=what: (unavoidable(what), checked(what))))  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "five_lines.py"
         file.write_text(FIVE_LINES, encoding="utf-8")
         ours = "-m", "ddpcheck", "report", str(file)
-        start = row("five lines", given.runs, lambda: (process("-c", "import torch"), process(*ours)))
-    graphs = [row(f"{nodes:,}", given.runs, lambda nodes=nodes: graph(nodes)) for nodes in NODES]  # type: ignore[misc]
+        start = row("five lines", runs, lambda: (process("-c", "import torch"), process(*ours)))
+    graphs = [row(f"{nodes:,}", runs, lambda nodes=nodes: graph(nodes)) for nodes in NODES[sizes]]  # type: ignore[misc]
     page = PAGE.format(
         machine=f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, torch {torch.__version__}",
         ranks=RANKS,
         steps=STEPS,
-        runs=given.runs,
+        runs=runs,
         aim=AIM,
         models="\n".join(models),
         start=start,

@@ -1,6 +1,6 @@
 """What `ddpcheck run` costs beside plain torchrun: the start of a script, and its steps; and how soon it ends a hang.
 
-    python benchmarks/run.py [--pairs N] [--write]
+    python benchmarks/run.py [--pairs N] [--quick] [--write]
 
 Both launchers start the same unmodified script, in turn; `--write` writes docs/benchmarks-run.md. The script counts the
 processor time that its first rank takes for each step: waits for the other rank are not in it, of which ddpcheck makes
@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 EVERY = 10  # as ddpcheck run has it, unless told otherwise
 FIRST = 40  # steps, in which the ones that are sampled lie close to each other
 STEPS = 200
+QUICK_STEPS = 100  # so few that their time can be taken from that of the whole
+FEW = 2  # steps that belong to the start
 ATTEMPTS = 3  # gloo now and then aborts a healthy process at its exit, under plain torchrun too
 
 SCRIPT = """
@@ -66,7 +68,12 @@ else:
     dist.all_reduce(torch.ones(1))
 """
 TIMEOUT = 5  # seconds
-MODELS = {"40 layers of 64": (40, 64, 32), "6 layers of 1024": (6, 1024, 128)}
+MODELS = {  # depth, width, batch, steps
+    f"start, {FEW} steps of a small model": (2, 8, 4, FEW),
+    "40 layers of 64": (40, 64, 32, STEPS),
+    "6 layers of 1024": (6, 1024, 128, STEPS),
+}
+QUICK = {"40 layers of 64": (40, 64, 32, QUICK_STEPS)}
 LAUNCHERS = {"torchrun": ["torch.distributed.run"], "ddpcheck run": ["ddpcheck", "run"]}
 
 
@@ -90,18 +97,18 @@ def is_sampled(step: int) -> bool:
     return step % EVERY == 0 or step & (step - 1) == 0
 
 
-def measure(pairs: int, folder: Path) -> list[str]:
-    """Rows of the table."""
+def measure(pairs: int, folder: Path, quick: bool) -> list[str]:
+    """Rows of the table; of a quick run one, of a model of which one run tells all."""
     rows = []
-    for name, (depth, width, batch) in {"start, 2 steps of a small model": (2, 8, 4), **MODELS}.items():
+    for name, (depth, width, batch, steps) in (QUICK if quick else MODELS).items():
         runs: dict[str, list[tuple[float, list[float]]]] = {launcher: [] for launcher in LAUNCHERS}
-        steps = STEPS if name in MODELS else 2
         for turn in range(pairs):
             for launcher in sorted(LAUNCHERS, reverse=bool(turn % 2)):
                 runs[launcher].append(run(launcher, folder, depth, width, batch, steps))
-        plain, watched = (min(seconds for seconds, _ in runs[launcher]) for launcher in LAUNCHERS)
-        if steps == 2:
-            rows.append(f"| {name} | {plain:.2f} s | {watched - plain:+.2f} s | | |")
+        plain, watched = (min(wall - sum(took[FEW:]) for wall, took in runs[launcher]) for launcher in LAUNCHERS)
+        start = f"{watched - plain:+.2f} s" if steps <= QUICK_STEPS else ""
+        if steps == FEW:
+            rows.append(f"| {name} | {plain:.2f} s | {start} | | |")
             continue
         least = {
             launcher: [min(of_one) for of_one in zip(*(of_steps for _, of_steps in runs[launcher]), strict=True)]
@@ -113,7 +120,7 @@ def measure(pairs: int, folder: Path) -> list[str]:
             for launcher, chosen in (("torchrun", between), ("ddpcheck run", between), ("ddpcheck run", sampled))
         )
         ratios = f"{ours / step - 1:+.1%} | {probed / step:.2f} times"
-        rows.append(f"| {name} | {step * 1e3:.2f} ms a step | | {ratios} |")
+        rows.append(f"| {name} | {step * 1e3:.2f} ms a step | {start} | {ratios} |")
         print(rows[-1], file=sys.stderr)
     return rows
 
@@ -133,23 +140,35 @@ def seconds_of_hang(folder: Path) -> float:
     return ended - float(out.read_text()) - TIMEOUT
 
 
+def _of_hangs(seconds: list[float]) -> tuple[str, ...]:
+    return (
+        f"Two ranks that wait in different collectives, `--check-timeout {TIMEOUT}`: the report with the line is",
+        f"there, and all processes have ended, {seconds[0]:.1f} to {seconds[-1]:.1f} s after it. The aim is 10 s.",
+        "",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5, help="runs of each launcher, in turn (default 5)")
+    parser.add_argument("--quick", action="store_true", help="one run of one model, no hang: no figures to quote")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks-run.md")
     given = parser.parse_args()
+    if given.quick and given.write:
+        parser.error("--write is for a whole run: without --quick")
+    pairs = 1 if given.quick else given.pairs
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(given.pairs, Path(folder))
-        hangs = sorted(seconds_of_hang(Path(folder)) for _ in range(given.pairs))
+        rows = measure(pairs, Path(folder), given.quick)
+        hangs = [] if given.quick else sorted(seconds_of_hang(Path(folder)) for _ in range(pairs))
     machine = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
     page = "\n".join(
         (
             "<!-- Written by `python benchmarks/run.py --write`. -->",
             "# What `ddpcheck run` costs beside torchrun",
             "",
-            f"The same script, 2 ranks, gloo, a thread each; {machine}; {given.pairs} runs of each, in turn.",
-            "From start to end it is wall time, the least of all runs; of a step, processor time of one rank, the",
-            "least of all runs, and the median of these.",
+            f"The same script, 2 ranks, gloo, a thread each; {machine}; {pairs} runs of each, in turn.",
+            f"Start and end, with {FEW} steps, is wall time, the least of all runs; a step is processor time of one",
+            "rank, the least of all runs, and the median of these.",
             "",
             "| | torchrun | start and end | between sampled steps | a sampled step |",
             "|---|---|---|---|---|",
@@ -158,9 +177,7 @@ def main() -> None:
             f"A step is sampled when its number divides by {EVERY} (`--check-every`) or is a power of two. Aims: at",
             "most 0.3 s more from start to end, 5 % between sampled steps, 3 times in a sampled one.",
             "",
-            f"Two ranks that wait in different collectives, `--check-timeout {TIMEOUT}`: the report with the line is",
-            f"there, and all processes have ended, {hangs[0]:.1f} to {hangs[-1]:.1f} s after it. The aim is 10 s.",
-            "",
+            *(_of_hangs(hangs) if hangs else ()),
         )
     )
     print(page)

@@ -1,4 +1,7 @@
-"""Skips the tests of what an older torch does not have: `make test-torch VERSION=...` runs the others."""
+"""Skips the tests of what an older torch does not have: `make test-torch VERSION=...` runs the others.
+
+And takes the deadlines from those of hypothesis: no test asserts a time.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,12 @@ from importlib.metadata import version
 import pytest
 
 _OLDEST_WITH_ALL = (2, 13)
+
+if importlib.util.find_spec("hypothesis") is not None:  # which a machine that has a GPU may do without
+    from hypothesis import settings
+
+    settings.register_profile("without deadlines", deadline=None)
+    settings.load_profile("without deadlines")
 
 
 def _lacking() -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -30,7 +30,7 @@ def measure(
     Args:
         rows: Which.
         sizes: World sizes; rows without ranks, or with one, are measured in any case.
-        quick: Fewer tests in a session.
+        quick: Fewer tests in a session, and none for its memory.
         repetitions: How often each session is timed.
         deadline: Seconds for each session.
         say: Told how far it has come, and what went wrong.
@@ -47,8 +47,9 @@ def measure(
             tests = row.tests[quick] if row.tests else 1
             found[row.key, size] = Measured(row.key, size, tests, problem=runs.missing(row))
         ready = [(row, found[row.key, size]) for row, size in plan if not found[row.key, size].problem]
-        runs.planned = sum(1 + repetitions * (2 if row.tests else 1) for row, _ in ready)
-        for row, one in ready:  # these come first, and so write the bytecode and warm the caches
+        held = [] if quick else ready
+        runs.planned = len(held) + sum(repetitions * (2 if row.tests else 1) for row, _ in ready)
+        for row, one in held:  # these come first, and so write the bytecode and warm the caches
             session = runs.session(row, one, min(one.tests, _HELD_TESTS), memory=True)
             one.memory = session and session.memory
         for _ in range(repetitions):

@@ -33,7 +33,7 @@ def main() -> int:
         epilog=f"cases:\n{keys}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="two models, briefly: no figures to quote")
+    parser.add_argument("--quick", action="store_true", help="one model, briefly: no figures to quote")
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help="these cases")
     parser.add_argument("--seconds", type=float, metavar="S", help="for each part of a case (default 60)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all clocks to FILE")

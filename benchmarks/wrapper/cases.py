@@ -47,7 +47,7 @@ class Case:
 CASES = {
     case.key: case
     for case in (
-        Case("few-1", "10 tensors, 1 M weights", 10, 1e6, quick=True),
+        Case("few-1", "10 tensors, 1 M weights", 10, 1e6),
         Case("few-1-64", "10 tensors, 1 M weights, 64 samples", 10, 1e6, samples=64),
         Case("few-10", "10 tensors, 10 M weights", 10, 1e7),
         Case("few-100", "10 tensors, 100 M weights", 10, 1e8),

@@ -96,7 +96,7 @@ _MEANING = """
 
 ```sh
 python -m benchmarks.wrapper --write                     # all of it, on an idle machine, and this page
-python -m benchmarks.wrapper --quick                     # two models, briefly: no figures to quote
+python -m benchmarks.wrapper --quick                     # one model, briefly: no figures to quote
 python -m benchmarks.wrapper --only many-1 --json run.json
 ```
 """

@@ -105,6 +105,7 @@ class Server:
         self._complete = False  # whether all is imported that a rank may need
         self._importing = False
         self._orders: list[_Order] = []
+        self._ahead = False  # whether a world was ever made ahead of its use
         self._libc = ctypes.CDLL(None)
 
     def preload(self, names: Sequence[str]) -> None:
@@ -119,10 +120,14 @@ class Server:
             traceback.print_exc()
 
     def _chores(self) -> Iterator[bool]:
-        """Do what can be put off while nobody asks for anything, a part at a time; yields `True` after each.
+        """Do what can be put off while nobody asks for anything, a part at a time.
+
+        Yields `True` after each, and `False` where the next one has to wait until ranks have ended.
 
         The first world of a session does not wait for them. What comes later is forked with less to do: most ranks need
-        what is imported here, and large pages make a fork and an exit several times as fast.
+        what is imported here, and large pages make a fork and an exit several times as fast. But ranks that are there
+        keep the small pages, so that all this memory is needed twice while they live. Where worlds are made ahead of
+        their use, there is always one, and many are to come.
         """
         if not self._broken and not os.environ.get(preloading.ONLY_WHAT_IS_ASKED_FOR):
             for name in preloading.DDP:
@@ -132,8 +137,14 @@ class Server:
         gc.freeze()
         self._complete = True
         yield True
+        yield from self._until_no_rank_is_left()
         for _ in _collapse_memory(self._libc):
             yield True
+            yield from self._until_no_rank_is_left()
+
+    def _until_no_rank_is_left(self) -> Iterator[bool]:
+        while self._ranks and not self._ahead:
+            yield False
 
     def serve(self) -> None:
         """Work until the parent is gone, then end every rank."""
@@ -145,7 +156,8 @@ class Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
         gc.freeze()
-        chores, more = self._chores(), True
+        chores = self._chores()
+        more: bool | None = True  # None once all are done
         with selectors.DefaultSelector() as selector:
             self._selector = selector
             selector.register(self._sock, selectors.EVENT_READ)
@@ -160,9 +172,10 @@ class Server:
                     with contextlib.suppress(BlockingIOError):
                         while wake_read.recv(4096):
                             pass
-                elif more and not ready:
+                    more = more is not None  # ranks may have ended
+                elif more is not None and not ready:
                     with self._interrupted():
-                        more = next(chores, False)
+                        more = next(chores, None)
         self._end()
 
     def _attend(self, asked: bool) -> bool:
@@ -218,6 +231,7 @@ class Server:
             self._worlds[request["world"]] = _World(notify, request["ranks"])
             self._directories = [*filter(os.path.exists, self._directories), request["directory"]]
         self._orders.append(_Order(request["world"], request["preload"], request["ahead"], fds))
+        self._ahead = self._ahead or request["ahead"]
         return True
 
     def _open(self, order: _Order) -> None:
@@ -253,6 +267,7 @@ class Server:
 
     def _fork_all(self, order: _Order, world: _World) -> list[tuple[int, int]]:
         sys.path_importer_cache.clear()  # every rank does, and to free what is shared with us costs it milliseconds
+        gc.freeze()  # what is there: a rank that collects garbage would copy each page of it
         forked = []
         for fd in order.fds:
             try:

@@ -108,9 +108,9 @@ def test_parameters_that_were_let_go_of_come_back_in_their_own_dtype(tmp_path: P
     net = nn.Linear(300, 300)
     save([(name, p + 1) for name, p in net.named_parameters()], tmp_path / "state")
     wanted = {name: p.detach().double() + 1 for name, p in net.named_parameters()}
+    release(net, {"weight"}, torch.float64)
     net.double()
-    release(net, {"weight"})
     assert net.weight.shape == (300, 300) and net.weight.untyped_storage().nbytes() == 8
     ModuleState(TensorFile(tmp_path / "state"), file=tmp_path / "state").restore(net, {"weight"})
-    assert net.weight.dtype == torch.float64
+    assert net.weight.dtype == torch.float64 and [path.name for path in tmp_path.iterdir()] == ["state"]
     assert all(torch.allclose(p, wanted[name]) for name, p in net.named_parameters())

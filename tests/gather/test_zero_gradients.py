@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
-from ddpcheck.gather.phases.repeated_step import operation_of, zero_ends  # noqa: E402
+from ddpcheck.gather.phases.repeated_step import operation_of, perturb, zero_ends  # noqa: E402
+from ddpcheck.gather.state.module_state import move_to_file  # noqa: E402
 
 WEIGHT = torch.ones(3, requires_grad=True)
 X = torch.full((3,), 2.0)
@@ -63,6 +65,21 @@ def test_a_gradient_that_is_not_zero_or_never_was_anything_else_has_no_such_plac
     assert zero_ends(lambda: 0 * WEIGHT.sum(), {"weight": WEIGHT})["weight"].reason == "mul()"
     other = torch.ones(3, requires_grad=True)
     assert zero_ends(times_zero, {"other": other}) == {}
+
+
+def test_parameters_in_a_file_are_moved_as_those_in_memory_and_stay_in_one(tmp_path: Path) -> None:
+    def net() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
+
+    there, mapped = net(), net()
+    names = move_to_file(mapped, tmp_path / "built") - {"0.weight"}
+    written_to = mapped[1].weight.data_ptr()
+    perturb(there, 1, (), tmp_path / "moved")
+    perturb(mapped, 1, names, tmp_path / "moved")
+    assert all(torch.equal(*both) for both in zip(there.parameters(), mapped.parameters(), strict=True))
+    assert not torch.equal(net()[0].weight, there[0].weight) and not list(tmp_path.iterdir())
+    assert mapped[1].weight.data_ptr() != written_to
 
 
 def test_operations_are_named_as_people_write_them() -> None:

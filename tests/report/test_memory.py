@@ -23,12 +23,12 @@ ONE_COPY = 4
 
 @pytest.mark.parametrize("dropout", one_of(2, [0.1, 0.0]))
 def test_a_check_needs_no_more_than_plain_ddp(dropout: float) -> None:
-    def model() -> nn.Module:
-        layers = (nn.Sequential(nn.Linear(2048, 2048), nn.Tanh(), nn.Dropout(dropout)) for _ in range(17))
-        return nn.Sequential(*layers)
+    def model() -> nn.Module:  # most of it one tensor, of which no part is let go of before the rest
+        layers = (nn.Sequential(nn.Linear(2048, 2048), nn.Tanh(), nn.Dropout(dropout)) for _ in range(2))
+        return nn.Sequential(nn.Embedding(32_000, 2048), *layers)
 
     def batch(step: int) -> torch.Tensor:
-        return torch.randn(4, 2048, generator=torch.Generator().manual_seed(step))
+        return torch.randint(32_000, (4, 8), generator=torch.Generator().manual_seed(step))
 
     base = small()  # first, so that the fork servers are there
     figures = measure(Recipe(model=model, batch=batch, loss=lambda model, x: model(x).square().mean()))

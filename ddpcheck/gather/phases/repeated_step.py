@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpcheck.findings.errors import TargetError
@@ -39,7 +40,7 @@ from ddpcheck.gather.patching import CALLER, patched
 from ddpcheck.gather.phases.rank_state import RankState, rank_state, replays_step
 from ddpcheck.gather.state.external_state import put_back
 from ddpcheck.gather.state.fingerprints import fingerprint
-from ddpcheck.gather.state.tensor_file import TensorFile, save
+from ddpcheck.gather.state.tensor_file import kept_in_file
 from ddpcheck.gather.steps.batch_coupling import watched_modules
 from ddpcheck.gather.steps.gradient_distance import difference, eps_of, norm
 from ddpcheck.gather.steps.training_step import (
@@ -72,9 +73,7 @@ def repeat_step(step: int) -> RepeatedStep:
     first = _run(state, step, 1.0)
     if state.large:
         file = this_rank.current().directory / f"repeated.{state.rank}"
-        save(first.gradients.items(), file)
-        first.gradients = TensorFile(file)
-        shutil.rmtree(file)
+        first.gradients = kept_in_file(first.gradients.items(), file)
     else:
         first.gradients = {name: gradient.clone() for name, gradient in first.gradients.items()}
     differences = _differences(first.gradients, _run(state, step, 1.0).gradients)
@@ -293,14 +292,29 @@ def why_zero(step: int, names: Sequence[str]) -> dict[str, PathEnd]:
 
 
 def _perturb(state: RankState, step: int) -> None:
-    """Move every parameter of the reference module by a little, alike on all ranks."""
-    generator = torch.Generator().manual_seed(step_seed(state.seed, step))
-    with torch.no_grad():
-        for parameter in state.reference.module.parameters():
+    """Move every parameter of the reference module, alike on all ranks."""
+    file = this_rank.current().directory / f"moved.{state.rank}"
+    perturb(state.reference.module, step_seed(state.seed, step), state.reference.mapped, file)
+
+
+def perturb(module: nn.Module, seed: int, mapped: Collection[str], file: Path) -> None:
+    """Move every parameter by a little; those called as in `mapped` get the memory of a file, in the place `file`."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters = dict(module.named_parameters())
+
+    def moved() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in parameters.items():
             if parameter.requires_grad and parameter.is_floating_point():
                 size = 0.02 + 0.1 * float(parameter.detach().abs().mean())
-                moved = size * torch.randn(parameter.shape, generator=generator)
-                parameter.add_(moved.to(parameter.device, parameter.dtype))
+                change = torch.randn(parameter.shape, generator=generator).mul_(size)
+                yield name, change.to(parameter.device, parameter.dtype).add_(parameter)
+
+    with torch.no_grad():
+        for name, value in kept_in_file(moved(), file, keep=True).items() if mapped else moved():
+            if name in mapped:
+                parameters[name].data = value
+            else:
+                parameters[name].copy_(value)
 
 
 def zero_ends(forward: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Tensor]) -> dict[str, PathEnd]:

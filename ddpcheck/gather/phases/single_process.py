@@ -34,7 +34,7 @@ from ddpcheck.gather.state.module_state import (
     release,
 )
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
-from ddpcheck.gather.state.tensor_file import TensorFile, TensorWriter, is_large, save
+from ddpcheck.gather.state.tensor_file import TensorFile, TensorWriter, is_large, kept_in_file
 from ddpcheck.gather.state.training_mode import into_training
 from ddpcheck.gather.steps.gradient_distance import dense, difference, distance, fit, norm, scales, tolerances
 from ddpcheck.gather.steps.training_step import (
@@ -135,17 +135,22 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
         try:
             double = build()
             shared = {id(p) for p in module.parameters()} & {id(p) for p in double.parameters()}
-            double = (copied_module(double) if shared else double).double()
+            double = _in_double(copied_module(double) if shared else double, mapped)
         except Exception as failure:
             error = summary(failure)
     external = _external_state(recipe, module, double)
-    own = SingleProcess(recipe, module, double, error, device, seed, world_size, stack, external, mapped)
-    own.forget_double()
-    this_rank.state["single"] = own
+    this_rank.state["single"] = SingleProcess(
+        recipe, module, double, error, device, seed, world_size, stack, external, mapped
+    )
 
 
 def _in_file(module: nn.Module) -> frozenset[str]:
     return move_to_file(module, this_rank.current().directory / "built") if is_large(module) else frozenset()
+
+
+def _in_double(module: nn.Module, mapped: Collection[str]) -> nn.Module:
+    release(module, mapped, torch.float64)  # first: what is mapped gets its values from a file
+    return module.double()
 
 
 def _external_state(recipe: Recipe, module: nn.Module, double: nn.Module | None) -> ExternalState:
@@ -162,9 +167,8 @@ def adopt(module_file: Path) -> None:
     """Go on with the module that `wrap` has made on rank 0, and a copy of it in float64."""
     own: SingleProcess = this_rank.state["single"]
     own.module = wire.loads(module_file.read_bytes()).to(own.device)
-    own.double = copied_module(own.module).double() if own.double is not None else None
     own.mapped = _in_file(own.module)
-    own.forget_double()
+    own.double = _in_double(copied_module(own.module), own.mapped) if own.double is not None else None
     own.after, own.external_state = None, _external_state(own.recipe, own.module, own.double)
 
 
@@ -240,11 +244,8 @@ def _run(own: SingleProcess, step: int) -> SingleStep:
 
 def _moved(gradients: Gradients) -> Mapping[str, torch.Tensor]:
     """The gradients in a file."""
-    file = this_rank.current().directory / "gradients"
-    save(gradients.items(), file)
+    moved = kept_in_file(gradients.items(), this_rank.current().directory / "gradients")
     gradients.clear()
-    moved = TensorFile(file)
-    shutil.rmtree(file)
     return moved
 
 

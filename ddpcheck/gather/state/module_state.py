@@ -6,6 +6,7 @@ import contextlib
 import copy
 import shutil
 import sys
+import tempfile
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, named_para
 from ddpcheck.gather.state.fingerprints import shape_of
 from ddpcheck.gather.state.randomness import own_generator
 from ddpcheck.gather.state.reachable import NUMBERS, PLAIN, is_small_array, is_user_object, refill
-from ddpcheck.gather.state.tensor_file import TensorFile, is_dense, save, settle_allocator
+from ddpcheck.gather.state.tensor_file import TensorFile, is_dense, kept_in_file, save, settle_allocator
 
 
 @dataclass(slots=True)
@@ -37,23 +38,36 @@ class ModuleState:
     def restore(self, module: nn.Module, mapped: Collection[str] = ()) -> None:
         """Put the state into `module`, which must be built alike; tensors are copied in place where they fit.
 
-        Parameters called as in `mapped` get the memory of the file in its place, until they are written to.
+        Parameters called as in `mapped` get the memory of the file in its place, until they are written to; those of
+        another dtype that of a file made of it.
         """
-        fresh = TensorFile(self.file, keep=True) if self.file is not None and mapped else {}
         for submodule, plain in zip(module.modules(), self.plain, strict=False):
             _restore_plain(submodule, plain)
         own = dict(_registered(module))
+        dtypes = {name: own[name].dtype for name in mapped if name in own}
+        fresh = _mapped(self.file, dtypes) if self.file is not None and dtypes else {}
         held = dict(_held(module)) if self.held else {}  # a search through the whole module
         with torch.no_grad():
             for targets, source in ((own, self.tensors), (held, self.held)):
                 for name, saved in source.items():
                     if name not in targets or shape_of(targets[name]) != shape_of(saved):
                         continue
-                    if name in mapped and name in fresh:
-                        targets[name].data = fresh[name].to(targets[name].dtype)
+                    if name in fresh:
+                        targets[name].data = fresh[name]
                     else:
                         with contextlib.suppress(RuntimeError):  # an expanded tensor, whose elements share their memory
                             targets[name].detach().copy_(saved)
+
+
+def _mapped(file: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """The tensors in a file called as in `dtypes`, each in the dtype there."""
+    plain = TensorFile(file, keep=True)
+    found = {name: plain[name] for name in dtypes if name in plain}
+    others = [name for name, tensor in found.items() if tensor.dtype != dtypes[name]]
+    if others:
+        source, copy = TensorFile(file), Path(tempfile.mkdtemp(dir=file.parent))
+        found.update(kept_in_file(((name, source[name].to(dtypes[name])) for name in others), copy, keep=True))
+    return found
 
 
 def buffers_left_out(module: nn.Module) -> frozenset[str]:
@@ -131,11 +145,15 @@ def move_to_file(module: nn.Module, file: Path) -> frozenset[str]:
     return names
 
 
-def release(module: nn.Module, names: Collection[str]) -> None:
-    """Let go of the memory of parameters, until `ModuleState.restore` maps them: meanwhile they are zeros."""
+def release(module: nn.Module, names: Collection[str], dtype: torch.dtype | None = None) -> None:
+    """Let go of the memory of parameters, until `ModuleState.restore` maps them: meanwhile they are zeros.
+
+    With a `dtype`, floating-point ones are of that from then on.
+    """
     for name, parameter in module.named_parameters():
         if name in names:
-            parameter.data = parameter.new_zeros(()).expand(parameter.shape)
+            kept = dtype if parameter.is_floating_point() else None
+            parameter.data = parameter.new_zeros((), dtype=kept).expand(parameter.shape)
 
 
 _MOST_PLAIN = 200  # items of a container that a step may change; a vocabulary is not state

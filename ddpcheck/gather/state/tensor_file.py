@@ -199,6 +199,14 @@ def save(tensors: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
             writer.add(name, tensor)
 
 
+def kept_in_file(tensors: Iterable[tuple[str, torch.Tensor]], path: Path, *, keep: bool = False) -> TensorFile:
+    """The same tensors, in a file that goes with them; `path` is a folder to write them in, and free again."""
+    save(tensors, path)
+    kept = TensorFile(path, keep=keep)
+    shutil.rmtree(path)
+    return kept
+
+
 def settle_allocator() -> None:
     """Have this process return the memory of a tensor when it is freed, where its allocator can be told so.
 
