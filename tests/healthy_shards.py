@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import load, save  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
@@ -92,6 +93,14 @@ def train(model: Any, optimizer: Any = None, *, first: int = 0, clips: bool = Fa
 def frozen() -> None:
     model = Net()
     model.body.requires_grad_(False)
+    train(sharded(model))
+
+
+def recomputed_by_a_wrapper() -> None:
+    model = Net()
+    model.body = nn.Sequential(model.body)
+    model.body[0] = checkpoint_wrapper(model.body[0])  # whose parameters have other names than those in the model
+    model.body = checkpoint_wrapper(model.body)
     train(sharded(model))
 
 
@@ -196,6 +205,22 @@ def clipped_by_hand() -> None:
         optimizer.step()
 
 
+def summed_by_count() -> None:
+    """Sums of all ranks, each divided by the number of samples of all ranks, and gradients that are added up."""
+    model = sharded()
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo multiplies no other way
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in batches():
+        count = torch.tensor(float(len(y)))
+        dist.all_reduce(count)
+        optimizer.zero_grad()
+        (cross_entropy(model(x), y, reduction="sum") / count).backward()
+        optimizer.step()
+
+
 def two_backward_passes() -> None:
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -279,6 +304,7 @@ LOOPS: dict[str, Callable[[], object]] = {
     "all_resharded": lambda: train(sharded(reshard_after_forward=True)),
     "half_precision": lambda: train(sharded(mp_policy=HALF)),
     "recomputed": lambda: train(sharded(Net(recomputes=True))),
+    "recomputed_by_a_wrapper": recomputed_by_a_wrapper,
     "compiled": lambda: train(torch.compile(sharded(), backend="aot_eager")),
     "frozen": frozen,
     "accumulated": partial(accumulated, synced=False),
@@ -291,6 +317,7 @@ LOOPS: dict[str, Callable[[], object]] = {
     "averaged_weights": averaged_weights,
     "averaged_statistics": averaged_statistics,
     "clipped_by_hand": clipped_by_hand,
+    "summed_by_count": summed_by_count,
     "two_backward_passes": two_backward_passes,
     "two_models": two_models,
     "branch_of_all_ranks": branch_of_all_ranks,

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import load, save  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn.functional import cross_entropy, linear
@@ -93,13 +94,20 @@ def grid(tp: int) -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
 
 
-def split(model: Net, mesh: DeviceMesh, *, sequence: bool = False, norms: bool = True) -> Net:
-    """Colwise and rowwise; with `sequence`, norms and what is between blocks are split along the sequence."""
+def split(model: Net, mesh: DeviceMesh, *, sequence: bool = False, norms: bool = True, sums: bool = False) -> Net:
+    """Colwise and rowwise; with `sequence`, norms and what is between blocks are split along the sequence.
+
+    With `sums` the model returns a DTensor, of which each rank has some of the classes.
+    """
     between: Any = Shard(1) if sequence else Replicate()
     ties = model.head.weight is model.words.weight
     plan: dict[str, Any] = {
         "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "head": ColwiseParallel(input_layouts=between if sequence else Replicate(), output_layouts=Replicate()),
+        "head": ColwiseParallel(
+            input_layouts=between if sequence else Replicate(),
+            output_layouts=Shard(-1) if sums else Replicate(),
+            use_local_output=not sums,
+        ),
     }
     if sequence and norms:
         plan["norm"] = SequenceParallel()
@@ -255,6 +263,25 @@ def tp_and_ddp(**options: Any) -> None:
     whole_loop(replicated(split(Net(**options), mesh["tp"], sequence=sequence), mesh), mesh)
 
 
+def tp_and_fsdp_of_sums() -> None:
+    """Sums of parts of the classes, divided by the number of words of all replicas; gradients are added up."""
+    mesh = grid(2)
+    model = sharded(split(Net(), mesh["tp"], sequence=True, sums=True), mesh["dp"])
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for rows in batches(mesh):
+        count = torch.tensor(float(rows[:, 1:].numel()))
+        dist.all_reduce(count, group=mesh["dp"].get_group())
+        optimizer.zero_grad()
+        with loss_parallel():
+            out = model(rows[:, :-1]).flatten(0, 1)
+            (cross_entropy(out, rows[:, 1:].flatten(), reduction="sum") / count).backward()
+        optimizer.step()
+
+
 HEALTHY: dict[str, Callable[[], object]] = {
     "tp": tp_alone,
     "tp_sequence": lambda: tp_alone(sequence=True),
@@ -266,6 +293,7 @@ HEALTHY: dict[str, Callable[[], object]] = {
     "fsdp_tied": lambda: tp_and_fsdp(ties=True),
     "fsdp_drops": lambda: tp_and_fsdp(drops=0.1),
     "fsdp_parts": tp_of_parts_of_sequences,
+    "fsdp_sums": tp_and_fsdp_of_sums,
     "ddp": tp_and_ddp,
     "ddp_sequence": lambda: tp_and_ddp(sequence=True),
     "ddp_drops": lambda: tp_and_ddp(drops=0.1),
@@ -315,6 +343,19 @@ def sampler_over_the_world() -> None:
     model = sharded(split(Net(), mesh["tp"]), mesh["dp"])
     of_world = dist.get_world_size(), dist.get_rank()
     train(model, mesh, sample=None if FIXED else of_world)
+
+
+@fault("DDP516", "return cross_entropy(model(rows[:, :-1])")
+def batches_of_each_rank_with_parts_of_sequences() -> None:
+    """No sampler, and each rank draws its batches; layers in the model have parts of the sequence, the model not."""
+    mesh = grid(2)
+    model = sharded(split(Net(), mesh["tp"], sequence=True), mesh["dp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    own = torch.Generator().manual_seed(mesh["dp"].get_local_rank() if FIXED else dist.get_rank())
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss_of(model, torch.randint(WORDS, (4, LENGTH + 1), generator=own)).backward()
+        optimizer.step()
 
 
 @fault("DDP516", "DistributedSampler(data, parts, part)")

@@ -81,7 +81,7 @@ from ddpcheck.judge.loop.script_optimizers import (
     judge_zeroed,
 )
 from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld
-from ddpcheck.judge.loop.script_wrappers import are_rounded
+from ddpcheck.judge.loop.script_wrappers import are_rounded, sums_rightly
 from ddpcheck.judge.replicas.hand_split import compare_hand_split
 from ddpcheck.judge.replicas.model_parts import compare_groups
 from ddpcheck.judge.replicas.script_states import judge_loads, judge_states, judge_statistics, judge_uses
@@ -255,11 +255,15 @@ def _unheld(facts: ScriptFacts) -> Verdicts:
 
 
 def _losses(facts: ScriptFacts) -> Verdicts:
-    losses = facts.of(LossDifferentiated)
-    parts = facts.of(OwnPartPutBack)
+    ranks = facts.training_groups[0] if facts.model_groups else facts.ranks
+    losses = [entries_of(rank, LossDifferentiated) for rank in ranks]
+    parts = [entries_of(rank, OwnPartPutBack) for rank in ranks]
     classes = [one.options.get("class", "") for one in entries_of(facts.ranks[0], OptimizerStep)]
     scale_matters = not all(name.startswith(SCALE_FREE) for name in classes)
-    found = judge_losses(losses, [{one.step for one in of_rank} for of_rank in parts]) or judge_accumulated(losses)
+    whole = [{one.step for one in of_rank} for of_rank in parts]
+    together = len(next(iter(facts.model_groups), (0,)))
+    summed = any(map(sums_rightly, facts.wrappers))
+    found = judge_losses(losses, whole, together=together, summed=summed) or judge_accumulated(losses)
     found = found or judge_own_parts(parts, losses, scale_matters=scale_matters)
     found = [one for one in found if one.code != "DDP303" or not _are_scaled_back(facts.ranks[0])]
     found += judge_gathers(facts.of(GatheredConstant))

@@ -24,6 +24,7 @@ from ddpcheck.judge.loop.script_wrappers import judge_apart
 from ddpcheck.judge.loop.watched_steps import judge_reports
 from ddpcheck.judge.replicas.script_changes import judge_ignored
 from ddpcheck.monitor.alarms import AlarmBoard
+from ddpcheck.monitor.model_parts import ModelParts
 from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.other_meshes import OtherMeshes
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
@@ -129,6 +130,7 @@ class Watch:
         self._ignored = IgnoredData(lambda: self._recorder, lambda found: self._report(judge_ignored([found])))
         is_due = functools.partial(_is_due, options.check_consistency_every)
         meshes = OtherMeshes(lambda: self._recorder, is_due, self._report)
+        self._parts = ModelParts(lambda: self._recorder, options.check_consistency_every, self._report)
         self._recorder = StepRecorder(
             wrapper,
             self,
@@ -140,7 +142,7 @@ class Watch:
             ),
             began_alike=began_alike,
             keeps_start=began_alike and bool(options.check_consistency_every),
-            listeners=[self._ignored, *([self._apart, meshes] if options.check_consistency_every else [])],
+            listeners=[self._ignored, *([self._apart, meshes, self._parts] if options.check_consistency_every else [])],
         )
         self._compiled: list[FunctionCompiled] = []
         self._compilations = CompilationRecorder(
@@ -176,6 +178,7 @@ class Watch:
         was_attached, self._attached = self._attached, False
         self._recorder.detach()
         self._compilations.close()
+        self._parts.close()
         self._ignored.close()
         unfollow_forward(self)
         release(self._recorder.module, self)

@@ -694,6 +694,37 @@ def test_a_sum_divided_by_a_number_of_all_ranks(passes: list[list[LossDifferenti
     assert codes(judge_losses(list(zip(*passes, strict=True)))) == found
 
 
+@pytest.mark.parametrize(
+    ("times", "options", "found"),
+    [
+        (2.0, {"together": 2}, ["DDP303"]),  # two ranks of a model, of which one is here
+        (2.0, {}, []),  # another number
+        (0.5, {"together": 2}, []),  # right, for an average of two
+        (1.0, {"together": 3}, ["DDP303"]),  # averaged once more
+        (1.7, {"together": 2}, []),
+        (1.0, {"together": 2, "summed": True}, []),  # right, for a sum
+        (2.0, {"together": 2, "summed": True}, ["DDP303"]),
+    ],
+)
+def test_a_sum_that_counts_elements_for_each_rank_of_a_model(
+    times: float, options: dict[str, Any], found: list[str]
+) -> None:
+    counts = ((24, 31), (17, 40), (19, 33))
+    passes = [
+        [loss(number, ScaledTerm("sum", 1 / (times * sum(each)), n)) for n in each]
+        for number, each in enumerate(counts)
+    ]
+    assert codes(judge_losses(list(zip(*passes, strict=True)), **options)) == found
+
+
+def test_a_mean_that_is_divided_by_the_ranks_of_a_model() -> None:
+    third = losses(*[[ScaledTerm("mean", 1 / 3, 4)]] * 2, scaled=LINE)
+    assert codes(judge_losses(third, together=3)) == ["DDP303"] and not judge_losses(third)
+    assert codes(judge_losses(third[:1], together=3)) == ["DDP303"]
+    assert not judge_losses(losses([MEAN], scaled=LINE), together=3)
+    assert not judge_losses(losses([MEAN], scaled=LINE))  # one rank
+
+
 def test_gradients_that_are_summed_by_hand() -> None:
     def steps(**more: Any) -> list[list[OptimizerStep]]:
         return [[step(count, **{"summed": ("w",), **more}) for _ in range(2)] for count in range(3)]

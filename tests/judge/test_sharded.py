@@ -17,7 +17,13 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
-from ddpcheck.judge.gradients.sharded import judge_shard_scales, judge_sharded, judge_switched_off, why_not_updated
+from ddpcheck.judge.gradients.sharded import (
+    judge_loaded_state,
+    judge_shard_scales,
+    judge_sharded,
+    judge_switched_off,
+    why_not_updated,
+)
 from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.loop.script_wrappers import _judge_replicas, judge_meshes
 from ddpcheck.judge.parameters.missing_parameters import judge_parameters
@@ -172,6 +178,24 @@ def test_a_factor_of_each_rank_for_all_its_shards_is_that_of_their_norm() -> Non
     apart = of_optimizer({"0/w": 0.5, "0/b": 0.5}, {"0/w": 0.2, "0/b": 0.2})
     finding = only(judge_shard_scales([alike, apart]))
     assert (finding.code, finding.steps, finding.location) == ("DDP306", (3,), Location("train.py", 9))
+
+
+@pytest.mark.parametrize(
+    ("states", "found"),
+    [
+        ([(0.5, 0.2), (0.5, 0.2)], ["DDP521"]),
+        ([(0.5, 0.2), (0.4, 0.3)], []),  # of each rank
+        ([(0.5, 0.5), (0.5, 0.5)], []),  # what parts of two parameters have alike may be a constant
+        ([(), ()], []),
+        ([(0.5, 0.2)], []),
+    ],
+)
+def test_a_state_that_is_that_of_one_rank_before_the_first_step(states: Sequence[Any], found: list[str]) -> None:
+    given = [
+        {f"{n}.weight: exp_avg": size for n, size in enumerate(sizes)} | {"0.weight: step": 3.0} for sizes in states
+    ]
+    evidence = [ShardedStep(rank, 0, loaded=loaded) for rank, loaded in enumerate(given)]
+    assert [one.code for one in judge_loaded_state(evidence)] == found
 
 
 def test_steps_without_a_gradient_are_told_at_the_switch_that_is_off() -> None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.mesh_loops import LENGTH, WORDS, Net, Shifted, grid, loss_of, sharded, split
+from tests.mesh_loops import LENGTH, WORDS, Block, Net, Shifted, SplitBlock, grid, loss_of, sharded, split
 
 Wrap = Callable[[Any, torch.device], nn.Module]
 
@@ -116,6 +116,33 @@ def test_parts_that_draw_other_random_numbers_than_the_whole_are_not_compared_an
     status = {check.name: (check.status, check.detail) for check in report.checks}
     assert status["reducer"][0] == "skipped" and "random numbers" in status["reducer"][1]
     assert status["parity"][0] == "passed"
+
+
+# Layers that are split by hand
+
+
+def split_by_hand() -> nn.Module:
+    torch.manual_seed(0)
+    return SplitBlock(grid(2)["tp"]) if dist.is_initialized() else Block()
+
+
+def whole_batch(batch: Tensor, _rank: int, _world_size: int) -> Tensor:
+    return batch
+
+
+def test_of_layers_that_model_splits_by_hand_a_sentence_says_that_they_are_not_compared() -> None:
+    by_hand = Recipe(
+        model=split_by_hand,
+        batch=lambda step: torch.randn(8, 16, generator=torch.Generator().manual_seed(step)),
+        loss=lambda model, batch: (model(batch) - 1.0).square().mean(),
+        shard=whole_batch,
+        wrap=lambda module, _: module,
+    )
+    report = ddpcheck.check(by_hand, world_size=2, steps=1)
+    assert not report.findings and report.error is None, shown(report)
+    passed = [check.name for check in report.checks if check.status == "passed"]
+    assert passed == ["model", "consistency", "parameters"], shown(report)
+    assert any("model() splits layers over ranks 0 and 1 without DTensor" in note for note in report.world["notes"])
 
 
 # Faults

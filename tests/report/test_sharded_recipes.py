@@ -342,7 +342,36 @@ def clipped(kind: type[Clipped]) -> Callable[[Any], torch.optim.Optimizer]:
     return lambda parameters: kind(parameters, lr=0.1)
 
 
+def even() -> nn.Module:
+    """Of which two ranks have shards of the same shape."""
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def with_state(*, of_one_rank: bool) -> Callable[[Any], torch.optim.Optimizer]:
+    """An optimizer of shards that begins with momentum: as of a file of one rank, or of each rank's own."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        every = list(parameters)
+        optimizer = torch.optim.SGD(every, lr=0.05, momentum=0.9)
+        rank = dist.get_rank() if dist.is_initialized() and not of_one_rank else 0
+        drawn = torch.Generator().manual_seed(rank)
+        momentum = [torch.empty_like(p) for p in every]
+        for one in momentum:
+            own = getattr(one, "to_local", lambda one=one: one)()
+            own.detach().copy_(0.01 * torch.randn(own.shape, generator=drawn))
+        state = {number: {"momentum_buffer": one} for number, one in enumerate(momentum)}
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        return optimizer
+
+    return make
+
+
 FAULTS: dict[str, tuple[str, Recipe, Recipe]] = {
+    "a state of one rank": (
+        "DDP521",
+        recipe(whole(), model=even, optimizer=with_state(of_one_rank=True)),
+        recipe(whole(), model=even, optimizer=with_state(of_one_rank=False)),
+    ),
     "a sum": ("DDP305", recipe(whole(), loss=summed), recipe(whole())),
     "a mean per rank": (
         "DDP305",

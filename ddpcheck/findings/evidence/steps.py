@@ -339,6 +339,8 @@ class ShardedStep(DdpStepEvidence, frozen=True):
         sharded: Those of which ranks that compute other models have shards.
         norms: Under tensor parallelism, of this rank's part of each gradient as the optimizer has left it.
         loss: Likewise, the loss that this rank has computed; `None` where it is no plain number.
+        loaded: Before the first step, the norms of the state that the optimizer already has of this rank's parts, and
+            the steps that were counted for them.
     """
 
     against_whole: tuple[Difference, ...] = ()
@@ -349,6 +351,7 @@ class ShardedStep(DdpStepEvidence, frozen=True):
     sharded: tuple[str, ...] = ()
     norms: Mapping[str, float] = field(default_factory=dict)
     loss: float | None = None
+    loaded: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def updated_alone(self) -> frozenset[str]:

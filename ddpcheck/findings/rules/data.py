@@ -130,7 +130,8 @@ torch.save(ddp.state_dict(), path)       # by every rank; right: if rank == 0, a
             "first step after torch.load: where all that are not of one value only are the same on ranks that should "
             "have different parts, that is reported. Where torch raises since whole tensors are loaded or copied into "
             "shards, that is reported at the line that does it. So is an optimizer's load_state_dict after which all "
-            "parts of its state are the same on every rank."
+            "parts of its state are the same on every rank; `ddpcheck report` looks at the state that a recipe's "
+            "optimizer has before the first step."
         ),
         ignore="If the file is for inspection only, or if a model of repeated blocks is meant to begin so.",
         example="""\

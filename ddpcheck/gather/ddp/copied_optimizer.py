@@ -32,9 +32,11 @@ class CopiedOptimizer:
         trouble: Why they cannot be compared with; empty while they can.
     """
 
-    def __init__(self, recipe: Recipe, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Build it; `parameters` are copies of those that the optimizer was given, in that order."""
-        self.trouble = ""
+    def __init__(self, recipe: Recipe, parameters: Mapping[str, torch.Tensor], trouble: str = "") -> None:
+        """Build it, unless there is `trouble`; `parameters` are copies of what that was given, in that order."""
+        self.trouble = trouble
+        if trouble:
+            return
         self._parameters = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
         try:
             self._optimizer = recipe.build_optimizer(self._parameters.values())

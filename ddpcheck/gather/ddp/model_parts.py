@@ -7,9 +7,10 @@ that mesh, and `DistributedDataParallel(..., device_mesh=...)` has the local ten
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,9 +91,9 @@ def data_place(module: nn.Module, parts: Mapping[str, Part], group: Any) -> Data
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
         return DataPlace(0, 1, (0,))
-    sharding = [mesh_of(one) for one in module.modules() if isinstance(one, sharding_classes()) and is_sharded(one)]
+    sharding = _meshes_of(module)
     own = parts_of(module)
-    split = {name: others for name, part in {**own, **parts}.items() if len(others := _ranks_over(part, sharding)) > 1}
+    split = split_over(module, {**own, **parts})
     everyone: list[tuple[int, ...]] = [()] * world_size
     with unlogged():
         dist.all_gather_object(everyone, tuple(sorted({rank, *itertools.chain(*split.values())})), group=group)
@@ -105,6 +106,16 @@ def data_place(module: nn.Module, parts: Mapping[str, Part], group: Any) -> Data
         )
     sharded = tuple(name for name, part in own.items() if _is_sharded(part, sharding))
     return DataPlace(groups.index(everyone[rank]), len(groups), everyone[rank], (*split,), sharded)
+
+
+def split_over(module: nn.Module, parts: Mapping[str, Part]) -> dict[str, list[int]]:
+    """By name of a parameter that `fully_shard` has not split alone, the ranks over which it is split beside that."""
+    sharding = _meshes_of(module)
+    return {name: others for name, part in parts.items() if len(others := _ranks_over(part, sharding)) > 1}
+
+
+def _meshes_of(module: nn.Module) -> list[Any]:
+    return [mesh_of(one) for one in module.modules() if isinstance(one, sharding_classes()) and is_sharded(one)]
 
 
 def _ranks_over(part: Part, sharding: Sequence[Any]) -> list[int]:
@@ -123,6 +134,30 @@ def _ranks_over(part: Part, sharding: Sequence[Any]) -> list[int]:
 def _is_sharded(part: Part, sharding: Sequence[Any]) -> bool:
     of_data = {name for mesh in sharding for name in mesh.mesh_dim_names or ()}
     return part.mesh in sharding or not of_data.isdisjoint(part.mesh.mesh_dim_names or ())
+
+
+def parts_in_use(module: nn.Module) -> dict[nn.Module, dict[str, Part]]:
+    """By submodule, what this rank has of its own parameters; of a module in DDP, once a forward pass has run."""
+    found = {}
+    for part in module.modules():
+        held = {**vars(part), **dict(part.named_parameters(recurse=False))}
+        if parts := {name: Part.of(p) for name, p in held.items() if isinstance(p, torch.Tensor) and is_shard(p)}:
+            found[part] = parts
+    return found
+
+
+def input_layouts(module: nn.Module) -> Iterator[Sequence[Any]]:
+    """How the plan of `parallelize_module` has the inputs of a module split, as far as its hooks tell.
+
+    They are private to torch: in what a hook is a closure over is the style, or a call with its layouts.
+    """
+    for hook in module._forward_pre_hooks.values():
+        for cell in getattr(hook, "__closure__", None) or ():
+            held = cell.cell_contents
+            layouts = held.args[0] if isinstance(held, functools.partial) and held.args else held
+            layouts = getattr(layouts, "input_layouts", layouts)
+            if isinstance(layouts, tuple) and any(hasattr(one, "is_replicate") for one in layouts):
+                yield layouts
 
 
 def hidden_parameters(module: nn.Module) -> dict[str, Any]:

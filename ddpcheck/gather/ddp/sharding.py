@@ -26,7 +26,7 @@ from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.patching import CALLER, Patch, patched
 from ddpcheck.gather.state.fingerprints import fingerprints, is_shard, own_part
 from ddpcheck.gather.state.module_state import buffers_left_out, sharding_classes
-from ddpcheck.gather.steps.gradient_distance import eps_of
+from ddpcheck.gather.steps.gradient_distance import eps_of, norms
 
 _SYNCHRONISING = ("set_requires_gradient_sync", "set_requires_all_reduce")
 _FOR_UNUSED = "set_reduce_scatter_unused_params"
@@ -131,6 +131,20 @@ def shards(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torc
     """A copy of what this rank holds of each tensor, by name; those that are None are left out."""
     found: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors if tensor is not None}
     return {name: (part.to_local() if is_shard(part) else part).clone() for name, part in found.items()}
+
+
+def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """The norms of the state of these that this rank has a part of, and the steps that were counted for them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, shard in shards.items():
+        state, part = optimizer.state.get(shard), own_part(shard)
+        if isinstance(state, dict) and 0 < part.numel() < shard.numel():
+            tensors = {
+                key: own_part(v) if is_shard(v) else v for key, v in state.items() if isinstance(v, torch.Tensor)
+            }
+            of_parts = uneven({key: v for key, v in tensors.items() if v.shape == part.shape})  # not as Adagrad begins
+            found |= {f"{name}: {key}": v for key, v in tensors.items() if key == "step" or key in of_parts}
+    return norms(found)
 
 
 # Settings

@@ -22,7 +22,7 @@ from ddpcheck.gather.ddp.copied_optimizer import CopiedOptimizer
 from ddpcheck.gather.ddp.ddp_wrapper import hook_loss, trains_apart
 from ddpcheck.gather.ddp.loop_events import Recorder, recorded
 from ddpcheck.gather.ddp.model_parts import is_sum, placed_as
-from ddpcheck.gather.ddp.sharding import mixed_precision, recorded_settings, shards
+from ddpcheck.gather.ddp.sharding import mixed_precision, recorded_settings, shard_states, shards
 from ddpcheck.gather.phases.model_build import count_calls
 from ddpcheck.gather.phases.rank_state import RankState, TrainingModel, rank_state, replays_step
 from ddpcheck.gather.state.external_state import put_back
@@ -99,6 +99,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
         if model.is_split:
             before = {name: before[name].clone() for name in model.trainable}
             own = shards(model.trainable.items())
+            loaded = {} if step else shard_states(model.optimizer, model.trainable)
             with unlogged():
                 own_gradients = shards((n, placed_as(model.trainable[n], model.trainable[n].grad)) for n in gradients)
         this_rank.set_status(f"step {step}: optimizer")
@@ -127,7 +128,8 @@ def ddp_step(step: int) -> DdpStepEvidence:
         if state.large:
             _forget_gradients(model)
         return found
-    model.copies = model.copies or tuple(CopiedOptimizer(state.recipe, given) for given in (before, own))
+    begins = "the optimizer begins with a state" if any(": step" not in name for name in loaded) else ""
+    model.copies = model.copies or tuple(CopiedOptimizer(state.recipe, given, begins) for given in (before, own))
     whole, alone = model.copies
     return ShardedStep(
         **structs.asdict(found),
@@ -135,6 +137,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
         against_shard=alone.differences(own, own_gradients, shards(model.trainable.items())),
         uncompared=whole.trouble or alone.trouble,
         updated_at=_step_line(model.optimizer, state.recipe),
+        loaded=loaded,
         **(_parts_left(model) | {"loss": total} if model.place.splits_model else {}),
     )
 

@@ -52,12 +52,16 @@ Losses = Sequence[Sequence[LossDifferentiated]]
 """By rank, in order."""
 
 
-def judge_losses(losses: Losses, whole: Sequence[Container[int]] = ()) -> list[Finding]:
+def judge_losses(
+    losses: Losses, whole: Sequence[Container[int]] = (), *, together: int = 1, summed: bool = False
+) -> list[Finding]:
     """The findings on losses of which DDP averages the gradients.
 
     Args:
-        losses: By rank.
+        losses: By rank; under tensor parallelism, of one rank of each model.
         whole: By rank, the steps in which its loss is that of all ranks, and its gradient a part of theirs.
+        together: How many ranks compute one model together.
+        summed: Whether gradients are summed over the ranks, rightly.
     """
     losses = [[one for one in of_rank if one.wrappers] for of_rank in losses]  # the last micro-batch of each step
     by_place = [{(one.step, one.number): one for one in of_rank} for of_rank in losses]
@@ -66,44 +70,71 @@ def judge_losses(losses: Losses, whole: Sequence[Container[int]] = ()) -> list[F
     if len(passes) < FEWEST_PASSES:
         return []
     add_up = any(of_ranks[rank].step in steps for of_ranks in passes for rank, steps in enumerate(whole))
-    return ([] if add_up else _judge_scale(passes, len(losses)) or _judge_shared(passes)) or _judge_counts(passes)
+    found = [] if add_up or summed else _judge_scale(passes, together) or _judge_shared(passes)
+    return found or _judge_counted_again(passes, together, summed=summed) or _judge_counts(passes)
 
 
-def are_sums(losses: Losses, wrapper: int) -> bool:
-    """Whether all losses of a wrapper are sums that every rank divides by the same number: of what all ranks have, say.
+def are_for_sums(losses: Losses, wrapper: int) -> bool:
+    """Whether a step is right where the gradients of all losses of a wrapper are summed over the ranks, not averaged.
 
-    To sum the gradients of such a loss over the ranks is right.
+    Each is a sum that every rank divides by the same number, of what all ranks have, say; or a mean that is divided by
+    the number of ranks.
     """
+    every = [one for of_rank in losses for one in of_rank if wrapper in one.wrappers or wrapper in one.put_off]
+    last = {one.step: one.number + 1 for one in every}  # how many micro-batches a step has
     terms: dict[tuple[int, int], list[ScaledTerm]] = {}
-    for one in (one for of_rank in losses for one in of_rank if wrapper in one.wrappers):
+    for one in every:
         terms.setdefault((one.step, one.number), []).extend(one.terms)
-    every = [term for of_pass in terms.values() for term in of_pass]
-    alike = all(len({round(term.factor, 9) for term in of_pass}) == 1 for of_pass in terms.values() if of_pass)
-    return bool(every) and alike and all(term.kind == "sum" and abs(term.factor) < 1 for term in every)
+    of_passes = [(last[step], of_pass) for (step, _), of_pass in terms.items() if of_pass]
+    return bool(of_passes) and all(_is_for_sums(of_pass, count * len(losses)) for count, of_pass in of_passes)
 
 
-def _judge_scale(passes: Losses, world_size: int) -> list[Finding]:
-    """DDP303: a mean, multiplied or divided by the world size although DDP averages."""
+def _is_for_sums(terms: Sequence[ScaledTerm], count: int) -> bool:
+    """Whether the terms of the ranks in one backward pass are; `count`: passes of a step on all ranks together."""
+    alike = len({round(term.factor, 9) for term in terms}) == 1
+    return alike and all(
+        abs(term.factor) < 1 if term.kind == "sum" else abs(abs(term.factor) * count - 1) < _TOLERANCE for term in terms
+    )
+
+
+def _judge_scale(passes: Losses, together: int) -> list[Finding]:
+    """DDP303: a mean, multiplied or divided by the world size although DDP averages.
+
+    Or by the number of ranks that compute one model `together`, and have one loss.
+    """
     every = [one for of_ranks in passes for one in of_ranks]
     kinds = {term.kind for one in every for term in one.terms}
     if len(kinds) != 1 or not all(one.scaled and one.terms for one in every):
         return []
     scales = {round(abs(_total(term)) * (one.number + 1), 4) for one in every for term in one.terms}
-    divided = {round(1.0 / world_size, 4), *([float(world_size)] if kinds == {"mean"} else [])}  # of a sum by chance
-    if len(scales) != 1 or not scales <= divided or any(one.number + 1 == world_size for one in every):
-        return []  # as many micro-batches as ranks may be what it is for
+    sizes = _sizes(len(passes[0]), together)
+    for size in sizes:
+        divided = {round(1.0 / size, 4), *([float(size)] if kinds == {"mean"} else [])}  # of a sum by chance
+        if len(scales) == 1 and scales <= divided and not any(one.number + 1 == size for one in every):
+            break  # else as many micro-batches as ranks may be what it is for
+    else:
+        return []
     power = max(scales) - 1
     says = "multiplied" if power > 0 else "divided"
     return one_finding(
         "DDP303",
         ("loss",),
-        f"The loss is a mean that is {says} by the world size, and DDP averages its gradients over the ranks: they are "
-        f"{world_size if power > 0 else f'1/{world_size} of'} {'times ' if power > 0 else ''}those of the mean.",
+        f"The loss is a mean that is {says} by {sizes[size]}, and DDP averages its gradients over the ranks: they are "
+        f"{size if power > 0 else f'1/{size} of'} {'times ' if power > 0 else ''}those of the mean.",
         location=every[0].scaled,
         evidence=[f"in all {len(passes)} backward passes that were compared, on every rank"],
         severity=Severity.WARNING,
         fix="Leave the loss as it is: what DDP averages is the gradient of the mean over all ranks.",
     )
+
+
+def _sizes(replicas: int, together: int) -> dict[int, str]:
+    """In words, the numbers of ranks by which a loss may be scaled."""
+    words = {replicas * together: "the world size"}
+    if together > 1:
+        words.setdefault(together, "the number of ranks that compute one model together")
+        words.setdefault(replicas, "the number of models that are trained data parallel")
+    return {size: text for size, text in words.items() if size > 1}
 
 
 def _judge_shared(passes: Losses) -> list[Finding]:
@@ -122,6 +153,46 @@ def _judge_shared(passes: Losses) -> list[Finding]:
         evidence=[f"in all {len(passes)} backward passes that were compared; in the first of them by {total:g}"],
         severity=Severity.WARNING,
         fix="Divide the number by dist.get_world_size(), or multiply the loss by it: DDP averages over the ranks.",
+    )
+
+
+def _judge_counted_again(passes: Losses, together: int, *, summed: bool) -> list[Finding]:
+    """DDP303: sums that are divided by a number which counts each element once for each rank of one model.
+
+    Or, where gradients are averaged, by the number of elements: the models are counted once more then.
+    """
+    steps: dict[int, list[LossDifferentiated]] = {}
+    for one in itertools.chain.from_iterable(passes):
+        steps.setdefault(one.step, []).append(one)
+    told = [
+        [term for one in of_step for term in one.terms]
+        for of_step in steps.values()
+        if all(len(one.terms) == 1 and not one.number for one in of_step)
+    ]
+    alike = all(len({(term.kind, round(term.factor, 9)) for term in terms}) == 1 for terms in told)
+    if together < 2 or len(told) < max(FEWEST_PASSES, len(steps)) or not alike or told[0][0].kind != "sum":
+        return []
+    models = len(passes[0])
+    divided = [1 / (abs(terms[0].factor) * sum(term.count for term in terms)) for terms in told if terms[0].factor]
+    times = round(divided[0] * (1 if summed else models)) if divided else 0
+    sizes = {together} if summed else {together, models, together * models}
+    if times not in sizes - {1} or any(abs(by * (1 if summed else models) / times - 1) > _TOLERANCE for by in divided):
+        return []
+    first = passes[0][0]
+    again = "" if summed else ", and DDP averages over the models once more"
+    return one_finding(
+        "DDP303",
+        ("loss",),
+        f"The loss is a sum, divided by {divided[0]:.3g} times the number of its elements in all models{again}: "
+        f"gradients are 1/{times} of those of the mean.",
+        location=first.scaled or first.made or first.location,
+        evidence=[
+            f"in all {len(told)} backward passes that were compared",
+            f"{together} ranks compute one model together, and have the same elements",
+        ],
+        severity=Severity.WARNING,
+        fix="Sum the number over the data dimension of the mesh only"
+        + ("." if summed else ", and multiply the loss by the size of that, over which DDP averages."),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent, ShardedStep
 from ddpcheck.findings.report import Finding, Location
@@ -45,7 +45,7 @@ def judge_sharded(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> l
     """The findings on the gradients under `fully_shard`."""
     facts = ReducerFacts.of(evidence, known)
     found = explain_by_ignored_parameters(facts) + first_explanation(EXPLANATIONS, facts)
-    return found or judge_updates(facts)
+    return found + judge_loaded_state(evidence) or judge_updates(facts)
 
 
 def judge_updates(facts: ReducerFacts) -> list[Finding]:
@@ -103,6 +103,41 @@ def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
             "norms over the ranks, before the root is taken.",
         )
     return []
+
+
+def judge_loaded_state(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
+    """DDP521 of a recipe: the state with which its optimizer begins is that of one rank on all of them."""
+    first = [item for item in evidence if isinstance(item, ShardedStep) and not item.step]
+    return state_of_one_rank(
+        [item.loaded for item in first],
+        next((item.updated_at for item in first), None),
+        ["the optimizer has it before the first step, on every rank"],
+    )
+
+
+def state_of_one_rank(
+    states: Sequence[Mapping[str, float]], where: Location | None, evidence: Sequence[str], steps: Sequence[int] = (0,)
+) -> list[Finding]:
+    """DDP521: all ranks have the same state for what should be other parts of the parameters; `states`: by rank.
+
+    Counted steps are no parts, and the same on all ranks. What the parts of several parameters hold is not, in norm.
+    """
+    held = [{name: size for name, size in one.items() if size and not name.endswith(": step")} for one in states]
+    if len(held) < 2 or len(set(held[0].values())) < 2 or any(one != held[0] for one in held):
+        return []
+    keys = sorted({name.rpartition(": ")[2] for name in held[0]})
+    return one_finding(
+        "DDP521",
+        keys,
+        f"Every rank has the same {join_names(keys)} for its part of each of "
+        f"{counted(len({name.rpartition(': ')[0] for name in held[0]}), 'parameter')}, where each should have "
+        "another part: the optimizer's state is that of one rank.",
+        steps=tuple(steps),
+        location=where,
+        evidence=evidence,
+        fix="Save and load the state of every rank: by torch.distributed.checkpoint, with "
+        "get_optimizer_state_dict and set_optimizer_state_dict; or in a file for each rank.",
+    )
 
 
 _ANOTHER = 1e-3

@@ -9,7 +9,6 @@ from ddpcheck.findings.evidence.script import GradientsZeroed, MetricUsed, Optim
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import (
-    counted,
     format_ranks,
     group_by_value,
     join_names,
@@ -26,6 +25,7 @@ from ddpcheck.judge.gradients.script_alone import (
     short,
     spelled,
 )
+from ddpcheck.judge.gradients.sharded import state_of_one_rank
 from ddpcheck.judge.gradients.single_process import FIX_OF_SUM
 from ddpcheck.judge.replicas.descriptions import judge_options
 
@@ -228,7 +228,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
 def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
     """DDP306 and 521: a state of the optimizer's parts that was loaded on some ranks only, or is that of one rank.
 
-    Counted steps are no parts, and the same on all ranks. What the parts of several parameters hold is not, in norm.
+    Counted steps are the same on all ranks.
     """
     for of_ranks in steps:
         states, first = [one.shard_states for one in of_ranks], of_ranks[0]
@@ -242,21 +242,9 @@ def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
             if parted or not all(states):
                 return [_loaded_on_some(of_ranks, restored, [max(one.values(), default=0.0) for one in counts])]
             continue
-        held = [{name: size for name, size in one.items() if name not in counts[0] and size} for one in states]
-        if len(of_ranks) > 1 and len(set(held[0].values())) > 1 and all(one == held[0] for one in held):
-            keys = sorted({name.rpartition(": ")[2] for name in held[0]})
-            return one_finding(
-                "DDP521",
-                keys,
-                f"Every rank has the same {join_names(keys)} for its part of each of "
-                f"{counted(len({name.rpartition(': ')[0] for name in held[0]}), 'parameter')}, where each should have "
-                "another part: the optimizer's state is that of one rank.",
-                steps=(first.count,),
-                location=loaded[0],
-                evidence=[f"load_state_dict is called there, on every rank; it steps at {first.location}"],
-                fix="Save and load the state of every rank: by torch.distributed.checkpoint, with "
-                "get_optimizer_state_dict and set_optimizer_state_dict; or in a file for each rank.",
-            )
+        told = f"load_state_dict is called there, on every rank; it steps at {first.location}"
+        if found := state_of_one_rank(states, loaded[0], [told], [first.count]):
+            return found
     return []
 
 

@@ -23,7 +23,7 @@ from ddpcheck.findings.source_lines import assignment_in_classes, last_assignmen
 from ddpcheck.findings.wording import capitalized, format_ranks, group_by, join_names, one_finding, plural_verb
 from ddpcheck.judge.causes import ReportedCauses
 from ddpcheck.judge.gradients.script_alone import gradients_agree, gradients_differ
-from ddpcheck.judge.gradients.script_losses import are_sums
+from ddpcheck.judge.gradients.script_losses import are_for_sums
 from ddpcheck.judge.gradients.target_weights import severity_of_targets
 from ddpcheck.judge.loop.watched_steps import judge_replica_states, judge_reports
 from ddpcheck.judge.replicas.descriptions import differing_names, judge_options, judge_values_before_sharding
@@ -69,7 +69,7 @@ def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
         findings = _judge_wrapper(facts, wrapper)
         if facts.averages_by_hand(wrapper.number):
             findings = [finding for finding in findings if finding.code not in ("DDP301", "DDP501")]
-        if are_sums(wrapper.losses, wrapper.number):  # of which a hook sums the gradients, and rightly
+        if sums_rightly(wrapper):
             findings = [finding for finding in findings if finding.code != "DDP303"]
         if wrapper.made.by_library:  # advice on its options is for somebody else than who wrote the script
             findings = [finding for finding in findings if finding.severity is not Severity.NOTE]
@@ -81,6 +81,22 @@ def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
     for same in group_by(facts.wrappers, lambda wrapper: wrapper.number).values():
         found += [] if facts.model_groups else judge_meshes(same, facts.world_size)
     return found
+
+
+def sums_rightly(wrapper: WatchedWrapper) -> bool:
+    """Whether what a wrapper leaves is the sum of the ranks' gradients, by a hook or a setting, and its loss is for it.
+
+    A loss of which nothing is known (it is compiled, say) is taken to be, where a call of the script's sets the factor.
+    """
+    captured = group_by(chain.from_iterable(wrapper.of(ReplicaCaptured)), lambda one: one.step).values()
+    complete = [everyone for everyone in captured if len(everyone) == len(wrapper.ranks)]
+    every = [one for everyone in complete for of_rank in _against_average(everyone) for one in of_rank]
+    wrong, size = [one for one in every if one.bad], len(wrapper.ranks)
+    if not wrong or any(abs(one.ratio - size) + one.residual > one.tolerance * size for one in wrong):
+        return False
+    if any(one.terms for of_rank in wrapper.losses for one in of_rank):
+        return are_for_sums(wrapper.losses, wrapper.number)
+    return any(one.what == "scale" for of_rank in wrapper.of(ModuleChanged) for one in of_rank)
 
 
 def judge_meshes(same: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
@@ -355,14 +371,10 @@ def _judge_shards(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptur
         for one in everyone
     ]
     found = _judge_replicas(made, step, whole, first=first)
-    values = []
-    for place, one in enumerate(everyone):
-        parts = [  # of the others, what was reduced is that of other parts
-            replace(other, own=_own_of(other, one.shard), averaged=one.averaged if other is one else {})
-            for other in everyone
-        ]
-        against = tuple(_differences(parts)[place])
-        values.append(DdpStepEvidence(one.state.values.rank, step, against_local=against))
+    values = [
+        DdpStepEvidence(one.state.values.rank, step, against_local=tuple(against))
+        for one, against in zip(everyone, _against_average(everyone), strict=True)
+    ]
     if any(difference.bad for value in values for difference in value.against_local):
         states = [ReplicaState(ModuleDescription(), value) for value in values]
         found += judge_replica_states(states, made.context, step, after_backward=True, first=first)
@@ -383,6 +395,21 @@ def _judge_shards(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptur
             fix = _ALIKE if finding.code == "DDP208" else finding.fix
             apart[finding.code] = replace(most, ranks=tuple(sorted(places)), evidence=(), fix=fix)
     return [*found, *apart.values()]
+
+
+def _against_average(everyone: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
+    """By rank, how far what was reduced onto it is from the average of the ranks' own gradients."""
+    if everyone[0].shard < 0:
+        return _differences(everyone)
+    return [
+        _differences(
+            [  # of the others, what was reduced is that of other parts
+                replace(other, own=_own_of(other, one.shard), averaged=one.averaged if other is one else {})
+                for other in everyone
+            ]
+        )[place]
+        for place, one in enumerate(everyone)
+    ]
 
 
 _ALIKE = (

@@ -10,9 +10,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.script import Inputs
+from ddpcheck.findings.evidence.steps import LocalStep
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, group_by, join_names, one_finding, plural_verb
 from ddpcheck.judge.gradients.script_alone import are_near
+from ddpcheck.judge.replicas.descriptions import differing_names
 from ddpcheck.judge.script_facts import ScriptFacts, WatchedWrapper, entries_of
 from ddpcheck.judge.verdict import Verdict, Verdicts
 from ddpcheck.stream.entries import GroupUsed, ReplicaCaptured
@@ -45,6 +47,25 @@ def hand_split(same: Sequence[WatchedWrapper], world_size: int) -> dict[tuple[in
         and _given_alike([ranks[n] for n in members], same[0].number)
     }
     return across if sorted(itertools.chain(*across)) == sorted(ranks) else {}
+
+
+def parts_in_recipe(local: Sequence[LocalStep], parameters: Sequence[Mapping[str, int]]) -> list[tuple[int, ...]]:
+    """The ranks that compute one model together, of each, where a recipe's `model` splits layers; empty without such.
+
+    They have the same samples and other parameters, and call a collective of a function of autograd together.
+
+    Args:
+        local: A step of each rank by itself, by rank.
+        parameters: Fingerprints of the parameters before it, likewise.
+    """
+    together = {call.members for item in local for call in item.forward_calls if call.differentiable}
+    found = [
+        ranks
+        for ranks in sorted(together)
+        if len({local[rank].sample_fingerprints for rank in ranks}) == 1
+        and differing_names([parameters[rank] for rank in ranks])
+    ]
+    return found if sorted(itertools.chain(*found)) == [*range(len(local))] else []
 
 
 def _given_alike(ranks: Sequence[WatchedRank], wrapper: int) -> bool:

@@ -288,7 +288,8 @@ def judge_batches(
         location=where,
         evidence=[*evidence, *([f"the model is split at {split.location}"] if split.location else [])],
         fix="Give the sampler the size of the data dimension of the mesh and this rank's place in it: "
-        'DistributedSampler(data, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()).',
+        'DistributedSampler(data, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()); and seed by '
+        "that place what draws batches.",
     )
 
 

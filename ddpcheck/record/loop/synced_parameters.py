@@ -87,7 +87,7 @@ class SyncedParameters:
 
     def look_for_leaves(self, prefix: str, part: nn.Module, _arguments: Any = ()) -> None:
         """The forward pass of `part` begins, whose parameters have this prefix; it may be the first one."""
-        for name, parameter in part.named_parameters() if self._unknown else ():
+        for name, parameter in nn.Module.named_parameters(part) if self._unknown else ():  # checkpoint_wrapper's hides
             index = self._unknown.get(prefix + name)
             if index is not None and parameter.requires_grad and is_gathered(parameter, self.tensors[index]):
                 self.leaves[index], self._nodes[index] = parameter, gradient_node(parameter)

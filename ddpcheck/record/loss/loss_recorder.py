@@ -18,7 +18,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import last_assignment, relative_path, user_frame, user_location, variables_of
 from ddpcheck.gather.autograd.autograd_graph import in_backward, kept_tensor, made_shapes
 from ddpcheck.gather.patching import guarded, patched
-from ddpcheck.gather.state.fingerprints import is_shard
+from ddpcheck.gather.state.fingerprints import own_part
 from ddpcheck.record.loss.loss_source import LossSource, loss_source
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
@@ -106,7 +106,6 @@ class LossRecorder:
             or before >= _MOST_A_STEP
             or not isinstance(losses, torch.Tensor)
             or losses.numel() > 1
-            or is_shard(losses)
         ):
             return None
         hooked = bool(reduced) and self._optimizers.have_hooks()
@@ -183,7 +182,7 @@ def _note_of(
 
     def note(given: Any) -> None:
         if given[0] is not None and given[0].numel():
-            factor = float(given[0].detach().flatten()[0])
+            factor = float(own_part(given[0]).flatten()[0])  # a DTensor where a loss is that of a split model
             by = [tuple(value for name, value in scales if name == kind_of_scale) for kind_of_scale in ("Div", "Mul")]
             arrived[number] = ScaledTerm(kind, factor, count, chosen, by[0], by[1], line)
 
@@ -218,7 +217,7 @@ def _scale(node: Any, name: str, edge: int) -> _Scales:
     other = kept_tensor(node, "self" if edge else "other") if name in ("Mul", "Div") else None
     if other is None or other.numel() != 1 or other.is_complex():
         return ()
-    return ((name, float(other.detach())),)
+    return ((name, float(own_part(other))),)
 
 
 def _count(node: Any) -> tuple[int, bool]:
@@ -232,7 +231,7 @@ def _count(node: Any) -> tuple[int, bool]:
     count = math.prod(shape) if shapes else 0
     total, target = kept_tensor(node, "total_weight"), kept_tensor(node, "target")
     if total is not None and target is not None and kept_tensor(node, "weight") is None:
-        counted = round(float(total))
+        counted = round(float(own_part(total)))
         return counted, counted < target.numel() or _is_chosen(following, shape)
     return count, _is_chosen(following, shape)
 

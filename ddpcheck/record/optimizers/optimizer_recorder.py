@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -23,9 +23,9 @@ from ddpcheck.gather.autograd.exchanges import is_part
 from ddpcheck.gather.autograd.gradient_hooks import hooks_on
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
-from ddpcheck.gather.ddp.sharding import is_in_fsdp1
+from ddpcheck.gather.ddp.sharding import is_in_fsdp1, shard_states
 from ddpcheck.gather.patching import patched
-from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard, own_part, version_of
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
 from ddpcheck.record.loss.loss_source import gradients_scaled_at
@@ -261,7 +261,7 @@ class OptimizerRecorder:
             shard_scales={name: scale for watch in watches for name, scale in watch.shard_scales().items()},
             in_fsdp1=sum(map(is_in_fsdp1, held)),
             made_with=self._lines.rates_of(optimizer),
-            shard_states=_shard_states(optimizer, {n: p for n, p in inside.items() if is_shard(p)}),
+            shard_states=shard_states(optimizer, {n: p for n, p in inside.items() if is_shard(p)}),
         )
 
     def _sums_in_one(self, gradients: list[tuple[str, torch.Tensor]]) -> dict[str, Location | None]:
@@ -374,16 +374,3 @@ def _is_whole(parameter: torch.Tensor) -> bool:
     """Whether a parameter is a plain tensor, and not this rank's shard of one (DTensor, ShardedTensor, FSDP1)."""
     plain = type(parameter) in (torch.Tensor, nn.Parameter) and parameter.layout == torch.strided
     return plain and not is_in_fsdp1(parameter)
-
-
-def _shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """The norms of the state of these that this rank has a part of, and the steps that were counted for them."""
-    found: dict[str, torch.Tensor] = {}
-    for name, shard in shards.items():
-        state, part = optimizer.state.get(shard), own_part(shard)
-        if isinstance(state, dict) and 0 < part.numel() < shard.numel():
-            tensors = {
-                key: own_part(v) if is_shard(v) else v for key, v in state.items() if isinstance(v, torch.Tensor)
-            }
-            found |= {f"{name}: {key}": v for key, v in tensors.items() if key == "step" or v.shape == part.shape}
-    return norms(found)

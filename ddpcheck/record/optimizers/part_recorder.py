@@ -8,10 +8,11 @@ another one, the finding is the same at the step of the optimizer, or at that li
 from __future__ import annotations
 
 import ast
+import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,16 +22,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_frame, user_location
-from ddpcheck.gather.ddp.model_parts import is_sum
+from ddpcheck.gather.ddp.model_parts import input_layouts, is_sum
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
 from ddpcheck.record.data.constructions import seeded_at
 from ddpcheck.record.loss.loss_source import called_in
-from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
 from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.rank.module_finder import when_imported
-from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.replicas.program_state import names_of_parameters
 from ddpcheck.record.source.source_scope import location_in, own_nodes, scope_of_frame, user_caller
 from ddpcheck.stream.rank_report import is_sampled
@@ -88,17 +88,32 @@ def _takes_norm(node: ast.AST) -> bool:
 _HOME = "torch.distributed.tensor.parallel.style"  # whose styles call `distribute_module`, wherever it is imported from
 
 
+class Watched(Protocol):
+    """A wrapper that is watched, or a sharded module."""
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Those that it synchronises, by name."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it is a module that `fully_shard` has sharded."""
+
+    def path_of(self, module: nn.Module) -> str | None:
+        """Where a module is in it; `None` for another."""
+
+
 class PartRecorder:
-    """Follows `distribute_module`, and the steps of optimizers once it has split something."""
+    """Follows the steps of optimizers once it knows of a model that is split."""
 
     def __init__(
         self,
         sink: Callable[[ModelSplit | PartStep], object],
-        watches: Iterable[ScriptWatch],
+        watches: Iterable[Watched],
         every: int,
-        lines: LineRecorder,
+        lines: LineRecorder | None = None,
     ) -> None:
-        """Begin; `every`: steps from one entry to the next, `lines`: where optimizers are made."""
+        """Make it; `every`: steps from one entry to the next, `lines`: where optimizers are made."""
         self._sink = sink
         self._watches = watches
         self._every = every
@@ -109,7 +124,30 @@ class PartRecorder:
         self._names: dict[int, str] = {}  # of parameters, as they were at the first step of their optimizer
         self._norm_at: Location | None = None
         self._parts_given = False
+        self._handles: list[Any] = []
+
+    def follow_script(self) -> None:
+        """Notice what `distribute_module` splits from now on."""
         when_imported((_HOME,), self._follow)
+
+    def split(self, ranks: tuple[int, ...], parts: Mapping[nn.Module, list[str]], where: Location | None) -> None:
+        """A model is split over these ranks: of each of these modules, own parameters with these names."""
+        self._split.update(parts)
+        if ranks not in self._groups:
+            if not self._groups:
+                self._handles.append(register_optimizer_step_pre_hook(UnpickledHook(self._before_step)))
+            self._groups.add(ranks)
+            self._sink(ModelSplit(ranks, where))
+
+    def note_layouts(self, modules: Iterable[nn.Module]) -> None:
+        """Find out how the plan by which these were split before now has their inputs split."""
+        for module in modules:
+            for layouts in [*input_layouts(module)]:
+                self._note_given(module, layouts)
+
+    def close(self) -> None:
+        """Follow no steps any more; may be called again."""
+        remove_hooks(self._handles)
 
     def _follow(self, home: ModuleType) -> None:
         if hasattr(home, "distribute_module"):
@@ -118,23 +156,29 @@ class PartRecorder:
             if (style := getattr(home, name, None)) is not None and hasattr(style, "_apply"):
                 patched(style, "_apply", self._applies)  # private to torch; without it no part is known to be given
 
-    def _applies(self, style: Any, *_arguments: Any, **_named: Any) -> None:
-        layouts = getattr(style, "input_layouts", None) or ()
-        self._parts_given |= any(getattr(one, "dim", -1) != -1 for one in layouts)  # the last: what a layer has split
+    def _applies(self, style: Any, module: Any, *_arguments: Any, **_named: Any) -> None:
+        if isinstance(module, nn.Module):
+            self._note_given(module, getattr(style, "input_layouts", None) or ())
+
+    def _note_given(self, module: nn.Module, layouts: Sequence[Any]) -> None:
+        """Look at what is given to a module whose input is split, but along the last dimension: layers do that."""
+        if parts := [number for number, one in enumerate(layouts) if getattr(one, "dim", -1) != -1]:
+            hook = UnpickledHook(functools.partial(self._given, parts))
+            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+
+    def _given(self, parts: Sequence[int], _module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Note that the script gives each rank a part of the data, which no layer has split: it requires no grad."""
+        given = [arguments[number] for number in parts if number < len(arguments)]
+        if torch.is_grad_enabled():
+            self._parts_given |= any(isinstance(one, torch.Tensor) and not one.requires_grad for one in given)
 
     def _distributes(self, module: nn.Module, mesh: Any = None, *_arguments: Any, **named: Any) -> Iterator[None]:
         yield
         mesh = named.get("device_mesh", mesh)
         ranks = tuple(mesh.mesh.flatten().tolist())
-        for part in module.modules() if len(ranks) > 1 else ():
-            theirs = [name for name, p in part.named_parameters(recurse=False) if _is_split(p)]
-            if theirs:
-                self._split[part] = theirs
-        if len(ranks) > 1 and ranks not in self._groups:
-            if not self._groups:
-                register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
-            self._groups.add(ranks)
-            self._sink(ModelSplit(ranks, user_location()))
+        if len(ranks) > 1:
+            own = {part: _names_of_split(part) for part in module.modules()}
+            self.split(ranks, {part: names for part, names in own.items() if names}, user_location())
 
     def _before_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
         number, count = self._steps.get(optimizer, (len(self._steps), 0))
@@ -151,7 +195,7 @@ class PartRecorder:
         whole = {name: p for name, p in named.items() if id(p) not in split}
         everywhere = {
             id(p)
-            for one in (*self._lines.optimizers(), optimizer)
+            for one in (*(self._lines.optimizers() if self._lines is not None else ()), optimizer)
             for group in one.param_groups
             for p in group["params"]
         }
@@ -161,7 +205,7 @@ class PartRecorder:
                 number,
                 count,
                 user_location(),
-                self._lines.of_optimizer(optimizer),
+                None if self._lines is None else self._lines.of_optimizer(optimizer),
                 parts,
                 tuple(name for one, name in split.items() if one not in everywhere),
                 norms({name: dense(gradient) for name, gradient in gradients.items()}),
@@ -179,7 +223,7 @@ class PartRecorder:
         theirs = {id(p): name for watch in list(self._watches) for name, p in watch.parameters.items()}
         loose = {id(p) for p in held} | self._split_now().keys()
         loose -= theirs.keys()
-        found = names_of_parameters(loose) if loose else {}
+        found = names_of_parameters(loose) if loose and self._lines is not None else {}  # else others' are of no use
         self._names |= {one: name.partition(".")[2] for one, name in found.items()} | theirs
 
     def _split_now(self) -> dict[int, str]:
@@ -200,5 +244,7 @@ class PartRecorder:
         return {id(p) for watch in list(self._watches) if watch.is_sharded for p in watch.parameters.values()}
 
 
-def _is_split(parameter: Any) -> bool:
-    return is_shard(parameter) and any(not placement.is_replicate() for placement in parameter.placements)
+def _names_of_split(module: nn.Module) -> list[str]:
+    """The names of a module's own parameters of which a rank has a part."""
+    own: Iterator[tuple[str, Any]] = module.named_parameters(recurse=False)
+    return [name for name, p in own if is_shard(p) and any(not placed.is_replicate() for placed in p.placements)]

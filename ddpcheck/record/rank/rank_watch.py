@@ -139,7 +139,7 @@ class _WatchedRank:
         self._writes = writes = WriteRecorder(log.add, self._watches)
         collectives = functools.partial(getattr, log, "collectives")
         self._optimizers = OptimizerRecorder(log.add, self._watches, options.every, collectives, lines, writes)
-        PartRecorder(log.add, self._watches, options.every, lines)
+        PartRecorder(log.add, self._watches, options.every, lines).follow_script()
         evaluations = EvaluationRecorder(log.add)
         targets = TargetRecorder(log.add, lambda: self._optimizers.steps)
         self._loaders = LoaderRecorder(

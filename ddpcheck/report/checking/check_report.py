@@ -30,7 +30,7 @@ HEADINGS: Mapping[str, tuple[str, ...]] = {
     "parameters": ("DDP10", "DDP112", "DDP403", "DDP405", "DDP406", "DDP407", "DDP503", "DDP513"),
     "reducer": (
         *("DDP301", "DDP302", "DDP303", "DDP111", "DDP501", "DDP502", "DDP504", "DDP306", "DDP311", "DDP508", "DDP509"),
-        *("DDP213", "DDP214", "DDP215", "DDP216", "DDP515", "DDP517", "DDP522"),
+        *("DDP213", "DDP214", "DDP215", "DDP216", "DDP515", "DDP517", "DDP521", "DDP522"),
     ),
     "parity": (
         *("DDP303", "DDP304", "DDP305", "DDP307", "DDP308", "DDP309", "DDP310", "DDP312"),

@@ -16,7 +16,7 @@ from ddpcheck.findings.evidence.modules import BuiltModule, ShardedFacts, Wrappe
 from ddpcheck.findings.evidence.steps import LocalStep, NoExplanation, PathEnd, ShardedStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import ReportError, Severity
-from ddpcheck.findings.wording import Names, format_ranks
+from ddpcheck.findings.wording import Names, format_ranks, join_names
 from ddpcheck.harness import RunFuture
 from ddpcheck.judge.endings.collective_order import judge_collectives, judge_packing
 from ddpcheck.judge.endings.rank_failure import judge_undefined_losses
@@ -33,6 +33,7 @@ from ddpcheck.judge.replicas.descriptions import (
     judge_values_after_wrapping,
     judge_values_before_sharding,
 )
+from ddpcheck.judge.replicas.hand_split import parts_in_recipe
 from ddpcheck.judge.replicas.model_parts import how_split, judge_shards
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckState, bug_error
@@ -175,6 +176,7 @@ class CheckRun(CheckWorlds):
                 local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
             self.state.steps.add_local(local, self.state.of_models(local))
             self._check_shards(local)
+            self._check_split_by_hand(local)
             self._check_in_step(when=any(item.calls for item in local))
             self._check_layout(local, step)
             self._check_packing(local, step)
@@ -211,6 +213,20 @@ class CheckRun(CheckWorlds):
         if found := judge_shards(local, self.state.models):
             self._add(found)
             self._skip_rest("DDP516: ranks put parts together that are not of one batch")
+
+    def _check_split_by_hand(self, local: Sequence[LocalStep]) -> None:
+        """End the check where ranks have other parameters by right: parts of layers that `model` splits over them."""
+        split = parts_in_recipe(local, [item.parameters for item in self.state.wrapped])
+        if split:
+            self.state.found = [(part, one) for part, one in self.state.found if one.code not in ("DDP208", "DDP221")]
+            del self.state.log.seconds["wrapping"]  # what was compared there are parts
+            self.state.log.notes.append(
+                f"model() splits layers over {join_names([*map(format_ranks, split)])} without DTensor, and report "
+                "cannot put their parts together: check the script with `ddpcheck run`, or call parallelize_module in "
+                "wrap"
+            )
+            self.state.steps.ddp_skipped = "not compared: each rank has parts of the model"
+            self._skip_rest(self.state.steps.ddp_skipped)
 
     def _share_parameters(self, step: int) -> bool:
         """Whether all ranks can read the parameters before a step from the file of rank 0."""

@@ -1,0 +1,130 @@
+"""What ranks have alike that compute one model together (tensor parallelism), exchanged over the store without a wait.
+
+Each rank writes what it has before steps of an optimizer, and judges the steps before the last one that it has written:
+in the forward pass since then the ranks have met, so that the same steps are there on all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
+from ddpcheck.findings.evidence.script import Evaluated, Inputs
+from ddpcheck.findings.report import Finding
+from ddpcheck.gather.collectives.store_exchange import default_store
+from ddpcheck.gather.ddp.model_parts import parts_in_use, split_over
+from ddpcheck.judge.replicas.model_parts import judge_batches, judge_model_parts
+from ddpcheck.record.data.input_recorder import InputRecorder
+from ddpcheck.record.loop.forward_snapshot import Snapshot
+from ddpcheck.record.loop.step_recorder import StepRecorder
+from ddpcheck.record.loop.step_tracker import StepListener
+from ddpcheck.record.optimizers.part_recorder import PartRecorder
+from ddpcheck.worlds.wire import get_value, put_value, remove_value
+
+_FEWEST = 3  # steps that are judged
+_MOST_KEPT = 8  # steps in the store
+_Written = tuple[PartStep, Inputs | None]
+
+
+class ModelParts(StepListener):
+    """Compares the ranks over which one watched model is split; each watch is the n-th of its rank."""
+
+    def __init__(
+        self, recorder: Callable[[], StepRecorder], every: int, tell: Callable[[Iterable[Finding]], object]
+    ) -> None:
+        """Of the model that `recorder` returns what follows; `every` so many steps of an optimizer."""
+        self._recorder = recorder
+        self._tell = tell
+        self._number = 0
+        self._parts = PartRecorder(self._take, [self], every)
+        self._inputs = InputRecorder(self._take, 0, tuple)
+        self._given: Inputs | None = None  # to the last forward pass
+        self._split: ModelSplit | None = None
+        self._paths: dict[int, str] | None = None  # of modules, once a step has ended
+        self._written = 0
+        self._read: dict[int, list[list[_Written]]] = {}  # by optimizer, step by step, of all ranks
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Those that the wrapper synchronises, by name."""
+        return self._recorder().parameters
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it is a module that `fully_shard` has sharded."""
+        return self._recorder().is_sharded
+
+    def path_of(self, module: nn.Module) -> str | None:
+        """Where a module is in the one that is watched; `None` for another."""
+        return (self._paths or {}).get(id(module))
+
+    def close(self) -> None:
+        """Follow no steps any more; may be called again."""
+        self._parts.close()
+
+    def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
+        """Find out once which ranks have the other parts; keep what the last forward pass was given."""
+        if self._paths is None:
+            self._begin()
+        if self._split is not None and snapshot is not None:
+            self._inputs.trained(step, (snapshot.arguments, snapshot.named), None)
+
+    def _begin(self) -> None:
+        module = self._recorder().module
+        self._paths = {id(part): path for path, part in module.named_modules()}
+        split: dict[nn.Module, list[str]] = {}
+        ranks: set[int] = set()
+        for part, own in parts_in_use(module).items():
+            if over := split_over(module, own):
+                split[part] = list(over)
+                ranks.update(*over.values())
+        if ranks:
+            self._parts.note_layouts(module.modules())
+            self._parts.split(tuple(sorted(ranks)), split, None)
+
+    def _take(self, entry: ModelSplit | PartStep | Inputs | Evaluated) -> None:
+        if isinstance(entry, ModelSplit):
+            self._split = entry
+        elif isinstance(entry, Inputs):
+            self._given = entry
+        elif isinstance(entry, PartStep) and not self.parameters.keys().isdisjoint(entry.norms):
+            given, self._given = self._given, None
+            with contextlib.suppress(RuntimeError):  # the process with the store is gone
+                self._exchange(entry, given)
+
+    def _exchange(self, step: PartStep, given: Inputs | None) -> None:
+        store, split = default_store(), self._split
+        if split is None:
+            return
+        rank = self._recorder().rank
+        self._number = self._number or store.add(f"ddpcheck/parts/calls/{rank}", 1)
+        put_value(store.set, self._key(self._written, rank), pickle.dumps((step, given)))
+        if self._written >= _MOST_KEPT:
+            remove_value(store.delete_key, self._key(self._written - _MOST_KEPT, rank))
+        last, self._written = self._written - 1, self._written + 1
+        if last < 0 or not store.check([self._key(last, other) for other in split.ranks]):
+            return
+        every = [pickle.loads(get_value(store.get, self._key(last, other))) for other in split.ranks]
+        if len({(one.optimizer, one.count) for one, _ in every}) == 1:
+            of_one = self._read.setdefault(every[0][0].optimizer, [])
+            of_one.append(every)
+            if len(of_one) >= _FEWEST:
+                self._tell(_judge(of_one, split))
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"ddpcheck/parts/{self._number}/{number}/{rank}"
+
+
+def _judge(steps: list[list[_Written]], split: ModelSplit) -> list[Finding]:
+    """The findings on the steps of one optimizer."""
+    parts = [[one for one, _ in of_ranks] for of_ranks in steps]
+    inputs = [[given for _, given in of_rank if given is not None] for of_rank in zip(*steps, strict=True)]
+    if any(one.parts_given for of_ranks in parts for one in of_ranks):
+        inputs = []
+    of_data = judge_batches([[] for _ in split.ranks], inputs, split.ranks, split)
+    return of_data or judge_model_parts(parts, split.ranks, split, wrapped=True)
