@@ -99,7 +99,7 @@ def lines_of_program(frame: FrameType) -> tuple[str, ...]:
     current: FrameType | None = frame
     while current is not None and len(lines) < _MOST_LINES:
         file = current.f_code.co_filename
-        if is_user_file(file) and not is_installed(file):
+        if is_of_program(file):
             lines.append(_line(file, current.f_lineno))
         current = current.f_back
     return tuple(lines)
@@ -174,6 +174,12 @@ def pass_over_packages() -> None:
 def is_installed(path: str) -> bool:
     """Whether a file belongs to an installed package, and so not to the user's own program."""
     return not {"site-packages", "dist-packages"}.isdisjoint(path.replace("\\", "/").split("/"))
+
+
+@functools.cache
+def is_of_program(path: str) -> bool:
+    """Whether a file belongs to the user's own program."""
+    return is_user_file(path) and not is_installed(path)
 
 
 def defined_at(function: Any) -> Location | None:

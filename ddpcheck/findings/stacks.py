@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpcheck.findings.errors import RankFailure
-from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path
+from ddpcheck.findings.source_lines import is_of_program, is_user_file, relative_path
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<name>.*)')  # faulthandler's, and ours
@@ -101,7 +101,7 @@ def program_lines(text: str) -> tuple[str, ...]:
     """The lines of the user's program in a dump of `faulthandler` or in a traceback, innermost first."""
     is_traceback = "(most recent call last)" in text
     frames = _frames(text.rpartition("(most recent call last)")[2])[::-1] if is_traceback else own_stack(text)
-    return tuple(_where(frame) for frame in frames if is_user_file(frame.file) and not is_installed(frame.file))
+    return tuple(_where(frame) for frame in frames if is_of_program(frame.file))
 
 
 CONSTRUCTOR = "the constructor of DistributedDataParallel"

@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from ddpcheck.findings.tracebacks import passes_on
@@ -19,9 +19,8 @@ _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 _INHERITED = object()
 
-CALLER = 3
-"""Frames from a plain function that is called with another one, by `patched`, to what calls that one; of a generator
-function there is one more."""
+CALLER = 2
+"""Frames from a function that is called with another one, by `patched`, to what calls that one."""
 
 
 class OwnErrors:
@@ -36,6 +35,13 @@ class OwnErrors:
     taken_by: ClassVar[Callable[[Exception], object] | None] = None
     all_off: ClassVar[bool] = False
 
+    @classmethod
+    def take(cls, error: Exception) -> None:
+        """Have one taken, or raise it."""
+        if cls.taken_by is None:
+            raise error
+        cls.taken_by(error)
+
 
 def guarded(function: Callable[_Given, _Result]) -> Callable[_Given, _Result | None]:
     """`function` as a hook: it is off with all of them, and an error of it goes where theirs go."""
@@ -47,9 +53,7 @@ def guarded(function: Callable[_Given, _Result]) -> Callable[_Given, _Result | N
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if errors.taken_by is None:
-                raise
-            errors.taken_by(error)
+            errors.take(error)
             return None
 
     return call
@@ -92,34 +96,36 @@ def accompanied(original: Any, around: Callable[..., Any]) -> Any:
     """`original` as `patched` replaces it."""
     import torch  # which has been imported where something of it is replaced
 
-    both, compiler = inspect.isgeneratorfunction(around), torch.compiler
-    begin, end = guarded(functools.partial(_begun, around) if both else around), guarded(_ended)
+    both, is_compiling = inspect.isgeneratorfunction(around), torch.compiler.is_compiling
+    errors, is_finalizing = OwnErrors, sys.is_finalizing  # here, since most calls of a step come through this frame
 
     @functools.wraps(original)
     @passes_on
     def call(*args: Any, **kwargs: Any) -> Any:
-        if compiler.is_compiling():  # it is traced: what is compiled is the original
+        if is_compiling() or errors.all_off or is_finalizing():  # where it is traced, what is compiled is the original
             return original(*args, **kwargs)
-        running = begin(*args, **kwargs)
-        if not both or running is None:
+        running: Generator[None, Any, None] | None = None
+        try:
+            begun = around(*args, **kwargs)
+            if both:
+                next(begun)
+                running = begun
+        except Exception as error:
+            errors.take(error)
+        if running is None:
             return original(*args, **kwargs)
         try:
             result = original(*args, **kwargs)
         except BaseException:
-            end(running.close)
+            guarded(running.close)()
             raise
-        end(running.send, result)
+        if not errors.all_off:
+            try:
+                running.send(result)
+            except StopIteration:
+                pass
+            except Exception as error:
+                errors.take(error)
         return result
 
     return call
-
-
-def _begun(around: Callable[..., Generator[None, Any, None]], /, *args: Any, **kwargs: Any) -> Any:
-    running = around(*args, **kwargs)
-    next(running)
-    return running
-
-
-def _ended(tell: Callable[..., object], *result: Any) -> None:
-    with suppress(StopIteration):
-        tell(*result)

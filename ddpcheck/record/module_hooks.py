@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from operator import call
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
@@ -21,27 +22,30 @@ class Living(Generic[_Thing]):
     """Weak references to a few objects; it may change while it is iterated over.
 
     Watches are asked for a dozen times in each step of a loop, for which a `WeakSet` is slow.
+
+    Attributes:
+        refs: The references, in another tuple whenever something has changed.
     """
 
     def __init__(self) -> None:
-        self._refs: tuple[ref[_Thing], ...] = ()
+        self.refs: tuple[ref[_Thing], ...] = ()
 
     def add(self, thing: _Thing) -> None:
         """Add an object, as long as it lives."""
-        self._refs = (*self._refs, ref(thing, self._gone))
+        self.refs = (*self.refs, ref(thing, self._gone))
 
     def discard(self, thing: _Thing) -> None:
         """Leave an object out, if it is there."""
-        self._refs = tuple(one for one in self._refs if one() is not thing)
+        self.refs = tuple(one for one in self.refs if one() is not thing)
 
     def _gone(self, dead: ref[_Thing]) -> None:
-        self._refs = tuple(one for one in self._refs if one is not dead)
+        self.refs = tuple(one for one in self.refs if one is not dead)
 
     def __iter__(self) -> Iterator[_Thing]:
-        return iter([thing for one in self._refs if (thing := one()) is not None])
+        return filter(None, [*map(call, self.refs)])
 
     def __bool__(self) -> bool:
-        return bool(self._refs)
+        return bool(self.refs)
 
 
 class UnpickledHook:
@@ -55,16 +59,14 @@ class UnpickledHook:
         if OwnErrors.all_off:
             return
         try:
-            if torch.compiler.is_compiling() or _callback_of_compiler() is not None:
+            if _is_traced() or _callback_of_compiler() is not None:
                 self._not_compiled(self.method, args, kwargs)
             else:  # this question costs less than the call of a function that the compiler leaves alone
                 self.method(*args, **kwargs)
         except FindingsError as error:  # the frames of ddpcheck are of no use to a reader
             raise error.with_traceback(None) from None
         except Exception as error:
-            if OwnErrors.taken_by is None:
-                raise
-            OwnErrors.taken_by(error)
+            OwnErrors.take(error)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (_nothing,)
@@ -83,6 +85,7 @@ def _found_callback() -> Callable[[], Any]:
 
 
 _callback_of_compiler = _found_callback()
+_is_traced = torch.compiler.is_dynamo_compiling
 
 
 @functools.cache

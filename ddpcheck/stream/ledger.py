@@ -107,7 +107,10 @@ class Ledger:
     @property
     def unreduced(self) -> bool:
         """Whether gradients are there that were not averaged."""
-        return any(not one.reduced for one in self.open)
+        for one in self.open:
+            if not one.reduced:
+                return True
+        return False
 
     @property
     def put_off(self) -> bool:

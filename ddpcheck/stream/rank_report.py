@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from msgspec import Struct, field
 from msgspec.structs import force_setattr
@@ -12,7 +13,10 @@ from ddpcheck.findings.evidence.modules import ModuleDescription, ShardedFacts, 
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent, PathEnd, StepEvidence
 from ddpcheck.findings.wording import Names
 
+_STEPS_KEPT = 64  # whose answers are: a dozen recorders ask in each step
 
+
+@lru_cache(_STEPS_KEPT)
 def is_probed(step: int) -> bool:
     """Whether a step is probed (`parameter_history.StepProbe`): 0 and the powers of two."""
     return step & (step - 1) == 0
@@ -21,6 +25,7 @@ def is_probed(step: int) -> bool:
 _FIRST_SAMPLES = 128  # of a run, after which fewer are taken
 
 
+@lru_cache(_STEPS_KEPT)
 def is_sampled(step: int, every: int) -> bool:
     """Whether a step of a script is looked at: one that is probed, or each `every`; 0 for none of these.
 

@@ -85,7 +85,7 @@ def test_views_that_are_gathered_one_by_one_and_joined(views: int) -> None:
     recorder._gathered, recorder._parts = gathered, [_Parts(2, 0, (8, 3))] * views
     recorder._step, recorder._steps, recorder._sink = 3, lambda: 3, found.append
     bank = torch.cat([first.detach(), torch.randn(4, 3), second.detach(), torch.randn(4, 3)])
-    recorder._look((first @ bank.T).logsumexp(1).mean())
+    recorder.note_backward((first @ bank.T).logsumexp(1).mean())
     assert found == [GatheredConstant(3, "all_gather", LINE, 8)] * (views - 1)
 
 
@@ -143,7 +143,7 @@ def _arrival(factor: float, *, own_rows: bool) -> list[OwnPartPutBack]:
     recorder._gathered, recorder._parts = [], [_Parts(2, 1, (8, 3), "all_gather", LINE, features.grad_fn)]
     recorder._step, recorder._steps, recorder._sink = 2, lambda: 2, found.append
     loss = ((features if own_rows else every) @ every.T).logsumexp(1).mean()
-    recorder._look(loss)
+    recorder.note_backward(loss)
     loss.backward()
     return found
 

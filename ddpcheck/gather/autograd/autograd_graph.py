@@ -101,17 +101,21 @@ def at_end_of_backward(function: Callable[[], None]) -> bool:
     Returns:
         False where this torch has no such queue (it is private), and nothing will be called.
     """
-    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
-    if not hasattr(engine, "queue_callback"):
+    if _queue_callback is None:
         return False
-    engine.queue_callback(function)
+    _queue_callback(function)
     return True
+
+
+_queue_callback: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
 
 
 def in_backward() -> bool:
     """Whether this thread runs a backward pass; no where this torch does not say (it is private)."""
-    current = getattr(torch._C, "_current_graph_task_id", None)
-    return current is not None and current() != -1
+    return bool(_current_task() != -1)
+
+
+_current_task: Any = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
 def keeps_graph() -> bool:
@@ -231,15 +235,16 @@ def walk_graph(
     ends: list[Any] = []
     while pending:
         node = pending.pop()
-        names.add(node.name())
+        name = node.name()
+        names.add(name)
         if not_behind(node):
             ends.append(node)
             continue
-        if hasattr(node, "_forward_cls"):
+        if name.endswith("AccumulateGrad"):
+            if (variable := getattr(node, "variable", None)) is not None:
+                leaves[id(variable)] = variable
+        elif hasattr(node, "_forward_cls"):
             functions.append(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and node.name().endswith("AccumulateGrad"):
-            leaves[id(variable)] = variable
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 if len(seen) >= limit:

@@ -366,7 +366,7 @@ def _group_of(given: Any) -> tuple[str, tuple[int, ...]]:
     """Name and members of a process group, given as such, by name, or as a mesh or a dimension of one."""
     import torch.distributed as dist
 
-    with contextlib.suppress(Exception):  # what is no group, the call itself will complain of
+    try:
         group: Any = dist.group.WORLD if given is None else given
         if isinstance(group, dist.ProcessGroup):
             return name_of_group(group), tuple(dist.get_process_group_ranks(group))
@@ -379,7 +379,8 @@ def _group_of(given: Any) -> tuple[str, tuple[int, ...]]:
             everyone = set(group) == set(range(dist.get_world_size()))
             return _group_of(None)[0] if everyone else f"ranks {list(group)}", tuple(group)
         return name_of_group(group), tuple(dist.get_process_group_ranks(group))
-    return "", ()
+    except Exception:  # what is no group, the call itself will complain of
+        return "", ()
 
 
 def name_of_group(group: Any) -> str:

@@ -226,9 +226,11 @@ def _is_own(hook: object) -> bool:
 
 def trains_apart(wrapper: nn.Module) -> bool:
     """Whether a communication hook is to average the next gradients over a part of the ranks: post-local SGD."""
-    states = [state for _hook, state in getattr(wrapper, "_comm_hooks", ())]
-    begins = [(getattr(state, "iter", 0), getattr(state, "start_localSGD_iter", None)) for state in states]
-    return any(begin is not None and now >= begin for now, begin in begins)
+    for _hook, state in getattr(wrapper, "_comm_hooks", ()):
+        begin = getattr(state, "start_localSGD_iter", None)
+        if begin is not None and getattr(state, "iter", 0) >= begin:
+            return True
+    return False
 
 
 def spelled_option(value: object) -> str:

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ PLAIN = (torch.Tensor, nn.Parameter)
 
 def is_shard(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a `DTensor`, of which a rank holds a shard or a replica."""
+    if type(tensor) in PLAIN:
+        return False
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return dtensor is not None and isinstance(tensor, dtensor)
 
@@ -96,7 +99,11 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-_STRIDED = torch.strided
+_kind = attrgetter("dtype", "layout", "is_nested", "is_meta")
+_READABLE = {  # not what is quantized, and not what is complex, which may be a conjugate
+    (getattr(torch, name), torch.strided, False, False)
+    for name in "float32 bfloat16 float16 float64 int64 int32 int16 int8 uint8 bool".split()
+}
 _SMALL = 1 << 16  # bytes of a tensor up to which it is taken together with others
 _AT_ONCE = 1 << 22  # bytes that are taken together
 _Found = tuple[Sequence[str], torch.Tensor]  # numbers of each of these, a row each
@@ -122,13 +129,16 @@ def in_rows(tensors: Mapping[str, torch.Tensor] | InRows) -> InRows:
     """Put the small ones among these into rows, unless they are in rows."""
     if isinstance(tensors, InRows):
         return tensors
+    others = {name: tensor for name, tensor in tensors.items() if not is_small(tensor)}
+    small = {name: tensor for name, tensor in tensors.items() if name not in others} if others else tensors
+    return InRows([*tensors], rows_of(small), others)
+
+
+def rows_of(small: Mapping[str, torch.Tensor]) -> list[Rows]:
+    """Tensors for which `is_small` holds, in rows."""
     alike: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
-    others: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if is_small(tensor):
-            alike.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append((name, tensor))
-        else:
-            others[name] = tensor
+    for name, tensor in small.items():
+        alike.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append((name, tensor))
     found = []
     with torch.no_grad():
         for group in alike.values():
@@ -136,18 +146,19 @@ def in_rows(tensors: Mapping[str, torch.Tensor] | InRows) -> InRows:
             while some := list(islice(left, count)):
                 names, values = zip(*some, strict=True)
                 found.append(Rows(names, torch.stack(values).reshape(len(some), -1)))
-    return InRows([*tensors], found, others)
+    return found
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is taken together with others."""
-    return (
-        type(tensor) in PLAIN
-        and tensor.layout is _STRIDED
-        and 0 < tensor.nbytes <= _SMALL
-        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        and has_memory(tensor)
-    )
+    """Whether a tensor is taken together with others: what can be read as it is. Asked of each, so by few questions."""
+    if type(tensor) not in PLAIN or _kind(tensor) not in _READABLE or tensor.is_neg():
+        return False
+    size = tensor.nbytes
+    if not 0 < size <= _SMALL:
+        return False
+    if tensor.is_contiguous():  # as nearly all are
+        return tensor.untyped_storage().nbytes() >= size + tensor.storage_offset() * tensor.itemsize
+    return has_memory(tensor)
 
 
 def numbers_of(found: Iterable[_Found]) -> dict[str, tuple[Any, ...]]:

@@ -22,7 +22,7 @@ import torch
 
 from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location
+from ddpcheck.findings.source_lines import is_of_program, relative_path, user_location
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch, guarded, patched
 
@@ -151,7 +151,7 @@ def _is_given_up() -> bool:
 def _line_in(said: str) -> Location | None:
     """The innermost line of the program in the stack that follows a reason."""
     lines = [(match["file"], int(match["line"])) for match in _LINE.finditer(said)]
-    lines = [(file, line) for file, line in lines if is_user_file(file) and not is_installed(file)]
+    lines = [(file, line) for file, line in lines if is_of_program(file)]
     return Location(relative_path(lines[-1][0]), lines[-1][1]) if lines else None
 
 

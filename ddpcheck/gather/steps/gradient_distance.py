@@ -19,7 +19,16 @@ import torch
 
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.replace import replace
-from ddpcheck.gather.state.fingerprints import InRows, floats_of, in_rows, is_small, numbers_of, own_part, plain_values
+from ddpcheck.gather.state.fingerprints import (
+    InRows,
+    floats_of,
+    in_rows,
+    is_small,
+    numbers_of,
+    own_part,
+    plain_values,
+    rows_of,
+)
 
 SIZE = 64
 """How many blocks there are at least; their estimate of a norm is within some 25 %."""
@@ -85,7 +94,8 @@ def short_sketches(gradients: InRows | Mapping[str, Kept]) -> dict[str, array[fl
         names, several = gradients.names, _made(gradients)
     else:
         names = [*gradients]
-        several = _made(in_rows({name: one.value for name, one in gradients.items() if not one.is_sketch}))
+        copies = {name: one.value for name, one in gradients.items() if not one.is_sketch}
+        several = _made(InRows(names, rows_of(copies), {}))
         several += [((name,), one.value) for name, one in gradients.items() if one.is_sketch]
     found = floats_of(several)
     return {name: found[name] for name in names}

@@ -87,9 +87,9 @@ class DrawRecorder:
 
     def _before_step(self, *_arguments: Any) -> None:
         began = self._began
-        self.close()
         if not began:
             return
+        self.close()
         del self._draws[self._used or 0 :]  # what comes after backward is for gradients or weights: equal on all ranks
         now = _states(others=True)
         for name in ("python", "numpy"):

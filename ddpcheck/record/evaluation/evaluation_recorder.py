@@ -86,12 +86,12 @@ class EvaluationRecorder:
         self._record: Any = None  # the last one of `logging`
         self._size = self._samples = 0  # of the dataset that was evaluated last, and how many of it this rank has
         self._comparisons = ComparisonRecorder(sink)
-        patched(torch.autograd, "backward", self._trains)
         patched(builtins, "print", self._prints)
         patched(logging.Handler, "handle", self._logs)
         patched(torch, "save", self._saves)
 
-    def _trains(self, *_arguments: Any, **_named: Any) -> None:
+    def note_backward(self, _loss: Any) -> None:
+        """A backward pass of the script begins: it trains."""
         self._backwards += 1
         self._comparisons.close()
         if self._evaluated:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location
+from ddpcheck.findings.source_lines import is_of_program, relative_path, user_location
 from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, before_forward
 from ddpcheck.gather.patching import Patch, patched
 from ddpcheck.gather.state.fingerprints import version_of
@@ -135,7 +135,7 @@ class BypassRecorder:
             code = frame.f_code
             if code.co_filename == DDP_FILE:
                 return
-            of_users = is_user_file(code.co_filename) and not is_installed(code.co_filename)
+            of_users = is_of_program(code.co_filename)
             if found is None and of_users and not _is_method_of(frame, parts):
                 found = frame
             frame = frame.f_back

@@ -186,7 +186,7 @@ class OptimizerSteps:
 
 
 def _has_closure(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    return any(map(callable, (*arguments[1:], *named.values())))
+    return len(arguments) + len(named) > 1 and any(map(callable, (*arguments[1:], *named.values())))
 
 
 def _parameters_of(optimizer: Any) -> set[int]:

@@ -180,6 +180,7 @@ class StepRecorder(StepListener):
         )
         mesh = mesh_of(wrapper) if self.is_sharded else None
         self._splits = {n: split_of(p, mesh) for n, p in self.parameters.items()} if self.is_sharded else {}
+        self._in_few_parts = all(split is not None and split[0] <= _MOST_PARTS for split in self._splits.values())
         self._probe: StepProbe | None = None
         self._micro_batches = MicroBatches(synced.tensors) if options.normalisation else None
         self._optimizer_steps = OptimizerSteps(
@@ -209,7 +210,7 @@ class StepRecorder(StepListener):
     @property
     def wrapper(self) -> nn.Module | None:
         """The wrapper; `None` once nobody holds it."""
-        return self.tracker.wrapper
+        return self.tracker.parameters.wrapper()
 
     @property
     def step(self) -> int:
@@ -224,12 +225,14 @@ class StepRecorder(StepListener):
     @property
     def joins(self) -> bool:
         """Whether ranks without further batches may have left the loop (`Join`)."""
-        return self.wrapper is not None and joins(self.wrapper)
+        wrapper = self.wrapper
+        return wrapper is not None and joins(wrapper)
 
     @property
     def are_apart(self) -> bool:
         """Whether ranks may have left the loop, or all train apart on purpose (post-local SGD): none compares."""
-        return self.joins or (self.wrapper is not None and trains_apart(self.wrapper))
+        wrapper = self.wrapper
+        return wrapper is not None and (joins(wrapper) or trains_apart(wrapper))
 
     def unaveraged(self, used: Contribution | None) -> None:
         """Tell of optimizer steps on gradients that were not averaged; `used`: those of a forward of the wrapper."""
@@ -275,8 +278,7 @@ class StepRecorder(StepListener):
 
     def step_begins(self, step: int) -> None:
         """Probe the step, if it is its turn."""
-        few = all(split is not None and split[0] <= _MOST_PARTS for split in self._splits.values())
-        keeps = self._options.keeps(step) and not self.are_apart and few
+        keeps = self._options.keeps(step) and not self.are_apart and self._in_few_parts
         if self._probe is not None:
             self._probe.attach()
         elif (self._options.parameters and self._reports(step)) or keeps:

@@ -96,7 +96,6 @@ class _Step:
     which is the only place where one step hands over to the next.
 
     Attributes:
-        number: Counted from 0.
         ready: Whether a forward pass has returned after which DDP averages; a backward pass without one is unpaired.
         unused: The parameters that have had no part in its backward passes so far; none before the first forward pass.
         still_expected: Those of them that a later backward pass may bring.
@@ -105,7 +104,6 @@ class _Step:
         snapshot: Of the last forward pass; `None` where it cannot be run again.
     """
 
-    number: int = 0
     ready: bool = False
     unused: Set[int] = NONE
     still_expected: Set[int] = NONE
@@ -119,6 +117,7 @@ class StepTracker:
 
     Attributes:
         parameters: Those that the wrapper synchronises.
+        number: Of the step that is under way or comes next: how many have ended.
         late: The names of parameters that the step that has ended last has missed, while a second backward pass through
             its graph may come.
         unreduced: Indices of parameters whose `.grad` has what backward passes have added since the last reduction.
@@ -137,6 +136,7 @@ class StepTracker:
     ) -> None:
         """Follow `wrapper`; `completes` gives zeros to DDP where it waits for gradients that do not come."""
         self.parameters = SyncedParameters(wrapper)
+        self.number = 0
         self.late: frozenset[str] = frozenset()
         self.unreduced: set[int] = set()
         self.accumulated: frozenset[str] = frozenset()
@@ -160,14 +160,9 @@ class StepTracker:
         self._pass_handles: list[Any] = []  # of hooks that go at the end of the backward pass
 
     @property
-    def number(self) -> int:
-        """The number of the step that is under way or comes next: how many have ended."""
-        return self._step.number
-
-    @property
     def wrapper(self) -> nn.Module | None:
         """The wrapper; `None` once nobody holds it."""
-        return self.parameters.wrapper
+        return self.parameters.wrapper()
 
     def attach(self) -> None:
         """Hang the hooks on the wrapper."""
@@ -430,16 +425,16 @@ class StepTracker:
         step, unused = self._step, self._step.unused
         if self.parameters.is_sharded:  # which reduces what earlier backward passes have left, whatever the last one is
             unused = unused - self.unreduced
-        number, snapshot, awaited = step.number, step.snapshot, self.parameters.awaited(unused)
+        number, snapshot, awaited = self.number, step.snapshot, self.parameters.awaited(unused)
         self.parameters.step_ended(unused)
-        self.accumulated = self.parameters.names_of(self.unreduced)
-        self.late = self.parameters.names_of(step.late & awaited)
-        self._last, self._waits = snapshot if self.late else None, bool(awaited) and not self._completes
-        step.number, step.ready, step.unused, step.late, step.snapshot = number + 1, False, NONE, NONE, None
-        self.unreduced.clear()
         names_of = self.parameters.names_of
+        self.accumulated, self.late = names_of(self.unreduced), names_of(step.late & awaited)
+        self._last, self._waits = snapshot if self.late else None, bool(awaited) and not self._completes
+        self.number, step.ready, step.unused, step.late, step.snapshot = number + 1, False, NONE, NONE, None
+        self.unreduced.clear()
+        names, names_awaited = names_of(unused), names_of(awaited)
         for listener in self._listeners:
-            listener.step_ended(number, names_of(unused), names_of(awaited), snapshot)
+            listener.step_ended(number, names, names_awaited, snapshot)
 
 
 def _add(indices: set[int], index: int, _parameter: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ class SyncedParameters:
     """The parameters that one wrapper synchronises.
 
     Attributes:
+        wrapper: Gives the wrapper; `None` once nobody holds it.
         names: In DDP's order.
         tensors: The parameters, in the same order.
         leaves: What backward accumulates into: the parameters themselves, or the whole of each as far as it is known.
@@ -38,7 +39,7 @@ class SyncedParameters:
     """
 
     def __init__(self, wrapper: nn.Module) -> None:
-        self._wrapper = ref(wrapper)  # which holds this by its hooks, and is freed when nobody else holds it
+        self.wrapper = ref(wrapper)  # which holds this by its hooks, and is freed when nobody else holds it
         self._finds_unused = bool(getattr(wrapper, "find_unused_parameters", False))
         self._unused_first: Set[int] | None = None  # in the first step: static_graph expects the same of all others
         self.is_sharded = not is_ddp(wrapper)
@@ -64,19 +65,15 @@ class SyncedParameters:
         }
 
     @property
-    def wrapper(self) -> nn.Module | None:
-        """The wrapper; `None` once nobody holds it."""
-        return self._wrapper()
-
-    @property
     def are_averaged(self) -> bool:
         """Whether a backward pass averages: DDP decides that in forward, `fully_shard` in backward."""
-        wrapper: Any = self.wrapper
-        return reduces(self._groups) if self.is_sharded else bool(getattr(wrapper, "require_backward_grad_sync", False))
+        if self.is_sharded:
+            return reduces(self._groups)
+        return bool(getattr(self.wrapper(), "require_backward_grad_sync", False))
 
     def hooks_for_leaves(self) -> list[Any]:
         """Handles of hooks that find the leaves of a sharded module, in whose forward they stand for the shards."""
-        if not self.is_sharded or (wrapper := self.wrapper) is None:
+        if not self.is_sharded or (wrapper := self.wrapper()) is None:
             return []
         added = sharding_classes()
         parts: list[tuple[str, Any]] = [(path, p) for path, p in wrapper.named_modules() if isinstance(p, added)]
@@ -95,7 +92,7 @@ class SyncedParameters:
 
     def names_of(self, indices: Iterable[int]) -> frozenset[str]:
         """The names of the parameters with these indices."""
-        return frozenset(self.names[index] for index in indices)
+        return frozenset(map(self.names.__getitem__, indices))
 
     def reached(self, roots: Iterable[Any] | None = None) -> Set[int]:
         """The parameters that the backward pass that has just begun will reach; `all` itself where it reaches all.
@@ -152,11 +149,11 @@ class SyncedParameters:
     @property
     def is_static_graph(self) -> bool:
         """Whether `static_graph` is on; it can be set after wrapping."""
-        return bool(getattr(self.wrapper, "static_graph", False))
+        return bool(getattr(self.wrapper(), "static_graph", False))
 
     def awaited(self, unused: Set[int]) -> Set[int]:
         """The parameters in `unused` that DDP waits for, and will not get: an option of the wrapper says so."""
-        if self._finds_unused or self.is_sharded:
+        if not unused or self._finds_unused or self.is_sharded:
             return NONE
         if self.is_static_graph:
             return NONE if self._unused_first is None else unused - self._unused_first

@@ -16,7 +16,7 @@ from ddpcheck.findings.source_lines import defined_at
 from ddpcheck.gather.autograd import exchanges
 from ddpcheck.gather.autograd.autograd_graph import kept_tensor, made_shapes
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
-from ddpcheck.gather.patching import guarded, patched
+from ddpcheck.gather.patching import guarded
 from ddpcheck.gather.steps.gradient_distance import sketch
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.stream.rank_report import is_probed
@@ -64,7 +64,6 @@ class GatherRecorder:
         self._gathered: list[_Gathered] = []
         self._parts: list[_Parts] = []
         self._step = -1  # in which that was
-        patched(torch.autograd, "backward", self._look)
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
         """A collective is about to be made."""
@@ -87,7 +86,8 @@ class GatherRecorder:
             shape = tensor.numel() // tensor.shape[-1] * count, tensor.shape[-1]
             self._gathered.append(_Gathered(call.operation, where, shape, rows, tensor.grad_fn))
 
-    def _look(self, losses: Any, *_arguments: Any, **_named: Any) -> None:
+    def note_backward(self, losses: Any) -> None:
+        """A backward pass of the script begins: what has become of the parts that were gathered?"""
         (gathered, self._gathered), (parts, self._parts) = (self._gathered, []), (self._parts, [])
         if exchanges.are_known() and is_probed(self._steps()):
             wrapped = parameters_in_wrappers()

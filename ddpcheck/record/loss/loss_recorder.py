@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -45,9 +45,11 @@ class LossRecorder:
         sink: Callable[[LossDifferentiated], object],
         optimizers: OptimizerRecorder,
         batches: Callable[[], int],
+        others: Sequence[Callable[[Any], object]],
     ) -> None:
-        """Begin; `optimizers` are told of each backward pass, `batches` says how many the script has taken."""
+        """Begin; `optimizers` and `others` are told of each backward pass, `batches` says how many were taken."""
         self._batches = batches
+        self._others = others
         self._scaled: tuple[int, Any] = (0, None)  # the identity of what a gradient scaler has made last, and it
         self._sink = sink
         self._optimizers = optimizers
@@ -60,6 +62,8 @@ class LossRecorder:
         patched(torch.amp.GradScaler, "scale", self._scales)
 
     def _backward(self, losses: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
+        for note in self._others:
+            note(losses)
         ended = self._begins(losses)
         self._optimizers.before_backward(losses)
         yield

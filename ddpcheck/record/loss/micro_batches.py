@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class MicroBatches:
         return self._has_moved and self._has_gradients()
 
     def _version(self) -> int:
-        return sum(parameter._version for parameter in self._some)
+        return sum(map(attrgetter("_version"), self._some))
 
     def _has_gradients(self) -> bool:
         left = (parameter.grad for parameter in self._parameters if parameter.grad is not None)

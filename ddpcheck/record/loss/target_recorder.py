@@ -11,7 +11,6 @@ from ddpcheck.findings.evidence.evaluation import GatheredTargets
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.gather.autograd.autograd_graph import kept_tensor
-from ddpcheck.gather.patching import patched
 from ddpcheck.stream.rank_report import is_probed
 
 _MOST_NODES = 64
@@ -33,7 +32,6 @@ class TargetRecorder:
         self._sink = sink
         self._steps = steps
         self._gathered: list[tuple[torch.Tensor, Call]] = []
-        patched(torch.autograd, "backward", self._note)
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
         """A collective is about to be made."""
@@ -43,7 +41,8 @@ class TargetRecorder:
         if tensor is not None and tensor.is_floating_point() and tensor.dim() == 2 and tensor.numel() <= _MOST_ELEMENTS:
             self._gathered = [*self._gathered, (tensor.detach(), call)][-_MOST_GATHERED:]
 
-    def _note(self, loss: Any, *_arguments: Any, **_named: Any) -> None:
+    def note_backward(self, loss: Any) -> None:
+        """A backward pass of the script begins: are what was gathered the classes of its cross entropy?"""
         gathered, self._gathered = self._gathered, []
         if not gathered or not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
             return

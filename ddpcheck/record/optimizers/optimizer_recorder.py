@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -29,7 +29,7 @@ from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_sha
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
 from ddpcheck.record.loss.loss_source import gradients_scaled_at
-from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.module_hooks import Living, UnpickledHook
 from ddpcheck.record.optimizers.gradient_recorders import ClipRecorder, ZeroingRecorder
 from ddpcheck.record.optimizers.part_recorder import shard_norm_at
 from ddpcheck.record.optimizers.schedule_recorder import ScheduleRecorder
@@ -68,7 +68,7 @@ class _Optimizer:
     late: Location | None = None  # of an all_reduce of gradients that this step had used
     rescaled_at: Location | None = None  # the line that scales gradients by the number of ranks
     norm_at: Location | None = None  # the line that takes a norm of the shards of gradients
-    watches: tuple[tuple[int, ...], list[ref[ScriptWatch]]] = field(default=((), []))  # of wrappers, by what was there
+    watches: tuple[Any, list[ref[ScriptWatch]]] = field(default=((), []))  # of wrappers, by what was there
 
 
 class OptimizerRecorder:
@@ -82,7 +82,7 @@ class OptimizerRecorder:
     def __init__(
         self,
         sink: Callable[[Any], object],
-        watches: Iterable[ScriptWatch],
+        watches: Living[ScriptWatch],
         every: int,
         collectives: Callable[[], int],
         lines: LineRecorder,
@@ -177,8 +177,8 @@ class OptimizerRecorder:
         if watches and in_backward():
             return
         self._zeroings.begins_to_step(optimizer, known.number)
-        known.apart |= any(watch.are_apart for watch in watches)
         for watch in watches:
+            known.apart |= watch.are_apart
             watch.optimizer_steps()
         if (marked := known.marked()) is not None and len(known.marks) < _MOST_MARKS:
             known.marks.append(fingerprint(marked))
@@ -189,8 +189,8 @@ class OptimizerRecorder:
                 self.states.look(known.number, known.steps, self._held())
         self._sums.clear()
         self._flat.clear()
-        known.reductions = sum(watch.step for watch in watches)
         known.reduced = {watch.number: watch.step for watch in watches}
+        known.reductions = sum(known.reduced.values())
         known.steps += 1
 
     def _after_step(self, optimizer: Any, *_arguments: Any) -> None:
@@ -201,7 +201,7 @@ class OptimizerRecorder:
 
     def _described(self, optimizer: Any, known: _Optimizer, watches: list[ScriptWatch]) -> OptimizerStep:
         held = _parameters_of(optimizer)
-        wrapped = {id(p): f"{watch.number}/{name}" for watch in watches for name, p in watch.parameters.items()}
+        wrapped = {key: name for watch in watches for key, name in watch.numbered.items()}
         inside = {wrapped[id(p)]: p for p in held if id(p) in wrapped}
         whole = {name: p for name, p in inside.items() if not is_shard(p)}
         alone = {known.alone[id(p)]: p for p in held if id(p) in known.alone and not is_part(p)}
@@ -280,12 +280,11 @@ class OptimizerRecorder:
 
     def _watches_of(self, optimizer: Any, known: _Optimizer) -> list[ScriptWatch]:
         """The watches on wrappers of its parameters; looked for again where there are others, or it has more groups."""
-        watches = list(self._watches)
-        key = (len(optimizer.param_groups), *map(id, watches))
+        key = len(optimizer.param_groups), self._watches.refs
         if known.watches[0] != key:
             held = {id(p) for p in _parameters_of(optimizer)}
             theirs = []
-            for last in sorted(watches, key=lambda watch: -watch.number):  # that wraps a parameter
+            for last in sorted(self._watches, key=lambda watch: -watch.number):  # that wraps a parameter
                 if ours := held & {id(p) for p in last.parameters.values()}:
                     theirs.append(last)
                     held -= ours

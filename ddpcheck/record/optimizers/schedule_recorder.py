@@ -73,7 +73,7 @@ class ScheduleRecorder:
 
     def of(self, optimizer: Any) -> ScheduleState | None:
         """The schedule of its learning rate: of several, the one that has made the most steps; else the last one."""
-        if not self._known:
+        if not self._followed:
             return None
         groups = optimizer.param_groups  # which a wrapper around an optimizer has, too
         ours = [one for one in list(self._known.values()) if getattr(one.optimizer(), "param_groups", None) is groups]

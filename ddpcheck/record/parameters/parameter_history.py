@@ -296,6 +296,8 @@ class StepProbe:
         remove_hooks(self._handles)
 
     def _arrival(self, name: str, leaf: Any) -> Any:
+        parameter = self._parameters[name]
+
         def arrived(gradients: tuple[Any, ...]) -> None:
             (gradient,) = gradients
             if gradient is None:
@@ -305,7 +307,8 @@ class StepProbe:
             if is_shard(gradient) and gradient.placements != leaf.placements:
                 self.beside.add(name)  # under tensor parallelism
             if self.keep is not None:
-                self._keep_held(name)
+                if parameter.grad is not None:
+                    self._keep_held(name)
                 came = self.keep(name, dense(gradient))
                 self.local[name] = self.local[name] + came if name in self.local else came
 
@@ -323,8 +326,9 @@ class StepProbe:
 
     def backward_begins(self) -> None:
         """Keep what `.grad` holds; a parameter that is in the loss by another way may have had its gradient."""
-        for name in self._parameters if self.keep is not None else ():
-            self._keep_held(name)
+        for name, parameter in self._parameters.items() if self.keep is not None else ():
+            if parameter.grad is not None:
+                self._keep_held(name)
 
     def forward_returned(self, tensors: Sequence[torch.Tensor]) -> None:
         """Walk the graph of the tensors that a forward pass has returned, while it exists."""

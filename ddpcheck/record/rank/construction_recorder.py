@@ -16,7 +16,12 @@ from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.replicas import SizedVariable, WrapperBegun
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location, variables_of
+from ddpcheck.findings.source_lines import (
+    is_of_program,
+    relative_path,
+    user_location,
+    variables_of,
+)
 from ddpcheck.gather.ddp.ddp_wrapper import constructor_options
 from ddpcheck.gather.patching import guarded
 from ddpcheck.gather.state.module_description import class_name, structure_of
@@ -127,7 +132,7 @@ def _user_functions(frame: FrameType | None) -> Iterator[FrameType]:
     found = 0
     while frame is not None and found < _MOST_FRAMES:
         code = frame.f_code
-        if code.co_name != "<module>" and is_user_file(code.co_filename) and not is_installed(code.co_filename):
+        if code.co_name != "<module>" and is_of_program(code.co_filename):
             found += 1
             yield frame
         frame = frame.f_back

@@ -152,12 +152,13 @@ class _WatchedRank:
             evaluations.note_pass,
         )
         self._draws = DrawRecorder(log.add, lambda: self._optimizers.steps)
-        losses = LossRecorder(log.add, self._optimizers, lambda: self._loaders.taken)
+        gathers = GatherRecorder(log.add, lambda: self._optimizers.steps)
+        others = [recorder.note_backward for recorder in (evaluations, targets, gathers)]
+        losses = LossRecorder(log.add, self._optimizers, lambda: self._loaders.taken, others)
         self._taken = TakenRecorder(log.add, self._watches)
         self._compilations = CompilationRecorder(log.add, self._trains, lambda: self._optimizers.steps)
         self._compilations.begin()
         when_imported(OF_COMPILER, follow_compiler)
-        gathers = GatherRecorder(log.add, lambda: self._optimizers.steps)
         self._statistics = StatisticsRecorder(log.add, lambda: self._loaders.samples)
         self._constructions = ConstructionRecorder()
         self._files = FileRecorder(log, self._watches)

@@ -52,6 +52,10 @@ class ScriptWatch(StepListener):
     """The watch on one wrapper of a script, which is the `number`-th that this rank has constructed.
 
     The door of a `StepRecorder`, and itself told of the steps.
+
+    Attributes:
+        is_sharded: Whether it is a module that `fully_shard` has sharded.
+        numbered: By identity of its parameters, the number of the wrapper and the name: "0/fc.weight".
     """
 
     def __init__(
@@ -106,13 +110,15 @@ class ScriptWatch(StepListener):
             began_alike=began_alike,
             keeps_start=began_alike,
             built=built,
-            listeners=[self, self._marks],
+            listeners=[self],
         )
         self._replica = ReplicaRecorder(self._recorder, log, number)
+        self.is_sharded = self._recorder.is_sharded
         mesh = mesh_of(wrapper) if self.is_sharded else None
         self._gathers_in = mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
         of_all = len(self._recorder.ranks) == dist.get_world_size()
         self._gathers_together = mesh is not None and (of_all or self._gathers_in is not None)
+        self.numbered = {id(p): f"{number}/{name}" for name, p in self.parameters.items()}
         self._paths = {id(part): path for path, part in self.module.named_modules()}
         self._bypass = BypassRecorder(self.module, self._recorder.tracker.parameters.tensors, self._recorder.loop.add)
         self._recorder.attach()
@@ -140,11 +146,6 @@ class ScriptWatch(StepListener):
     def forwards(self) -> int:
         """How many forward passes there have been that may train."""
         return self._collectives.forwards
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether it is a module that `fully_shard` has sharded."""
-        return self._recorder.is_sharded
 
     def forward_entered(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """DDP's own forward of a wrapper has begun; hooks are not called where the script calls it by its name."""
@@ -213,7 +214,7 @@ class ScriptWatch(StepListener):
     @property
     def step(self) -> int:
         """The number of synchronised backward passes that have ended."""
-        return self._recorder.step
+        return self._recorder.tracker.number
 
     @property
     def is_of_living_wrapper(self) -> bool:
@@ -379,6 +380,7 @@ class ScriptWatch(StepListener):
         """Write what was captured in the last step, where no optimizer has stepped, and what is kept of its buffers."""
         self._replica.write()
         self._replica.write_buffers()
+        self._marks.forward_begins()
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
         """Count it, by its line."""
@@ -391,8 +393,9 @@ class ScriptWatch(StepListener):
         self._log.add(NotCompared(self.number, _HIDDEN))
 
     def _is_due(self, step: int) -> bool:
-        loaded = self.is_sharded and self._log.loads > self._loads
-        return bool(self._every) and (loaded or is_sampled(step, self._every))
+        if not self._every:
+            return False
+        return is_sampled(step, self._every) or (self.is_sharded and self._log.loads > self._loads)
 
     def _is_sampled(self, step: int) -> bool:
         return is_probed(step) or (self._is_due(step) and not self.are_apart)
@@ -400,10 +403,10 @@ class ScriptWatch(StepListener):
     def backward_begins(self) -> None:
         """Note the collectives of the reduction that comes."""
         self._through_forward = True
-        wrapper = self._recorder.wrapper
+        wrapper, step = self._recorder.wrapper, self.step
         if wrapper is not None:
             self._collectives.reduces(wrapper)
-        self._log.count(self.number, self.step + 1, self.step)
+        self._log.count(self.number, step + 1, step)
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
         """Write what the forward pass was given, in steps that are looked at."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.findings.source_lines import is_installed, is_user_file, variables_of
+from ddpcheck.findings.source_lines import is_installed, is_of_program, is_user_file, variables_of
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS
 from ddpcheck.record.source.source_scope import body_of, own_nodes
 
@@ -315,7 +315,7 @@ def _inside_widely(name: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _is_of_program(file: str) -> bool:
-    return bool(file) and is_user_file(file) and not is_installed(file)
+    return bool(file) and is_of_program(file)
 
 
 _EMPTY = CellType()  # no variable of a closure that has a value equals it

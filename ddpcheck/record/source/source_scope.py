@@ -23,7 +23,13 @@ from typing import Any
 from torch import nn
 
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_installed, is_user_file, parsed_source, relative_path, variables_of
+from ddpcheck.findings.source_lines import (
+    is_of_program,
+    is_user_file,
+    parsed_source,
+    relative_path,
+    variables_of,
+)
 
 UNKNOWN: Any = object()
 
@@ -58,7 +64,7 @@ def function_of(called: Any) -> tuple[CodeType | None, Mapping[str, Any]]:
 
 def is_users(code: Any) -> bool:
     """Whether this is code of the script's own files."""
-    return isinstance(code, CodeType) and is_user_file(code.co_filename) and not is_installed(code.co_filename)
+    return isinstance(code, CodeType) and is_of_program(code.co_filename)
 
 
 def resolved(scope: Scope, node: ast.expr) -> Any:
@@ -182,7 +188,7 @@ def program_files() -> tuple[str, ...]:
 @functools.lru_cache(1)
 def _program_files(_modules: int) -> tuple[str, ...]:
     files = (getattr(module, "__file__", None) or "" for module in list(sys.modules.values()))
-    return tuple(file for file in files if file.endswith(".py") and is_user_file(file) and not is_installed(file))
+    return tuple(file for file in files if file.endswith(".py") and is_of_program(file))
 
 
 _BY_NAME = (FunctionType, ModuleType, NoneType)  # what holds variables, and no attributes or items; none: a function
