@@ -205,7 +205,8 @@ def _optimizers(facts: ScriptFacts) -> Verdicts:
                 else judge_alone(one.steps, one.ends, others, wrapped=wrapped, sharded_at=sharded_at, assigned=assigned)
             )
             of_one += alone or judge_sums(one.steps, losses)
-        found += of_one + judge_stale(one.steps, facts.moved, held) + judge_schedule(one.ends, len(facts.ranks))
+        found += of_one + _with_model(judge_stale(one.steps, facts.moved, held), facts)
+        found += judge_schedule(one.ends, len(facts.ranks))
         found += judge_summed_again(one.steps, len(facts.ranks))
     firsts = [first_steps(rank) for rank in facts.ranks]
     if not found and len({len(of_rank) for of_rank in firsts}) == 1:  # ranks may have given them other parameters
@@ -248,7 +249,24 @@ def _unheld(facts: ScriptFacts) -> Verdicts:
     made = next((one.made for one in every if one.held or not named), None)
     in_vain = bool(every) and not any(one.norms or one.gradients for one in every)
     found = judge_unheld(facts.moved, named, made=made, in_vain=in_vain)
-    return {"optimizers": Verdict(found)}
+    return {"optimizers": Verdict(_with_model(found, facts))}
+
+
+def _with_model(found: Sequence[Finding], facts: ScriptFacts) -> list[Finding]:
+    """Findings on parameters that never move, with the one of several wrapped modules that they are of."""
+    models = [
+        [
+            f"of {one.made.module}, which is wrapped at {one.made.location}"
+            for one in facts.wrappers
+            if all(facts.moved.get(f"{one.number}/{name}") is False for name in finding.subjects)
+        ]
+        for finding in found
+    ]
+    several = len(facts.wrappers) > 1
+    return [
+        replace(finding, evidence=(*of_model, *finding.evidence)) if several and len(of_model) == 1 else finding
+        for finding, of_model in zip(found, models, strict=True)
+    ]
 
 
 # Losses

@@ -49,7 +49,7 @@ def main() -> None:
         numbers = torch.arange(4 * world_size)
         loss = cross_entropy(first @ second.T / 0.2, numbers if FIXED else numbers[4 * rank : 4 * rank + 4])
         optimizer.zero_grad()
-        loss.backward()
+        (loss * world_size if FIXED else loss).backward()
         optimizer.step()
     print(f"rank {rank}: trained")
     dist.destroy_process_group()

@@ -175,5 +175,36 @@ def test_the_own_part_of_the_gradient_of_a_loss_of_all_rows_or_of_the_own_ones()
     assert not _judged(_parts((1.0, 2.0), (1.0, 2.0), factor=2.0), mean)
     assert not _judged(_parts((1.0, 2.0), ()), mean) and not _judged(alike[:1], mean)
     assert not _judged([of_rank[:1] for of_rank in apart], mean)
-    for given in (alike, apart):
-        assert not _judged([[replace(one, by_function=False) for one in of_rank] for of_rank in given], mean)
+
+
+def test_the_own_part_that_is_put_back_into_what_torch_has_gathered() -> None:
+    mean, total = ScaledTerm("mean", 1.0, 8), ScaledTerm("sum", 0.25, 8)
+
+    def judged(*arrived: tuple[float, ...], besides: bool = False, **more: Any) -> list[str]:
+        parts = [[replace(p, by_function=False, besides=besides) for p in of_rank] for of_rank in _parts(*arrived)]
+        return _judged(parts, mean, total, **more) if besides else _judged(parts, mean, **more)
+
+    assert judged((1.0, 2.0), (2.0, -1.0)) == judged((1.0, 2.0), (1.0, 2.0)) == ["DDP309"]
+    assert not judged((1.0, 2.0), (1.0, 2.0), scale_matters=False)
+    assert judged((1.0, 2.0), (1.0, 2.0), besides=True, scale_matters=False) == ["DDP309"]
+    both = _parts((1.0, 2.0), (2.0, -1.0))
+    assert not _judged([both[0], [replace(one, by_function=False) for one in both[1]]], mean)
+
+
+@pytest.mark.parametrize("besides", [False, True])
+def test_features_that_a_loss_takes_besides_what_was_gathered(*, besides: bool) -> None:
+    torch.manual_seed(0)
+    found: list[Any] = []
+    recorder = object.__new__(GatherRecorder)  # which follows nothing
+    features = _features()
+    rows = _own_rows(features)
+    assert rows is not None
+    recorder._gathered = [_Gathered("all_gather", LINE, (8, 3), rows, features.grad_fn)]
+    recorder._parts, recorder._step, recorder._steps = [_Parts(2, 1, (8, 3), "all_gather", LINE)], 2, lambda: 2
+    recorder._sink = found.append
+    loss = torch.cat([torch.randn(4, 3), features]).var(0).sum()
+    loss = loss + features.square().mean() if besides else loss
+    recorder._look(loss)
+    loss.backward()
+    (one,) = found
+    assert one.besides == besides and one.arrived and not one.by_function

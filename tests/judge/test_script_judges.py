@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ from ddpcheck.judge.loop.script_wrappers import (
     without_rounding,
 )
 from ddpcheck.judge.replicas.script_states import judge_states
+from ddpcheck.judge.script_table import _with_model
 from ddpcheck.stream.entries import ReplicaCaptured, Sketch
 from ddpcheck.stream.rank_report import ReplicaState
 
@@ -294,7 +296,12 @@ def test_some_ranks_are_given_the_same_inputs_or_all_are_for_a_while() -> None:
     assert (of_some.severity, for_a_while.severity) == (Severity.ERROR, Severity.WARNING)
     assert "from step 3 on they differ" in for_a_while.evidence
     assert not judge_inputs({0: given(1, 2, 8, 9), 1: given(1, 2, 3, 4)})  # too few to tell
-    assert not judge_inputs({0: given(5, 6, 7, 8), 1: given(1, 2, 3, 4), 2: given(9, 2, 3, 4)})
+    (since,) = judge_inputs({0: given(7, 8, 1, 2, 3), 1: given(5, 6, 1, 2, 3)})
+    assert since.severity == Severity.WARNING and "the last 3 steps" in since.message
+    assert any("until step 1 they differ" in line for line in since.evidence) and "checkpoint" in since.fix
+    assert not judge_inputs({0: given(7, 8, 1, 1, 1), 1: given(5, 6, 1, 1, 1)})  # one batch, again and again
+    assert not judge_inputs({0: given(7, 8, 9, 2, 3), 1: given(5, 6, 1, 2, 3)})
+    assert not judge_inputs({0: given(5, 6, 7, 8), 1: given(1, 2, 3, 4), 2: given(9, 2, 3, 8)})
 
 
 @pytest.mark.parametrize(
@@ -399,6 +406,8 @@ def test_a_rank_that_skips_a_step() -> None:
 def test_gradients_that_a_rank_changes_before_the_step() -> None:
     here, there = step(norms={"0/w": 1.0}), step(norms={"0/w": 0.1})
     assert codes(judge_step_gradients([[here, there]])) == ["DDP301"]
+    (found,) = judge_step_gradients([[replace(one, changed_at=Location("train.py", 5)) for one in (here, there)]])
+    assert found.location == Location("train.py", 5) and f"steps at {here.location}" in found.evidence[-1]
     assert not judge_step_gradients([[here, step(norms={"0/w": 1.0 + 1e-6})]])
     assert not judge_step_gradients([[here, replace(there, averaged=False)]])  # the rank's own, under no_sync
     assert not judge_step_gradients([[here, replace(there, reductions=3)]])  # DDP508
@@ -549,9 +558,25 @@ def test_an_optimizer_of_tensors_that_no_module_has() -> None:
     assert not judge_stale([[step(), step()]], {"0/w": False}, set())
 
 
+def test_which_of_two_models_it_is_that_never_moves() -> None:
+    made = [SimpleNamespace(module=name, location=f"train.py:{line}") for name, line in (("Net", 4), ("Other", 5))]
+    wrappers = [SimpleNamespace(number=number, made=one) for number, one in enumerate(made)]
+    facts: Any = SimpleNamespace(wrappers=wrappers, moved={"0/w": True, "1/w": False})
+    steps = [[step(unknown=("? 0 (4,)",)), step()]]
+    (found,) = _with_model(judge_stale(steps, facts.moved, {"0/w"}), facts)
+    assert found.evidence[0] == "of Other, which is wrapped at train.py:5"
+    facts.wrappers = wrappers[:1]
+    assert _with_model([found], facts) == [found]
+
+
 def test_metrics_zeroing_and_reductions() -> None:
     assert codes(judge_metrics([[MetricUsed(0, 0, 0.5, LINE)], [MetricUsed(0, 0, 0.6, LINE)]])) == ["DDP518"]
     assert not judge_metrics([[MetricUsed(0, 0, 0.5, LINE)], [MetricUsed(0, 0, 0.5, LINE)]])
+    saves = MetricUsed(0, 0, 0.5, LINE, user="ModelCheckpoint", metric="val_loss")
+    (found,) = judge_metrics([[saves, replace(saves, count=1)], [replace(saves, value=0.6)] * 2])
+    assert found.subjects == ("ModelCheckpoint", "val_loss") and "sync_dist=True" in found.fix
+    assert not judge_metrics([[saves], [replace(saves, value=0.500001)]])  # of the same samples on another device
+    assert not judge_metrics([[saves], [replace(saves, metric="val_acc", value=0.6)]])
     assert codes(judge_zeroed([GradientsZeroed(0, 3, LINE)])) == ["DDP517"]
     assert not judge_zeroed([])
 
@@ -678,9 +703,25 @@ def shared(count: int, *own: float, total: float = 0.0, weight: float = 1.0, **m
     return [loss(count, term, reduced=(NumberReduced(number, LINE),), **more) for number in own]
 
 
+def weighed(count: int, *own: float, more: tuple[float, ...] = ()) -> list[LossDifferentiated]:
+    """Likewise a mean of each rank, times its own number."""
+    by, times = sum(own), math.prod(more)
+    return [
+        loss(
+            count,
+            ScaledTerm("mean", times * number / by, 24, divisors=(by,), multipliers=(number, *more)),
+            reduced=(NumberReduced(number, LINE),),
+        )
+        for number in own
+    ]
+
+
 @pytest.mark.parametrize(
     ("passes", "found"),
     [
+        ([weighed(0, 30, 34), weighed(1, 20, 11), weighed(2, 9, 40)], ["DDP303"]),
+        ([weighed(0, 30, 34, more=(2.0,)), weighed(1, 20, 11, more=(2.0,)), weighed(2, 9, 40, more=(2.0,))], []),
+        ([weighed(0, 30, 34), weighed(1, 20, 11), [replace(one, reduced=()) for one in weighed(2, 9, 40)]], []),
         ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40)], ["DDP303"]),
         ([shared(0, 30, 34, weight=2), shared(1, 20, 11, weight=2), shared(2, 9, 40, weight=2)], []),  # the world size
         ([shared(0, 30, 34, weight=5), shared(1, 20, 11, weight=5), shared(2, 9, 40, weight=5)], ["DDP303"]),

@@ -100,6 +100,14 @@ def test_an_operation_on_a_shard_is_one_outside_of_forward() -> None:
     assert "register_fsdp_forward_method" in found.what_to_do
 
 
+def test_the_state_of_an_optimizer_that_is_not_in_shards() -> None:
+    steps = 'File "train.py", line 9, in main\n  File "torch/optim/adam.py", line 223, in step\n'
+    found = judged("aten.add_.Tensor got mixed torch.Tensor and DTensor, need to convert all", (), traceback=steps)
+    assert (found.code, found.subjects) == ("DDP521", ("state",)) and "set_optimizer_state_dict" in found.what_to_do
+    closure = f'{steps}  File "torch/nn/functional.py", line 3, in linear\n'
+    assert judged("aten.addmm.default got mixed torch.Tensor and DTensor", (), traceback=closure).code == "DDP501"
+
+
 def test_whole_tensors_that_are_given_to_shards_are_no_call_past_forward() -> None:
     mixed = "aten.copy_.default got mixed torch.Tensor and DTensor, need to convert all"
     lost, inside = "'Parameter' object has no attribute '_local_tensor'", "fsdp/_fully_shard/_fsdp_param.py"

@@ -157,6 +157,7 @@ class OwnPartPutBack(Entry, frozen=True):
             where it is zero but for the rank's own part, or a group has gathered it.
         factor: By how much the gradient of the rank's own features is that of their part; 0 if it is no multiple.
         by_function: Whether a function of the script's, with a `backward`, gathers.
+        besides: Whether the loss takes the rank's own features by another way, too.
     """
 
     step: int
@@ -165,6 +166,7 @@ class OwnPartPutBack(Entry, frozen=True):
     arrived: tuple[float, ...] = ()
     factor: float = 0.0
     by_function: bool = False
+    besides: bool = False
 
 
 class GradientsChanged(Entry, frozen=True):

@@ -214,6 +214,7 @@ class OptimizerStep(Entry, frozen=True):
         restored_at: The line that has last given it a state, by `load_state_dict`.
         rescaled_at: The line that scales gradients by the number of ranks, in the functions that lead to the step.
         norm_at: The line that takes a norm of the shards of gradients, likewise.
+        changed_at: The one line that writes gradients between backward and the step, if there is just one.
         shards: How many parameters that it trains are shards of this rank (DTensor), with norms and state of a part.
         shard_scales: By what factor the gradient of each of them has grown since its reduction, as far as that is
             known, in its norm.
@@ -254,6 +255,7 @@ class OptimizerStep(Entry, frozen=True):
     in_fsdp1: int = 0
     made_with: str = ""
     shard_states: Mapping[str, float] = field(default_factory=dict)
+    changed_at: Location | None = None
 
 
 class OptimizerEnd(Entry, frozen=True):
@@ -360,13 +362,25 @@ class LossDifferentiated(Entry, frozen=True):
 
 
 class MetricUsed(Entry, frozen=True):
-    """A learning rate schedule has been given a metric; `count` by its number in the order of first use."""
+    """A learning rate schedule has been given a metric, or a callback decides by one.
+
+    Attributes:
+        schedule: The number of the schedule or the callback, in the order of first use.
+        count: How many metrics it has had before.
+        value: Of the metric.
+        location: The line that hands it over, or logs it.
+        optimizer: Of a schedule, the number of its optimizer.
+        user: The class of what uses it.
+        metric: Its name, where it has one.
+    """
 
     schedule: int
     count: int
     value: float
     location: Location | None
     optimizer: int = -1
+    user: str = "ReduceLROnPlateau"
+    metric: str = ""
 
 
 class GradientsClipped(Entry, frozen=True):

@@ -253,9 +253,10 @@ def batch(step):
             "between parameters and the loss, and the gradient is not that of the global batch. `ddpcheck run` "
             "reports a loss that was all-reduced in place and then differentiated, and one that multiplies by the "
             "gathered rows of all ranks, or takes distances from them, as constants, the rank's own among them. It "
-            "also compares the gradient that arrives at what a function of the script's gathers, on each rank, with "
-            "what goes on to the rank's own features: where ranks have other losses, that lacks what the others ask "
-            "(if they have the same loss, it is DDP303)."
+            "also compares the gradient that arrives at what is gathered, on each rank, with what goes on to the "
+            "rank's own features, which are put back or come through a function of the script's: where ranks have "
+            "other losses, that lacks what the others ask. If they have the same loss, all that is wrong is a factor, "
+            "and it is a warning (DDP303, where it is a function)."
         ),
         ignore="If the values from other ranks are to be constants, as negatives of a contrastive loss often are.",
         reports=("mlfoundations/open_clip#616", "KevinMusgrave/pytorch-metric-learning#10"),

@@ -260,37 +260,55 @@ def judge_inputs(
 ) -> list[Finding]:
     """DDP505: a wrapper that is given the same samples on several ranks in each step, and others in the next.
 
+    In all steps, in the first ones, or from a step on, as after a checkpoint with the generator of one rank.
+
     Args:
         inputs: By rank of the wrapper's group, of the same steps.
         draws: By rank, by which samples may be chosen.
     """
     steps = [of_ranks for of_ranks in zip(*inputs.values(), strict=False) if len({one.step for one in of_ranks}) == 1]
     given = {rank: [tuple(sorted(of_ranks[place].samples)) for of_ranks in steps] for place, rank in enumerate(inputs)}
-    first = group_by(given, lambda rank: tuple(given[rank][:FEWEST_INPUTS]))
-    same = next((ranks for ranks in first.values() if len(ranks) > 1), [])
-    of_same = [{given[rank][place] for rank in same} for place in range(len(steps))]
-    held = next((place for place, samples in enumerate(of_same) if len(samples) > 1), len(steps))
-    if held < FEWEST_INPUTS or not same or len(set.union(*of_same[:held])) == 1:
+    same, held = _given_alike(given, len(steps))
+    later = not held
+    if later:
+        same, held = _given_alike({rank: of_rank[::-1] for rank, of_rank in given.items()}, len(steps))
+    if not held:
         return []
+    others = steps[::-1][held:] if later else steps[held:]
     line, forward = line_of_selection([draws.get(rank, ()) for rank in same]), steps[0][0].location
     every = len(same) == len(inputs)
     who = "Every rank's forward pass is" if every else f"The forward passes of {format_ranks(same)} are"
-    when = f"{'all' if held == len(steps) else 'the first'} {held} steps that were compared"
+    part = "all" if not others else "the last" if later else "the first"
+    when = f"{part} {held} steps that were compared"
+    differ = [
+        f"{'until' if later else 'from'} step {one[0].step}{'' if later else ' on'} they differ" for one in others
+    ]
     return one_finding(
         "DDP505",
         ("forward",),
         f"{who} given the same samples, in {when}; so together {'the' if every else 'these'} ranks do the work of one.",
         ranks=() if every else tuple(same),
         location=line or forward,
-        severity=None if held == len(steps) else Severity.WARNING,  # may be a warm-up
+        severity=Severity.WARNING if others else None,  # may be a warm-up
         evidence=[
             f"their bits are equal on {'all' if every else 'these'} ranks, and others in other steps",
-            *([f"from step {steps[held][0].step} on they differ"] if held < len(steps) else []),
+            *differ[:1],
             *([f"forward is called at {forward}"] if line else []),
         ],
         fix="Take other samples on each rank: by a DistributedSampler, by rank and world size, or from a generator "
-        "that is seeded with seed + rank.",
+        "that is seeded with seed + rank"
+        + (", and whose state each rank restores from its own checkpoint." if later else "."),
     )
+
+
+def _given_alike(given: Mapping[int, Sequence[tuple[int, ...]]], count: int) -> tuple[list[int], int]:
+    """Ranks that are given the same samples from the first of so many steps on, and in how many; 0 for too few."""
+    first = group_by(given, lambda rank: tuple(given[rank][:FEWEST_INPUTS]))
+    same = next((ranks for ranks in first.values() if len(ranks) > 1), [])
+    of_same = [{given[rank][place] for rank in same} for place in range(count)]
+    held = next((place for place, samples in enumerate(of_same) if len(samples) > 1), count)
+    changes = same and held >= FEWEST_INPUTS and len(set.union(*of_same[:held])) > 1
+    return same, held if changes else 0
 
 
 def judge_tables(

@@ -242,6 +242,16 @@ def _given_shards(facts: RaisedFacts, text: str) -> list[Finding]:
     """
     if "load_state_dict" in text or "aten.copy_." in text:
         return _whole_into_shards(facts, "copied into")
+    if text.rpartition('File "')[2].startswith("torch/optim/"):
+        return facts.one_finding(
+            "DDP521",
+            ("state",),
+            "The optimizer's state has plain tensors where its parameters are shards (DTensor): it is that of whole "
+            "parameters, or was made before fully_shard was called.",
+            fix="Load the state of whole parameters on all ranks by set_optimizer_state_dict(model, optimizer, state, "
+            "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict; and construct "
+            "the optimizer after fully_shard.",
+        )
     for begun in facts.begun[-1:]:
         if str(begun.location) != facts.first.location:
             continue

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ddpcheck.findings.evidence.loop import GradientsChanged
 from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import group_by_value, join_names, one_finding, plural_verb, told_by_rank
 from ddpcheck.judge.gradients.script_alone import (
     Steps,
@@ -58,11 +58,19 @@ def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
                 fix="Clip, scale, mask and add noise in the same way on every rank; what is decided from local data "
                 "has to be shared first.",
             )
-            return [_at_clip(finding, clips) for finding in found]
+            return [_at_clip(finding, clips) or _at_write(finding, of_ranks[0].changed_at) for finding in found]
     return []
 
 
-def _at_clip(finding: Finding, clips: Clips) -> Finding:
+def _at_write(finding: Finding, line: Location | None) -> Finding:
+    """At the line that writes gradients before the step, where there is just one."""
+    if line is None:
+        return finding
+    steps = f"the optimizer steps at {finding.location}"
+    return replace(finding, location=line, evidence=(*finding.evidence, steps))
+
+
+def _at_clip(finding: Finding, clips: Clips) -> Finding | None:
     """At the call that clips gradients, the same on every rank until then, to a limit that is not the same."""
     for of_ranks in zip(*clips, strict=False):
         first = of_ranks[0]
@@ -95,7 +103,7 @@ def _at_clip(finding: Finding, clips: Clips) -> Finding:
                 ),
                 fix="Clip to the same limit on every rank: all_reduce what it is computed from before the call.",
             )
-    return finding
+    return None
 
 
 def judge_clips(clips: Clips, steps: Sequence[Sequence[Steps]]) -> list[Finding]:

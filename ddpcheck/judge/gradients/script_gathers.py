@@ -13,9 +13,13 @@ from ddpcheck.findings.wording import counted, one_finding
 _FEWEST = 2  # steps
 _NEAR = 1e-3  # relative, of numbers that are equal but for rounding
 _APART = 0.1  # relative, of gradients of other losses
-_FIX = (
+_IN_FUNCTION = (
     "Gather with torch.distributed.nn.functional.all_gather, whose backward adds up the gradients of all ranks; or do "
     "so in the backward of the script's own function."
+)
+_BY_TORCH = (
+    "Gather with torch.distributed.nn.functional.all_gather, whose backward adds up the gradients of all ranks, and "
+    "put no part back."
 )
 
 
@@ -46,18 +50,19 @@ def judge_own_parts(
     """DDP303 or DDP309: the gradient of what was gathered goes on to the rank's own features as it arrives; by rank.
 
     Where the same gradient arrives on every rank, each has the loss of all rows: their own parts add up to the gradient
-    of that, and DDP divides by the number of ranks. Where it differs, what the losses of others ask of a feature is
-    lost. Only of a gather with a `backward` of the script's own: what others detach is to be constant.
+    of that, and DDP divides by the number of ranks. That matters if steps depend on the scale of gradients, or if the
+    loss takes the features by another way, too. Where it differs, what the losses of others ask of a feature is lost.
     """
     by_step = [{one.step: one for one in reversed(of_rank)} for of_rank in parts]
     steps = [[of_rank[step] for of_rank in by_step] for step in sorted(set.intersection(*map(set, by_step)))]
     steps = [of_ranks for of_ranks in steps if all(any(one.arrived) for one in of_ranks)]
     every = [one for of_ranks in steps for one in of_ranks]
-    as_it_is = all(one.by_function and abs(one.factor - 1) < _NEAR for one in every)
+    as_it_is = len({one.by_function for one in every}) == 1 and all(abs(one.factor - 1) < _NEAR for one in every)
     if len(parts) < 2 or len(steps) < _FEWEST or not as_it_is:
         return []
     first, apart = every[0], [_difference([one.arrived for one in of_ranks]) for of_ranks in steps]
     seen = f"in {counted(len(steps), 'step')} that were looked at"
+    fix = _IN_FUNCTION if first.by_function else _BY_TORCH
     if min(apart) > _APART:
         return one_finding(
             "DDP309",
@@ -68,25 +73,30 @@ def judge_own_parts(
             location=first.location,
             evidence=[f"on each rank another gradient arrives at what was gathered, {seen}"],
             severity=Severity.WARNING,
-            fix=_FIX,
+            fix=fix,
         )
     used = [one for of_rank in losses for one in of_rank if any(step[0].step == one.step for step in steps)]
-    terms = [term for one in used for term in one.terms]
+    terms, besides = [term for one in used for term in one.terms], all(one.besides for one in every)
     plain = all(
-        term.kind == "mean" and abs(term.factor) < 1 + _NEAR and len(parts) not in term.multipliers for term in terms
+        (besides or (term.kind == "mean" and abs(term.factor) < 1 + _NEAR)) and len(parts) not in term.multipliers
+        for term in terms
     )
-    if max(apart) > _NEAR or not scale_matters or not terms or not plain:
+    if max(apart) > _NEAR or not (scale_matters or besides) or not terms or not plain:
         return []
+    part = "the part of the gradient that comes through it is" if besides else "gradients are"
     return one_finding(
-        "DDP303",
-        ("loss",),
+        "DDP303" if first.by_function else "DDP309",
+        ("loss",) if first.by_function else (first.operation,),
         f"Each rank computes the loss of the rows of all ranks, which {first.operation} has gathered, its gradient "
-        "goes on to the rank's own features only, and DDP averages over the ranks: gradients are "
-        f"1/{len(parts)} of those of the loss.",
+        f"goes on to the rank's own features only, and DDP averages over the ranks: {part} 1/{len(parts)} of "
+        f"{'that' if besides else 'those'} of the loss.",
         location=first.location,
-        evidence=[f"the same gradient arrives at what was gathered, on every rank, {seen}"],
+        evidence=[
+            f"the same gradient arrives at what was gathered, on every rank, {seen}",
+            *(["other terms of the loss take the features as they are, and have their whole gradient"] * besides),
+        ],
         severity=Severity.WARNING,
-        fix=f"Multiply the loss by the world size. Or: {_FIX}",
+        fix=f"Multiply {'these terms' if besides else 'the loss'} by the world size. Or: {fix}",
     )
 
 

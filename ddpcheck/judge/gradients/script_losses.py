@@ -138,7 +138,10 @@ def _sizes(replicas: int, together: int) -> dict[int, str]:
 
 
 def _judge_shared(passes: Losses) -> list[Finding]:
-    """DDP303: sums that every rank divides by a number of all ranks, and DDP divides by the number of ranks again."""
+    """DDP303: sums that every rank divides by a number of all ranks, and DDP divides by the number of ranks again.
+
+    A mean times the rank's own part of that number is such a sum.
+    """
     lines = [_divided_by(of_ranks) for of_ranks in passes]
     if not all(lines):
         return []
@@ -201,18 +204,24 @@ def _divided_by(of_ranks: Sequence[LossDifferentiated]) -> tuple[float, Location
     terms = [term for one in of_ranks for term in one.terms if term.factor]
     size = float(len(of_ranks))
     by_size = all(size in term.multipliers for term in terms) or any(size in term.divisors for term in terms)
-    if (
-        by_size
-        or any(one.hooked for one in of_ranks)
-        or not all(term.kind == "sum" and _is_all_known(term) for term in terms)
-    ):
+    if by_size or any(one.hooked for one in of_ranks) or not all(map(_is_all_known, terms)):
         return None
     for numbers in zip(*(one.reduced for one in of_ranks), strict=False):
         total = sum(number.value for number in numbers)
         if len({number.location for number in numbers}) == 1:
-            if total > 1 and all(any(map(partial(_is_near, total), term.divisors)) for term in terms):
+            of_rank = [
+                (number.value, term) for number, one in zip(numbers, of_ranks, strict=True) for term in one.terms
+            ]
+            weighed = all(
+                term.kind == "sum" or _is_among(own, term.multipliers) for own, term in of_rank if term.factor
+            )
+            if total > 1 and weighed and all(_is_among(total, term.divisors) for term in terms):
                 return total, numbers[0].location
     return None
+
+
+def _is_among(number: float, others: Sequence[float]) -> bool:
+    return any(map(partial(_is_near, number), others))
 
 
 def _is_all_known(term: ScaledTerm) -> bool:

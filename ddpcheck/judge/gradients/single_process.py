@@ -188,17 +188,23 @@ def _explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[F
         return judge_unexplained(facts)
     calls = list(dict.fromkeys(map(str, suspects)))
     ratio = facts.analysis.against_global.ratio
-    of_many = suspects[0].operation == "all_reduce" and suspects[0].elements > 1
-    if facts.scaled and of_many and _is_one_over_world(facts, ratio):
+    first, one_over = suspects[0], facts.scaled and _is_one_over_world(facts, ratio)
+    if one_over and first.elements > 1 and (first.operation == "all_reduce" or "gather" in first.operation):
+        alike, fix = "whose result all ranks use alike", FIX_OF_SUM
+        if first.operation != "all_reduce":
+            alike, fix = (
+                "and each rank computes the loss of what all have, of which its own part has a gradient",
+                _FIX_OF_GATHER,
+            )
         return facts.one_finding(
             "DDP309",
-            f"The forward pass calls {calls[0]}, whose result all ranks use alike: every gradient is "
+            f"The forward pass calls {calls[0]}, {alike}: every gradient is "
             f"{facts.known.factor(ratio)} times the global batch's, since {facts.known.wrapper.named} averages what is "
             "to be summed.",
-            subjects=("all_reduce",),
-            location=Location.parse(suspects[0].location),
+            subjects=(first.operation,),
+            location=Location.parse(first.location),
             severity=Severity.WARNING,
-            fix=FIX_OF_SUM,
+            fix=fix,
         )
     return facts.one_finding(
         "DDP309",
@@ -211,11 +217,16 @@ def _explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[F
     )
 
 
-FIX_OF_SUM = (
-    "Use torch.distributed.nn.functional.all_reduce, whose backward sums; or ignore DDP309 if the learning rate is set "
-    "with this factor in mind, or the optimizer does not depend on it (LARS, Adam)."
+_IGNORE = (
+    "ignore DDP309 if the learning rate is set with this factor in mind, or the optimizer does not depend on it (LARS, "
+    "Adam)."
 )
+FIX_OF_SUM = f"Use torch.distributed.nn.functional.all_reduce, whose backward sums; or {_IGNORE}"
 """Advice on a tensor that is summed over ranks in place, and of which all ranks compute the same."""
+_FIX_OF_GATHER = (
+    "Use torch.distributed.nn.functional.all_gather, whose backward sums, and put no part back; or multiply the loss "
+    f"by the world size; or {_IGNORE}"
+)
 
 _WITH_GRADIENT = (
     "all_reduce",

@@ -32,6 +32,7 @@ from ddpcheck.judge.replicas.descriptions import judge_options
 _FEWEST_STEPS = 8  # of a schedule without an end, counting those at once as one
 _FEWEST_TURNS = 3  # of one that comes to its end
 _ABOUT = 0.1
+_OF_SCHEDULES, _OF_CALLBACKS = 1e-6, 1e-4  # relative: metrics that are the same on ranks; these compare, those save
 _LOAD_EVERYWHERE = "Load the optimizer's state on every rank, from the same file."
 
 
@@ -290,21 +291,38 @@ def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], held: set[str
 
 
 def judge_metrics(metrics: Sequence[Sequence[MetricUsed]]) -> list[Finding]:
-    """DDP518: a schedule that each rank gives a value of its own; `metrics` by rank, in order."""
+    """DDP518: a schedule or a callback to which each rank gives a value of its own; `metrics` by rank, in order.
+
+    At most one finding of a schedule, and one of each kind of callback.
+    """
+    found: dict[str, list[Finding]] = {}
     for of_ranks in zip(*metrics, strict=False):
-        values = [one.value for one in of_ranks]
-        if len({(one.schedule, one.count) for one in of_ranks}) > 1:
-            return []
-        if not all(math.isclose(value, values[0], rel_tol=1e-6, abs_tol=1e-12) for value in values):
-            return one_finding(
-                "DDP518",
-                ("ReduceLROnPlateau",),
-                "Each rank gives the learning rate schedule the metric of its own samples; the ranks lower the rate at "
-                "different times.",
-                location=of_ranks[0].location,
-                evidence=[f"rank {rank}: {value:.6g}" for rank, value in enumerate(values[:4])],
-            )
-    return []
+        first, values = of_ranks[0], [one.value for one in of_ranks]
+        if len({(one.user, one.metric, one.schedule, one.count) for one in of_ranks}) > 1:
+            break
+        about = _OF_CALLBACKS if first.metric else _OF_SCHEDULES
+        if not all(math.isclose(value, values[0], rel_tol=about, abs_tol=1e-12) for value in values):
+            found.setdefault(first.user, _own_metrics(of_ranks))
+    return [finding for findings in found.values() for finding in findings]
+
+
+def _own_metrics(of_ranks: Sequence[MetricUsed]) -> list[Finding]:
+    user, metric = of_ranks[0].user, of_ranks[0].metric
+    return one_finding(
+        "DDP518",
+        (user, metric) if metric else (user,),
+        f"{user} decides by {metric}, and on each rank that is the metric of the rank's own samples: what it decides "
+        "is not decided by all samples."
+        if metric
+        else "Each rank gives the learning rate schedule the metric of its own samples; the ranks lower the rate at "
+        "different times.",
+        location=of_ranks[0].location,
+        evidence=[f"rank {rank}: {one.value:.6g}" for rank, one in enumerate(of_ranks[:4])],
+        fix=f'Reduce the metric over the ranks: self.log("{metric}", ..., sync_dist=True); or log a metric of '
+        "torchmetrics itself, which is computed over all ranks."
+        if metric
+        else "",
+    )
 
 
 def judge_zeroed(zeroed: Sequence[GradientsZeroed]) -> list[Finding]:

@@ -248,12 +248,20 @@ def with_buffers(finding: Finding, more: Mapping[str, int]) -> Finding:
 _OF_BUFFERS = ("DDP214", "DDP215")
 
 
+_DRAWN_ALIKE = (
+    "Initialise the parameters before fully_shard; or draw each whole one under one seed and take the rank's part of "
+    "it: distribute_tensor(values, parameter.device_mesh, parameter.placements). To draw a part by itself, give each "
+    "rank a seed of its own."
+)
+
+
 def _at_the_load(finding: Finding, uses: Sequence[Sequence[FileUsed]], made: Location | None) -> Finding:
     """A finding at the one line by which every rank has loaded the same file; else where the model was made."""
     read = [{(use.path, use.location) for use in of_rank if use.by_torch and not use.writes} for of_rank in uses]
     alike = set.intersection(*read)
     if len({line for _, line in alike}) != 1:
-        return replace(finding, location=made)
+        fix = "" if any(read) else _DRAWN_ALIKE
+        return replace(finding, location=made, fix=fix)
     path, line = min(alike, key=str)
     told = f"every rank has loaded {PurePath(path).name} there"
     return replace(finding, location=line, evidence=(told, *finding.evidence))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -96,10 +97,11 @@ class GatherRecorder:
         if not parts or self._step != self._steps() or not isinstance(losses, torch.Tensor):
             return
         ends = {one.node for one in gathered}
-        for node in _nodes(losses.grad_fn, ends):
-            if (joined := _put_back(node, parts, ends)) is not None:
-                self._follow(node, joined)
-                break
+        found = ((node, _put_back(node, parts, ends)) for node in _nodes(losses.grad_fn, ends))
+        joins = {node: joined for node, joined in found if joined is not None}
+        for node, joined in itertools.islice(joins.items(), 1):
+            others = _nodes(losses.grad_fn, ends | joins.keys())
+            self._follow(node, joined, besides=any(to in ends for other in others for to, _ in other.next_functions))
         for one in gathered:
             alike = sum(other.shape == one.shape for other in gathered)  # views, say, which may have been joined
             shapes = [(one.shape[0] * count, one.shape[1]) for count in range(1, alike + 1)]
@@ -108,7 +110,7 @@ class GatherRecorder:
                 self._sink(GatheredConstant(self._step, one.operation, one.location, one.shape[0]))
                 return
 
-    def _follow(self, node: Any, parts: _Parts) -> None:
+    def _follow(self, node: Any, parts: _Parts, *, besides: bool) -> None:
         """Tell what arrives at a node that joins the parts of all ranks, and what it hands on to the rank's own."""
         function = getattr(type(node), "_forward_cls", None)
         where = parts.location if function is None else defined_at(function.backward)
@@ -119,7 +121,7 @@ class GatherRecorder:
             arrived = arrived if parts.of_all else ()
             inside = parts.node is not None
             if not inside or abs(factor - 1) < _PARALLEL:  # else its backward adds up what others ask
-                self._sink(OwnPartPutBack(self._step, parts.operation, where, arrived, factor, inside))
+                self._sink(OwnPartPutBack(self._step, parts.operation, where, arrived, factor, inside, besides))
 
         handle = node.register_hook(UnpickledHook(guarded(note)))
 

@@ -11,10 +11,10 @@ import ast
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from ddpcheck.record.source.source_scope import (
     function_of,
     is_users,
     location_in,
+    own_nodes,
     parameters_of,
     place_of,
     resolved,
@@ -267,10 +268,43 @@ def gradients_scaled_at(frame: FrameType | None) -> Location | None:
     return None
 
 
-def called_in(scope: Scope) -> Iterator[tuple[Scope, dict[str, ast.expr]]]:
-    """The functions of the script that a function calls, each with what it is given, by name."""
+def gradients_changed_at(frame: FrameType | None) -> Location | None:
+    """The one line that writes `.grad` between backward and the step that a function makes now, if there is just one.
+
+    It is one of the functions that lead to the step, or of those that they call in between.
+    """
+    for _ in range(_MOST_CALLERS):
+        scope = None if frame is None else scope_of_frame(frame)
+        if frame is None or scope is None:
+            break
+        calls = (node for node in own_nodes(scope.body) if isinstance(node, ast.Expr) and _backward_call(node))
+        begins = max((node.lineno for node in calls if node.lineno < frame.f_lineno), default=0)
+        between = range(begins + 1, frame.f_lineno)
+        own = [(scope, node) for node in own_nodes(scope.body) if getattr(node, "lineno", 0) in between]
+        inner = [(there, node) for there, _ in called_in(scope, between) for node in ast.walk(there.body)]
+        found = {location_in(where, node.lineno) for where, node in (*own, *inner) if _writes_gradients(node)}
+        if found or begins:
+            return found.pop() if len(found) == 1 else None
+        frame = user_caller(frame)
+    return None
+
+
+def _writes_gradients(node: ast.AST) -> TypeGuard[ast.stmt]:
+    """Whether a statement assigns `.grad`, or calls what changes it in place."""
+    if isinstance(node, ast.Assign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return any(isinstance(one, ast.Attribute) and one.attr == "grad" for to in targets for one in ast.walk(to))
+    if not isinstance(node, ast.Expr) or not isinstance(call := node.value, ast.Call):
+        return False
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    in_place = name.endswith("_") and not name.endswith("__") and ".grad" in ast.unparse(call)
+    return name == "zero_grad" or in_place
+
+
+def called_in(scope: Scope, lines: Container[int] | None = None) -> Iterator[tuple[Scope, dict[str, ast.expr]]]:
+    """The functions of the script that a function calls (in these lines), each with what it is given, by name."""
     for node in ast.walk(scope.body):
-        if isinstance(node, ast.Call):
+        if isinstance(node, ast.Call) and (lines is None or node.lineno in lines):
             called = resolved(scope, node.func)
             code, outer = function_of(called)
             if code is None:  # an object that can be called

@@ -28,7 +28,7 @@ from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
-from ddpcheck.record.loss.loss_source import gradients_scaled_at
+from ddpcheck.record.loss.loss_source import gradients_changed_at, gradients_scaled_at
 from ddpcheck.record.module_hooks import Living, UnpickledHook
 from ddpcheck.record.optimizers.gradient_recorders import ClipRecorder, ZeroingRecorder
 from ddpcheck.record.optimizers.part_recorder import shard_norm_at
@@ -68,6 +68,7 @@ class _Optimizer:
     late: Location | None = None  # of an all_reduce of gradients that this step had used
     rescaled_at: Location | None = None  # the line that scales gradients by the number of ranks
     norm_at: Location | None = None  # the line that takes a norm of the shards of gradients
+    changed_at: Location | None = None  # the line that writes gradients before the step
     watches: tuple[Any, list[ref[ScriptWatch]]] = field(default=((), []))  # of wrappers, by what was there
 
 
@@ -217,6 +218,7 @@ class OptimizerRecorder:
         lines = lines_of_program(sys._getframe(1))
         if not known.steps:
             known.rescaled_at = gradients_scaled_at(user_frame(sys._getframe(1)))
+            known.changed_at = gradients_changed_at(user_frame(sys._getframe(1)))
             known.norm_at = shard_norm_at(user_frame(sys._getframe(1))) if any(map(is_shard, held)) else None
         known.used = self._backwards, lines
         others = [one for one in self._lines.optimizers() if one not in self._known]
@@ -257,6 +259,7 @@ class OptimizerRecorder:
             restored_at=self._lines.of_restored(optimizer),
             rescaled_at=known.rescaled_at,
             norm_at=known.norm_at,
+            changed_at=known.changed_at,
             shards=sum(p.requires_grad and is_shard(p) for p in held),
             shard_scales={name: scale for watch in watches for name, scale in watch.shard_scales().items()},
             in_fsdp1=sum(map(is_in_fsdp1, held)),

@@ -22,6 +22,7 @@ from ddpcheck.findings.evidence.script import MetricUsed
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import is_called_by_a_package, user_location
 from ddpcheck.gather.patching import patched
+from ddpcheck.record.evaluation.monitor_recorder import MonitorRecorder
 from ddpcheck.record.loss.loss_source import is_world_size
 from ddpcheck.record.source.program_numbers import held_by_program, held_in, program_frames
 from ddpcheck.record.source.source_scope import (
@@ -60,6 +61,7 @@ class ScheduleRecorder:
     ) -> None:
         """Begin; `passes` counts backward passes and optimizer steps, `number_of` is that of an optimizer."""
         self._sink = sink
+        self._monitors = MonitorRecorder(sink)
         self._passes = passes
         self._number_of = number_of
         self._numbers = itertools.count()
@@ -108,7 +110,10 @@ class ScheduleRecorder:
         if not count:
             count += [next(self._numbers), 0]
         number = self._number_of(getattr(schedule, "optimizer", None))
-        self._sink(MetricUsed(count[0], count[1], float(metrics), user_location(), number))
+        value, where = float(metrics), user_location()
+        if is_called_by_a_package():
+            where = self._monitors.line_of(value) or where
+        self._sink(MetricUsed(count[0], count[1], value, where, number))
         count[1] += 1
 
     def _steps(self, schedule: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:

@@ -36,6 +36,7 @@ from ddpcheck.record.source.source_scope import program_files, writing_line
 _FEWEST, _MOST = 2, 4096  # items of a dictionary
 _FEWEST_TEXTS, _MOST_TEXTS = 3, 1024  # of a list
 _MOST_OBJECTS = 4096  # that the variables of the program are followed to
+_MOST_NESTED, _MOST_HELD = 2, 16  # containers, one in the other, in which there may be models, and items of one
 _MOST_TOGETHER = 1 << 16  # tensors
 _MOST_LOOKS = 3  # at a module that is no copy
 _MOST_OF_A_PARAMETER = 8  # tensors in the state of a module, with its buffers, for each parameter
@@ -142,7 +143,7 @@ class StateRecorder:
         seen: set[int] = set()
         parts = functools.cache(lambda: _parts_of(self._watches))
         self._uses.follow_wrapped()
-        for path, value, where in program_variables(depth=2) if wrapped else ():
+        for path, value, where in program_variables(depth=2, nested=_MOST_NESTED) if wrapped else ():
             if id(value) in seen or not issubclass(type(value), nn.Module | dict | list):
                 continue
             if isinstance(value, nn.Module) and not _can_be_followed(value, trained):
@@ -382,10 +383,11 @@ def names_of_tensors(wanted: set[int]) -> dict[int, str]:
     return found
 
 
-def program_variables(depth: int) -> Iterator[tuple[str, Any, Location]]:
+def program_variables(depth: int, nested: int = 0) -> Iterator[tuple[str, Any, Location]]:
     """Name, value and line of each variable of the user's functions that run now, and of their modules.
 
-    The objects of the user's classes, and the user's modules, are followed, up to `depth` attributes.
+    The objects of the user's classes, and the user's modules, are followed, up to `depth` attributes; short lists,
+    tuples and dictionaries, up to `nested` of them, one in the other.
     """
     names: set[str] = set()
     frame: Any = sys._getframe(1)
@@ -393,21 +395,31 @@ def program_variables(depth: int) -> Iterator[tuple[str, Any, Location]]:
         if is_user_file(frame.f_code.co_filename):
             where = Location(relative_path(frame.f_code.co_filename), frame.f_lineno)
             for name, value in itertools.chain(variables_of(frame).items(), list(frame.f_globals.items())):
-                for path, item in _followed(name, value, depth):
+                for path, item in _followed(name, value, depth, nested):
                     if path not in names and len(names) < _MOST_OBJECTS:
                         names.add(path)
                         yield path, item, where
         frame = frame.f_back
 
 
-def _followed(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+def _followed(path: str, value: Any, depth: int, nested: int) -> Iterator[tuple[str, Any]]:
     yield path, value
     kind = type(value)  # an object may have a `__class__` or `__getattr__` that does something
+    if kind in (list, tuple, dict):
+        for key, item in _held_in(value) if nested and len(value) <= _MOST_HELD else ():
+            yield from _followed(f"{path}[{key!r}]", item, depth, nested - 1)
+        return
     own = _is_user_module(value) if kind is ModuleType else _is_of_user(kind) and not issubclass(kind, nn.Module | type)
     if depth and own:
         with contextlib.suppress(AttributeError):
             for key, item in list(object.__getattribute__(value, "__dict__").items()):
-                yield from _followed(f"{path}.{key}", item, depth - 1)
+                yield from _followed(f"{path}.{key}", item, depth - 1, nested)
+
+
+def _held_in(container: Any) -> list[tuple[Any, Any]]:
+    """The items of a container that are no plain values."""
+    items = container.copy().items() if type(container) is dict else enumerate(list(container))
+    return [(key, item) for key, item in items if not issubclass(type(item), torch.Tensor | str | int | float)]
 
 
 def _is_of_user(kind: type) -> bool:
@@ -421,5 +433,6 @@ def _is_user_module(module: Any) -> bool:
 
 def _line_of(path: str, where: Location) -> Location:
     """The line that assigns a variable that is seen at `where`, or the last part of its path; else `where` itself."""
+    path = path.partition("[")[0]
     anywhere = Location(where.path, sys.maxsize)  # as a global one, or under the same name as an argument
     return last_assignment(where, path) or last_assignment(anywhere, path) or where

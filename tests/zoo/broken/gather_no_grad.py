@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-EXPECT = {"code": "DDP309", "subjects": ["all_gather"], "ranks": [], "severity": "error"}
+EXPECT = {"code": "DDP309", "subjects": ["all_gather"], "ranks": [], "severity": "warning"}
 
 
 def gather(value: Tensor) -> Tensor:

@@ -1,0 +1,63 @@
+"""The metrics by which callbacks of Lightning decide what is saved, and when training stops."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from ddpcheck.findings.evidence.script import MetricUsed
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.patching import patched
+from ddpcheck.record.rank.module_finder import when_imported
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_CALLBACKS = ("ModelCheckpoint", "EarlyStopping")
+_ENDS = ("on_validation_end", "on_train_epoch_end")
+_MOST_USES = 64  # of a callback
+
+
+class MonitorRecorder:
+    """Follows what modules of Lightning log, and the callbacks that have one of these metrics for their `monitor`."""
+
+    def __init__(self, sink: Callable[[MetricUsed], object]) -> None:
+        """Begin, as soon as the script imports Lightning."""
+        self._sink = sink
+        self._lines: dict[str, Location | None] = {}  # that log a metric, by its name
+        self._trainer: Callable[[], Any] = lambda: None
+        self._numbers = itertools.count()
+        self._uses: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # number, uses so far
+        when_imported([f"{package}.core" for package in _PACKAGES], self._follow_modules)
+        when_imported([f"{package}.callbacks" for package in _PACKAGES], self._follow_callbacks)
+
+    def line_of(self, value: float) -> Location | None:
+        """The line that has logged the metric of this value, which is the newest one of its name."""
+        metrics = getattr(self._trainer(), "callback_metrics", {})
+        return next((line for name, line in self._lines.items() if name in metrics and metrics[name] == value), None)
+
+    def _follow_modules(self, module: ModuleType) -> None:
+        patched(module.LightningModule, "log", self._logs)
+
+    def _follow_callbacks(self, module: ModuleType) -> None:
+        for name, end in itertools.product(_CALLBACKS, _ENDS):
+            patched(getattr(module, name), end, self._decides)
+
+    def _logs(self, module: Any, name: str, *_arguments: Any, **_named: Any) -> None:
+        if name not in self._lines:
+            self._lines[name], self._trainer = user_location(), ref(module.trainer)
+
+    def _decides(self, callback: Any, trainer: Any, *_arguments: Any, **_named: Any) -> None:
+        metric, metrics = callback.monitor, trainer.callback_metrics
+        if metric not in metrics or trainer.sanity_checking or getattr(callback, "save_top_k", None) == 0:
+            return
+        count = self._uses.setdefault(callback, [])
+        if not count:
+            count += [next(self._numbers), 0]
+        if count[1] < _MOST_USES:
+            kind = next(one.__name__ for one in type(callback).__mro__ if one.__name__ in _CALLBACKS)
+            where = self._lines.get(metric)
+            self._sink(MetricUsed(count[0], count[1], float(metrics[metric]), where, user=kind, metric=metric))
+        count[1] += 1
