@@ -21,17 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnomalousParameters:
-    """The result of `detect_anomalous_params`.
+    """The result of `detect_anomalous_params`."""
 
-    Attributes:
-        missing: Parameters that require grad and that the backward pass of the loss will not reach.
-        unregistered: Leaves that it will reach and that are no parameters of the model (names where they have one).
-        findings: The same as findings.
-    """
-
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # parameters that require grad and that the backward pass of the loss will not reach
+    # leaves that it will reach and that are no parameters of the model (names where they have one)
     unregistered: tuple[str, ...] = ()
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Finding, ...] = ()  # the same as findings
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unregistered)

@@ -174,8 +174,7 @@ class World:
     ) -> RunFuture[Result]:
         """Do as `run`, but return at once; several worlds can work at the same time."""
         self._check_open()
-        payload = validation.pack_task(fn, args, kwargs)
-        return self._begin([payload] * self.world_size, timeout)
+        return self._begin([validation.pack_task(fn, args, kwargs)] * self.world_size, timeout)
 
     def run_each(
         self, fn: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], *, timeout: float | None = None

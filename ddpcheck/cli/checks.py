@@ -134,10 +134,7 @@ def run_graph(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
         from ddpcheck.report.graph.trace_graph import trace_graph
 
         report, picture, marks = trace_graph(
-            arguments.target,
-            progress=progress,
-            hosts=hosts,
-            **{name: getattr(settings, name) for name in RUN_SETTINGS},
+            arguments.target, progress=progress, hosts=hosts, **{name: getattr(settings, name) for name in RUN_SETTINGS}
         )
         progress("laying out the picture")
         source = draw(fold(picture, marks), marks, report)

@@ -50,32 +50,23 @@ _JUMPS = ast.Break | ast.Continue | ast.Return | ast.Raise
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Lines of a program that do not always run, or run again and again.
+    """Lines of a program that do not always run, or run again and again."""
 
-    Attributes:
-        kind: "function"; "loop"; "branch" (an arm of an `if` or a `match`); "rest" (what comes after an `if` that may
-            leave: `if ...: continue`); "try" (its body, which an exception that is caught cuts short).
-        path: Of the file.
-        line: Of its head: `def`, `for`, `while`, `if`; of a rest, the jump that leaves it out; of a try, the `except`.
-        first: Its first line; of a loop that of its head, which runs again as well.
-        last: Its last line.
-        word: Of its head: "for", "if", "except"; of a rest, of the jump.
-        exits: Of a loop, lines that end it, each with its word: "break" or "return".
-        over: Of a `for`, what it goes through; of a `while`, its condition.
-        times: Of a loop, how often it runs where that is a number in the program; `ENDLESS` for `while True`.
-        varies: Of an arm of an `if` and of a rest, whether the test reads what the loop or the function around it
-            computes, and not only how often it was come to.
-    """
-
+    # "function"; "loop"; "branch" (an arm of an `if` or a `match`); "rest" (what comes after an `if` that may leave:
+    # `if ...: continue`); "try" (its body, which an exception that is caught cuts short)
     kind: _Kind
-    path: str
+    path: str  # of the file
+    # of its head: `def`, `for`, `while`, `if`; of a rest, the jump that leaves it out; of a try, the `except`
     line: int
-    first: int
-    last: int
-    word: str = ""
-    exits: tuple[tuple[int, str], ...] = ()
-    over: str = ""
+    first: int  # its first line; of a loop that of its head, which runs again as well
+    last: int  # its last line
+    word: str = ""  # of its head: "for", "if", "except"; of a rest, of the jump
+    exits: tuple[tuple[int, str], ...] = ()  # of a loop, lines that end it, each with its word: "break" or "return"
+    over: str = ""  # of a `for`, what it goes through; of a `while`, its condition
+    # of a loop, how often it runs where that is a number in the program; `ENDLESS` for `while True`
     times: float | None = None
+    # of an arm of an `if` and of a rest, whether the test reads what the loop or the function around it computes, and
+    # not only how often it was come to
     varies: bool = False
 
     @property

@@ -348,8 +348,7 @@ class Report(Document):
         Raises:
             ValueError: `text` is not a report, or was written by a newer ddpcheck.
         """
-        data = checked_version(parse(text), "report")
-        report = read(cls, data)
+        report = read(cls, checked_version(parse(text), "report"))
         accepted = (replace(one, finding=without_rules_fix(one.finding)) for one in report.accepted)
         findings = tuple(map(without_rules_fix, report.findings))
         return replace(report, findings=findings, accepted=tuple(accepted))

@@ -12,8 +12,7 @@ from ddpcheck.findings.report import AcceptedFinding, Finding, Report, is_select
 from ddpcheck.findings.rules import matching_rules
 from ddpcheck.findings.wording import counted, join_names
 
-Mark = tuple[str, str, str]
-"""One subject of a finding's `fingerprint`: code, file, subject."""
+Mark = tuple[str, str, str]  # one subject of a finding's `fingerprint`: code, file, subject
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,7 @@ def relative_path(path: str) -> str:
 
 @functools.cache
 def _relative_path(path: str, working_folder: str) -> str:
-    real = os.path.realpath(path)
-    shown = _shown(real, working_folder)
+    shown = _shown(os.path.realpath(path), working_folder)
     _files.setdefault(shown, os.path.abspath(path))
     return shown
 
@@ -220,8 +219,7 @@ def _formatted(error: BaseException, hidden: tuple[str, ...]) -> str:
         one = pending.pop()
         if one is None:
             continue
-        kept = [frame for frame in one.stack if not frame.filename.startswith(hidden)]
-        one.stack[:] = kept or one.stack
+        one.stack[:] = [frame for frame in one.stack if not frame.filename.startswith(hidden)] or one.stack
         for frame in one.stack:
             frame.line  # noqa: B018 - read now: its source cannot be found under the shortened name
             frame.filename = frame.filename if frame.filename.startswith("<") else relative_path(frame.filename)

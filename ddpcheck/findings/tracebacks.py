@@ -123,19 +123,12 @@ _OF_MAIN = ("__mp_main__.", "__main__.")  # how a worker that was spawned calls 
 
 @dataclass(frozen=True, slots=True)
 class OriginalException:
-    """What was raised first.
+    """What was raised first."""
 
-    Attributes:
-        type: The name of its class.
-        text: Its message.
-        location: The innermost line of the user's code in its traceback; `None` where there is none.
-        where: In which worker or thread, in torch's words: "in DataLoader worker process 0".
-    """
-
-    type: str
-    text: str
-    location: Location | None
-    where: str
+    type: str  # the name of its class
+    text: str  # its message
+    location: Location | None  # the innermost line of the user's code in its traceback; `None` where there is none
+    where: str  # in which worker or thread, in torch's words: "in DataLoader worker process 0"
 
 
 def original_of(error: BaseException) -> OriginalException | None:

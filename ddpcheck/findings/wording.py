@@ -237,7 +237,7 @@ def make_finding(
     path: ParameterPath | None = None,
     tags: tuple[str, ...] = (),
 ) -> Finding:
-    """A finding with the severity and the advice (`fix`) of its rule, unless others are given."""
+    """A finding with the severity and the advice (`fix`) of its rule, unless others are given; no evidence is empty."""
     return Finding(
         code=code,
         subjects=tuple(subjects),
@@ -246,7 +246,7 @@ def make_finding(
         ranks=tuple(ranks),
         steps=tuple(steps),
         location=location,
-        evidence=tuple(evidence),
+        evidence=tuple(filter(None, evidence)),
         fix=fix,
         path=path,
         tags=tags,
@@ -257,8 +257,7 @@ def _in_list(make: Callable[_Given, Finding]) -> Callable[_Given, list[Finding]]
     return lambda *given, **named: [make(*given, **named)]
 
 
-one_finding = _in_list(make_finding)
-"""`make_finding` in a list, as judges return what they find."""
+one_finding = _in_list(make_finding)  # `make_finding` in a list, as judges return what they find
 
 
 def phrase(failure: RankFailure) -> str:

@@ -24,15 +24,10 @@ CALLER = 2
 
 
 class OwnErrors:
-    """Where errors of ddpcheck's go that come up in what torch or a script has called.
+    """Where errors of ddpcheck's go that come up in what torch or a script has called."""
 
-    Attributes:
-        taken_by: Takes one, where it is set; else it is raised.
-        all_off: Whether nothing of ours does anything any more. No hook is removed: torch may be calling them one after
-            the other.
-    """
-
-    taken_by: ClassVar[Callable[[Exception], object] | None] = None
+    taken_by: ClassVar[Callable[[Exception], object] | None] = None  # takes one, where it is set; else it is raised
+    # whether nothing of ours does anything any more. No hook is removed: torch may be calling them one after the other
     all_off: ClassVar[bool] = False
 
     @classmethod

@@ -18,15 +18,11 @@ from ddpcheck.judge.replicas.replica_state import RUNNING_STATISTICS
 
 @dataclass(frozen=True, slots=True)
 class Causes:
-    """Findings, one for each root cause.
+    """Findings, one for each root cause."""
 
-    Attributes:
-        findings: The causes; each has its consequences as evidence.
-        told_by: For each of the findings that were given, the one of these that tells it: itself, or its cause; `None`
-            where the same rule was given before, on all of its subjects.
-    """
-
-    findings: list[Finding]
+    findings: list[Finding]  # the causes; each has its consequences as evidence
+    # for each of the findings that were given, the one of these that tells it: itself, or its cause; `None` where the
+    # same rule was given before, on all of its subjects
     told_by: list[Finding | None]
 
 

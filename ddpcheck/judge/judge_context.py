@@ -35,69 +35,42 @@ def worst_first(differences: Iterable[Difference]) -> list[Difference]:
 
 @dataclass(frozen=True, slots=True)
 class LocalFacts:
-    """The step that the ranks ran without the wrapper, taken together.
+    """The step that the ranks ran without the wrapper, taken together."""
 
-    Attributes:
-        losses: Of each rank.
-        shard_sizes: Samples of each rank, where they are known.
-        calls: The collectives in the forward pass of rank 0.
-        differing_buffers: Buffers that the step leaves different on the ranks.
-        backwards: Backward passes in a step, of the single process and of a rank.
-        drew_from: The generators from which the forward pass drew numbers that no two runs can share sample by sample.
-        choices: Operations of the forward pass that choose among many at random, where that may be all that differs.
-    """
-
-    losses: tuple[float, ...] = ()
-    shard_sizes: tuple[int, ...] = ()
-    calls: tuple[Call, ...] = ()
-    differing_buffers: tuple[str, ...] = ()
-    backwards: tuple[int, int] = (1, 1)
+    losses: tuple[float, ...] = ()  # of each rank
+    shard_sizes: tuple[int, ...] = ()  # samples of each rank, where they are known
+    calls: tuple[Call, ...] = ()  # the collectives in the forward pass of rank 0
+    differing_buffers: tuple[str, ...] = ()  # buffers that the step leaves different on the ranks
+    backwards: tuple[int, int] = (1, 1)  # backward passes in a step, of the single process and of a rank
+    # the generators from which the forward pass drew numbers that no two runs can share sample by sample
     drew_from: tuple[str, ...] = ()
+    # operations of the forward pass that choose among many at random, where that may be all that differs
     choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeContext:
-    """The facts beside a difference that may explain it.
+    """The facts beside a difference that may explain it."""
 
-    Attributes:
-        names: Of the parameters, with their aliases and lines.
-        wrapper: The arguments of the wrapper.
-        world_size: Number of ranks; under tensor parallelism, of models that are trained data parallel.
-        local: The step without the wrapper.
-        module_locations: The lines that made the modules.
-        broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
-        program_data: Plain values of each rank's program, in words, by name.
-        changed_data: The names of those that the steps have changed.
-        differing_at_start: Parameters that differed between ranks before the first step.
-        wrapper_class: The name of the wrapper's class.
-        nonlinear: Parameters whose gradient does not double with the loss, on a rank.
-        hooks: Hooks of the user's code on gradients.
-        wrap_hooks: Hooks registered while wrapping, which therefore exist under the wrapper only.
-        loss_location: The line that defines the loss.
-        gradients_differ: Whether the ranks' average is another gradient than the global batch's.
-        own_hook: Whether the communication hook is none of torch's; known where a script has registered it.
-        plain_optimizer: Whether the optimizer is one of `torch.optim`, which averages nothing.
-        models: The ranks that compute a model together, of each (tensor parallelism); none where each rank has its own.
-    """
-
-    names: Names
-    wrapper: WrapperFacts
-    world_size: int
-    local: LocalFacts = LocalFacts()
-    module_locations: Mapping[str, Location] = field(default_factory=dict)
-    broadcasts_buffers: bool = False
-    program_data: Sequence[Mapping[str, str]] = ()
-    changed_data: frozenset[str] = frozenset()
-    differing_at_start: frozenset[str] = frozenset()
-    wrapper_class: str = ""
-    nonlinear: tuple[str, ...] = ()
-    hooks: tuple[GradientHook, ...] = ()
+    names: Names  # of the parameters, with their aliases and lines
+    wrapper: WrapperFacts  # the arguments of the wrapper
+    world_size: int  # number of ranks; under tensor parallelism, of models that are trained data parallel
+    local: LocalFacts = LocalFacts()  # the step without the wrapper
+    module_locations: Mapping[str, Location] = field(default_factory=dict)  # the lines that made the modules
+    broadcasts_buffers: bool = False  # whether the wrapper broadcasts buffers before a forward
+    program_data: Sequence[Mapping[str, str]] = ()  # plain values of each rank's program, in words, by name
+    changed_data: frozenset[str] = frozenset()  # the names of those that the steps have changed
+    differing_at_start: frozenset[str] = frozenset()  # parameters that differed between ranks before the first step
+    wrapper_class: str = ""  # the name of the wrapper's class
+    nonlinear: tuple[str, ...] = ()  # parameters whose gradient does not double with the loss, on a rank
+    hooks: tuple[GradientHook, ...] = ()  # hooks of the user's code on gradients
+    # hooks registered while wrapping, which therefore exist under the wrapper only
     wrap_hooks: tuple[GradientHook, ...] = ()
-    loss_location: Location | None = None
-    gradients_differ: bool = False
-    own_hook: bool = False
-    plain_optimizer: bool = False
+    loss_location: Location | None = None  # the line that defines the loss
+    gradients_differ: bool = False  # whether the ranks' average is another gradient than the global batch's
+    own_hook: bool = False  # whether the communication hook is none of torch's; known where a script has registered it
+    plain_optimizer: bool = False  # whether the optimizer is one of `torch.optim`, which averages nothing
+    # the ranks that compute a model together, of each (tensor parallelism); none where each rank has its own
     models: Sequence[tuple[int, ...]] = ()
 
     @property
@@ -115,23 +88,14 @@ class JudgeContext:
 
 @dataclass(frozen=True, slots=True)
 class SingleProcessFacts:
-    """The facts on an averaged gradient that differs from the global batch's.
+    """The facts on an averaged gradient that differs from the global batch's."""
 
-    Attributes:
-        wrong: The gradients that differ, in the first step that does.
-        steps: The steps that differ; empty for all of them.
-        tolerance: What a fit may leave as rounding.
-        analysis: Of the shards, one by one in the single process.
-        known: The facts beside these.
-        evidence: How far the gradients are, in words.
-    """
-
-    wrong: tuple[Difference, ...]
-    steps: tuple[int, ...]
-    tolerance: float
-    analysis: ShardAnalysis
-    known: JudgeContext
-    evidence: tuple[str, ...]
+    wrong: tuple[Difference, ...]  # the gradients that differ, in the first step that does
+    steps: tuple[int, ...]  # the steps that differ; empty for all of them
+    tolerance: float  # what a fit may leave as rounding
+    analysis: ShardAnalysis  # of the shards, one by one in the single process
+    known: JudgeContext  # the facts beside these
+    evidence: tuple[str, ...]  # how far the gradients are, in words
 
     @property
     def largest_error(self) -> float:

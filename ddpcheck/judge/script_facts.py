@@ -34,17 +34,11 @@ IN_FSDP1 = (
 
 @dataclass(frozen=True, slots=True)
 class WatchedWrapper:
-    """One wrapper on the ranks of its group, each of which constructed it as its `number`-th.
+    """One wrapper on the ranks of its group, each of which constructed it as its `number`-th."""
 
-    Attributes:
-        number: Counted from 0.
-        made: Its construction on the first of these ranks.
-        ranks: Those that have left a log.
-    """
-
-    number: int
-    made: WrapperMade
-    ranks: Sequence[WatchedRank]
+    number: int  # counted from 0
+    made: WrapperMade  # its construction on the first of these ranks
+    ranks: Sequence[WatchedRank]  # those that have left a log
 
     @property
     def missing(self) -> set[int]:
@@ -90,15 +84,10 @@ def _is_on(entry: Any, number: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """One optimizer of the ranks that train with it together.
+    """One optimizer of the ranks that train with it together."""
 
-    Attributes:
-        steps: That every rank has written down, each on all of these ranks.
-        ends: Of it, of the ranks on which it has come to its end.
-    """
-
-    steps: Sequence[Sequence[OptimizerStep]]
-    ends: Sequence[OptimizerEnd]
+    steps: Sequence[Sequence[OptimizerStep]]  # that every rank has written down, each on all of these ranks
+    ends: Sequence[OptimizerEnd]  # of it, of the ranks on which it has come to its end
 
 
 def entries_of(rank: WatchedRank, kind: type[_Kind]) -> list[_Kind]:

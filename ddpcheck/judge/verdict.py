@@ -17,67 +17,43 @@ from ddpcheck.judge.causes import find_causes
 Facts = TypeVar("Facts")
 _OF_BUFFERS = ("DDP214", "DDP215")  # which leave the gradients of a step as they are
 
-Told = tuple[Finding, Finding]
-"""A finding, and the one of the report that tells it: itself, or its cause."""
+Told = tuple[Finding, Finding]  # a finding, and the one of the report that tells it: itself, or its cause
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one comparison has come to.
+    """What one comparison has come to."""
 
-    Attributes:
-        findings: What was found.
-        held: What held, in a sentence; empty where nothing was compared.
-        lacking: Why not all of it was compared; empty where it was.
-        differing: How much did not hold; empty where all did.
-    """
-
-    findings: Sequence[Finding] = ()
-    held: str = ""
-    lacking: str = ""
-    differing: str = ""
+    findings: Sequence[Finding] = ()  # what was found
+    held: str = ""  # what held, in a sentence; empty where nothing was compared
+    lacking: str = ""  # why not all of it was compared; empty where it was
+    differing: str = ""  # how much did not hold; empty where all did
 
 
-Verdicts = Mapping[str, Verdict]
-"""By heading, which is the name of a check line."""
+Verdicts = Mapping[str, Verdict]  # by heading, which is the name of a check line
 
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[Facts]):
-    """A row of the table of a door.
+    """A row of the table of a door."""
 
-    Attributes:
-        judge: From the facts to verdicts.
-        headings: Those under which these are.
-        codes: What it can find.
-        yields: Its findings of these codes are left out where an earlier row has found one of them, which says more.
-        unless: It is not asked where an earlier row has found one of these.
-    """
-
-    judge: Callable[[Facts], Verdicts]
-    headings: tuple[str, ...]
-    codes: tuple[str, ...]
+    judge: Callable[[Facts], Verdicts]  # from the facts to verdicts
+    headings: tuple[str, ...]  # those under which these are
+    codes: tuple[str, ...]  # what it can find
+    # its findings of these codes are left out where an earlier row has found one of them, which says more
     yields: tuple[str, ...] = ()
-    unless: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()  # it is not asked where an earlier row has found one of these
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What the rows of a table have come to.
+    """What the rows of a table have come to."""
 
-    Attributes:
-        findings: Causes only.
-        told: All that was found, by heading.
-        verdicts: By heading.
-        errors: What a judge has raised, which is a bug of ddpcheck, by heading.
-        found: All that was found, with its heading, as judges say it.
-    """
-
-    findings: list[Finding]
-    told: Mapping[str, list[Told]]
-    verdicts: Mapping[str, list[Verdict]]
-    errors: Mapping[str, Exception]
-    found: Sequence[tuple[str, Finding]]
+    findings: list[Finding]  # causes only
+    told: Mapping[str, list[Told]]  # all that was found, by heading
+    verdicts: Mapping[str, list[Verdict]]  # by heading
+    errors: Mapping[str, Exception]  # what a judge has raised, which is a bug of ddpcheck, by heading
+    found: Sequence[tuple[str, Finding]]  # all that was found, with its heading, as judges say it
 
     def status_of(self, heading: str, kept: Sequence[Finding]) -> tuple[CheckStatus, str] | None:
         """How the check under a heading ended, and a sentence on it; `None` where it had no subject.

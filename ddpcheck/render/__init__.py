@@ -21,21 +21,13 @@ from ddpcheck.findings.report import Document, Report
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """The abilities of the place where text goes. The defaults are those of a file or a log.
+    """The abilities of the place where text goes. The defaults are those of a file or a log."""
 
-    Attributes:
-        width: Columns; `None` where lines need not be broken.
-        colour: Whether it understands colours.
-        encoding: What its characters are encoded in.
-        interactive: Whether a person sits in front of it.
-        whole: Whether tracebacks are shown with every frame.
-    """
-
-    width: int | None = None
-    colour: bool = False
-    encoding: str = "utf-8"
-    interactive: bool = False
-    whole: bool = False
+    width: int | None = None  # columns; `None` where lines need not be broken
+    colour: bool = False  # whether it understands colours
+    encoding: str = "utf-8"  # what its characters are encoded in
+    interactive: bool = False  # whether a person sits in front of it
+    whole: bool = False  # whether tracebacks are shown with every frame
 
     @classmethod
     def of(cls, stream: TextIO | None, environ: Mapping[str, str] | None = None) -> Medium:

@@ -7,18 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.wording import counted, printable
-from ddpcheck.render import Renderer
-from ddpcheck.render.parts import (
-    STATUSES,
-    facts_of,
-    notes_of,
-    options_in_words,
-    sorted_findings,
-    title_of,
-    tool_of,
-    versions_of,
-    why_accepted,
-)
+from ddpcheck.render import Renderer, parts
 
 MOST_FINDINGS = 100
 _MOST_NAMES = 12
@@ -36,13 +25,13 @@ class MarkdownRenderer(Renderer):
 
 def _lines(report: Report) -> Iterator[str]:
     yield f"## ddpcheck: {escaped(report.summary)}"
-    ranks = "".join(f" on {size}" for size in options_in_words(report, only=("world_size",)))
+    ranks = "".join(f" on {size}" for size in parts.options_in_words(report, only=("world_size",)))
     yield f"\n{code_span(report.target)}{ranks}"
     if report.error is not None:
         yield f"\n**Stopped:** {escaped(report.error.message)}"
         if report.error.detail:
             yield f"\n{_block(report.error.detail)}"
-    findings = sorted_findings(report)
+    findings = parts.sorted_findings(report)
     for finding in findings[:MOST_FINDINGS]:
         yield from _finding(finding)
     if len(findings) > MOST_FINDINGS:
@@ -51,20 +40,20 @@ def _lines(report: Report) -> Iterator[str]:
         yield "\n### found, and not counted\n"
     for one in report.accepted[:MOST_FINDINGS]:
         names = [one.finding.code, *([_names(one.finding.subjects)] if one.finding.subjects else [])]
-        yield f"- {' '.join(names)}: {why_accepted(one)}, {escaped(one.reason)}"
+        yield f"- {' '.join(names)}: {parts.why_accepted(one)}, {escaped(one.reason)}"
     if report.checks:
         yield "\n| check | | |\n|---|---|---|"
         for check in report.checks:
-            sign = STATUSES[check.status].sign
+            sign = parts.STATUSES[check.status].sign
             yield f"| {escaped(check.name)} | {sign} {check.status} | {escaped(check.detail)} |"
-    for note in notes_of(report):
+    for note in parts.notes_of(report):
         yield f"\nNote: {escaped(note)}"
-    yield f"\n{escaped(', '.join((tool_of(report), *versions_of(report))))}"
+    yield f"\n{escaped(', '.join((parts.tool_of(report), *parts.versions_of(report))))}"
 
 
 def _finding(finding: Finding) -> Iterator[str]:
-    yield f"\n### {finding.severity.value}: {escaped(title_of(finding))}"
-    for fact in facts_of(finding):
+    yield f"\n### {finding.severity.value}: {escaped(parts.title_of(finding))}"
+    for fact in parts.facts_of(finding):
         if fact.kind == "subjects":
             left = len(fact.lines) - _MOST_NAMES
             yield f"\n{_names(fact.lines)}{f' and {left} more' if left > 0 else ''}"

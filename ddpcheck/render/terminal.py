@@ -8,15 +8,7 @@ from rich.console import RenderableType
 
 from ddpcheck.findings.report import Finding, Report, Severity
 from ddpcheck.findings.wording import counted, group_by, limited
-from ddpcheck.render.parts import (
-    STATUSES,
-    name_of,
-    passed_in_words,
-    severities_of,
-    sorted_findings,
-    title_of,
-    why_accepted,
-)
+from ddpcheck.render import parts
 from ddpcheck.render.text_parts import UNBROKEN, TextRenderer, broken, facts_in_text, indented, labelled, listed, styled
 
 MOST_FINDINGS = 50
@@ -47,12 +39,15 @@ class TerminalRenderer(TextRenderer):
         for check in report.checks:
             seconds = f"{check.seconds:.2f} s" if timed and check.status != "skipped" else ""
             table.add_row(
-                self.mark(STATUSES[check.status]), styled(check.name), styled((seconds, "dim")), styled(check.detail)
+                self.mark(parts.STATUSES[check.status]),
+                styled(check.name),
+                styled((seconds, "dim")),
+                styled(check.detail),
             )
         yield indented(table)
 
     def _findings(self, report: Report) -> Iterable[RenderableType]:
-        findings = sorted_findings(report)
+        findings = parts.sorted_findings(report)
         for number, finding in enumerate(findings[:MOST_FINDINGS]):
             if number:
                 yield ""
@@ -63,7 +58,9 @@ class TerminalRenderer(TextRenderer):
 
     def _finding(self, finding: Finding) -> Iterable[RenderableType]:
         style = SEVERITY_STYLES[finding.severity]
-        yield styled((finding.code, style), " ", (name_of(finding.code), "bold"), "  ", (finding.severity.value, style))
+        yield styled(
+            (finding.code, style), " ", (parts.name_of(finding.code), "bold"), "  ", (finding.severity.value, style)
+        )
         yield from facts_in_text(finding)
 
     def _accepted(self, report: Report) -> Iterable[RenderableType]:
@@ -73,8 +70,8 @@ class TerminalRenderer(TextRenderer):
         yield styled(("found, and not counted", "bold"))
         for one in report.accepted[:MOST_FINDINGS]:
             subjects = f"  {listed(one.finding.subjects)}" if one.finding.subjects else ""
-            yield indented(styled((title_of(one.finding), "dim"), f"  {one.finding.severity.value}{subjects}"))
-            yield indented(labelled(f"{why_accepted(one)}: ", one.reason), 4)
+            yield indented(styled((parts.title_of(one.finding), "dim"), f"  {one.finding.severity.value}{subjects}"))
+            yield indented(labelled(f"{parts.why_accepted(one)}: ", one.reason), 4)
         if len(report.accepted) > MOST_FINDINGS:
             yield indented(styled(f"and {len(report.accepted) - MOST_FINDINGS} more: see the JSON report"))
 
@@ -105,12 +102,12 @@ class TerminalRenderer(TextRenderer):
             before = f" ({counted(len(report.findings), 'finding')} until then)" if report.findings else ""
             return styled(("stopped: ", "bold red"), f"{report.error.message}{before}")
         if report.findings:
-            findings = sorted_findings(report)
+            findings = parts.sorted_findings(report)
             codes = [*dict.fromkeys(finding.code for finding in findings)]
             advice = " ".join([*codes[:_MOST_EXPLAINED], *(["..."] if len(codes) > _MOST_EXPLAINED else [])])
             count = counted(len(findings), "finding")
-            found = report.summary.replace(count, f"{count} ({severities_of(report)})", 1)
+            found = report.summary.replace(count, f"{count} ({parts.severities_of(report)})", 1)
             return styled((found, SEVERITY_STYLES[findings[0].severity]), f"; more on each: ddpcheck explain {advice}")
         if report.status != "clean":
             return styled((report.summary, "bold yellow"))
-        return styled(("clean: ", "bold green"), passed_in_words(report))
+        return styled(("clean: ", "bold green"), parts.passed_in_words(report))

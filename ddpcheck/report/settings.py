@@ -25,41 +25,27 @@ TABLE = "[tool.ddpcheck]"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a check; the defaults are those of the fields.
+    """The settings of a check; the defaults are those of the fields."""
 
-    Attributes:
-        world_size: Number of ranks.
-        backend: Of the process group; `None` chooses by device.
-        device: Where the model runs: "cpu" or "cuda".
-        steps: Training steps to check.
-        timeout: Seconds that a run may take before it counts as a hang.
-        seed: Of every random number generator.
-        select: Codes, prefixes or names of the rules to report; all when empty.
-        ignore: Codes, prefixes or names of the rules to leave out.
-        suppress: Findings that are shown with a reason, and do not count; only from pyproject.toml.
-        fail_on: The severity from which on findings fail the command; `None` for never.
-        preload: Modules that are imported once, before ranks are forked.
-        threads: That torch may use in each rank of a test; `None` shares out the cores.
-        reuse: Of the ranks of a test: "test" for fresh ones in each test, "module" for the same in all of a module.
-        launcher: Whether tests, reports and pictures use the ranks that torchrun, mpirun or srun has started: "auto"
-            where there are several, and some test needs ranks, "on" always, "off" never.
-        format: Of the command's output, where neither `--format` nor the extension of a file says; text when absent.
-    """
-
-    world_size: int = 2
-    backend: str | None = None
-    device: str = "cpu"
-    steps: int = 3
-    timeout: float = 30.0
-    seed: int = 0
-    select: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()
-    fail_on: Severity | None = Severity.ERROR
-    preload: tuple[str, ...] = ()
-    threads: int | None = None
+    world_size: int = 2  # number of ranks
+    backend: str | None = None  # of the process group; `None` chooses by device
+    device: str = "cpu"  # where the model runs: "cpu" or "cuda"
+    steps: int = 3  # training steps to check
+    timeout: float = 30.0  # seconds that a run may take before it counts as a hang
+    seed: int = 0  # of every random number generator
+    select: tuple[str, ...] = ()  # codes, prefixes or names of the rules to report; all when empty
+    ignore: tuple[str, ...] = ()  # codes, prefixes or names of the rules to leave out
+    fail_on: Severity | None = Severity.ERROR  # the severity from which on findings fail the command; `None` for never
+    preload: tuple[str, ...] = ()  # modules that are imported once, before ranks are forked
+    threads: int | None = None  # that torch may use in each rank of a test; `None` shares out the cores
+    # of the ranks of a test: "test" for fresh ones in each test, "module" for the same in all of a module
     reuse: str = "test"
+    # whether tests, reports and pictures use the ranks that torchrun, mpirun or srun has started: "auto" where there
+    # are several, and some test needs ranks, "on" always, "off" never
     launcher: str = "auto"
+    # of the command's output, where neither `--format` nor the extension of a file says; text when absent
     format: str | None = None
+    # findings that are shown with a reason, and do not count; only from pyproject.toml
     suppress: tuple[Suppression, ...] = ()
 
 

@@ -58,22 +58,15 @@ _MAY_END = (
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a script has ended.
+    """How a script has ended."""
 
-    Attributes:
-        exit_code: Of the whole.
-        exit_codes: Of the ranks that failed, by rank; negative for a signal.
-        hang: What was seen when the ranks waited for each other, if they did.
-        interrupted: Whether a user or a scheduler has ended it by a signal.
-        unended: Ranks that had run all of the script, and did not end by themselves.
-        doing: What each rank does, in words that come after its name, where the script has not ended.
-    """
-
-    exit_code: int = 0
+    exit_code: int = 0  # of the whole
+    # of the ranks that failed, by rank; negative for a signal
     exit_codes: Mapping[int, int] = field(default_factory=dict)
-    hang: Hang | None = None
-    interrupted: bool = False
-    unended: Unended | None = None
+    hang: Hang | None = None  # what was seen when the ranks waited for each other, if they did
+    interrupted: bool = False  # whether a user or a scheduler has ended it by a signal
+    unended: Unended | None = None  # ranks that had run all of the script, and did not end by themselves
+    # what each rank does, in words that come after its name, where the script has not ended
     doing: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -271,8 +264,7 @@ def call_of_ddp(rank: WatchedRank, stack: str) -> str:
 def still_in_a_call(ranks: Sequence[WatchedRank], ending: Ending) -> set[int]:
     """The ranks whose last collective had not ended, as far as is known."""
     killed_or_waiting = {one.rank for one in failures_of(ranks, ending) if follows_from_another_rank(one)}
-    signalled = {rank for rank, code in ending.exit_codes.items() if code < 0}
-    return killed_or_waiting | signalled
+    return killed_or_waiting | {rank for rank, code in ending.exit_codes.items() if code < 0}
 
 
 def timelines_of(

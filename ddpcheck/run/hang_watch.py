@@ -20,12 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpcheck.findings.evidence.endings import Joining
-from ddpcheck.findings.stacks import (
-    WORKERS,
-    has_no_python_left,
-    own_stack,
-    region_of,
-)
+from ddpcheck.findings.stacks import WORKERS, has_no_python_left, own_stack, region_of
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.judge.endings.collective_order import judge_collectives
 from ddpcheck.run.living_ranks import LivingRanks, RankFacts, Used, is_idle, lives, used

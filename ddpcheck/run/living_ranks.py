@@ -27,21 +27,13 @@ _NO_INTERPRETER = "Current thread, in which the interpreter has ended"
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What is known of a rank that has left no trace of progress for some time.
+    """What is known of a rank that has left no trace of progress for some time."""
 
-    Attributes:
-        is_idle: Whether its process has used next to no processor time.
-        spins: Whether ranks may use it while they wait: not under gloo.
-        others_idle: Whether the threads beside the main one have used next to none.
-        is_inside: Whether its main thread is in a collective, or waits for one, by its record.
-        parted: Whether what the ranks have called last is known not to match.
-    """
-
-    is_idle: bool
-    spins: bool = False
-    others_idle: bool = True
-    is_inside: bool = False
-    parted: bool = False
+    is_idle: bool  # whether its process has used next to no processor time
+    spins: bool = False  # whether ranks may use it while they wait: not under gloo
+    others_idle: bool = True  # whether the threads beside the main one have used next to none
+    is_inside: bool = False  # whether its main thread is in a collective, or waits for one, by its record
+    parted: bool = False  # whether what the ranks have called last is known not to match
 
     @property
     def may_wait(self) -> bool:

@@ -40,37 +40,22 @@ _encode = msgspec.msgpack.encode
 
 
 class NodeState(msgspec.Struct, frozen=True):
-    """What a node says of itself.
+    """What a node says of itself."""
 
-    Attributes:
-        beat: Counts.
-        standing: Whether its ranks are at work, as far as is known; or each waits in vain, or all have ended.
-        ranks: Those of them that have joined the process group.
-        world_size: Of that; 0 before.
-        has_left: Whether it waits for the first node no more.
-    """
-
-    beat: int
-    standing: Standing
-    ranks: tuple[int, ...]
-    world_size: int
-    has_left: bool
+    beat: int  # counts
+    standing: Standing  # whether its ranks are at work, as far as is known; or each waits in vain, or all have ended
+    ranks: tuple[int, ...]  # those of them that have joined the process group
+    world_size: int  # of that; 0 before
+    has_left: bool  # whether it waits for the first node no more
 
 
 class FirstState(msgspec.Struct, frozen=True):
-    """What the first node says.
+    """What the first node says."""
 
-    Attributes:
-        beat: Counts.
-        ends: Whether each node is to end its ranks, since no rank of the job gets on.
-        collects: Whether its own ranks have ended, and it waits for the logs of the others.
-        exit_code: Of its report, once that is made.
-    """
-
-    beat: int
-    ends: bool
-    collects: bool
-    exit_code: int | None
+    beat: int  # counts
+    ends: bool  # whether each node is to end its ranks, since no rank of the job gets on
+    collects: bool  # whether its own ranks have ended, and it waits for the logs of the others
+    exit_code: int | None  # of its report, once that is made
 
 
 class NodeEnd(msgspec.Struct, frozen=True, tag=True):

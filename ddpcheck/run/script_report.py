@@ -214,11 +214,7 @@ _BETWEEN = 3.0  # seconds between the two looks
 
 
 def report_on_run(
-    folder: Path,
-    *,
-    select: Sequence[str] = (),
-    ignore: Sequence[str] = (),
-    suppress: Sequence[Suppression] = (),
+    folder: Path, *, select: Sequence[str] = (), ignore: Sequence[str] = (), suppress: Sequence[Suppression] = ()
 ) -> Report:
     """The report on a run that goes on; takes four seconds.
 

@@ -28,10 +28,8 @@ SHARD_FORWARD = "fully_shard.forward"
 """Likewise, for what a forward pass of a sharded module is about to gather; each gathering stands in the log, too."""
 JOINED = "Join: without further batches"
 """The `place` of what a rank calls in torch's `Join` for batches that it does not have."""
-JOINING = "Join: before a forward pass"
-"""Likewise, of what one calls that has another batch."""
-PASSES = (DDP_BACKWARD, SHARD_FORWARD)
-"""Those of which the `place` says which pass it is, of which batch."""
+JOINING = "Join: before a forward pass"  # likewise, of what one calls that has another batch
+PASSES = (DDP_BACKWARD, SHARD_FORWARD)  # those of which the `place` says which pass it is, of which batch
 
 _PLACE = re.compile(
     r"forward pass (?P<forward>\d+)(?: \((?P<unsynced>\d+) under no_sync\))?(?: at (?P<line>.+?:\d+))?"
@@ -67,23 +65,15 @@ def lines_in(place: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """A backward pass that DDP has averaged; or a forward pass of shards, which are reduced after it.
+    """A backward pass that DDP has averaged; or a forward pass of shards, which are reduced after it."""
 
-    Attributes:
-        call: In the log.
-        forward: The number of the forward pass, among those of its line.
-        unsynced: How many forward passes under `no_sync` there had been.
-        line: Of the forward pass; may be empty.
-        batch: The number of the pass over the loader whose batch was taken last, and of that batch.
-        loader: That loader; negative where there is none.
-    """
-
-    call: Call
-    forward: int
-    unsynced: int = 0
-    line: str = ""
+    call: Call  # in the log
+    forward: int  # the number of the forward pass, among those of its line
+    unsynced: int = 0  # how many forward passes under `no_sync` there had been
+    line: str = ""  # of the forward pass; may be empty
+    # the number of the pass over the loader whose batch was taken last, and of that batch
     batch: tuple[int, int] = (0, 0)
-    loader: int = -1
+    loader: int = -1  # that loader; negative where there is none
 
 
 def backward_of(call: Call) -> Backward | None:
@@ -108,107 +98,66 @@ class Sketch(_Array):
 
 
 class RankStarted(Entry, frozen=True):
-    """A process has joined its default process group, and so is a rank.
+    """A process has joined its default process group, and so is a rank."""
 
-    Attributes:
-        rank: In that group.
-        world_size: Of that group.
-        backend: Of that group.
-        restart: How often the launcher had restarted the ranks before.
-        schema: The version of these entries.
-    """
-
-    rank: int
-    world_size: int
-    backend: str
-    restart: int = 0
-    schema: int = SCHEMA
+    rank: int  # in that group
+    world_size: int  # of that group
+    backend: str  # of that group
+    restart: int = 0  # how often the launcher had restarted the ranks before
+    schema: int = SCHEMA  # the version of these entries
 
 
 class WrapperMade(Entry, frozen=True):
-    """A `DistributedDataParallel` has been constructed.
+    """A `DistributedDataParallel` has been constructed."""
 
-    Attributes:
-        module: The class of what it wraps.
-        ranks: Of its process group.
-        context: Of the watch on it.
-        location: The line of the script that constructs it.
-        by_library: Whether an installed package does, and not the script.
-        classes: By path of a submodule ("" for the module itself), its classes of the user, each with file and name.
-        modules: For a report: those of the first wrapper of rank 0.
-    """
-
-    module: str
-    ranks: tuple[int, ...]
-    context: WatchContext
-    location: Location | None
-    by_library: bool
+    module: str  # the class of what it wraps
+    ranks: tuple[int, ...]  # of its process group
+    context: WatchContext  # of the watch on it
+    location: Location | None  # the line of the script that constructs it
+    by_library: bool  # whether an installed package does, and not the script
+    # by path of a submodule ("" for the module itself), its classes of the user, each with file and name
     classes: Mapping[str, tuple[tuple[str, str], ...]]
-    modules: tuple[ModuleEntry, ...] = ()
+    modules: tuple[ModuleEntry, ...] = ()  # for a report: those of the first wrapper of rank 0
 
 
 class StepsReported(Entry, frozen=True):
-    """What a rank would report when the ranks exchange reports.
+    """What a rank would report when the ranks exchange reports."""
 
-    Attributes:
-        wrapper: The number of the wrapper.
-        report: Of the rank.
-        closing: Whether the watch ends with it.
-        alone: Whether it shows a fault whatever the other ranks report.
-        begun: Whether its step has only begun: what the step itself reports takes its place.
-    """
-
-    wrapper: int
-    report: RankReport
-    closing: bool = False
-    alone: bool = False
-    begun: bool = False
+    wrapper: int  # the number of the wrapper
+    report: RankReport  # of the rank
+    closing: bool = False  # whether the watch ends with it
+    alone: bool = False  # whether it shows a fault whatever the other ranks report
+    begun: bool = False  # whether its step has only begun: what the step itself reports takes its place
 
 
 class ReplicaCaptured(Entry, frozen=True):
-    """What a rank would compare with the others after the backward pass of a step.
+    """What a rank would compare with the others after the backward pass of a step."""
 
-    Attributes:
-        wrapper: The number of the wrapper.
-        step: How many had ended before.
-        state: Of the replica.
-        own: Of the rank's own gradients; empty where they were not kept. Of parts of them, which are reduced onto
-            other ranks each, by "number of the shard/name".
-        averaged: Of what the wrapper left in `.grad`.
-        eps: The machine epsilon of each parameter's dtype, or what a communication hook loses, if that is more.
-        hook: The name of the communication hook.
-        own_hook: Whether it is none of torch's.
-        shard: The number of the rank's shard of each parameter; negative where it has the whole of them.
-        parts: The names of the parameters of which it is a part, whose elements are not all the same. In the first
-            step also of those that DDP averages over some ranks only, which may have a part.
-        values: Sketches of the parameters; only where something else than an optimizer's step has changed some.
-    """
-
-    wrapper: int
-    step: int
-    state: ReplicaState
+    wrapper: int  # the number of the wrapper
+    step: int  # how many had ended before
+    state: ReplicaState  # of the replica
+    # of the rank's own gradients; empty where they were not kept. Of parts of them, which are reduced onto other ranks
+    # each, by "number of the shard/name"
     own: Mapping[str, Sketch] = field(default_factory=dict)
-    averaged: Mapping[str, Sketch] = field(default_factory=dict)
+    averaged: Mapping[str, Sketch] = field(default_factory=dict)  # of what the wrapper left in `.grad`
+    # the machine epsilon of each parameter's dtype, or what a communication hook loses, if that is more
     eps: Mapping[str, float] = field(default_factory=dict)
-    hook: str = ""
-    own_hook: bool = False
-    shard: int = -1
+    hook: str = ""  # the name of the communication hook
+    own_hook: bool = False  # whether it is none of torch's
+    shard: int = -1  # the number of the rank's shard of each parameter; negative where it has the whole of them
+    # the names of the parameters of which it is a part, whose elements are not all the same. In the first step also of
+    # those that DDP averages over some ranks only, which may have a part
     parts: tuple[str, ...] = ()
+    # sketches of the parameters; only where something else than an optimizer's step has changed some
     values: Mapping[str, Sketch] = field(default_factory=dict)
 
 
 class BuffersKept(Entry, frozen=True):
-    """The buffers with which a rank goes on after a captured step: at its next forward pass, or when it is left.
+    """The buffers with which a rank goes on after a captured step: at its next forward pass, or when it is left."""
 
-    Attributes:
-        wrapper: The number of the wrapper.
-        step: That was captured.
-        buffers: Their fingerprints, but for those of normalisation layers.
-    """
-
-    wrapper: int
-    step: int
-    buffers: Mapping[str, int]
+    wrapper: int  # the number of the wrapper
+    step: int  # that was captured
+    buffers: Mapping[str, int]  # their fingerprints, but for those of normalisation layers
 
 
 class NotCompared(Entry, frozen=True):
@@ -219,21 +168,14 @@ class NotCompared(Entry, frozen=True):
 
 
 class TrainedApart(Entry, frozen=True):
-    """The ranks of a wrapper have trained apart, by a communication hook (post-local SGD), until it was left.
+    """The ranks of a wrapper have trained apart, by a communication hook (post-local SGD), until it was left."""
 
-    Attributes:
-        wrapper: Its number.
-        step: How many had ended before.
-        marks: Fingerprints of one parameter, before each forward pass since then in which it had changed, and at last.
-        parameters: Those of all parameters at last.
-        hook: The name of the communication hook.
-    """
-
-    wrapper: int
-    step: int
+    wrapper: int  # its number
+    step: int  # how many had ended before
+    # fingerprints of one parameter, before each forward pass since then in which it had changed, and at last
     marks: tuple[int, ...]
-    parameters: Mapping[str, int]
-    hook: str = ""
+    parameters: Mapping[str, int]  # those of all parameters at last
+    hook: str = ""  # the name of the communication hook
 
 
 class GroupUsed(Entry, frozen=True):
@@ -248,17 +190,11 @@ class GroupUsed(Entry, frozen=True):
 
 
 class CallersSeen(Entry, frozen=True):
-    """Lines of the program have led to a collective for the first time.
+    """Lines of the program have led to a collective for the first time."""
 
-    Attributes:
-        number: Of them.
-        lines: Innermost first.
-        files: Of each of the lines.
-    """
-
-    number: int
-    lines: tuple[str, ...]
-    files: tuple[str, ...]
+    number: int  # of them
+    lines: tuple[str, ...]  # innermost first
+    files: tuple[str, ...]  # of each of the lines
 
 
 class ExitCalled(Entry, frozen=True):

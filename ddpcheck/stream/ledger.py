@@ -21,30 +21,19 @@ _NOTHING = LoopEvent("")
 
 @dataclass(slots=True)
 class Contribution:
-    """What one backward pass has added to the gradients of the wrapper's parameters.
+    """What one backward pass has added to the gradients of the wrapper's parameters."""
 
-    Attributes:
-        number: Of the event `backward`, counted from 0.
-        backward: The pass.
-        forward: Of the wrapper, to whose output it belongs; `None`: it has none of its own.
-        under: The line of the `no_sync` under which that forward pass ran; `None`: under none.
-        after: Without a forward pass of its own: the one that has ended the reduction before it.
-        reduced: Whether its gradients were averaged before anything has used or zeroed them.
-        fate: What has become of them: an optimizer's step has used them, they were zeroed before one has, or neither.
-        ended: The number of the event that has used or zeroed them; -1 for none.
-        ended_by: That event; of no kind where there is none.
-        excused: Whether what was zeroed may be meant to go: the pass was for other tensors, or the optimizer rests.
-    """
-
-    number: int
-    backward: LoopEvent
-    forward: LoopEvent | None = None
-    under: str | None = None
-    after: LoopEvent | None = None
-    reduced: bool = False
+    number: int  # of the event `backward`, counted from 0
+    backward: LoopEvent  # the pass
+    forward: LoopEvent | None = None  # of the wrapper, to whose output it belongs; `None`: it has none of its own
+    under: str | None = None  # the line of the `no_sync` under which that forward pass ran; `None`: under none
+    after: LoopEvent | None = None  # without a forward pass of its own: the one that has ended the reduction before it
+    reduced: bool = False  # whether its gradients were averaged before anything has used or zeroed them
+    # what has become of them: an optimizer's step has used them, they were zeroed before one has, or neither
     fate: Literal["open", "used", "discarded"] = "open"
-    ended: int = -1
-    ended_by: LoopEvent = _NOTHING
+    ended: int = -1  # the number of the event that has used or zeroed them; -1 for none
+    ended_by: LoopEvent = _NOTHING  # that event; of no kind where there is none
+    # whether what was zeroed may be meant to go: the pass was for other tensors, or the optimizer rests
     excused: bool = False
 
     @property

@@ -173,39 +173,26 @@ class ReceivedFolder:
             file.write(part.data)
 
 
-FOLDER = "ddpcheck-run-"
-"""How the name of a run's folder begins, in the directory for temporary files."""
+FOLDER = "ddpcheck-run-"  # how the name of a run's folder begins, in the directory for temporary files
 
-SCRIPT = "script"
-"""The file in it that holds the command line of the script."""
+SCRIPT = "script"  # the file in it that holds the command line of the script
 
 
 class WatchedRank(Struct, frozen=True):
-    """What one rank has left.
+    """What one rank has left."""
 
-    Attributes:
-        started: Who it was.
-        entries: All others of its log.
-        counts: By wrapper, how many backward passes have begun and how many steps have ended.
-        first_call: The number of the first collective of those that are known.
-        calls: The last collectives.
-        stack: What `faulthandler` has written last; may be empty.
-        batches: By loader, the number of its last pass and how many batches were taken in it.
-        forwards: By the number of the line of a wrapper's last forward pass, how many it has made there.
-        unknown: How many entries this version cannot read.
-        waits_for: What it waits for in a point-to-point call, if that is what it does.
-    """
-
-    started: RankStarted
-    entries: Sequence[Entry]
-    counts: Sequence[tuple[int, int]]
-    first_call: int = 0
-    calls: Sequence[Call] = ()
-    stack: str = ""
+    started: RankStarted  # who it was
+    entries: Sequence[Entry]  # all others of its log
+    counts: Sequence[tuple[int, int]]  # by wrapper, how many backward passes have begun and how many steps have ended
+    first_call: int = 0  # the number of the first collective of those that are known
+    calls: Sequence[Call] = ()  # the last collectives
+    stack: str = ""  # what `faulthandler` has written last; may be empty
+    # by loader, the number of its last pass and how many batches were taken in it
     batches: Sequence[tuple[int, int]] = ()
+    # by the number of the line of a wrapper's last forward pass, how many it has made there
     forwards: Mapping[int, int] = field(default_factory=dict)
-    unknown: int = 0
-    waits_for: PeerWait | None = None
+    unknown: int = 0  # how many entries this version cannot read
+    waits_for: PeerWait | None = None  # what it waits for in a point-to-point call, if that is what it does
 
     @property
     def wrappers(self) -> list[WrapperMade]:

@@ -45,55 +45,35 @@ def is_settled(step: int) -> bool:
 
 
 class MicroBatch(Struct, frozen=True):
-    """One forward and backward, and the weight that its loss gives each target that it counts.
+    """One forward and backward, and the weight that its loss gives each target that it counts."""
 
-    Attributes:
-        index: Of the optimizer step that it is accumulated for.
-        step: How many synchronised backward passes came before.
-        head: Where it was measured: what forward returned may hold several.
-        position: In the optimizer step, on this rank.
-        sequences: How many sequences the targets are of, if they are.
-        counted: The number of targets (tokens, pixels, samples) that count in the loss.
-        weight: Of each, up to a constant; 0 where they have not all the same, or the loss is no cross entropy.
-        rows: The number of targets, with those that do not count.
-    """
-
-    index: int
-    step: int
-    head: str
-    position: int
-    sequences: int
-    counted: float
-    weight: float
-    rows: float
+    index: int  # of the optimizer step that it is accumulated for
+    step: int  # how many synchronised backward passes came before
+    head: str  # where it was measured: what forward returned may hold several
+    position: int  # in the optimizer step, on this rank
+    sequences: int  # how many sequences the targets are of, if they are
+    counted: float  # the number of targets (tokens, pixels, samples) that count in the loss
+    weight: float  # of each, up to a constant; 0 where they have not all the same, or the loss is no cross entropy
+    rows: float  # the number of targets, with those that do not count
 
 
 class RankReport(Struct, frozen=True):
-    """The report of one rank on the steps since the ranks last exchanged reports.
+    """The report of one rank on the steps since the ranks last exchanged reports."""
 
-    Attributes:
-        probed: The rank, the step after which the ranks exchange reports, and what a probe of it has found: states
-            other than "contributes" ("zero" is in each probe, although parameters have moved in between), and so on.
-        missing: By step, the parameters that did not contribute in it.
-        never_used: Parameters that have contributed in no step so far.
-        sometimes_missing: Parameters that have been missing in some step so far.
-        ends: Why parameters are missing.
-        changes: What has happened to parameters since they were wrapped, in a word.
-        events: Of the loop, where they show a fault.
-        seconds: Of a step, on average so far.
-        micro_batches: Of the last optimizer steps that were measured.
-        compiled: The functions that were compiled so far, where it is time to compare them.
-    """
-
+    # the rank, the step after which the ranks exchange reports, and what a probe of it has found: states other than
+    # "contributes" ("zero" is in each probe, although parameters have moved in between), and so on
     probed: StepEvidence
+    # by step, the parameters that did not contribute in it
     missing: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    never_used: tuple[str, ...] = ()
-    sometimes_missing: tuple[str, ...] = ()
-    ends: Mapping[str, PathEnd] = field(default_factory=dict)
+    never_used: tuple[str, ...] = ()  # parameters that have contributed in no step so far
+    sometimes_missing: tuple[str, ...] = ()  # parameters that have been missing in some step so far
+    ends: Mapping[str, PathEnd] = field(default_factory=dict)  # why parameters are missing
+    # what has happened to parameters since they were wrapped, in a word
     changes: Mapping[str, str] = field(default_factory=dict)
-    events: tuple[LoopEvent, ...] = ()
-    seconds: float = 0.0
-    micro_batches: tuple[MicroBatch, ...] = ()
+    events: tuple[LoopEvent, ...] = ()  # of the loop, where they show a fault
+    seconds: float = 0.0  # of a step, on average so far
+    micro_batches: tuple[MicroBatch, ...] = ()  # of the last optimizer steps that were measured
+    # the functions that were compiled so far, where it is time to compare them
     compiled: tuple[FunctionCompiled, ...] = ()
 
     @property
@@ -103,45 +83,28 @@ class RankReport(Struct, frozen=True):
 
 
 class ReplicaState(Struct, frozen=True):
-    """Fingerprints of the replica on one rank, when the ranks compare them.
+    """Fingerprints of the replica on one rank, when the ranks compare them."""
 
-    Attributes:
-        description: Of the module.
-        values: Gradients, parameters and buffers as fingerprints, and gradients against the ranks' own average.
-        constructed: Fingerprints of the parameters when the wrapper had made them equal; empty where that is not known.
-        at_first_forward: Likewise, before the first forward.
-    """
-
-    description: ModuleDescription
+    description: ModuleDescription  # of the module
+    # gradients, parameters and buffers as fingerprints, and gradients against the ranks' own average
     values: DdpStepEvidence
+    # fingerprints of the parameters when the wrapper had made them equal; empty where that is not known
     constructed: Mapping[str, int] = field(default_factory=dict)
-    at_first_forward: Mapping[str, int] = field(default_factory=dict)
+    at_first_forward: Mapping[str, int] = field(default_factory=dict)  # likewise, before the first forward
 
 
 class WatchContext(Struct, frozen=True):
-    """The wrapper and its module as they are when the watch begins.
+    """The wrapper and its module as they are when the watch begins."""
 
-    Attributes:
-        names: Of the parameters, with their aliases.
-        wrapper: The arguments of the wrapper.
-        world_size: Of its process group.
-        broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
-        wrapper_class: The name of the wrapper's class.
-        trainable: The parameters that it synchronises, in their order.
-        began_alike: Whether parameters are known to have been the same on all ranks when it was constructed.
-        own_hook: Whether the communication hook is none of torch's.
-        sharded: `wrapper`, where `fully_shard` has sharded the module.
-    """
-
-    names: Names
-    wrapper: WrapperFacts
-    world_size: int
-    broadcasts_buffers: bool = False
-    wrapper_class: str = ""
-    trainable: tuple[str, ...] = ()
-    began_alike: bool = False
-    own_hook: bool = False
-    sharded: ShardedFacts | None = None
+    names: Names  # of the parameters, with their aliases
+    wrapper: WrapperFacts  # the arguments of the wrapper
+    world_size: int  # of its process group
+    broadcasts_buffers: bool = False  # whether the wrapper broadcasts buffers before a forward
+    wrapper_class: str = ""  # the name of the wrapper's class
+    trainable: tuple[str, ...] = ()  # the parameters that it synchronises, in their order
+    began_alike: bool = False  # whether parameters are known to have been the same on all ranks when it was constructed
+    own_hook: bool = False  # whether the communication hook is none of torch's
+    sharded: ShardedFacts | None = None  # `wrapper`, where `fully_shard` has sharded the module
 
     def __post_init__(self) -> None:
         if self.sharded is not None:  # as whose base class `wrapper` has been read from a log

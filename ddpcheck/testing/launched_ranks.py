@@ -118,10 +118,8 @@ def share_temporary_folders(config: pytest.Config, base: str) -> None:
 
 
 LAUNCHED = pytest.StashKey[RankGroup]()
-STARTUP = 120.0
-"""Seconds that ranks wait for each other where all should come at the same time."""
-PATIENCE = 3600.0
-"""Seconds that they wait for one that does something which nobody has given a timeout."""
+STARTUP = 120.0  # seconds that ranks wait for each other where all should come at the same time
+PATIENCE = 3600.0  # seconds that they wait for one that does something which nobody has given a timeout
 
 
 class LaunchedWorld:

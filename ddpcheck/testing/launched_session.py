@@ -268,21 +268,13 @@ class InStep:
 
 @dataclass(frozen=True)
 class _Told:
-    """The outcome of a phase of a test on one rank.
+    """The outcome of a phase of a test on one rank."""
 
-    Attributes:
-        ended: Where it did not fail.
-        reply: Of `failures.described` where it did.
-        fell: Whether it failed only because others did not come to a meeting.
-        shown: The failure as pytest shows it, pickled.
-        output: What pytest has captured of it, by stream.
-    """
-
-    ended: Ended | None = None
-    reply: dict[str, Any] | None = None
-    fell: bool = False
-    shown: bytes = b""
-    output: list[tuple[str, str]] = field(default_factory=list)
+    ended: Ended | None = None  # where it did not fail
+    reply: dict[str, Any] | None = None  # of `failures.described` where it did
+    fell: bool = False  # whether it failed only because others did not come to a meeting
+    shown: bytes = b""  # the failure as pytest shows it, pickled
+    output: list[tuple[str, str]] = field(default_factory=list)  # what pytest has captured of it, by stream
 
     @property
     def same_as(self) -> tuple[str, str]:

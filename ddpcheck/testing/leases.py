@@ -22,8 +22,7 @@ from ddpcheck.testing.world_pool import WorldPool
 from ddpcheck.worlds import validation, wire
 from ddpcheck.worlds.launchers.rank_group import RankGroup
 
-Lent = World | LaunchedWorld
-"""The ranks of a test: a `World` of its own, or the ranks of a launcher."""
+Lent = World | LaunchedWorld  # the ranks of a test: a `World` of its own, or the ranks of a launcher
 
 
 class Ranks:

@@ -76,8 +76,7 @@ def _with_fixtures(body: bytes, attachment: RankArtifacts) -> Any:
         maker = FixtureMaker(teardown, attachment.properties)
         for fixture in setups:
             maker.make(fixture)
-        made = {name: maker.make(value) for name, value in arguments.items()}
-        return function(**made)
+        return function(**{name: maker.make(value) for name, value in arguments.items()})
 
 
 @for_target

@@ -105,8 +105,7 @@ def post_mortem(error: BaseException, shown: str) -> bool:
     if isinstance(error, bdb.BdbQuit):
         return True
     here = this_rank.current()
-    heading = f"\n{shown}\n>>> post mortem on rank {here.rank} of {here.world_size}\n"
-    debugger = _Pdb(heading)
+    debugger = _Pdb(f"\n{shown}\n>>> post mortem on rank {here.rank} of {here.world_size}\n")
     trace: TracebackType | None = error.__traceback__
     debugger.reset()
     debugger.interaction(None, trace)

@@ -45,8 +45,7 @@ _LATE = ("timeout", "startup_timeout", "env", "watch", "ahead")  # options that 
 _PATIENCE = 1.0  # seconds for ranks to get their next process group; fresh ones take less
 _CLOSING = 4  # worlds that may be on their way out at the same time
 
-Kind = Hashable
-"""Worlds of one kind can stand in for each other."""
+Kind = Hashable  # worlds of one kind can stand in for each other
 
 _SIGNATURE = inspect.signature(World)
 

@@ -35,8 +35,7 @@ class _Compiling:
 
 
 _state = _Compiling()
-_kept = contextlib.ExitStack()
-"""Contexts that last as long as the process; one that nobody holds would end at once."""
+_kept = contextlib.ExitStack()  # contexts that last as long as the process; one that nobody holds would end at once
 
 
 def is_asked_for() -> bool:

@@ -35,27 +35,17 @@ from ddpcheck.worlds.rank_setup import choose_device, join_group, place_on_machi
 
 @dataclass(frozen=True)
 class RankContext:
-    """This rank: its number, device and world.
+    """This rank: its number, device and world."""
 
-    Attributes:
-        rank: Its number.
-        world_size: Of how many.
-        backend: Of the default process group.
-        device: `cpu`, or `cuda:<index>`.
-        directory: The world's scratch directory; removed when the world closes.
-        shared_gpu: Whether more ranks than one use this rank's GPU.
-    """
-
-    rank: int
-    world_size: int
-    backend: str
-    device: str
-    directory: Path
-    shared_gpu: bool
+    rank: int  # its number
+    world_size: int  # of how many
+    backend: str  # of the default process group
+    device: str  # `cpu`, or `cuda:<index>`
+    directory: Path  # the world's scratch directory; removed when the world closes
+    shared_gpu: bool  # whether more ranks than one use this rank's GPU
 
 
-state: dict[str, Any] = {}
-"""Survives from one run to the next on the same world."""
+state: dict[str, Any] = {}  # survives from one run to the next on the same world
 
 _context: RankContext | None = None
 _slots: mmap.mmap | None = None

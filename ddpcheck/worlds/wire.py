@@ -32,8 +32,7 @@ NO_LAUNCH = "_DDPCHECK_RANK_OF"
 What that process starts inherits the variables and is no rank. Our own ranks have not been launched: they say 0.
 """
 
-MAX_FDS = 100
-"""File descriptors in one packet to the fork server; the kernel's limit is 253."""
+MAX_FDS = 100  # file descriptors in one packet to the fork server; the kernel's limit is 253
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,35 +16,20 @@ from ddpcheck.findings.report import Location
 
 
 class Difference(Struct, frozen=True):
-    """The difference of one gradient from its reference.
+    """The difference of one gradient from its reference."""
 
-    Attributes:
-        name: Of the parameter.
-        error: Norm of the difference over the scale of the reference.
-        tolerance: What `error` may be.
-        ratio: The factor c for which c * reference is nearest; measured only beyond the tolerance.
-        residual: What is left of `error` with that factor.
-        elements: How many there are.
-        elements_beyond: How many of them differ by more than their share of the tolerance.
-        worst_index: Of the element that differs most.
-        worst_got: Its value.
-        worst_want: Its value in the reference.
-        absolute_error: Norm of the difference.
-        reference_norm: Norm of the reference.
-    """
-
-    name: str
-    error: float
-    tolerance: float
-    ratio: float = 1.0
-    residual: float = 0.0
-    elements: int = 0
-    elements_beyond: int = 0
-    worst_index: tuple[int, ...] = ()
-    worst_got: float = 0.0
-    worst_want: float = 0.0
-    absolute_error: float = 0.0
-    reference_norm: float = 0.0
+    name: str  # of the parameter
+    error: float  # norm of the difference over the scale of the reference
+    tolerance: float  # what `error` may be
+    ratio: float = 1.0  # the factor c for which c * reference is nearest; measured only beyond the tolerance
+    residual: float = 0.0  # what is left of `error` with that factor
+    elements: int = 0  # how many there are
+    elements_beyond: int = 0  # how many of them differ by more than their share of the tolerance
+    worst_index: tuple[int, ...] = ()  # of the element that differs most
+    worst_got: float = 0.0  # its value
+    worst_want: float = 0.0  # its value in the reference
+    absolute_error: float = 0.0  # norm of the difference
+    reference_norm: float = 0.0  # norm of the reference
 
     @property
     def bad(self) -> bool:
@@ -61,17 +46,12 @@ class Difference(Struct, frozen=True):
 
 
 class RepeatedStep(Struct, frozen=True):
-    """One rank's step, run a second time, and with the gradient of the loss doubled.
+    """One rank's step, run a second time, and with the gradient of the loss doubled."""
 
-    Attributes:
-        differences: From itself, run a second time.
-        nonlinear: Parameters whose gradient does not double with the loss: something on its way changes it.
-        hooks: What the user's code has put in its way.
-    """
-
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[Difference, ...] = ()  # from itself, run a second time
+    # parameters whose gradient does not double with the loss: something on its way changes it
     nonlinear: tuple[str, ...] = ()
-    hooks: tuple[GradientHook, ...] = ()
+    hooks: tuple[GradientHook, ...] = ()  # what the user's code has put in its way
 
 
 RandomNumbers = Literal["drawn", "by sample", "constant"]
@@ -80,40 +60,29 @@ RandomNumbers = Literal["drawn", "by sample", "constant"]
 LOOSEST_FIT = 0.05
 """A pattern explains a difference when it leaves less than this share of it (and the rest is rounding)."""
 
-EXACT_FIT = 1e-3
-"""The share that rounding alone leaves, also of a gradient in float32."""
+EXACT_FIT = 1e-3  # the share that rounding alone leaves, also of a gradient in float32
 
 
 class LossTerm(Struct, frozen=True):
     """One term of the loss, on the global batch and on the shards one by one.
 
     Its errors are relative to the gradient of the whole loss, every parameter measured by its own scale.
-
-    Attributes:
-        name: Of the tensor that the recipe's loss returned ("loss['penalty']"), where there are several.
-        location: The line that computes the term, where it is known.
-        error: How far the shards' gradients, as the ranks weigh them, are from the global batch's.
-        weights: Of the shards, for which the sum of their gradients is nearest to the global batch's.
-        residual: What they leave of `error`.
-        rank_weights: Of the shards in the ranks' average; empty where the ranks take the mean, or that is not known.
-        ratio: The factor that this term's gradient has in the ranks' average, all terms taken together.
-        doubles_with_batch: Whether it doubles when every sample is in the batch twice.
-        count: What it is divided by, where that is found in the batch ("batch['labels'] != -100").
-        counts: Its value on each rank.
-        coupled: Whether its gradient for some samples depends on what the model computes for others; None where that
-            could not be tried.
     """
 
-    name: str = ""
-    location: Location | None = None
-    error: float = 0.0
+    name: str = ""  # of the tensor that the recipe's loss returned ("loss['penalty']"), where there are several
+    location: Location | None = None  # the line that computes the term, where it is known
+    error: float = 0.0  # how far the shards' gradients, as the ranks weigh them, are from the global batch's
+    # of the shards, for which the sum of their gradients is nearest to the global batch's
     weights: tuple[float, ...] = ()
-    residual: float = 0.0
+    residual: float = 0.0  # what they leave of `error`
+    # of the shards in the ranks' average; empty where the ranks take the mean, or that is not known
     rank_weights: tuple[float, ...] = ()
-    ratio: float = 1.0
-    doubles_with_batch: bool = False
-    count: str = ""
-    counts: tuple[float, ...] = ()
+    ratio: float = 1.0  # the factor that this term's gradient has in the ranks' average, all terms taken together
+    doubles_with_batch: bool = False  # whether it doubles when every sample is in the batch twice
+    count: str = ""  # what it is divided by, where that is found in the batch ("batch['labels'] != -100")
+    counts: tuple[float, ...] = ()  # its value on each rank
+    # whether its gradient for some samples depends on what the model computes for others; None where that could not be
+    # tried
     coupled: bool | None = None
 
     @property
@@ -143,59 +112,39 @@ class WeightedFit(Struct, frozen=True):
 
 
 class Coupling(Struct, frozen=True):
-    """The first place at which a sample of the batch depends on the others.
+    """The first place at which a sample of the batch depends on the others."""
 
-    Attributes:
-        module: Name of the module whose output does while its input does not; empty for the whole; None if there is
-            none.
-        module_class: Its class; empty if there is none.
-        line: Of the user's code at which an operation does.
-        scaled: Whether what that operation gives is only scaled by the other samples, as by their number.
-    """
-
+    # name of the module whose output does while its input does not; empty for the whole; None if there is none
     module: str | None = None
-    module_class: str = ""
-    line: Location | None = None
-    scaled: bool = False
+    module_class: str = ""  # its class; empty if there is none
+    line: Location | None = None  # of the user's code at which an operation does
+    scaled: bool = False  # whether what that operation gives is only scaled by the other samples, as by their number
 
 
 class ShardAnalysis(Struct, frozen=True):
     """Gradients of the shards, one by one in the single process; measured only when the global batch's differs.
 
     Without `terms` the shards could not be run, and only the global batch is known.
-
-    Attributes:
-        terms: Of the loss, in order.
-        terms_residual: What the terms' `ratio` leave of the difference between the ranks' average and the global
-            batch's gradient, relative.
-        frozen: Modules whose batch statistics were fixed while the terms were looked at, since they couple all samples.
-        against_shards: Of the mean of the shards' gradients to the ranks' average.
-        shard_rounding: What the shards' gradients lose to rounding in the module's own dtype, relative.
-        against_global: Of the global batch's gradient to the ranks' average.
-        rank_weights: Of the shards' gradients, one by one, to the ranks' average.
-        shard_losses: The loss on each shard.
-        global_loss: The loss on the global batch.
-        coupling: Where samples first depend on each other.
-        rounded: The gradients that differ from the global batch's by rounding alone.
-        error: Why the shards could not be run one by one, or why that could not be explained further.
-        numbers: The random numbers with which they were run, as in `SingleStep`.
-        by_statistics: Of the global batch's gradient to the ranks' average, where batch statistics are those of each
-            shard; measured where shards alone do not give what the ranks did.
     """
 
-    terms: tuple[LossTerm, ...] = ()
+    terms: tuple[LossTerm, ...] = ()  # of the loss, in order
+    # what the terms' `ratio` leave of the difference between the ranks' average and the global batch's gradient,
+    # relative
     terms_residual: float = 1.0
+    # modules whose batch statistics were fixed while the terms were looked at, since they couple all samples
     frozen: tuple[str, ...] = ()
-    against_shards: Fit = Fit()
-    shard_rounding: float = 0.0
-    against_global: Fit = Fit()
-    rank_weights: WeightedFit = WeightedFit()
-    shard_losses: tuple[float, ...] = ()
-    global_loss: float = 0.0
-    coupling: Coupling = Coupling()
-    rounded: tuple[str, ...] = ()
-    error: str = ""
-    numbers: RandomNumbers = "drawn"
+    against_shards: Fit = Fit()  # of the mean of the shards' gradients to the ranks' average
+    shard_rounding: float = 0.0  # what the shards' gradients lose to rounding in the module's own dtype, relative
+    against_global: Fit = Fit()  # of the global batch's gradient to the ranks' average
+    rank_weights: WeightedFit = WeightedFit()  # of the shards' gradients, one by one, to the ranks' average
+    shard_losses: tuple[float, ...] = ()  # the loss on each shard
+    global_loss: float = 0.0  # the loss on the global batch
+    coupling: Coupling = Coupling()  # where samples first depend on each other
+    rounded: tuple[str, ...] = ()  # the gradients that differ from the global batch's by rounding alone
+    error: str = ""  # why the shards could not be run one by one, or why that could not be explained further
+    numbers: RandomNumbers = "drawn"  # the random numbers with which they were run, as in `SingleStep`
+    # of the global batch's gradient to the ranks' average, where batch statistics are those of each shard; measured
+    # where shards alone do not give what the ranks did
     by_statistics: Fit = Fit()
 
     @property
@@ -208,22 +157,12 @@ class ShardAnalysis(Struct, frozen=True):
 
 
 class SingleStep(Struct, frozen=True):
-    """One step of the single process on the global batch.
+    """One step of the single process on the global batch."""
 
-    Attributes:
-        loss: Of the global batch.
-        norm: Of all gradients together.
-        batch: Fingerprint of the batch.
-        batch_again: Fingerprint of the batch made a second time (first step only).
-        float64_error: Why there is no float64 run, empty when there is one.
-        backwards: The user's own backward passes in the step, and the last one.
-        numbers: The random numbers that it has got (see `RandomNumbers`).
-    """
-
-    loss: float
-    norm: float
-    batch: tuple[int, ...]
-    batch_again: tuple[int, ...]
-    float64_error: str
-    backwards: int = 1
-    numbers: RandomNumbers = "drawn"
+    loss: float  # of the global batch
+    norm: float  # of all gradients together
+    batch: tuple[int, ...]  # fingerprint of the batch
+    batch_again: tuple[int, ...]  # fingerprint of the batch made a second time (first step only)
+    float64_error: str  # why there is no float64 run, empty when there is one
+    backwards: int = 1  # the user's own backward passes in the step, and the last one
+    numbers: RandomNumbers = "drawn"  # the random numbers that it has got (see `RandomNumbers`)

@@ -18,87 +18,59 @@ OF_A_COPY = -1  # of a wrapped module, as a variable holds it
 
 
 class ModuleChanged(Entry, frozen=True):
-    """A line of the script has changed, or may have changed, parameters or buffers of a wrapped module.
+    """A line of the script has changed, or may have changed, parameters or buffers of a wrapped module."""
 
-    Attributes:
-        wrapper: The number of the wrapper; `OF_A_COPY` for one, which `names` names.
-        what: "values" (loaded, or set by a function that was applied), "written" (in place, or as `.data`, outside of
-            an optimizer's step), "buffer" (one has another value), "requires_grad", "parameters" (others are
-            registered now), "mode" (to evaluation), "scale" (what a reduction divides
-            by), "ignored" (`.data` of a shard was assigned, which has left it as it was), "replaced" (a parameter
-            was assigned in the place of a shard, and is none that `fully_shard` gathers), or "module" (likewise one
-            with shards, by one without).
-        how: The name of what was called, or assigned.
-        names: Of the parameters; empty where they are not known. Of the submodule, where its mode is changed.
-        location: The line of the script.
-        forwards: How many forward passes of the wrapper had been before.
-        step: How many averaged backward passes had ended before.
-    """
-
-    wrapper: int
+    wrapper: int  # the number of the wrapper; `OF_A_COPY` for one, which `names` names
+    # "values" (loaded, or set by a function that was applied), "written" (in place, or as `.data`, outside of an
+    # optimizer's step), "buffer" (one has another value), "requires_grad", "parameters" (others are registered now),
+    # "mode" (to evaluation), "scale" (what a reduction divides by), "ignored" (`.data` of a shard was assigned, which
+    # has left it as it was), "replaced" (a parameter was assigned in the place of a shard, and is none that
+    # `fully_shard` gathers), or "module" (likewise one with shards, by one without)
     what: str
-    how: str
+    how: str  # the name of what was called, or assigned
+    # of the parameters; empty where they are not known. Of the submodule, where its mode is changed
     names: tuple[str, ...]
-    location: Location | None
-    forwards: int = 0
-    step: int = 0
+    location: Location | None  # the line of the script
+    forwards: int = 0  # how many forward passes of the wrapper had been before
+    step: int = 0  # how many averaged backward passes had ended before
 
 
 class ScheduleState(Struct, frozen=True):
-    """The learning rate schedule of an optimizer.
+    """The learning rate schedule of an optimizer."""
 
-    Attributes:
-        made: The line that has constructed it.
-        steps: How often it has stepped.
-        location: The line that has stepped it first.
-        by_package: Whether an installed package has, and not the script itself.
-        turns: How many of these steps were the first one after a backward pass or an optimizer's step.
-        ends: After which of them the rate has not changed any more, and after which it was the lowest.
-        by_world: Whether the loop around the steps has one for each rank by its source, and what constructs the
-            schedule takes nothing from the world size.
-        numbers: That it and its functions hold.
-    """
-
-    made: Location | None
-    steps: int = 0
-    location: Location | None = None
-    by_package: bool = False
-    turns: int = 0
+    made: Location | None  # the line that has constructed it
+    steps: int = 0  # how often it has stepped
+    location: Location | None = None  # the line that has stepped it first
+    by_package: bool = False  # whether an installed package has, and not the script itself
+    turns: int = 0  # how many of these steps were the first one after a backward pass or an optimizer's step
+    # after which of them the rate has not changed any more, and after which it was the lowest
     ends: tuple[int, int] = (0, 0)
+    # whether the loop around the steps has one for each rank by its source, and what constructs the schedule takes
+    # nothing from the world size
     by_world: bool = False
-    numbers: tuple[float, ...] = ()
+    numbers: tuple[float, ...] = ()  # that it and its functions hold
 
 
 class FunctionCompiled(Entry, frozen=True):
-    """A function was compiled on a rank, or torch has given up to compile it.
+    """A function was compiled on a rank, or torch has given up to compile it."""
 
-    Attributes:
-        function: Its qualified name; of the rest of a function after a graph break as torch calls it.
-        defined: Where it is.
-        location: The line that reads what has another value than before, where torch says it; else the line of the
-            script that calls the function.
-        step: How many steps of optimizers have ended.
-        seconds: That it took, without what is compiled in the first backward pass.
-        trains: Whether the modules of wrappers train, and gradients are asked for.
-        guard: What no longer held of what had been compiled before, without its values: the same text for the same
-            guard. Empty the first time, and where torch does not say it.
-        reason: The same as torch says it.
-        given_up: Whether a limit of recompilations was reached: the function runs as it is written from now on, but for
-            what was compiled before.
-        inputs: A fingerprint of the shapes and dtypes of the tensors that it is given.
-        operations: By name of an operation of which backward computes gradients, how many of it were compiled.
-    """
-
-    function: str
-    defined: Location
+    function: str  # its qualified name; of the rest of a function after a graph break as torch calls it
+    defined: Location  # where it is
+    # the line that reads what has another value than before, where torch says it; else the line of the script that
+    # calls the function
     location: Location | None = None
-    step: int = 0
-    seconds: float = 0.0
-    trains: bool = True
+    step: int = 0  # how many steps of optimizers have ended
+    seconds: float = 0.0  # that it took, without what is compiled in the first backward pass
+    trains: bool = True  # whether the modules of wrappers train, and gradients are asked for
+    # what no longer held of what had been compiled before, without its values: the same text for the same guard. Empty
+    # the first time, and where torch does not say it
     guard: str = ""
-    reason: str = ""
+    reason: str = ""  # the same as torch says it
+    # whether a limit of recompilations was reached: the function runs as it is written from now on, but for what was
+    # compiled before
     given_up: bool = False
-    inputs: int = 0
+    inputs: int = 0  # a fingerprint of the shapes and dtypes of the tensors that it is given
+    # by name of an operation of which backward computes gradients, how many of it were compiled
     operations: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -129,106 +101,67 @@ class StepDraw(Entry, frozen=True):
 
 
 class GatheredConstant(Entry, frozen=True):
-    """A loss multiplies by the gathered rows of all ranks as by a constant, the rank's own among them.
+    """A loss multiplies by the gathered rows of all ranks as by a constant, the rank's own among them."""
 
-    Attributes:
-        step: How often optimizers had stepped before.
-        operation: The collective, whose input carries a gradient.
-        location: The line of the script that calls it.
-        rows: Of all ranks.
-    """
-
-    step: int
-    operation: str
-    location: Location | None
-    rows: int
+    step: int  # how often optimizers had stepped before
+    operation: str  # the collective, whose input carries a gradient
+    location: Location | None  # the line of the script that calls it
+    rows: int  # of all ranks
 
 
 class OwnPartPutBack(Entry, frozen=True):
     """A loss is made of what was gathered without gradient, and the rank's own part of it carries one.
 
     If each rank has the whole loss, each has its own part of the gradient, and these add up over the ranks.
-
-    Attributes:
-        step: How often optimizers had stepped before.
-        operation: The collective.
-        location: The line of the script that calls it, or of `backward` where a function of the script's is around it.
-        arrived: A sketch of the gradient of all that was gathered, in backward; empty where that is not known, and
-            where it is zero but for the rank's own part, or a group has gathered it.
-        factor: By how much the gradient of the rank's own features is that of their part; 0 if it is no multiple.
-        by_function: Whether a function of the script's, with a `backward`, gathers.
-        besides: Whether the loss takes the rank's own features by another way, too.
     """
 
-    step: int
-    operation: str = ""
+    step: int  # how often optimizers had stepped before
+    operation: str = ""  # the collective
+    # the line of the script that calls it, or of `backward` where a function of the script's is around it
     location: Location | None = None
+    # a sketch of the gradient of all that was gathered, in backward; empty where that is not known, and where it is
+    # zero but for the rank's own part, or a group has gathered it
     arrived: tuple[float, ...] = ()
+    # by how much the gradient of the rank's own features is that of their part; 0 if it is no multiple
     factor: float = 0.0
-    by_function: bool = False
-    besides: bool = False
+    by_function: bool = False  # whether a function of the script's, with a `backward`, gathers
+    besides: bool = False  # whether the loss takes the rank's own features by another way, too
 
 
 class GradientsChanged(Entry, frozen=True):
-    """Gradients were changed after a backward pass, and another one has added to them then.
+    """Gradients were changed after a backward pass, and another one has added to them then."""
 
-    Attributes:
-        wrapper: The number of the wrapper.
-        step: How often optimizers had stepped before.
-        by: The function that clips, if one has been called; else "".
-        factor: The norm of all gradients of the wrapper after it, in parts of the norm before.
-        location: The line of the call, else that of the next backward pass.
-        put_off: Whether they were this rank's own, and are to be reduced with those of a later backward pass.
-    """
-
-    wrapper: int
-    step: int
-    by: str
-    factor: float
-    location: Location | None
-    put_off: bool
+    wrapper: int  # the number of the wrapper
+    step: int  # how often optimizers had stepped before
+    by: str  # the function that clips, if one has been called; else ""
+    factor: float  # the norm of all gradients of the wrapper after it, in parts of the norm before
+    location: Location | None  # the line of the call, else that of the next backward pass
+    put_off: bool  # whether they were this rank's own, and are to be reduced with those of a later backward pass
 
 
 class GradientsTaken(Entry, frozen=True):
-    """The script has gradients of wrapped parameters from `torch.autograd.grad`, which no hook of DDP sees.
+    """The script has gradients of wrapped parameters from `torch.autograd.grad`, which no hook of DDP sees."""
 
-    Attributes:
-        wrapper: The number of the wrapper.
-        count: How often it had been called for these before.
-        location: The line of the call.
-        reductions: How many averaged backward passes of the wrapper had ended.
-        put_off: Whether the wrapper holds gradients of a backward pass that was not averaged.
-        gradients: A sketch of each that it has given; empty at the end of the script.
-        parameters: Fingerprints of parameters of the wrapper.
-        marks: Fingerprints of a small one at each call since the last entry.
-    """
-
-    wrapper: int
-    count: int
-    location: Location | None
-    reductions: int = 0
-    put_off: bool = False
+    wrapper: int  # the number of the wrapper
+    count: int  # how often it had been called for these before
+    location: Location | None  # the line of the call
+    reductions: int = 0  # how many averaged backward passes of the wrapper had ended
+    put_off: bool = False  # whether the wrapper holds gradients of a backward pass that was not averaged
+    # a sketch of each that it has given; empty at the end of the script
     gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    parameters: Mapping[str, int] = field(default_factory=dict)
-    marks: tuple[int, ...] = ()
+    parameters: Mapping[str, int] = field(default_factory=dict)  # fingerprints of parameters of the wrapper
+    marks: tuple[int, ...] = ()  # fingerprints of a small one at each call since the last entry
 
 
 class PaceRun(Entry, frozen=True):
-    """From a reduction on, the same happens before each of them, until the next entry of the wrapper.
+    """From a reduction on, the same happens before each of them, until the next entry of the wrapper."""
 
-    Attributes:
-        wrapper: The number of the wrapper.
-        first: The number of the reduction.
-        forwards: Forward passes of the wrapper in training mode, with gradients, since the one before.
-        batches: That the script has taken from the loader that it goes through; 0 without a loader.
-        location: The line of the script that leaves out the rest of a turn of the loop, if there is one only, else that
-            of the backward pass.
-    """
-
-    wrapper: int
-    first: int
-    forwards: int
-    batches: int
+    wrapper: int  # the number of the wrapper
+    first: int  # the number of the reduction
+    forwards: int  # forward passes of the wrapper in training mode, with gradients, since the one before
+    batches: int  # that the script has taken from the loader that it goes through; 0 without a loader
+    # the line of the script that leaves out the rest of a turn of the loop, if there is one only, else that of the
+    # backward pass
     location: Location | None
 
 
@@ -245,18 +178,11 @@ class WrapperPace(Struct, frozen=True):
 
 
 class GradientsLeft(Entry, frozen=True):
-    """Step after step, an optimizer uses gradients that were there before another step, and were never zeroed.
+    """Step after step, an optimizer uses gradients that were there before another step, and were never zeroed."""
 
-    Attributes:
-        optimizer: Its number.
-        own: Whether the optimizer itself had used them before; else another one has, the loss of which has left them.
-        made: The line of the backward pass that has left them.
-        added: The line of the one that has added to them.
-        location: The line of the step.
-    """
-
-    optimizer: int
+    optimizer: int  # its number
+    # whether the optimizer itself had used them before; else another one has, the loss of which has left them
     own: bool
-    made: Location | None
-    added: Location | None
-    location: Location | None
+    made: Location | None  # the line of the backward pass that has left them
+    added: Location | None  # the line of the one that has added to them
+    location: Location | None  # the line of the step

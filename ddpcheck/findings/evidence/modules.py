@@ -57,23 +57,16 @@ class TensorRecord(Struct, frozen=True):
 
 
 class ModuleDescription(Struct, frozen=True):
-    """The parameters, buffers and submodules of one rank's module.
+    """The parameters, buffers and submodules of one rank's module."""
 
-    Attributes:
-        parameters: In registration order, which is the order in which DDP pairs them.
-        buffers: Likewise.
-        ties: The names of each parameter that has several.
-        modules: Name, class, options in the words of `extra_repr`, and training mode of each submodule.
-        state: Name, shape and fingerprint of tensors that are held without being registered.
-        uninitialised: Names of lazy parameters and buffers that have no shape yet.
-    """
-
-    parameters: tuple[TensorRecord, ...] = ()
-    buffers: tuple[TensorRecord, ...] = ()
-    ties: tuple[tuple[str, ...], ...] = ()
+    parameters: tuple[TensorRecord, ...] = ()  # in registration order, which is the order in which DDP pairs them
+    buffers: tuple[TensorRecord, ...] = ()  # likewise
+    ties: tuple[tuple[str, ...], ...] = ()  # the names of each parameter that has several
+    # name, class, options in the words of `extra_repr`, and training mode of each submodule
     modules: tuple[tuple[str, str, str, bool], ...] = ()
+    # name, shape and fingerprint of tensors that are held without being registered
     state: tuple[tuple[str, tuple[int, ...], int], ...] = ()
-    uninitialised: tuple[str, ...] = ()
+    uninitialised: tuple[str, ...] = ()  # names of lazy parameters and buffers that have no shape yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,27 +91,16 @@ class BuiltModule:
 
 
 class WrapperFacts(Struct, frozen=True):
-    """The arguments of the wrapper's constructor that decide what it does with gradients.
+    """The arguments of the wrapper's constructor that decide what it does with gradients."""
 
-    Attributes:
-        is_ddp: False for a wrapper that is no `DistributedDataParallel`.
-        find_unused_parameters: The option of that name.
-        static_graph: Likewise.
-        ignored: Parameters that it was told to ignore.
-        delayed: Parameters named in `delay_all_reduce_named_params`.
-        comm_hook: Name of the communication hook, and its line where it is the user's; empty without one.
-        sparse: Parameters whose gradient is sparse.
-        not_saved: Buffers that a state dict leaves out.
-    """
-
-    is_ddp: bool = True
-    find_unused_parameters: bool = False
-    static_graph: bool = False
-    ignored: frozenset[str] = frozenset()
-    delayed: frozenset[str] = frozenset()
-    comm_hook: str = ""
-    sparse: frozenset[str] = frozenset()
-    not_saved: frozenset[str] = frozenset()
+    is_ddp: bool = True  # False for a wrapper that is no `DistributedDataParallel`
+    find_unused_parameters: bool = False  # the option of that name
+    static_graph: bool = False  # likewise
+    ignored: frozenset[str] = frozenset()  # parameters that it was told to ignore
+    delayed: frozenset[str] = frozenset()  # parameters named in `delay_all_reduce_named_params`
+    comm_hook: str = ""  # name of the communication hook, and its line where it is the user's; empty without one
+    sparse: frozenset[str] = frozenset()  # parameters whose gradient is sparse
+    not_saved: frozenset[str] = frozenset()  # buffers that a state dict leaves out
 
     @property
     def tolerates_unused(self) -> bool:
@@ -147,18 +129,13 @@ class WrapperFacts(Struct, frozen=True):
 
 
 class ShardedFacts(WrapperFacts, frozen=True):
-    """What `fully_shard` has made of a module, in the place of a wrapper; `ignored` are in none of its groups.
+    """What `fully_shard` has made of a module, in the place of a wrapper; `ignored` are in none of its groups."""
 
-    Attributes:
-        reduces_unused: Whether it reduces zeros in the place of gradients that are missing on a rank.
-        values_built: Fingerprint of each parameter as this rank has built it, of which the rank still holds its shard.
-        alone: Whether `parallelize_module` has split it, and no `fully_shard`.
-        policies: The `mp_policy` that it was given, in words, by what it is of; of parts, if it is another one there.
-    """
-
-    reduces_unused: bool = False
+    reduces_unused: bool = False  # whether it reduces zeros in the place of gradients that are missing on a rank
+    # fingerprint of each parameter as this rank has built it, of which the rank still holds its shard
     values_built: Mapping[str, int] = field(default_factory=dict)
-    alone: bool = False
+    alone: bool = False  # whether `parallelize_module` has split it, and no `fully_shard`
+    # the `mp_policy` that it was given, in words, by what it is of; of parts, if it is another one there
     policies: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -188,42 +165,26 @@ class GradientHook(Struct, frozen=True):
 
 
 class WrappedModule(Struct, frozen=True):
-    """A rank's module after wrapping, with its wrapper and its optimizer.
+    """A rank's module after wrapping, with its wrapper and its optimizer."""
 
-    Attributes:
-        facts: On the wrapper.
-        options: Of the wrapper, in words.
-        optimizer: Of the optimizer, in words.
-        parameters: Fingerprint of each parameter.
-        buffers: Of each buffer.
-        loss_location: The line that defines the loss.
-        wrapper: Its class.
-        broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
-        changes: What happened to parameters since DDP was constructed, in words.
-        parameters_at_construction: Fingerprint of each parameter when DDP had been constructed; empty for another
-            wrapper.
-        replaces_module: Whether `wrap` has made another module of it, with parameters of other names or shapes.
-        transfer_error: Why the single process cannot have that module.
-        foreign_tensors: How many tensors the optimizer holds that are no parameters of the module.
-        not_in_optimizer: Parameters that require grad and that no group of the optimizer holds.
-        hooks: What the recipe's `wrap` puts in the way of gradients.
-    """
-
-    facts: WrapperFacts
-    options: Mapping[str, str]
-    optimizer: Mapping[str, str]
-    parameters: Mapping[str, int]
-    buffers: Mapping[str, int]
-    loss_location: Location | None
-    wrapper: str
-    broadcasts_buffers: bool
+    facts: WrapperFacts  # on the wrapper
+    options: Mapping[str, str]  # of the wrapper, in words
+    optimizer: Mapping[str, str]  # of the optimizer, in words
+    parameters: Mapping[str, int]  # fingerprint of each parameter
+    buffers: Mapping[str, int]  # of each buffer
+    loss_location: Location | None  # the line that defines the loss
+    wrapper: str  # its class
+    broadcasts_buffers: bool  # whether the wrapper broadcasts buffers before a forward
+    # what happened to parameters since DDP was constructed, in words
     changes: Mapping[str, str] = field(default_factory=dict)
+    # fingerprint of each parameter when DDP had been constructed; empty for another wrapper
     parameters_at_construction: Mapping[str, int] = field(default_factory=dict)
+    # whether `wrap` has made another module of it, with parameters of other names or shapes
     replaces_module: bool = False
-    transfer_error: str = ""
-    foreign_tensors: int = 0
-    not_in_optimizer: tuple[str, ...] = ()
-    hooks: tuple[GradientHook, ...] = ()
+    transfer_error: str = ""  # why the single process cannot have that module
+    foreign_tensors: int = 0  # how many tensors the optimizer holds that are no parameters of the module
+    not_in_optimizer: tuple[str, ...] = ()  # parameters that require grad and that no group of the optimizer holds
+    hooks: tuple[GradientHook, ...] = ()  # what the recipe's `wrap` puts in the way of gradients
 
     @property
     def together(self) -> tuple[int, ...]:
@@ -232,13 +193,9 @@ class WrappedModule(Struct, frozen=True):
 
 
 class SplitModule(WrappedModule, frozen=True):
-    """A rank's part of a module that tensor parallelism splits.
+    """A rank's part of a module that tensor parallelism splits."""
 
-    Attributes:
-        model_ranks: Those that compute it together.
-    """
-
-    model_ranks: tuple[int, ...] = ()
+    model_ranks: tuple[int, ...] = ()  # those that compute it together
 
     @property
     def together(self) -> tuple[int, ...]:

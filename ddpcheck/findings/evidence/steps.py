@@ -70,90 +70,55 @@ class PathEnd:
 
 
 class UnregisteredTensor(Struct, frozen=True):
-    """A leaf that receives gradient and is no parameter of the module that was wrapped.
+    """A leaf that receives gradient and is no parameter of the module that was wrapped."""
 
-    Attributes:
-        name: The path to it from the module, or the name of a variable.
-        shape: Of the tensor.
-        location: The line that assigns it.
-        created_in_forward: It is a parameter of the module by now, but the forward pass made it, after DDP had looked.
-        kind: Of what holds it, in words ("global variable"), where that is not the module.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    location: Location | None = None
+    name: str  # the path to it from the module, or the name of a variable
+    shape: tuple[int, ...]  # of the tensor
+    location: Location | None = None  # the line that assigns it
+    # it is a parameter of the module by now, but the forward pass made it, after DDP had looked
     created_in_forward: bool = False
-    kind: str = ""
+    kind: str = ""  # of what holds it, in words ("global variable"), where that is not the module
 
 
 class ParameterChange(Struct, frozen=True):
-    """A change that the forward pass has made to a parameter that DDP knows.
+    """A change that the forward pass has made to a parameter that DDP knows."""
 
-    Attributes:
-        kind: "replaced", "removed", "frozen", "unfrozen" or "cast or moved".
-        location: The line that did it.
-        replacement: The parameter that DDP knows, too, and that stands in its place now; empty for a new one.
-    """
-
-    kind: str
-    location: Location | None = None
-    replacement: str = ""
+    kind: str  # "replaced", "removed", "frozen", "unfrozen" or "cast or moved"
+    location: Location | None = None  # the line that did it
+    replacement: str = ""  # the parameter that DDP knows, too, and that stands in its place now; empty for a new one
 
 
 class StepEvidence(Struct, frozen=True):
-    """One rank's parameters in one step: which of them contribute to the loss.
-
-    Attributes:
-        rank: The rank.
-        step: Counted from 0.
-        states: By name, for every parameter that requires grad.
-        path_ends: Why, for those that are missing or lost.
-        unregistered: Leaves that receive gradient and are no parameters.
-        arrivals: How often a gradient arrived, for parameters where that was more than once.
-        hidden_from_ddp: Parameters that contribute, but that DDP cannot find from what `forward` returned.
-        output_type: The class of what `forward` returned where DDP finds no tensor in it, else empty.
-        reentrant: Whether a re-entrant checkpoint stood in the graph.
-        changed: The parameters that this forward pass, or one before it, has changed.
-    """
+    """One rank's parameters in one step: which of them contribute to the loss."""
 
     rank: int
-    step: int
-    states: Mapping[str, GradientState]
-    path_ends: Mapping[str, PathEnd] = field(default_factory=dict)
-    unregistered: tuple[UnregisteredTensor, ...] = ()
+    step: int  # counted from 0
+    states: Mapping[str, GradientState]  # by name, for every parameter that requires grad
+    path_ends: Mapping[str, PathEnd] = field(default_factory=dict)  # why, for those that are missing or lost
+    unregistered: tuple[UnregisteredTensor, ...] = ()  # leaves that receive gradient and are no parameters
+    # how often a gradient arrived, for parameters where that was more than once
     arrivals: Mapping[str, int] = field(default_factory=dict)
+    # parameters that contribute, but that DDP cannot find from what `forward` returned
     hidden_from_ddp: tuple[str, ...] = ()
-    output_type: str = ""
-    reentrant: bool = False
+    output_type: str = ""  # the class of what `forward` returned where DDP finds no tensor in it, else empty
+    reentrant: bool = False  # whether a re-entrant checkpoint stood in the graph
+    # the parameters that this forward pass, or one before it, has changed
     changed: Mapping[str, ParameterChange] = field(default_factory=dict)
 
 
 class Call(Struct, frozen=True):
-    """One collective that one rank entered.
+    """One collective that one rank entered."""
 
-    Attributes:
-        operation: Its name in `torch.distributed`.
-        group: Name of the process group.
-        members: The ranks of the group.
-        payload: Dtype and shape, and the root where there is one; empty where ranks may differ.
-        place: What the rank was doing ("step 0: forward").
-        location: The line of the user's code, as "path:line"; may be empty.
-        elements: Of the floating-point tensor that goes in; what is logged usually has one.
-        carries_gradient: Whether a tensor that requires grad went in.
-        differentiable: Whether it was called by a custom autograd Function, which has a backward for it.
-        callers: The lines of the program that have led to it, innermost first; empty where only `location` is known.
-    """
-
-    operation: str
-    group: str
-    members: tuple[int, ...]
-    payload: str = ""
-    place: str = ""
-    location: str = ""
-    elements: int = 0
-    carries_gradient: bool = False
-    differentiable: bool = False
+    operation: str  # its name in `torch.distributed`
+    group: str  # name of the process group
+    members: tuple[int, ...]  # the ranks of the group
+    payload: str = ""  # dtype and shape, and the root where there is one; empty where ranks may differ
+    place: str = ""  # what the rank was doing ("step 0: forward")
+    location: str = ""  # the line of the user's code, as "path:line"; may be empty
+    elements: int = 0  # of the floating-point tensor that goes in; what is logged usually has one
+    carries_gradient: bool = False  # whether a tensor that requires grad went in
+    differentiable: bool = False  # whether it was called by a custom autograd Function, which has a backward for it
+    # the lines of the program that have led to it, innermost first; empty where only `location` is known
     callers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -161,70 +126,40 @@ class Call(Struct, frozen=True):
 
 
 class ReductionInput(Struct, frozen=True):
-    """The input of one reduction when every rank had the same samples and random numbers.
+    """The input of one reduction when every rank had the same samples and random numbers."""
 
-    Attributes:
-        operation: Its name.
-        location: The line of the user's code, as "path:line"; may be empty.
-        values: In memory order; empty where there were too many to compare.
-    """
-
-    operation: str
-    location: str = ""
-    values: tuple[float, ...] = ()
+    operation: str  # its name
+    location: str = ""  # the line of the user's code, as "path:line"; may be empty
+    values: tuple[float, ...] = ()  # in memory order; empty where there were too many to compare
 
 
 class RandomDraws(Struct, frozen=True):
-    """Random numbers of one forward pass.
+    """Random numbers of one forward pass."""
 
-    Attributes:
-        libraries: From whose generators it drew.
-        generator_state: Fingerprint of the state in which it has left torch's global generator; 0 where it did not draw
-            from that.
-        choices: The operations that choose among many at random, with their lines.
-    """
-
-    libraries: frozenset[str] = frozenset()
+    libraries: frozenset[str] = frozenset()  # from whose generators it drew
+    # fingerprint of the state in which it has left torch's global generator; 0 where it did not draw from that
     generator_state: int = 0
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()  # the operations that choose among many at random, with their lines
 
 
 class LocalStep(Struct, frozen=True):
-    """One rank's step on its shard, without the wrapper and its reducer.
+    """One rank's step on its shard, without the wrapper and its reducer."""
 
-    Attributes:
-        evidence: Of the parameters.
-        loss: Its value; with random numbers silenced where the forward pass draws some and can do without.
-        random: What the forward pass drew.
-        batch: Fingerprint of the global batch.
-        samples: How many this rank has; 0 where that is not known.
-        calls: Collectives since the start.
-        norm: Of all gradients together.
-        forward_calls: The collectives in the forward pass.
-        buffers: Fingerprint of each buffer after the step.
-        sample_fingerprints: Of each sample of this rank; empty where they cannot be told apart.
-        global_sample_fingerprints: Of each sample of the global batch, on rank 0.
-        backwards: The user's own backward passes in the step, and the last one.
-        threads: With how many of them torch has computed it.
-        compiles: Whether the user's code has asked for `torch.compile` so far.
-        layout: Digest of what DDP takes to be alike on all ranks: names, shapes, dtypes and `requires_grad`.
-    """
-
-    evidence: StepEvidence
-    loss: float
-    random: RandomDraws
-    batch: tuple[int, ...]
-    samples: int
-    calls: int
-    norm: float
-    forward_calls: tuple[Call, ...]
-    buffers: Mapping[str, int] = field(default_factory=dict)
-    sample_fingerprints: tuple[int, ...] = ()
-    global_sample_fingerprints: tuple[int, ...] = ()
-    backwards: int = 1
-    threads: int = 1
-    compiles: bool = False
-    layout: str = ""
+    evidence: StepEvidence  # of the parameters
+    loss: float  # its value; with random numbers silenced where the forward pass draws some and can do without
+    random: RandomDraws  # what the forward pass drew
+    batch: tuple[int, ...]  # fingerprint of the global batch
+    samples: int  # how many this rank has; 0 where that is not known
+    calls: int  # collectives since the start
+    norm: float  # of all gradients together
+    forward_calls: tuple[Call, ...]  # the collectives in the forward pass
+    buffers: Mapping[str, int] = field(default_factory=dict)  # fingerprint of each buffer after the step
+    sample_fingerprints: tuple[int, ...] = ()  # of each sample of this rank; empty where they cannot be told apart
+    global_sample_fingerprints: tuple[int, ...] = ()  # of each sample of the global batch, on rank 0
+    backwards: int = 1  # the user's own backward passes in the step, and the last one
+    threads: int = 1  # with how many of them torch has computed it
+    compiles: bool = False  # whether the user's code has asked for `torch.compile` so far
+    layout: str = ""  # digest of what DDP takes to be alike on all ranks: names, shapes, dtypes and `requires_grad`
 
     def explained(self, ends: Mapping[str, PathEnd]) -> LocalStep:
         """The same with the reasons why gradients are missing."""
@@ -232,17 +167,11 @@ class LocalStep(Struct, frozen=True):
 
 
 class NoExplanation(Struct, frozen=True):
-    """A rank's answer where an explanation could not be found; the check goes on without it.
+    """A rank's answer where an explanation could not be found; the check goes on without it."""
 
-    Attributes:
-        reason: The error that stood in the way.
-        bug: The sentence that asks to report it, where it is a bug of ddpcheck; else empty.
-        detail: The traceback.
-    """
-
-    reason: str
-    bug: str = ""
-    detail: str = ""
+    reason: str  # the error that stood in the way
+    bug: str = ""  # the sentence that asks to report it, where it is a bug of ddpcheck; else empty
+    detail: str = ""  # the traceback
 
 
 SYNC_SETTING = "require_backward_grad_sync"
@@ -250,30 +179,22 @@ SYNC_SETTING = "require_backward_grad_sync"
 
 
 class LoopEvent(Struct, frozen=True):
-    """One call of the training loop in a step under the wrapper.
+    """One call of the training loop in a step under the wrapper."""
 
-    Attributes:
-        kind: "forward" (of the wrapper), "backward", "reduction" (has ended), "no_sync" (called), "enter no_sync",
-            "leave no_sync", "zero_grad", "step" (of an optimizer, on what the backward passes before it have left) or
-            "apart" (gradients are averaged over a part of the ranks only, by the communication hook); a
-            backward pass around the wrapper is "forward inside" (of the module in it, which is called) or "backward
-            inside" (of the wrapper's forward). Last comes SYNC_SETTING, with the one line that assigns it.
-        location: The line of the user's code, as "path:line"; empty where ddpcheck itself did it.
-        synchronises: Of a forward: whether DDP will average the gradients of the next backward.
-        discarded: Of a `zero_grad`: the parameters whose gradients go before anybody has used them; empty where not all
-            that are there go so.
-        others: Of a backward: whether leaves that are no parameters get gradients too.
-        resting: Of a `zero_grad`: whether the rate of all that the optimizer holds is zero, as in a warm-up.
-        spares_unreduced: Of a step: whether it uses nothing that was not reduced, although some was there.
-    """
-
+    # "forward" (of the wrapper), "backward", "reduction" (has ended), "no_sync" (called), "enter no_sync", "leave
+    # no_sync", "zero_grad", "step" (of an optimizer, on what the backward passes before it have left) or "apart"
+    # (gradients are averaged over a part of the ranks only, by the communication hook); a backward pass around the
+    # wrapper is "forward inside" (of the module in it, which is called) or "backward inside" (of the wrapper's
+    # forward). Last comes SYNC_SETTING, with the one line that assigns it
     kind: str
-    location: str = ""
-    synchronises: bool = False
+    location: str = ""  # the line of the user's code, as "path:line"; empty where ddpcheck itself did it
+    synchronises: bool = False  # of a forward: whether DDP will average the gradients of the next backward
+    # of a `zero_grad`: the parameters whose gradients go before anybody has used them; empty where not all that are
+    # there go so
     discarded: tuple[str, ...] = ()
-    others: bool = False
-    resting: bool = False
-    spares_unreduced: bool = False
+    others: bool = False  # of a backward: whether leaves that are no parameters get gradients too
+    resting: bool = False  # of a `zero_grad`: whether the rate of all that the optimizer holds is zero, as in a warm-up
+    spares_unreduced: bool = False  # of a step: whether it uses nothing that was not reduced, although some was there
 
 
 class SharedDraw(Struct, frozen=True):
@@ -286,38 +207,25 @@ class SharedDraw(Struct, frozen=True):
 
 
 class DdpStepEvidence(Struct, frozen=True):
-    """One rank's step under the wrapper.
-
-    Attributes:
-        rank: The rank.
-        step: Counted from 0.
-        gradients: Fingerprint of each gradient after backward.
-        parameters: Fingerprint of each parameter after the optimizer's step.
-        parameters_before_optimizer: Of each parameter that the module has after backward, before the optimizer's step.
-        parameters_after_backward: Of each parameter that DDP knows, when the last backward pass had ended.
-        buffers: Fingerprint of each buffer after the step.
-        state: Of each unregistered tensor that was there before the first step.
-        new_state: Of each unregistered tensor that a step has made.
-        optimizer: Of each tensor or number in the optimizer's state.
-        against_local: Differences from the average of the ranks' own gradients.
-        wrapper_calls: How often the wrapper's forward ran.
-        inner_calls: How often the wrapped module's forward ran.
-        events: What the loop did, in order.
-    """
+    """One rank's step under the wrapper."""
 
     rank: int
-    step: int
-    gradients: Mapping[str, int] = field(default_factory=dict)
+    step: int  # counted from 0
+    gradients: Mapping[str, int] = field(default_factory=dict)  # fingerprint of each gradient after backward
+    # fingerprint of each parameter after the optimizer's step
     parameters: Mapping[str, int] = field(default_factory=dict)
+    # of each parameter that the module has after backward, before the optimizer's step
     parameters_before_optimizer: Mapping[str, int] = field(default_factory=dict)
-    buffers: Mapping[str, int] = field(default_factory=dict)
+    buffers: Mapping[str, int] = field(default_factory=dict)  # fingerprint of each buffer after the step
+    # of each unregistered tensor that was there before the first step
     state: Mapping[str, int] = field(default_factory=dict)
-    new_state: Mapping[str, int] = field(default_factory=dict)
-    optimizer: Mapping[str, int] = field(default_factory=dict)
-    against_local: tuple[Difference, ...] = ()
-    wrapper_calls: int = 1
-    inner_calls: int = 1
-    events: tuple[LoopEvent, ...] = ()
+    new_state: Mapping[str, int] = field(default_factory=dict)  # of each unregistered tensor that a step has made
+    optimizer: Mapping[str, int] = field(default_factory=dict)  # of each tensor or number in the optimizer's state
+    against_local: tuple[Difference, ...] = ()  # differences from the average of the ranks' own gradients
+    wrapper_calls: int = 1  # how often the wrapper's forward ran
+    inner_calls: int = 1  # how often the wrapped module's forward ran
+    events: tuple[LoopEvent, ...] = ()  # what the loop did, in order
+    # of each parameter that DDP knows, when the last backward pass had ended
     parameters_after_backward: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -327,30 +235,23 @@ class DdpStepEvidence(Struct, frozen=True):
 
 
 class ShardedStep(DdpStepEvidence, frozen=True):
-    """One rank's step under `fully_shard` or tensor parallelism, where it has parts of parameters.
+    """One rank's step under `fully_shard` or tensor parallelism, where it has parts of parameters."""
 
-    Attributes:
-        against_whole: Differences of parameters, gathered after the step, from those that the optimizer leaves of whole
-            parameters and gradients; in proportion to its update.
-        against_shard: Differences of this rank's shards from those that it leaves of them as if they were the whole.
-        uncompared: Why there are none; empty where there are.
-        updated_at: The line that defines the optimizer's step, if the program does; else the recipe's optimizer.
-        split: The parameters that tensor parallelism splits.
-        sharded: Those of which ranks that compute other models have shards.
-        norms: Under tensor parallelism, of this rank's part of each gradient as the optimizer has left it.
-        loss: Likewise, the loss that this rank has computed; `None` where it is no plain number.
-        loaded: Before the first step, the norms of the state that the optimizer already has of this rank's parts, and
-            the steps that were counted for them.
-    """
-
+    # differences of parameters, gathered after the step, from those that the optimizer leaves of whole parameters and
+    # gradients; in proportion to its update
     against_whole: tuple[Difference, ...] = ()
+    # differences of this rank's shards from those that it leaves of them as if they were the whole
     against_shard: tuple[Difference, ...] = ()
-    uncompared: str = ""
+    uncompared: str = ""  # why there are none; empty where there are
+    # the line that defines the optimizer's step, if the program does; else the recipe's optimizer
     updated_at: Location | None = None
-    split: tuple[str, ...] = ()
-    sharded: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()  # the parameters that tensor parallelism splits
+    sharded: tuple[str, ...] = ()  # those of which ranks that compute other models have shards
+    # under tensor parallelism, of this rank's part of each gradient as the optimizer has left it
     norms: Mapping[str, float] = field(default_factory=dict)
-    loss: float | None = None
+    loss: float | None = None  # likewise, the loss that this rank has computed; `None` where it is no plain number
+    # before the first step, the norms of the state that the optimizer already has of this rank's parts, and the steps
+    # that were counted for them
     loaded: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -360,20 +261,11 @@ class ShardedStep(DdpStepEvidence, frozen=True):
 
 
 class CompiledStep(Struct, frozen=True):
-    """One rank's step under the wrapper with `torch.compile` as the recipe asks for it.
-
-    Attributes:
-        rank: The rank.
-        step: Counted from 0.
-        gradients: Fingerprint of each gradient after backward.
-        differences: From the average of the ranks' own gradients without compilation.
-        drew: Whether random numbers were drawn: compiled code draws others.
-        compiled: The functions that were compiled for it.
-    """
+    """One rank's step under the wrapper with `torch.compile` as the recipe asks for it."""
 
     rank: int
-    step: int
-    gradients: Mapping[str, int] = field(default_factory=dict)
-    differences: tuple[Difference, ...] = ()
-    drew: bool = False
-    compiled: tuple[FunctionCompiled, ...] = ()
+    step: int  # counted from 0
+    gradients: Mapping[str, int] = field(default_factory=dict)  # fingerprint of each gradient after backward
+    differences: tuple[Difference, ...] = ()  # from the average of the ranks' own gradients without compilation
+    drew: bool = False  # whether random numbers were drawn: compiled code draws others
+    compiled: tuple[FunctionCompiled, ...] = ()  # the functions that were compiled for it

@@ -10,22 +10,16 @@ RULES = (
         name="padded-evaluation",
         severity=WARNING,
         summary="A metric counts samples twice that a sampler has given to two ranks.",
-        why=(
-            "DistributedSampler gives every rank as many samples: where the world size does not divide the dataset, it "
-            "repeats some. In training that hardly matters; a metric over all ranks counts them twice, and changes "
-            "with the number of ranks. (PyTorch docs, DistributedSampler, drop_last.)"
-        ),
-        fix=(
-            "Cut gathered results to the length of the dataset, evaluate with a sampler that repeats nothing "
-            "(indices[rank::world_size]), or evaluate on one rank with the module that is wrapped."
-        ),
-        detected=(
-            "`ddpcheck run` compares the indices that the ranks' loaders give in a pass without backward. It is "
-            "reported where some are there more often than others, and a collective is given the number of all samples "
-            "of a rank (a counter, the sum of a confusion matrix) or a mean over them, or where a number that is "
-            "printed, logged or saved is one over all gathered rows. A sum that is divided by the length of the "
-            "dataset, and results that go to files or other processes, are not seen."
-        ),
+        why="DistributedSampler gives every rank as many samples: where the world size does not divide the dataset, it "
+        "repeats some. In training that hardly matters; a metric over all ranks counts them twice, and changes "
+        "with the number of ranks. (PyTorch docs, DistributedSampler, drop_last.)",
+        fix="Cut gathered results to the length of the dataset, evaluate with a sampler that repeats nothing "
+        "(indices[rank::world_size]), or evaluate on one rank with the module that is wrapped.",
+        detected="`ddpcheck run` compares the indices that the ranks' loaders give in a pass without backward. It is "
+        "reported where some are there more often than others, and a collective is given the number of all samples "
+        "of a rank (a counter, the sum of a confusion matrix) or a mean over them, or where a number that is "
+        "printed, logged or saved is one over all gathered rows. A sum that is divided by the length of the "
+        "dataset, and results that go to files or other processes, are not seen.",
         ignore="If the dataset is large, and the metric only has to be roughly right.",
         example="""\
 correct, total = evaluate(ddp, DataLoader(data, sampler=DistributedSampler(data)))
@@ -38,10 +32,8 @@ dist.all_reduce(counts)
         name="own-shard-metric",
         severity=WARNING,
         summary="One rank shows a metric of its own shard, or decides by it, as if it were of all samples.",
-        why=(
-            "Each rank evaluates 1/W of the data. What rank 0 prints, logs or keeps the best checkpoint by is a noisy "
-            "estimate, and another one with each number of ranks. DDP reduces gradients and nothing else."
-        ),
+        why="Each rank evaluates 1/W of the data. What rank 0 prints, logs or keeps the best checkpoint by is a noisy "
+        "estimate, and another one with each number of ranks. DDP reduces gradients and nothing else.",
         fix="all_reduce the sum and the count over the ranks, then divide; or evaluate all of the data on one rank.",
         detected=(
             "`ddpcheck run` looks at the numbers that the script's functions hold when a pass over a loader without "
@@ -65,15 +57,11 @@ if rank == 0:
         name="order-of-gathered-results",
         severity=WARNING,
         summary="Results are gathered rank by rank, and compared with labels in the order of the dataset.",
-        why=(
-            "DistributedSampler gives rank r the samples r, r + W, r + 2W and so on. all_gather returns all of rank 0 "
-            "first, then all of rank 1: each result stands at the place of another sample, and the metric is that of "
-            "a guess."
-        ),
-        fix=(
-            "Gather the labels or the indices with the results, or put the results back in order: "
-            "torch.stack(gathered, 1).flatten(0, 1)[:len(dataset)]."
-        ),
+        why="DistributedSampler gives rank r the samples r, r + W, r + 2W and so on. all_gather returns all of rank 0 "
+        "first, then all of rank 1: each result stands at the place of another sample, and the metric is that of "
+        "a guess.",
+        fix="Gather the labels or the indices with the results, or put the results back in order: "
+        "torch.stack(gathered, 1).flatten(0, 1)[:len(dataset)].",
         detected=(
             "`ddpcheck run` keeps the classes that ranks give to a gather in a pass without backward or after it (of "
             "scores the highest, or whether there is one) or the numbers, and the labels or numbers that the loader "
@@ -95,10 +83,8 @@ accuracy = (torch.cat(parts) == dataset.labels).float().mean()  # right: gather 
         name="targets-without-offset",
         severity=ERROR,
         summary="Targets index rows that were gathered from all ranks, without the offset of the rank's own.",
-        why=(
-            "The rows of rank r begin at r * batch size in what all_gather returns. With targets arange(batch size) on "
-            "every rank, all ranks but the first learn to match their samples with those of rank 0."
-        ),
+        why="The rows of rank r begin at r * batch size in what all_gather returns. With targets arange(batch size) on "
+        "every rank, all ranks but the first learn to match their samples with those of rank 0.",
         fix="Add the offset: targets = torch.arange(len(x)) + rank * len(x).",
         detected=(
             "`ddpcheck run` looks at cross entropies over products with a gathered matrix, in some of the steps. It "
@@ -117,10 +103,8 @@ loss = cross_entropy(logits, torch.arange(len(features)))  # right: + rank * len
         name="mean-of-ranks-means",
         severity=WARNING,
         summary="A metric is the mean of the ranks' means, and the ranks have evaluated different numbers of samples.",
-        why=(
-            "Each rank's mean counts as much as another's. Where a rank has evaluated fewer samples, each of them "
-            "counts more: the metric is not that of the data, and changes with the number of ranks."
-        ),
+        why="Each rank's mean counts as much as another's. Where a rank has evaluated fewer samples, each of them "
+        "counts more: the metric is not that of the data, and changes with the number of ranks.",
         fix="all_reduce the sum and the count over the ranks, then divide.",
         detected=(
             "`ddpcheck run` looks at what ranks give to collectives after a pass over a loader without backward. It is "
@@ -140,11 +124,9 @@ print(loss.item() / world_size)
         name="sum-reduced-again",
         severity=WARNING,
         summary="A running sum is all_reduced after each batch, and what that leaves goes into the next one.",
-        why=(
-            "all_reduce leaves the sum of all ranks on each of them. Where a rank adds to it and reduces it again, the "
-            "sums of earlier batches are counted as often as there are ranks, and again with each batch: the first "
-            "batches have almost all of the weight."
-        ),
+        why="all_reduce leaves the sum of all ranks on each of them. Where a rank adds to it and reduces it again, the "
+        "sums of earlier batches are counted as often as there are ranks, and again with each batch: the first "
+        "batches have almost all of the weight.",
         fix="Reduce once, after the loop; or reduce what came since the last time, and add that to the total.",
         detected=(
             "`ddpcheck run` looks at all_reduce of up to eight numbers, the first 64 times at a line. It is reported "

@@ -21,20 +21,14 @@ RULES = (
         explains=(Explains(("DDP306",)),),
         spreads=True,
         summary="A gradient differs between ranks after a backward pass that should have synchronised it.",
-        why=(
-            "When DDP works, every rank holds bit-identical gradients after backward. A difference means that the "
-            "reducer did not average this parameter: its bucket never filled, its hooks are gone, or the inner module "
-            "was called. Each rank now trains its own model. (PyTorch docs, DistributedDataParallel; notes on DDP.)"
-        ),
-        fix=(
-            "Call the wrapper, and not ddp.module; leave no_sync before the last backward; wrap after the module "
-            "is complete; and fix unused parameters (DDP1xx) first."
-        ),
-        detected=(
-            "After a synchronising backward, a fingerprint of each gradient is compared between ranks. Right "
-            "gradients are bit-identical, so there is no tolerance. Causes with a rule of their own (DDP101, "
-            "DDP501, DDP503 and others) are looked for first."
-        ),
+        why="When DDP works, every rank holds bit-identical gradients after backward. A difference means that the "
+        "reducer did not average this parameter: its bucket never filled, its hooks are gone, or the inner module "
+        "was called. Each rank now trains its own model. (PyTorch docs, DistributedDataParallel; notes on DDP.)",
+        fix="Call the wrapper, and not ddp.module; leave no_sync before the last backward; wrap after the module "
+        "is complete; and fix unused parameters (DDP1xx) first.",
+        detected="After a synchronising backward, a fingerprint of each gradient is compared between ranks. Right "
+        "gradients are bit-identical, so there is no tolerance. Causes with a rule of their own (DDP101, "
+        "DDP501, DDP503 and others) are looked for first.",
         ignore="If gradients are changed per rank on purpose after they were averaged.",
         reports=("pytorch/pytorch#112152", "pytorch/pytorch#109191"),
         example="""\
@@ -47,15 +41,11 @@ output.sum().backward()
         name="reducer-mismatch",
         severity=ERROR,
         summary="DDP's gradients differ from the plain average of the ranks' own gradients.",
-        why=(
-            "The same module on the same shards, without the wrapper and averaged by an all-reduce, gives something "
-            "else. So the difference comes from the wrapper: a communication hook, a second backward that was not "
-            "reduced, gradients that were already there, or parameters that are paired wrongly."
-        ),
-        fix=(
-            "Take the communication hook off and check again; call zero_grad() before each accumulation; reduce once "
-            "a step; compare parameter order on the ranks (DDP202)."
-        ),
+        why="The same module on the same shards, without the wrapper and averaged by an all-reduce, gives something "
+        "else. So the difference comes from the wrapper: a communication hook, a second backward that was not "
+        "reduced, gradients that were already there, or parameters that are paired wrongly.",
+        fix="Take the communication hook off and check again; call zero_grad() before each accumulation; reduce once "
+        "a step; compare parameter order on the ranks (DDP202).",
         detected=(
             "The same module runs on the same shards without the wrapper, and its gradients are averaged by a "
             "plain all-reduce. What DDP left is not that average, although all ranks have the same." + _OF_RANKS
@@ -75,16 +65,11 @@ loss.backward()                          # only the first of the two is reduced;
         explains=(Explains(("DDP302",), when="a note", quietly=True),),
         spreads=True,
         summary="Every gradient is the reference's times a constant, such as the world size or one over it.",
-        why=(
-            "DDP averages over ranks. A loss that is divided by the world size by hand is divided twice; one that is "
-            "multiplied by it, or an all-reduce inside the loss, multiplies. The effective learning rate changes with "
-            "the number of ranks. (PyTorch docs, DistributedDataParallel: gradients are "
-            "averaged.)"
-        ),
-        fix=(
-            "Make the loss a mean over the local batch and do not scale it by the world size; for a sum, multiply "
-            "the loss by the world size."
-        ),
+        why="DDP averages over ranks. A loss that is divided by the world size by hand is divided twice; one that is "
+        "multiplied by it, or an all-reduce inside the loss, multiplies. The effective learning rate changes with the "
+        "number of ranks. (PyTorch docs, DistributedDataParallel: gradients are averaged.)",
+        fix="Make the loss a mean over the local batch and do not scale it by the world size; for a sum, multiply "
+        "the loss by the world size.",
         detected=(
             "The gradients are those of the reference times one factor, to within rounding, and the factor is one "
             "that the world size explains. `ddpcheck run` compares the loss with the mean that it was made of, looks "
@@ -105,24 +90,18 @@ loss = cross_entropy(model(x), y) / dist.get_world_size()   # DDP divides alread
         severity=WARNING,
         explains=(Explains(("DDP214", "DDP215"), when="its statistics"),),
         summary="Gradients differ from the single process because samples of a batch influence each other.",
-        why=(
-            "BatchNorm, contrastive losses with negatives from the batch, batch-wide dice and ranking losses see "
-            "only the local shard under DDP, so the result depends on how the batch is split. Often this is "
-            "accepted; it is not the same training as on one process. (PyTorch docs, SyncBatchNorm.)"
-        ),
-        fix=(
-            "Convert with nn.SyncBatchNorm.convert_sync_batchnorm, use GroupNorm or LayerNorm, or gather the batch "
-            "with a differentiable all_gather; if per-rank coupling is meant, ignore DDP304."
-        ),
+        why="BatchNorm, contrastive losses with negatives from the batch, batch-wide dice and ranking losses see "
+        "only the local shard under DDP, so the result depends on how the batch is split. Often this is "
+        "accepted; it is not the same training as on one process. (PyTorch docs, SyncBatchNorm.)",
+        fix="Convert with nn.SyncBatchNorm.convert_sync_batchnorm, use GroupNorm or LayerNorm, or gather the batch "
+        "with a differentiable all_gather; if per-rank coupling is meant, ignore DDP304.",
         detected=(
             "Each term of the loss is differentiated on the global batch and on each shard in a single process. "
             "Coupling is reported if it was shown: a module whose output for one sample depends on others, a line "
             "at which samples meet, or gradients of some samples that change with others." + _OF_BATCH
         ),
-        ignore=(
-            "If coupling within a rank is meant: plain BatchNorm, local negatives, batch dice. Many train so on "
-            "purpose, so it is a warning, however large. What only weighs samples is DDP305."
-        ),
+        ignore="If coupling within a rank is meant: plain BatchNorm, local negatives, batch dice. Many train so on "
+        "purpose, so it is a warning, however large. What only weighs samples is DDP305.",
         reports=("pytorch/pytorch#49794", "huggingface/accelerate#1154"),
         example="""\
 model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8))
@@ -137,12 +116,10 @@ model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8))
             "Gradients differ from the single process because the loss is a sum, or a mean over a count that differs "
             "between ranks."
         ),
-        why=(
-            "DDP gives every rank the same weight. A sum over samples is divided by the world size. A mean over "
-            "unequal counts (uneven shards, padding masks, ignore_index, weights) is then a mean of means: samples on "
-            "the rank with fewer of them count more. (PyTorch docs, DistributedDataParallel: gradients are averaged "
-            "over processes.)"
-        ),
+        why="DDP gives every rank the same weight. A sum over samples is divided by the world size. A mean over "
+        "unequal counts (uneven shards, padding masks, ignore_index, weights) is then a mean of means: samples on "
+        "the rank with fewer of them count more. (PyTorch docs, DistributedDataParallel: gradients are averaged "
+        "over processes.)",
         fix="Sum the local loss, all_reduce the count, and divide by count / world_size on every rank.",
         detected=(
             "The gradients of the shards, weighted, add up to that of the global batch, and the weights are not "
@@ -171,20 +148,14 @@ loss = (token_loss * mask).sum() / mask.sum()
         explains=(Explains(("DDP516",), when="only the loss"),),
         spreads=True,
         summary="Parameters, buffers or optimizer state differ between ranks after a step.",
-        why=(
-            "Nothing brings the ranks together again: DDP never broadcasts parameters after construction. From here "
-            "on the averaged gradients belong to no model, and a checkpoint keeps rank 0's alone. (PyTorch docs, "
-            "DistributedDataParallel: parameters are never broadcast between processes.)"
-        ),
-        fix=(
-            "Find the first cause (gradients: DDP301; options: DDP223; start values: DDP208) and make the step the "
-            "same on all ranks."
-        ),
-        detected=(
-            "Fingerprints of parameters and optimizer state are compared after the optimizer's step. `ddpcheck "
-            "run` also compares models beside the wrapper: copies of it or of a part of it, such as an EMA, and others "
-            "that the training loop calls and does not change, such as a frozen teacher."
-        ),
+        why="Nothing brings the ranks together again: DDP never broadcasts parameters after construction. From here "
+        "on the averaged gradients belong to no model, and a checkpoint keeps rank 0's alone. (PyTorch docs, "
+        "DistributedDataParallel: parameters are never broadcast between processes.)",
+        fix="Find the first cause (gradients: DDP301; options: DDP223; start values: DDP208) and make the step the "
+        "same on all ranks.",
+        detected="Fingerprints of parameters and optimizer state are compared after the optimizer's step. `ddpcheck "
+        "run` also compares models beside the wrapper: copies of it or of a part of it, such as an EMA, and others "
+        "that the training loop calls and does not change, such as a frozen teacher.",
         ignore="If ranks drift on purpose between averages, as in local SGD; compare at the averaging steps then.",
         example="""\
 if loss.item() < threshold:              # decided from local data: some ranks step, others do not
@@ -196,10 +167,8 @@ if loss.item() < threshold:              # decided from local data: some ranks s
         name="nothing-compared",
         severity=ERROR,
         summary="Nothing was compared: every gradient was zero or missing.",
-        why=(
-            "A comparison of zeros always passes. Such a check says nothing about the model, so it does not count as "
-            "a pass."
-        ),
+        why="A comparison of zeros always passes. Such a check says nothing about the model, so it does not count as "
+        "a pass.",
         fix="Give the recipe a batch and a loss with a gradient: no empty mask, no factor of zero, no frozen model.",
         detected="The norms of all gradients, of the single process and of the ranks, are zero in every step.",
         ignore="Never. The check says nothing then.",
@@ -213,19 +182,13 @@ def loss(model, batch):
         name="nondeterministic",
         severity=WARNING,
         summary="The same run twice, from the same state and seed, differs by more than rounding.",
-        why=(
-            "Then a difference between DDP and a reference proves nothing, and verdicts that rest on one are "
-            "withheld. The usual sources are random numbers from an unseeded generator, state kept between calls, "
-            "and data that changes from one reading to the next. (PyTorch docs, 'Reproducibility'.)"
-        ),
-        fix=(
-            "Make model, batch and loss functions of their arguments and the seed: use torch's default generator, no "
-            "state kept between calls, no time or process id; then check again."
-        ),
-        detected=(
-            "One step is run twice on a rank from the same state with the same seed, and the gradients differ by "
-            "more than rounding."
-        ),
+        why="Then a difference between DDP and a reference proves nothing, and verdicts that rest on one are "
+        "withheld. The usual sources are random numbers from an unseeded generator, state kept between calls, "
+        "and data that changes from one reading to the next. (PyTorch docs, 'Reproducibility'.)",
+        fix="Make model, batch and loss functions of their arguments and the seed: use torch's default generator, no "
+        "state kept between calls, no time or process id; then check again.",
+        detected="One step is run twice on a rank from the same state with the same seed, and the gradients differ by "
+        "more than rounding.",
         ignore="If the randomness is meant and cannot be seeded; the checks that it withholds stay undone.",
         example="""\
 def batch(step):
@@ -270,17 +233,13 @@ everything = torch.cat(parts)            # right: torch.cat(torch.distributed.nn
         name="gradient-changed-before-reduction",
         severity=ERROR,
         summary="A hook, a clip or an optimizer step reads or changes local gradients before they are averaged.",
-        why=(
-            "Gradient hooks run before DDP averages. A clip there clips each rank by its own norm, and an optimizer "
-            "step in backward uses the local gradient: the result is not that of the global batch, and ranks may "
-            "diverge. (PyTorch docs, DistributedDataParallel and register_comm_hook.)"
-        ),
+        why="Gradient hooks run before DDP averages. A clip there clips each rank by its own norm, and an optimizer "
+        "step in backward uses the local gradient: the result is not that of the global batch, and ranks may "
+        "diverge. (PyTorch docs, DistributedDataParallel and register_comm_hook.)",
         fix="Clip and step after backward has returned; to act inside the reduction, use register_comm_hook.",
-        detected=(
-            "A loss twice as large does not give gradients twice as large, or the gradients on the ranks are "
-            "wrong although their losses are right. The hooks on the way of the gradients are named. `ddpcheck "
-            "run` watches clip_grad_norm_, and whether the gradients are averaged after it."
-        ),
+        detected="A loss twice as large does not give gradients twice as large, or the gradients on the ranks are "
+        "wrong although their losses are right. The hooks on the way of the gradients are named. `ddpcheck "
+        "run` watches clip_grad_norm_, and whether the gradients are averaged after it.",
         ignore="If each rank is to clip its own gradients, as some private or robust training does.",
         example="""\
 for p in model.parameters():
@@ -293,21 +252,15 @@ for p in model.parameters():
         severity=ERROR,
         explains=(Explains(("DDP214", "DDP215", "DDP302", "DDP304", "DDP312")),),
         summary="What backward needs was overwritten after forward, in place or by a later buffer broadcast.",
-        why=(
-            "A second forward under DDP broadcasts rank 0's buffers in place. When the first forward saved one of "
-            "them for backward, autograd raises about an in-place modification, or, where versions are not counted, "
-            "uses the wrong values. (PyTorch docs, DistributedDataParallel, broadcast_buffers; autograd mechanics, "
-            "'In-place correctness checks'.)"
-        ),
-        fix=(
-            "Run one forward on the concatenated inputs, clone the buffer before it is used, or pass "
-            "broadcast_buffers=False and synchronise buffers yourself."
-        ),
-        detected=(
-            "Autograd raises in backward about an in-place change, and the same step without the wrapper does not "
-            "raise. The overwritten parameters, or the buffers that DDP broadcasts before each forward pass, are "
-            "named. Where nothing is raised, the gradients are not the average of the ranks' own."
-        ),
+        why="A second forward under DDP broadcasts rank 0's buffers in place. When the first forward saved one of "
+        "them for backward, autograd raises about an in-place modification, or, where versions are not counted, "
+        "uses the wrong values. (PyTorch docs, DistributedDataParallel, broadcast_buffers; autograd mechanics, "
+        "'In-place correctness checks'.)",
+        fix="Run one forward on the concatenated inputs, clone the buffer before it is used, or pass "
+        "broadcast_buffers=False and synchronise buffers yourself.",
+        detected="Autograd raises in backward about an in-place change, and the same step without the wrapper does not "
+        "raise. The overwritten parameters, or the buffers that DDP broadcasts before each forward pass, are "
+        "named. Where nothing is raised, the gradients are not the average of the ranks' own.",
         ignore="Never. Backward has failed or has used wrong values.",
         reports=("pytorch/pytorch#22095", "pytorch/pytorch#65907", "pytorch/pytorch#175024", "pytorch/pytorch#110363"),
         example="""\
@@ -320,16 +273,11 @@ real, fake = ddp(a), ddp(b)              # the second call overwrites buffers th
         name="unexplained-difference",
         severity=ERROR,
         summary="Gradients differ from the single process, and no pattern that ddpcheck knows explains it.",
-        why=(
-            "The same model on the same samples gives another gradient under DDP than in one process. It is no "
-            "constant factor, no weight of samples, and no coupling of samples that could be shown, so "
-            "nothing says that it is harmless. (PyTorch docs, DistributedDataParallel: gradients are averaged over "
-            "processes.)"
-        ),
-        fix=(
-            "Compare the loss of a batch with the mean of the losses of its two halves, term by term: the first that "
-            "differs depends on more than its own samples. Return the terms of the loss as a dict, and check again."
-        ),
+        why="The same model on the same samples gives another gradient under DDP than in one process. It is no "
+        "constant factor, no weight of samples, and no coupling of samples that could be shown, so nothing says that "
+        "it is harmless. (PyTorch docs, DistributedDataParallel: gradients are averaged over processes.)",
+        fix="Compare the loss of a batch with the mean of the losses of its two halves, term by term: the first that "
+        "differs depends on more than its own samples. Return the terms of the loss as a dict, and check again.",
         detected=(
             "The gradients differ from those of the single process by more than measured rounding, and no "
             "explanation of DDP303 to DDP310, DDP514 and DDP516 fits." + _OF_BATCH

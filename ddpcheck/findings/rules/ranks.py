@@ -10,12 +10,10 @@ RULES = (
         name="parameter-set",
         severity=ERROR,
         summary="The module has other parameters on one rank than on another.",
-        why=(
-            "DDP matches parameters by position. At construction it compares how many require grad and their sizes, "
-            "not their names: other counts raise on some ranks and close the connection for the rest; equal counts "
-            "with other names train tensors that have nothing to do with each other. (PyTorch docs, "
-            "DistributedDataParallel: the model must be the same on every rank.)"
-        ),
+        why="DDP matches parameters by position. At construction it compares how many require grad and their sizes, "
+        "not their names: other counts raise on some ranks and close the connection for the rest; equal counts "
+        "with other names train tensors that have nothing to do with each other. (PyTorch docs, "
+        "DistributedDataParallel: the model must be the same on every rank.)",
         fix="Build the same module on every rank: take the rank, its data and its environment out of the constructor.",
         detected=compared_by_digest("the names of parameters."),
         ignore="Never. Ranks with other parameters cannot train one model.",
@@ -31,15 +29,11 @@ if dist.get_rank() == 0:
         severity=ERROR,
         explains=(Explains(("DDP301", "DDP302", "DDP306"), when="an error"),),
         summary="The same parameters are registered in another order on one rank than on another.",
-        why=(
-            "DDP broadcasts and reduces by position. Where shapes are equal nothing is raised, and the gradients of "
-            "different layers are averaged with each other; where shapes differ, construction fails on the rank that "
-            "differs only. (PyTorch docs, DistributedDataParallel: parameters must be registered in the same order.)"
-        ),
-        fix=(
-            "Register modules in a fixed order: iterate over a list or a sorted() set, never over a set or "
-            "os.listdir()."
-        ),
+        why="DDP broadcasts and reduces by position. Where shapes are equal nothing is raised, and the gradients of "
+        "different layers are averaged with each other; where shapes differ, construction fails on the rank that "
+        "differs only. (PyTorch docs, DistributedDataParallel: parameters must be registered in the same order.)",
+        fix="Register modules in a fixed order: iterate over a list or a sorted() set, never over a set or "
+        "os.listdir().",
         detected=compared_by_digest("the order of parameters that all ranks have."),
         ignore="Never. DDP pairs parameters by position.",
         example="""\
@@ -52,15 +46,11 @@ for name in {"left", "right"}:           # the order of a set of strings differs
         name="parameter-shape",
         severity=ERROR,
         summary="A parameter has another shape on one rank than on another.",
-        why=(
-            "DDP verifies sizes when it is constructed: the rank that differs raises, the others see a closed "
-            "connection or wait for it. (PyTorch docs, DistributedDataParallel: corresponding parameters must have "
-            "the same sizes.)"
-        ),
-        fix=(
-            "Give every rank the same size: compute it once (vocabulary, number of classes) and broadcast it, or "
-            "configure it."
-        ),
+        why="DDP verifies sizes when it is constructed: the rank that differs raises, the others see a closed "
+        "connection or wait for it. (PyTorch docs, DistributedDataParallel: corresponding parameters must have "
+        "the same sizes.)",
+        fix="Give every rank the same size: compute it once (vocabulary, number of classes) and broadcast it, or "
+        "configure it.",
         detected=compared_by_digest("the shapes of parameters by name."),
         ignore="Never.",
         example="""\
@@ -73,15 +63,11 @@ self.head = nn.Linear(8, classes)
         name="parameter-dtype",
         severity=ERROR,
         summary="A parameter has another dtype on one rank than on another.",
-        why=(
-            "DDP does not compare dtypes. Where the element sizes differ the process aborts inside the backend, "
-            "without a Python traceback; where they are equal (float16 against bfloat16) the bits are summed as if "
-            "they were the same type: silent, and the gradients are wrong altogether."
-        ),
-        fix=(
-            "Cast on every rank or on none, before wrapping; decide it from the configuration, not from the local "
-            "device."
-        ),
+        why="DDP does not compare dtypes. Where the element sizes differ the process aborts inside the backend, "
+        "without a Python traceback; where they are equal (float16 against bfloat16) the bits are summed as if "
+        "they were the same type: silent, and the gradients are wrong altogether.",
+        fix="Cast on every rank or on none, before wrapping; decide it from the configuration, not from the local "
+        "device.",
         detected=compared_by_digest("the dtypes of parameters by name."),
         ignore="Never.",
         example="""\
@@ -93,15 +79,11 @@ model.to(torch.bfloat16 if supports_bf16() else torch.float16)   # right: the sa
         name="parameter-stride",
         severity=ERROR,
         summary="A parameter has another memory layout (strides) on one rank than on another.",
-        why=(
-            "DDP reduces flat memory, so both sides must lay out a tensor in the same way. Construction fails on the "
-            "rank that differs, with a message that prints sizes, which are equal. (PyTorch docs, "
-            "DistributedDataParallel: corresponding parameters must have the same strides.)"
-        ),
-        fix=(
-            "Apply memory_format=torch.channels_last (or a transposed weight) on every rank or on none, before "
-            "wrapping."
-        ),
+        why="DDP reduces flat memory, so both sides must lay out a tensor in the same way. Construction fails on the "
+        "rank that differs, with a message that prints sizes, which are equal. (PyTorch docs, "
+        "DistributedDataParallel: corresponding parameters must have the same strides.)",
+        fix="Apply memory_format=torch.channels_last (or a transposed weight) on every rank or on none, before "
+        "wrapping.",
         detected=compared_by_digest("the strides of parameters by name."),
         ignore="Never. DDP refuses it, or averages elements of different places.",
         example="""\
@@ -114,11 +96,9 @@ if torch.cuda.is_available():            # true on some machines only
         name="requires-grad",
         severity=ERROR,
         summary="A parameter requires grad on one rank and is frozen on another.",
-        why=(
-            "Only parameters that require grad are put into buckets, by position. Other counts raise at "
-            "construction; equal counts of equal shapes do not, and the gradients of different layers are averaged. "
-            "(PyTorch docs, DistributedDataParallel: requires_grad must be the same on all ranks.)"
-        ),
+        why="Only parameters that require grad are put into buckets, by position. Other counts raise at "
+        "construction; equal counts of equal shapes do not, and the gradients of different layers are averaged. "
+        "(PyTorch docs, DistributedDataParallel: requires_grad must be the same on all ranks.)",
         fix="Freeze the same parameters on every rank, before wrapping.",
         detected=compared_by_digest(
             "requires_grad by name. It is compared again after a forward pass that may change it."
@@ -133,11 +113,9 @@ model.layers[dist.get_rank()].requires_grad_(False)   # right: the same layer on
         name="parameter-device",
         severity=ERROR,
         summary="A parameter is on another kind of device on one rank than on another, or on several.",
-        why=(
-            "The collectives of one process group run on one kind of device: a rank that is left on the CPU fails or "
-            "waits while the others use the GPU. DDP asserts one device type within a rank, and compares nothing "
-            "between ranks. (PyTorch docs, DistributedDataParallel, device_ids.)"
-        ),
+        why="The collectives of one process group run on one kind of device: a rank that is left on the CPU fails or "
+        "waits while the others use the GPU. DDP asserts one device type within a rank, and compares nothing "
+        "between ranks. (PyTorch docs, DistributedDataParallel, device_ids.)",
         fix="Move the module with module.to(device) on every rank before wrapping; make a missing GPU an error.",
         detected=compared_by_digest("the kind of device of each parameter, between ranks and within one."),
         ignore="Never.",
@@ -150,26 +128,17 @@ DistributedDataParallel(model.to(device))                 # right: raise where t
         code="DDP208",
         name="parameter-value",
         severity=ERROR,
-        explains=(
-            Explains((*GRADIENTS, "DDP306")),
-            Explains(("DDP516",), when="only the loss"),
-        ),
+        explains=(Explains((*GRADIENTS, "DDP306")), Explains(("DDP516",), when="only the loss")),
         summary="A parameter has another value on one rank than on another.",
-        why=(
-            "DDP broadcasts rank 0's values once, when it is constructed, and never again. Values that differ after "
-            "that (init_sync=False, a checkpoint loaded on one rank, re-initialisation) stay different: the averaged "
-            "gradient belongs to no model. (PyTorch docs, DistributedDataParallel: parameters are never broadcast "
-            "between processes after construction.)"
-        ),
-        fix=(
-            "Let DDP synchronise at construction (init_sync=True), and load or change values before wrapping, on "
-            "every rank."
-        ),
-        detected=(
-            "Right after the wrapper was constructed, each rank fingerprints its parameters on their device, and "
-            "the fingerprints are compared. `ddpcheck run` also compares the start values of parameters whose "
-            "gradients a script averages by hand."
-        ),
+        why="DDP broadcasts rank 0's values once, when it is constructed, and never again. Values that differ after "
+        "that (init_sync=False, a checkpoint loaded on one rank, re-initialisation) stay different: the averaged "
+        "gradient belongs to no model. (PyTorch docs, DistributedDataParallel: parameters are never broadcast "
+        "between processes after construction.)",
+        fix="Let DDP synchronise at construction (init_sync=True), and load or change values before wrapping, on "
+        "every rank.",
+        detected="Right after the wrapper was constructed, each rank fingerprints its parameters on their device, and "
+        "the fingerprints are compared. `ddpcheck run` also compares the start values of parameters whose "
+        "gradients a script averages by hand.",
         ignore="If the ranks are to train different models on purpose.",
         example="""\
 torch.manual_seed(dist.get_rank())       # every rank starts from other weights
@@ -182,14 +151,10 @@ model = DistributedDataParallel(Net(), init_sync=False)   # right: leave init_sy
         severity=ERROR,
         explains=(Explains(("DDP516",), when="only the loss"),),
         summary="Parameters are one tensor under several names on one rank, and separate tensors on another.",
-        why=(
-            "A tied parameter is counted once. Where one rank ties and another does not, the lists of parameters "
-            "have other lengths or pair up the wrong tensors, as in DDP201 and DDP202."
-        ),
-        fix=(
-            "Tie on every rank, before wrapping, and tie again after anything that replaces parameters (casting, "
-            "loading)."
-        ),
+        why="A tied parameter is counted once. Where one rank ties and another does not, the lists of parameters "
+        "have other lengths or pair up the wrong tensors, as in DDP201 and DDP202.",
+        fix="Tie on every rank, before wrapping, and tie again after anything that replaces parameters (casting, "
+        "loading).",
         detected=compared_by_digest("which names share one tensor."),
         ignore="Never.",
         example="""\
@@ -202,16 +167,12 @@ if os.path.exists(checkpoint):           # true on one machine only
         name="wrapper-options",
         severity=ERROR,
         summary="DistributedDataParallel was constructed with other options on one rank than on another.",
-        why=(
-            "The options decide which collectives run. find_unused_parameters that differs hangs; static_graph that "
-            "differs aborts; bucket_cap_mb that differs aborts together with find_unused_parameters; "
-            "broadcast_buffers that differs leaves a rank alone in a broadcast."
-        ),
+        why="The options decide which collectives run. find_unused_parameters that differs hangs; static_graph that "
+        "differs aborts; bucket_cap_mb that differs aborts together with find_unused_parameters; "
+        "broadcast_buffers that differs leaves a rank alone in a broadcast.",
         fix="Pass the same options on every rank; take them from one configuration that all ranks read.",
-        detected=(
-            "The arguments with which DistributedDataParallel was constructed are written into the digest of each "
-            "rank, and compared before its first collective."
-        ),
+        detected="The arguments with which DistributedDataParallel was constructed are written into the digest of each "
+        "rank, and compared before its first collective.",
         ignore="Never. The options decide which collectives run.",
         example="""\
 DistributedDataParallel(model, find_unused_parameters=dist.get_rank() == 0)   # right: one value for all
@@ -225,10 +186,8 @@ DistributedDataParallel(model, find_unused_parameters=dist.get_rank() == 0)   # 
             Explains(("DDP214", "DDP215", "DDP216", "DDP301", "DDP302", "DDP304", "DDP305", "DDP312", "DDP516")),
         ),
         summary="The modules are of other classes, or in another mode (train or eval), on one rank than on another.",
-        why=(
-            "Equal parameters do not make an equal function: a ReLU against a GELU, or dropout switched off on one "
-            "rank, gives gradients of different models, and DDP averages them without a message."
-        ),
+        why="Equal parameters do not make an equal function: a ReLU against a GELU, or dropout switched off on one "
+        "rank, gives gradients of different models, and DDP averages them without a message.",
         fix="Build the same structure on every rank, and call train() or eval() on every rank at the same places.",
         detected=compared_by_digest(
             "the classes of modules and their mode (training or evaluating), by name. The mode is compared again "
@@ -246,17 +205,12 @@ if dist.get_rank() == 0:
         severity=ERROR,
         explains=(Explains(("DDP306",)),),
         summary="The optimizer, its options or its parameter groups differ between ranks.",
-        why=(
-            "DDP averages gradients and nothing else. The ranks stay equal only when every optimizer makes the same "
-            "update from them; another learning rate, momentum or order of groups lets them diverge from the first "
-            "step on, silently. (PyTorch docs, DistributedDataParallel: all processes must make the same parameter "
-            "updates.)"
-        ),
+        why="DDP averages gradients and nothing else. The ranks stay equal only when every optimizer makes the same "
+        "update from them; another learning rate, momentum or order of groups lets them diverge from the first step "
+        "on, silently. (PyTorch docs, DistributedDataParallel: all processes must make the same parameter updates.)",
         fix="Construct the optimizer from the same options and the same order of parameters on every rank.",
-        detected=(
-            "The class, the options and the parameter groups of the optimizer are compared between ranks, before "
-            "training and at the optimizer's steps."
-        ),
+        detected="The class, the options and the parameter groups of the optimizer are compared between ranks, before "
+        "training and at the optimizer's steps.",
         ignore="If an optimizer holds parameters that only one rank trains.",
         example="""\
 SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))   # right: lr=0.1 on every rank

@@ -48,55 +48,32 @@ When = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Explains:
-    """What comes with a defect, and is no finding of its own beside it.
+    """What comes with a defect, and is no finding of its own beside it."""
 
-    Attributes:
-        codes: Of the rules.
-        when: In which cases (`judge.causes`).
-        quietly: It goes without saying.
-    """
-
-    codes: tuple[str, ...]
-    when: When = "always"
-    quietly: bool = False
+    codes: tuple[str, ...]  # of the rules
+    when: When = "always"  # in which cases (`judge.causes`)
+    quietly: bool = False  # it goes without saying
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One documented defect.
+    """One documented defect."""
 
-    Attributes:
-        code: Permanent: never given to another defect, never renumbered.
-        name: In kebab-case; may be used wherever the code may.
-        severity: What a finding has unless its detector knows better.
-        summary: One sentence: what is the case.
-        why: What DDP makes of it, and where that is documented.
-        fix: What to do, as a command.
-        detected: What is compared or watched, and what makes a finding of it.
-        ignore: When it is no defect.
-        reports: Public threads on it, as OWNER/REPOSITORY#NUMBER.
-        example: A few lines of code that break the rule, with a comment on what would not.
-        explains: What is a consequence of it.
-        stops_ddp: Whether the wrapper raises, hangs or aborts in the step.
-        takes_severity: Whether a finding is as severe as the worst of its consequences.
-        spreads: Whether a finding on more and more tensors is one defect.
-        by_family: Whether findings on the blocks of one list are one defect: experts, of which each step takes others.
-    """
-
-    code: str
-    name: str
-    severity: Severity
-    summary: str
-    why: str
-    fix: str
-    detected: str
-    ignore: str
-    reports: tuple[str, ...] = ()
-    example: str = ""
-    explains: tuple[Explains, ...] = ()
-    stops_ddp: bool = False
-    takes_severity: bool = False
-    spreads: bool = False
+    code: str  # permanent: never given to another defect, never renumbered
+    name: str  # in kebab-case; may be used wherever the code may
+    severity: Severity  # what a finding has unless its detector knows better
+    summary: str  # one sentence: what is the case
+    why: str  # what DDP makes of it, and where that is documented
+    fix: str  # what to do, as a command
+    detected: str  # what is compared or watched, and what makes a finding of it
+    ignore: str  # when it is no defect
+    reports: tuple[str, ...] = ()  # public threads on it, as OWNER/REPOSITORY#NUMBER
+    example: str = ""  # a few lines of code that break the rule, with a comment on what would not
+    explains: tuple[Explains, ...] = ()  # what is a consequence of it
+    stops_ddp: bool = False  # whether the wrapper raises, hangs or aborts in the step
+    takes_severity: bool = False  # whether a finding is as severe as the worst of its consequences
+    spreads: bool = False  # whether a finding on more and more tensors is one defect
+    # whether findings on the blocks of one list are one defect: experts, of which each step takes others
     by_family: bool = False
 
 

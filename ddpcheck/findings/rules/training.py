@@ -11,18 +11,14 @@ RULES = (
         severity=ERROR,
         explains=(Explains(("DDP208", "DDP306", "DDP515")),),
         summary="Gradients are computed by a forward pass that bypasses the wrapper.",
-        why=(
-            "DDP prepares its reducer in its own forward. ddp.module(x), a parameter used outside forward, "
-            "functional_call on the inner module and torch.autograd.grad all leave it out: nothing is reduced, and "
-            "nothing is raised. (PyTorch docs, DistributedDataParallel: torch.autograd.grad does not work with it; "
-            "call the wrapped module.)"
-        ),
+        why="DDP prepares its reducer in its own forward. ddp.module(x), a parameter used outside forward, "
+        "functional_call on the inner module and torch.autograd.grad all leave it out: nothing is reduced, and "
+        "nothing is raised. (PyTorch docs, DistributedDataParallel: torch.autograd.grad does not work with it; "
+        "call the wrapped module.)",
         fix="Call the wrapper, and not the module in it; move what uses parameters into the module's forward.",
-        detected=(
-            "The calls of the wrapper's forward are recorded. The loss depends on parameters of the wrapped "
-            "module, and the wrapper was not called for it. `ddpcheck run` also reports parameters that an "
-            "optimizer trains and no wrapper holds."
-        ),
+        detected="The calls of the wrapper's forward are recorded. The loss depends on parameters of the wrapped "
+        "module, and the wrapper was not called for it. `ddpcheck run` also reports parameters that an "
+        "optimizer trains and no wrapper holds.",
         ignore="If the gradients are averaged by other means, or if each rank is to train these parameters for itself.",
         reports=("jingyaogong/minimind#853", "intel/e2eAIOK#198", "kohya-ss/sd-scripts#989"),
         example="""\
@@ -40,21 +36,14 @@ output.sum().backward()
             Explains(("DDP508",), when="by steps"),
         ),
         summary="no_sync is not entered, never left, or does not enclose the forward pass.",
-        why=(
-            "no_sync takes effect in forward. Around backward alone it changes nothing; always entered it never "
-            "synchronises, and every rank trains its own model; a context that is created and not entered "
-            "synchronises in every micro-step. (PyTorch docs, DistributedDataParallel.no_sync: the forward pass "
-            "should be inside.)"
-        ),
-        fix=(
-            "Put forward and backward of all micro-steps but the last inside `with ddp.no_sync():`, the last one "
-            "outside."
-        ),
-        detected=(
-            "Calls of no_sync, entering and leaving it, forward and backward passes and optimizer steps are "
-            "recorded in order. Reported are a step of which no backward pass was averaged, a step on what came "
-            "after the average, and a no_sync without effect (a warning)."
-        ),
+        why="no_sync takes effect in forward. Around backward alone it changes nothing; always entered it never "
+        "synchronises, and every rank trains its own model; a context that is created and not entered synchronises in "
+        "every micro-step. (PyTorch docs, DistributedDataParallel.no_sync: the forward pass should be inside.)",
+        fix="Put forward and backward of all micro-steps but the last inside `with ddp.no_sync():`, the last one "
+        "outside.",
+        detected="Calls of no_sync, entering and leaving it, forward and backward passes and optimizer steps are "
+        "recorded in order. Reported are a step of which no backward pass was averaged, a step on what came "
+        "after the average, and a no_sync without effect (a warning).",
         ignore="In local SGD, where ranks step by themselves on purpose and average parameters now and then.",
         reports=("huggingface/accelerate#1726", "NVlabs/stylegan2-ada-pytorch#233"),
         example="""\
@@ -75,18 +64,13 @@ with ddp.no_sync():                      # no_sync takes effect in forward
         ),
         spreads=True,
         summary="A parameter was added, replaced, removed, frozen, unfrozen, cast or moved after wrapping.",
-        why=(
-            "DDP has put its hooks on the tensors that it found when it was constructed. Replaced tensors have none "
-            "(`.double().float()` and `.cpu().cuda()` replace, pytorch issue 104336), frozen ones are waited for, "
-            "unfrozen and added ones are never reduced. A forward pass that ties, replaces or deletes layers comes too "
-            "late as well. (PyTorch docs, DistributedDataParallel: do not change "
-            "parameters after wrapping.)"
-        ),
+        why="DDP has put its hooks on the tensors that it found when it was constructed. Replaced tensors have none "
+        "(`.double().float()` and `.cpu().cuda()` replace, pytorch issue 104336), frozen ones are waited for, unfrozen "
+        "and added ones are never reduced. A forward pass that ties, replaces or deletes layers comes too late as "
+        "well. (PyTorch docs, DistributedDataParallel: do not change parameters after wrapping.)",
         fix="Finish the module first, wrap it last; wrap again after any such change.",
-        detected=(
-            "The parameters of the module are compared with those that the wrapper found when it was constructed: "
-            "identity, dtype, device, requires_grad."
-        ),
+        detected="The parameters of the module are compared with those that the wrapper found when it was constructed: "
+        "identity, dtype, device, requires_grad.",
         ignore="If a parameter is frozen after wrapping and find_unused_parameters=True is set.",
         reports=("pytorch/pytorch#104336", "Lightning-AI/pytorch-lightning#17937"),
         example="""\
@@ -99,15 +83,11 @@ model.head = nn.Linear(8, 3)             # right: replace the head first, then w
         name="stale-optimizer",
         severity=ERROR,
         summary="The optimizer holds tensors that are no longer the module's parameters, or lacks some that are.",
-        why=(
-            "An optimizer built before the module was cast, moved or extended updates tensors that nobody uses, and "
-            "the model does not move. (PyTorch docs, torch.optim: construct optimizers after moving the model.)"
-        ),
+        why="An optimizer built before the module was cast, moved or extended updates tensors that nobody uses, and "
+        "the model does not move. (PyTorch docs, torch.optim: construct optimizers after moving the model.)",
         fix="Construct the optimizer after the module has its final parameters, device and dtype.",
-        detected=(
-            "The tensors that the optimizer holds are compared with the parameters of the modules. Parameters "
-            "that get gradients are reported if no optimizer holds them and they do not move."
-        ),
+        detected="The tensors that the optimizer holds are compared with the parameters of the modules. Parameters "
+        "that get gradients are reported if no optimizer holds them and they do not move.",
         ignore="If parameters are moved by other code than an optimizer.",
         example="""\
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -120,18 +100,14 @@ model.head = nn.Linear(8, 3)             # right: replace the head first, then m
         severity=ERROR,
         explains=(Explains(("DDP306",)),),
         summary="The learning rate differs between ranks, or follows another schedule.",
-        why=(
-            "Gradients are equal and updates are not, so parameters diverge from this step on. A scheduler that "
-            "steps on a local metric (ReduceLROnPlateau) is the usual cause. (PyTorch docs, DistributedDataParallel: "
-            "all processes must make the same parameter updates.)"
-        ),
+        why="Gradients are equal and updates are not, so parameters diverge from this step on. A scheduler that "
+        "steps on a local metric (ReduceLROnPlateau) is the usual cause. (PyTorch docs, DistributedDataParallel: "
+        "all processes must make the same parameter updates.)",
         fix="Feed schedulers with values that all ranks share: all_reduce the metric first.",
-        detected=(
-            "`ddpcheck run` compares the learning rates at each step of the optimizer. They were the same in the "
-            "first step, and differ later. A schedule that steps once for each rank is a warning: one of torch's, or "
-            "an object of the script's that holds the optimizer. The rate is at its end after that part of the "
-            "training, or the source says that the steps are for the ranks."
-        ),
+        detected="`ddpcheck run` compares the learning rates at each step of the optimizer. They were the same in the "
+        "first step, and differ later. A schedule that steps once for each rank is a warning: one of torch's, or "
+        "an object of the script's that holds the optimizer. The rate is at its end after that part of the "
+        "training, or the source says that the steps are for the ranks.",
         ignore="If ranks are to use different rates on purpose.",
         example="""\
 schedule = ReduceLROnPlateau(optimizer)
@@ -144,10 +120,8 @@ schedule.step(loss)                      # the loss of this rank's samples; righ
         severity=ERROR,
         explains=(Explains(("DDP306",)),),
         summary="A rank skips a backward pass or an optimizer step that the others make.",
-        why=(
-            "If one rank alone skips a step (NaN, out of memory), its later gradients are averaged with those of "
-            "another step of the others, without a message, until one rank has no steps left and the job hangs."
-        ),
+        why="If one rank alone skips a step (NaN, out of memory), its later gradients are averaged with those of "
+        "another step of the others, without a message, until one rank has no steps left and the job hangs.",
         fix="all_reduce the decision, so that every rank skips or none does.",
         detected=(
             "The numbers of backward passes and of optimizer steps between two averages are compared between ranks. "
@@ -166,20 +140,14 @@ if torch.isfinite(loss):                 # right: all_reduce the decision first
         severity=ERROR,
         explains=(Explains(("DDP301", "DDP302", "DDP306", "DDP406")),),
         summary="The wrapper's forward and backward passes do not come in pairs.",
-        why=(
-            "The reducer is prepared by a forward and finished by one backward. A second backward of the same "
-            "forward is not reduced; a forward whose backward never comes leaves the reducer waiting; the order of "
-            "several forwards and backwards has to be the same on all ranks. (PyTorch docs, DistributedDataParallel.)"
-        ),
-        fix=(
-            "Call forward once and backward once a step; add losses up before backward; use no_grad for forwards "
-            "that do not train."
-        ),
-        detected=(
-            "Forward and backward passes of the wrapper are recorded in order. A second backward pass without a "
-            "forward of its own comes after the one that ended the reduction, and an optimizer uses what it adds; or "
-            "it brings a gradient again, and DDP raises."
-        ),
+        why="The reducer is prepared by a forward and finished by one backward. A second backward of the same "
+        "forward is not reduced; a forward whose backward never comes leaves the reducer waiting; the order of "
+        "several forwards and backwards has to be the same on all ranks. (PyTorch docs, DistributedDataParallel.)",
+        fix="Call forward once and backward once a step; add losses up before backward; use no_grad for forwards "
+        "that do not train.",
+        detected="Forward and backward passes of the wrapper are recorded in order. A second backward pass without a "
+        "forward of its own comes after the one that ended the reduction, and an optimizer uses what it adds; or "
+        "it brings a gradient again, and DDP raises.",
         ignore="If the gradients of the second pass are only looked at, and no optimizer uses them.",
         example="""\
 one, other = ddp(a).mean(), ddp(b).mean()
@@ -192,14 +160,10 @@ other.backward()                         # right: (one + other).backward()
         name="mode-differs",
         severity=ERROR,
         summary="In a step, the model is in train mode on one rank and in eval mode on another.",
-        why=(
-            "Dropout and BatchNorm then compute other functions, and BatchNorm statistics move on some ranks only. "
-            "DDP averages the gradients without a message."
-        ),
-        fix=(
-            "Call train() and eval() on every rank at the same places; evaluate on all ranks, or go back to train() "
-            "after it."
-        ),
+        why="Dropout and BatchNorm then compute other functions, and BatchNorm statistics move on some ranks only. "
+        "DDP averages the gradients without a message.",
+        fix="Call train() and eval() on every rank at the same places; evaluate on all ranks, or go back to train() "
+        "after it.",
         detected="No check reports this code today: a mode that differs between ranks is reported as DDP222.",
         ignore="See DDP222.",
         example="""\
@@ -219,16 +183,12 @@ if rank == 0:
         ),
         by_family=True,
         summary="static_graph=True is set, and the set of used parameters or their order changes.",
-        why=(
-            "With static_graph DDP records in the first iteration how often each gradient arrives, and relies on it. "
-            "A graph that changes hangs, raises, or leaves gradients unsynchronised. (PyTorch docs, "
-            "DistributedDataParallel, static_graph.)"
-        ),
+        why="With static_graph DDP records in the first iteration how often each gradient arrives, and relies on it. "
+        "A graph that changes hangs, raises, or leaves gradients unsynchronised. (PyTorch docs, "
+        "DistributedDataParallel, static_graph.)",
         fix="Remove static_graph=True and use find_unused_parameters=True, or make every step use the same parameters.",
-        detected=(
-            "static_graph=True is set, and the parameters that backward reaches differ between steps, or DDP says "
-            "that the graph has changed."
-        ),
+        detected="static_graph=True is set, and the parameters that backward reaches differ between steps, or DDP says "
+        "that the graph has changed.",
         ignore="Never. DDP relies on the first iteration.",
         reports=("pytorch/pytorch#58111", "pytorch/pytorch#97030", "deepinsight/insightface#2288"),
     ),
@@ -237,25 +197,17 @@ if rank == 0:
         name="accumulation-scale",
         severity=ERROR,
         summary="Accumulated gradients are not scaled by the number of micro-steps, or of what is in each.",
-        why=(
-            "backward adds up. Without division the step grows with the number of micro-steps; with a division that "
-            "does not match the last, shorter accumulation it is too small. A mean over micro-batches that hold "
-            "unequal numbers of tokens is a mean of means: tokens of the shorter ones count more. (huggingface/"
-            "transformers#34191 mended this in one trainer.)"
-        ),
-        fix=(
-            "Divide each micro-step's loss by the number of micro-steps of this accumulation; where they hold unequal "
-            "numbers of tokens, divide sums over tokens by the number of tokens in all of them."
-        ),
-        detected=(
-            "The backward passes of a step are counted, and the gradient is that number times the global batch's. "
-            "The wrapper and `ddpcheck run` also measure what weight each target of the cross entropy has in each "
-            "micro-batch."
-        ),
-        ignore=(
-            "If the learning rate was tuned with the sum, or if micro-batches are to have the same weight "
-            "whatever they hold."
-        ),
+        why="backward adds up. Without division the step grows with the number of micro-steps; with a division that "
+        "does not match the last, shorter accumulation it is too small. A mean over micro-batches that hold "
+        "unequal numbers of tokens is a mean of means: tokens of the shorter ones count more. (huggingface/"
+        "transformers#34191 mended this in one trainer.)",
+        fix="Divide each micro-step's loss by the number of micro-steps of this accumulation; where they hold unequal "
+        "numbers of tokens, divide sums over tokens by the number of tokens in all of them.",
+        detected="The backward passes of a step are counted, and the gradient is that number times the global batch's. "
+        "The wrapper and `ddpcheck run` also measure what weight each target of the cross entropy has in each "
+        "micro-batch.",
+        ignore="If the learning rate was tuned with the sum, or if micro-batches are to have the same weight "
+        "whatever they hold.",
         reports=("huggingface/transformers#34191", "huggingface/transformers#24725", "meta-pytorch/torchtune#1875"),
         example="""\
 for part in batch.split(4):
@@ -266,22 +218,15 @@ for part in batch.split(4):
         code="DDP515",
         name="values-changed-after-wrapping",
         severity=ERROR,
-        explains=(
-            Explains(("DDP208", *GRADIENTS, "DDP306")),
-            Explains(("DDP516",), when="only the loss"),
-        ),
+        explains=(Explains(("DDP208", *GRADIENTS, "DDP306")), Explains(("DDP516",), when="only the loss")),
         summary="Parameter values were changed after wrapping by something else than the optimizer, on some ranks.",
-        why=(
-            "DDP broadcasts at construction only. A checkpoint loaded, weights re-initialised, pruned or averaged on "
-            "rank 0 alone stays on rank 0. (PyTorch docs, DistributedDataParallel: parameters are never broadcast "
-            "after construction.)"
-        ),
+        why="DDP broadcasts at construction only. A checkpoint loaded, weights re-initialised, pruned or averaged on "
+        "rank 0 alone stays on rank 0. (PyTorch docs, DistributedDataParallel: parameters are never broadcast "
+        "after construction.)",
         fix="Make the change on every rank from the same data, or broadcast the parameters after it.",
-        detected=(
-            "Fingerprints of parameters are taken when the wrapper was constructed, and compared between ranks "
-            "before the first forward pass and in later steps. Under fully_shard, `ddpcheck run` follows the lines "
-            "that write shards before the first forward pass, and reports those that some ranks alone have come to."
-        ),
+        detected="Fingerprints of parameters are taken when the wrapper was constructed, and compared between ranks "
+        "before the first forward pass and in later steps. Under fully_shard, `ddpcheck run` follows the lines "
+        "that write shards before the first forward pass, and reports those that some ranks alone have come to.",
         ignore="If the values are put back before the optimizer steps, as in sharpness-aware minimisation.",
         example="""\
 ddp = DistributedDataParallel(model)
@@ -294,15 +239,11 @@ if dist.get_rank() == 0:
         name="gradients-discarded",
         severity=ERROR,
         summary="Gradients are zeroed or replaced before an optimizer step has used them.",
-        why=(
-            "A zero_grad between backward and step, or in every micro-step of an accumulation, throws away what was "
-            "computed and reduced; the model trains on a part of the batch, or not at all."
-        ),
+        why="A zero_grad between backward and step, or in every micro-step of an accumulation, throws away what was "
+        "computed and reduced; the model trains on a part of the batch, or not at all.",
         fix="Call zero_grad right after step, or right before the first micro-step, and nowhere else.",
-        detected=(
-            "Calls of zero_grad, backward passes and optimizer steps are recorded in order. Gradients that are "
-            "zeroed before a step has used them, again and again, are reported."
-        ),
+        detected="Calls of zero_grad, backward passes and optimizer steps are recorded in order. Gradients that are "
+        "zeroed before a step has used them, again and again, are reported.",
         ignore="If a step is skipped on purpose, and its gradients with it.",
         example="""\
 for part in parts:
@@ -315,12 +256,10 @@ for part in parts:
         name="leftover-gradients",
         severity=ERROR,
         summary="A step uses gradients that were there before its own backward passes, and were never zeroed.",
-        why=(
-            "backward adds to .grad. Without zero_grad each step uses the gradients of all steps before; where two "
-            "networks train by turns, as in a GAN, the loss of one leaves gradients in the other, and the optimizer of "
-            "that one adds them to its own. DDP averages all of it, so the ranks agree on it. (PyTorch docs, "
-            "torch.optim.Optimizer.zero_grad.)"
-        ),
+        why="backward adds to .grad. Without zero_grad each step uses the gradients of all steps before; where two "
+        "networks train by turns, as in a GAN, the loss of one leaves gradients in the other, and the optimizer of "
+        "that one adds them to its own. DDP averages all of it, so the ranks agree on it. (PyTorch docs, "
+        "torch.optim.Optimizer.zero_grad.)",
         fix="Call zero_grad of an optimizer right before the backward pass of its own loss, or right after its step.",
         detected=(
             "`ddpcheck run` looks at a gradient of each optimizer after each step and before the next backward pass. "
@@ -339,23 +278,17 @@ discriminator_optimizer.step()
         name="rank-dependent-compilation",
         severity=WARNING,
         summary="torch.compile compiles a function again and again, or to other operations, on some ranks only.",
-        why=(
-            "While one rank compiles, for a tenth of a second or for minutes, all others wait in the reduction of "
-            "gradients. After 8 recompilations (torch._dynamo.config.recompile_limit) torch gives up, and that rank "
-            "runs the function as it is written, slower than the others, to the end. Where the code itself depends on "
-            "the rank, the ranks train different models. (PyTorch docs, torch.compile, Recompilation.)"
-        ),
-        fix=(
-            "Pad batches to one shape, or compile for any size: torch.compile(dynamic=True) or "
-            "torch._dynamo.mark_dynamic. Have Python values and branches in forward the same on every rank."
-        ),
-        detected=(
-            "`ddpcheck run`, a watch and the compiled steps of a report record what each rank compiles while it "
-            "trains, and which guard has failed, as torch has it. It is reported where the same guard fails twice or "
-            "more on a rank and never on another, or where some ranks alone reach the limit; and where inputs of the "
-            "same shapes give other operations with gradients on each rank, every time, in a function without graph "
-            "breaks. A watch compares in steps 32, 64, 128 and so on."
-        ),
+        why="While one rank compiles, for a tenth of a second or for minutes, all others wait in the reduction of "
+        "gradients. After 8 recompilations (torch._dynamo.config.recompile_limit) torch gives up, and that rank "
+        "runs the function as it is written, slower than the others, to the end. Where the code itself depends on "
+        "the rank, the ranks train different models. (PyTorch docs, torch.compile, Recompilation.)",
+        fix="Pad batches to one shape, or compile for any size: torch.compile(dynamic=True) or "
+        "torch._dynamo.mark_dynamic. Have Python values and branches in forward the same on every rank.",
+        detected="`ddpcheck run`, a watch and the compiled steps of a report record what each rank compiles while it "
+        "trains, and which guard has failed, as torch has it. It is reported where the same guard fails twice or "
+        "more on a rank and never on another, or where some ranks alone reach the limit; and where inputs of the "
+        "same shapes give other operations with gradients on each rank, every time, in a function without graph "
+        "breaks. A watch compares in steps 32, 64, 128 and so on.",
         ignore="If the rank that compiles has met all its shapes by now, and the others meet theirs later.",
         example="""\
 model = DistributedDataParallel(torch.compile(net, dynamic=False))
@@ -368,17 +301,13 @@ for tokens in loader:                    # lengths that vary on one rank
         name="state-not-loaded",
         severity=ERROR,
         summary="load_state_dict(strict=False) loads nothing, since the keys of the state have another prefix.",
-        why=(
-            "A state that was taken from a DistributedDataParallel has keys that begin with 'module.'; one that was "
-            "taken from a compiled module, with '_orig_mod.'. With strict=False torch loads the keys that fit and says "
-            "nothing of the others: where none fits, training starts anew, from the values that the model was "
-            "initialised with. (PyTorch docs, torch.nn.Module.load_state_dict.)"
-        ),
-        fix=(
-            "Take and load the state of the same module (`ddp.module` on both sides), or remove the prefix: "
-            "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, 'module.'). Leave strict=False out, "
-            "and torch raises."
-        ),
+        why="A state that was taken from a DistributedDataParallel has keys that begin with 'module.'; one that was "
+        "taken from a compiled module, with '_orig_mod.'. With strict=False torch loads the keys that fit and says "
+        "nothing of the others: where none fits, training starts anew, from the values that the model was "
+        "initialised with. (PyTorch docs, torch.nn.Module.load_state_dict.)",
+        fix="Take and load the state of the same module (`ddp.module` on both sides), or remove the prefix: "
+        "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, 'module.'). Leave strict=False out, "
+        "and torch raises.",
         detected=(
             "`ddpcheck run` compares the keys of each state that is loaded with those of the module. It is reported if "
             "no key fits, most would with another prefix, and an optimizer steps before a state is loaded that fits."

@@ -328,8 +328,7 @@ def all_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
     return {key: tuple(value) for key, value in names.items()}
 
 
-MODULE_INTERNALS = frozenset(vars(nn.Module()))
-"""Attributes that `nn.Module` itself sets."""
+MODULE_INTERNALS = frozenset(vars(nn.Module()))  # attributes that `nn.Module` itself sets
 
 
 _SEARCH_DEPTH = 4

@@ -18,8 +18,7 @@ from ddpcheck.recipe.recipe import Recipe
 _DEEPEST = 6
 _MOST = 20_000  # things to look at; who holds a data set has many
 
-Held = tuple[str, str, torch.Tensor]
-"""Name, kind of variable, and the tensor."""
+Held = tuple[str, str, torch.Tensor]  # name, kind of variable, and the tensor
 
 
 def unregistered_leaves(

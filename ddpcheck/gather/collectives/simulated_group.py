@@ -23,14 +23,7 @@ import torch.distributed as dist
 
 from ddpcheck.findings.evidence.endings import ScheduledCall
 from ddpcheck.findings.evidence.steps import Call
-from ddpcheck.gather.collectives.collective_log import (
-    in_collective,
-    name_of_group,
-    note_collective,
-    record_calls,
-    record_given,
-    replace_functions,
-)
+from ddpcheck.gather.collectives import collective_log
 
 _LARGEST = 1024  # bytes of one rank
 _REDUCED_BY = {"SUM": "sum", "PRODUCT": "prod", "AVG": "mean", "MIN": "amin", "MAX": "amax"}
@@ -55,7 +48,7 @@ class SimulatedAnswers:
 
         One that Python calls may make several, as that of objects sends their sizes first: all of them, or none.
         """
-        if not in_collective() or _is_made_by_torch(sys._getframe(1)):
+        if not collective_log.in_collective() or _is_made_by_torch(sys._getframe(1)):
             return None
         members, calls = self._sent.setdefault(name, (tuple(dist.get_process_group_ranks(group)), []))
         if self._called() != self._last:
@@ -190,13 +183,13 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
     def _note(self, operation: str, *tensors: Any) -> None:
         """Log a collective that DDP makes in C++; those that Python makes are logged already."""
         payload = ", ".join(f"{str(t.dtype).removeprefix('torch.')} of shape {tuple(t.shape)}" for t in tensors)
-        note_collective(f"{operation} of DDP", payload, self)
+        collective_log.note_collective(f"{operation} of DDP", payload, self)
 
     def _from_root(self, operation: str, root: int, tensors: list[torch.Tensor], mine: list[torch.Tensor]) -> None:
         """Fill `tensors` with what the root has sent, where that is known; the root leaves `mine` to be found."""
         number = self._sent[operation]
         self._sent[operation] += 1
-        file = self._folder / f"{operation}-{name_of_group(self)}-{number}".replace("/", "_")
+        file = self._folder / f"{operation}-{collective_log.name_of_group(self)}-{number}".replace("/", "_")
         if root == self.rank():
             if sum(t.numel() * t.element_size() for t in mine) <= _LARGEST_SENT:
                 torch.save([t.detach().clone() for t in mine], file)
@@ -346,10 +339,10 @@ def join_simulated(rank: int, world_size: int, folder: Path) -> tuple[list[Sched
         rank=rank,
         world_size=world_size,
     )
-    replace_functions(("new_group",), _of_our_backend)
-    replace_functions(("monitored_barrier",), lambda _name, _original: _barrier)
-    record_calls(lambda call: calls.append(ScheduledCall(call)))
-    record_given(functools.partial(_note_wait, calls))
+    collective_log.replace_functions(("new_group",), _of_our_backend)
+    collective_log.replace_functions(("monitored_barrier",), lambda _name, _original: _barrier)
+    collective_log.record_calls(lambda call: calls.append(ScheduledCall(call)))
+    collective_log.record_given(functools.partial(_note_wait, calls))
     return calls, answers
 
 

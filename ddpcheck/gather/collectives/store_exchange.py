@@ -51,8 +51,7 @@ class StoreExchange:
         rank = dist.get_rank()
         among = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         base = f"ddpcheck/{purpose}/{among}"
-        store = default_store()
-        number = store.add(f"{base}/calls/{rank}", 1)
+        number = default_store().add(f"{base}/calls/{rank}", 1)
         exchange = cls(f"{base}/{number}", rank, ranks, group_timeout(group) if timeout is None else timeout)
         if number > 2:
             cls(f"{base}/{number - 2}", rank, ranks, 0.0).delete("digest", "detail", "measured")

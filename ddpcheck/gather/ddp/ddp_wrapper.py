@@ -337,8 +337,7 @@ def changes_in_forward(seen: Mapping[str, SeenParameter], module: nn.Module) -> 
 
     One that has only moved to another name is still the one that DDP knows; `seen` has all of their names.
     """
-    every = nn.Module.named_parameters(module, remove_duplicate=False)
-    now = SeenParameter.of_all(every)
+    now = SeenParameter.of_all(nn.Module.named_parameters(module, remove_duplicate=False))
     there = {after.identity for after in now.values()}
     names = {before.identity: name for name, before in reversed(list(seen.items()))}
     changed = {}

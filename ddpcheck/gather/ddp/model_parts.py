@@ -50,21 +50,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class DataPlace:
-    """The place of a rank in the data dimension: of its model among those that are trained data parallel.
+    """The place of a rank in the data dimension: of its model among those that are trained data parallel."""
 
-    Attributes:
-        rank: The number of the model.
-        size: How many there are.
-        together: The ranks that compute this one.
-        split: The parameters that are split over these.
-        sharded: Those that `fully_shard` has sharded.
-    """
-
-    rank: int
-    size: int
-    together: tuple[int, ...]
-    split: tuple[str, ...] = ()
-    sharded: tuple[str, ...] = ()
+    rank: int  # the number of the model
+    size: int  # how many there are
+    together: tuple[int, ...]  # the ranks that compute this one
+    split: tuple[str, ...] = ()  # the parameters that are split over these
+    sharded: tuple[str, ...] = ()  # those that `fully_shard` has sharded
 
     @property
     def splits_model(self) -> bool:

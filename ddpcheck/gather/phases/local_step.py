@@ -34,21 +34,8 @@ from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerpri
 from ddpcheck.gather.state.module_description import Origins, layout_of, record_origins
 from ddpcheck.gather.state.module_state import capture_attributes, capture_state, copied_module
 from ddpcheck.gather.state.tensor_file import TensorFile, save
+from ddpcheck.gather.steps import training_step
 from ddpcheck.gather.steps.gradient_distance import norm
-from ddpcheck.gather.steps.training_step import (
-    Loss,
-    batch_fingerprint,
-    clear_gradients,
-    compute_gradients,
-    gradients_of,
-    make_batch,
-    run_backward,
-    run_optimizer,
-    sample_fingerprints,
-    step_seed,
-    versions,
-    visible_tensors,
-)
 from ddpcheck.recipe.pytree import batch_size, to_device, tree_tensors, upcast
 from ddpcheck.recipe.recipe import summary
 from ddpcheck.worlds import rank as this_rank
@@ -97,14 +84,14 @@ def local_step(step: int) -> LocalStep:
         data.before.tensors = {**TensorFile(data.before.file), **data.before.tensors}
     state.rewind()
     reference.outputs.clear()
-    clear_gradients(module, *parameters.values())
-    since = versions(module)
+    training_step.clear_gradients(module, *parameters.values())
+    since = training_step.versions(module)
     log = this_rank.current().directory, state.rank
     log_start = len(read_log(*log))
     lasting = reference.leaves | lasting_tensors(module, state.recipe)
     with blaming_empty_shards(step):
-        batch = make_batch(state.recipe, step, seed=state.seed, world_size=state.world_size)
-        whole = batch_fingerprint(batch)
+        batch = training_step.make_batch(state.recipe, step, seed=state.seed, world_size=state.world_size)
+        whole = training_step.batch_fingerprint(batch)
         data.batch = to_device(state.shard_of(batch), state.device)
         data.external = state.training_model.external_state.capture()  # a loader that shard takes from has moved on
         with record_origins() as created, counted_backwards() as backwards:
@@ -116,8 +103,8 @@ def local_step(step: int) -> LocalStep:
     del loss
     this_rank.set_status(f"step {step}: backward")
     reference.arrivals.clear()  # of backward passes inside the loss
-    run_backward(total, module=module, since=since)
-    _keep_gradients(data, gradients_of(parameters), step)
+    training_step.run_backward(total, module=module, since=since)
+    _keep_gradients(data, training_step.gradients_of(parameters), step)
     states = _states(state, graph.probe)
     lost = [name for name, found in states.items() if found == "lost"]
     ends = {name: function_returning_none([total.grad_fn], parameters[name]) for name in lost}
@@ -149,8 +136,8 @@ def local_step(step: int) -> LocalStep:
         norm=sum(size**2 for size in data.norms.values()) ** 0.5,
         forward_calls=tuple(dict.fromkeys(forward_calls)),
         buffers=own_buffers,
-        sample_fingerprints=sample_fingerprints(data.batch),
-        global_sample_fingerprints=sample_fingerprints(batch) if state.rank == 0 else (),
+        sample_fingerprints=training_step.sample_fingerprints(data.batch),
+        global_sample_fingerprints=training_step.sample_fingerprints(batch) if state.rank == 0 else (),
         backwards=backwards[0] + 1,
         threads=torch.get_num_threads(),
         compiles=is_asked_for(),
@@ -188,13 +175,13 @@ def samples_of(batch: Any) -> int | None:
 class _GraphFacts:
     """Facts about the graph of a loss, taken before backward frees it."""
 
-    def __init__(self, state: RankState, loss: Loss, lasting: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, state: RankState, loss: training_step.Loss, lasting: Mapping[int, torch.Tensor]) -> None:
         reference = state.reference
         self._parameters = reference.trainable
         walk = walk_graph([loss.total])
         self.probe = EngineProbe(loss.total, list(self._parameters.values()))
         facts = state.training_model.facts
-        tensors, opaque = visible_tensors(reference.outputs, static_graph=facts.static_graph)
+        tensors, opaque = training_step.visible_tensors(reference.outputs, static_graph=facts.static_graph)
         seen = walk_graph(tensors) if facts.tolerates_unused and reference.outputs else None
         reference.outputs.clear()
         visible = {id(leaf) for leaf in seen.leaves} if seen is not None and seen.complete else None
@@ -264,7 +251,9 @@ def _has_gradient(module: nn.Module, name: str) -> bool:
 def batch_again(step: int) -> tuple[int, ...]:
     """The fingerprints of the global batch of `step`, made once more."""
     state = rank_state()
-    return batch_fingerprint(make_batch(state.recipe, step, seed=state.seed, world_size=state.world_size))
+    return training_step.batch_fingerprint(
+        training_step.make_batch(state.recipe, step, seed=state.seed, world_size=state.world_size)
+    )
 
 
 def _states(state: RankState, probe: EngineProbe) -> dict[str, Any]:
@@ -314,7 +303,7 @@ def average(step: int, file: Path | None, *, shared: bool = True) -> None:
     consume = not state.training_model.is_split  # which measures what another dtype loses
     local = [data.local.get(name) for name in parameters]
     data.local = {} if consume else data.local
-    clear_gradients(state.reference.module, *parameters.values())
+    training_step.clear_gradients(state.reference.module, *parameters.values())
     names = list(parameters)
 
     def averaged() -> Iterator[tuple[str, torch.Tensor]]:
@@ -349,10 +338,10 @@ def comparable_step(step: int, numbers: RandomNumbers) -> tuple[float, tuple[str
         with such numbers.
     """
     state = rank_state()
-    data, seed = state.step, step_seed(state.seed, step)
+    data, seed = state.step, training_step.step_seed(state.seed, step)
     try:
         with random_choices(samples_of(data.batch) or 0) as choices:
-            gradients, loss = compute_gradients(
+            gradients, loss = training_step.compute_gradients(
                 state.recipe, state.reference.module, data.batch, step=step, seed=seed, numbers=numbers
             )
     except TargetError as error:
@@ -376,8 +365,8 @@ def local_update(step: int) -> None:
     for name, parameter in named_parameters(reference.module).items():
         gradient = data.averaged.get(name)
         parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-    run_optimizer(reference.optimizer, "step")
-    clear_gradients(reference.module)
+    training_step.run_optimizer(reference.optimizer, "step")
+    training_step.clear_gradients(reference.module)
 
 
 @replays_step
@@ -394,9 +383,9 @@ def average_exactly(step: int, file: Path) -> str:
     numbers = state.step.numbers
     try:
         module = copied_module(state.reference.module).double()
-        seed = state.seed_of(step) if numbers == "drawn" else step_seed(state.seed, step)
+        seed = state.seed_of(step) if numbers == "drawn" else training_step.step_seed(state.seed, step)
         with unlogged():
-            gradients, _ = compute_gradients(
+            gradients, _ = training_step.compute_gradients(
                 state.recipe,
                 module,
                 upcast(state.step.batch),

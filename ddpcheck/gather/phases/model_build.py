@@ -21,6 +21,7 @@ from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_stat
 from ddpcheck.gather.autograd.exchanges import follow_exchanges
 from ddpcheck.gather.autograd.gradient_hooks import record_hooks, recorded_hooks
 from ddpcheck.gather.collectives.collective_log import note_collective, record_collectives, unlogged
+from ddpcheck.gather.ddp import sharding
 from ddpcheck.gather.ddp.ddp_wrapper import (
     SeenParameter,
     broadcasts_buffers,
@@ -33,15 +34,6 @@ from ddpcheck.gather.ddp.ddp_wrapper import (
 )
 from ddpcheck.gather.ddp.model_parts import Part, changed_attributes, data_place, parts_of
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
-from ddpcheck.gather.ddp.sharding import (
-    before_sharding,
-    is_sharded,
-    policies_of,
-    recorded_settings,
-    refuse_fsdp1,
-    sharded_facts,
-    values_kept,
-)
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
 from ddpcheck.gather.patching import patched
@@ -84,7 +76,7 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
             "model() returned a module that is, or holds, a DistributedDataParallel; return the bare module, and wrap "
             "it in the recipe's wrap(module, device)"
         )
-    refuse_fsdp1(module, "what model() returned", TargetError)
+    sharding.refuse_fsdp1(module, "what model() returned", TargetError)
     seed_everything(model_seed(seed))
     reference = recipe.build_model()
     if reference is module or {id(p) for p in reference.parameters()} & {id(p) for p in module.parameters()}:
@@ -171,17 +163,17 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     changed: list[nn.Module] = []  # by `wrap`, before `fully_shard`
 
     def copy_changed() -> None:
-        if differs_in_structure(original, reference) and not is_sharded(original):
+        if differs_in_structure(original, reference) and not sharding.is_sharded(original):
             changed.append(copied_module(original))
 
     with contextlib.ExitStack() as stack:
         options, seen, parts = stack.enter_context(_watch_construction())
-        settings = stack.enter_context(recorded_settings())
-        stack.enter_context(before_sharding(copy_changed))
+        settings = stack.enter_context(sharding.recorded_settings())
+        stack.enter_context(sharding.before_sharding(copy_changed))
         stack.enter_context(around or contextlib.nullcontext())
         wrapped = state.recipe.wrap_module(original, state.device)
     hooks = tuple(hook for hook in recorded_hooks() if hook not in known_hooks)
-    refuse_fsdp1(wrapped, "what wrap(module, device) returned", TargetError)
+    sharding.refuse_fsdp1(wrapped, "what wrap(module, device) returned", TargetError)
     wrapper = find_ddp(wrapped)
     if wrapper is not wrapped and wrapper.module is not original:
         wrapper = wrapped  # a part of the model is wrapped, not the whole
@@ -198,9 +190,11 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     trainable = {name: p for name, p in state.module.named_parameters() if p.requires_grad}
     facts = facts_of(wrapper, names)
     if not facts.is_ddp:  # before anything is gathered, for which all ranks have to come
-        compare_options({"fully_shard": str(is_sharded(wrapper)), **policies_of(wrapper)})
-    if not facts.is_ddp and is_sharded(wrapper):
-        facts = sharded_facts(wrapper, values_kept(wrapper, dict(reference.named_parameters())), settings)
+        compare_options({"fully_shard": str(sharding.is_sharded(wrapper)), **sharding.policies_of(wrapper)})
+    if not facts.is_ddp and sharding.is_sharded(wrapper):
+        facts = sharding.sharded_facts(
+            wrapper, sharding.values_kept(wrapper, dict(reference.named_parameters())), settings
+        )
     place = data_place(wrapper, parts, state.group)
     if place.splits_model and isinstance(facts, ShardedFacts):
         alone = not place.sharded
@@ -266,7 +260,7 @@ def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapp
     Raises:
         TargetError: It is sharded or split, and was changed beside that.
     """
-    if not (parts or is_sharded(module)):
+    if not (parts or sharding.is_sharded(module)):
         return copied_module(module)
     same = next((one for one in changed if not differs_in_structure(module, one)), None)
     if same is None:
@@ -341,8 +335,7 @@ def _follow(reference: ReferenceModule) -> None:
     if reference.submodules.get("") is module:  # wrapped once more, with other options
         return
     reference.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    every = nn.Module.named_parameters(module, remove_duplicate=False)
-    reference.seen = SeenParameter.of_all(every)
+    reference.seen = SeenParameter.of_all(nn.Module.named_parameters(module, remove_duplicate=False))
     reference.submodules = dict(module.named_modules())
     reference.changed = {}
     tensors = (*module.buffers(), *(tensor for _, tensor in unregistered_tensors(module)))

@@ -17,15 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpcheck.findings.evidence.gradients import Coupling, Fit, ShardAnalysis, WeightedFit
 from ddpcheck.findings.replace import replace
-from ddpcheck.gather.phases.shard_terms import (
-    MOST_ELEMENTS,
-    ShardRun,
-    Terms,
-    filled,
-    look_at_terms,
-    mean_gradient,
-    total_gradient,
-)
+from ddpcheck.gather.phases import shard_terms
 from ddpcheck.gather.phases.single_process import SingleProcess
 from ddpcheck.gather.state.tensor_file import TensorFile
 from ddpcheck.gather.steps.batch_coupling import first_coupling
@@ -72,7 +64,7 @@ def _analyse(
     if exact_file is not None and own.double is not None:
         with contextlib.suppress(Exception):  # a model that insists on its dtype
             exact = TensorFile(exact_file, device=own.device)
-            whole, _ = total_gradient(ShardRun(own, own.double, step), upcast(batch))
+            whole, _ = shard_terms.total_gradient(shard_terms.ShardRun(own, own.double, step), upcast(batch))
             found = replace(found, rounded=_rounded(own, averaged, exact, whole))
             if found.rounded and beyond <= set(found.rounded):
                 return found
@@ -86,14 +78,14 @@ def _analyse(
             return found
     found = replace(found, against_global=_fit(compared, own.step.gradients))
     size = sum(gradient.numel() for gradient in own.step.gradients.values())
-    if world_size * size > MOST_ELEMENTS:
+    if world_size * size > shard_terms.MOST_ELEMENTS:
         return replace(found, error="the gradients of all shards together are too large to be kept")
     try:
-        runs = [total_gradient(ShardRun(own, own.module, step), shard) for shard in shards]
+        runs = [shard_terms.total_gradient(shard_terms.ShardRun(own, own.module, step), shard) for shard in shards]
     except Exception as error:  # a model that insists on its batch size, say
         return replace(found, error=summary(error))
-    filled_runs = [filled(gradients, own.step.gradients) for gradients, _ in runs]
-    mean = mean_gradient(filled_runs)
+    filled_runs = [shard_terms.filled(gradients, own.step.gradients) for gradients, _ in runs]
+    mean = shard_terms.mean_gradient(filled_runs)
     weights, residual = fit(compared, filled_runs)
     found = replace(
         found,
@@ -121,7 +113,7 @@ def _analyse(
         found = replace(found, by_statistics=_with_statistics_of_shards(own, compared, batch, step, norms, world_size))
     if norms and any(term.residual > _SAME * term.error for term in seen.terms):
         with contextlib.suppress(Exception):  # what else there is, beside the statistics
-            seen = look_at_terms(own, batch, shards, step, exactly=exactly, frozen=norms)
+            seen = shard_terms.look_at_terms(own, batch, shards, step, exactly=exactly, frozen=norms)
             found = replace(found, frozen=tuple(norms))
     terms = [replace(term, ratio=ratio) for term, ratio in zip(seen.terms, ratios, strict=True)]
     if here is not None:
@@ -140,8 +132,8 @@ def _with_statistics_of_shards(
     best = Fit()
     for views in (False, True):
         with contextlib.suppress(Exception):  # rows that are no samples
-            run = ShardRun(own, own.module, step, by_shard=norms, shards=shards, views=views)
-            best = min(best, _fit(compared, total_gradient(run, batch)[0]), key=lambda one: one.residual)
+            run = shard_terms.ShardRun(own, own.module, step, by_shard=norms, shards=shards, views=views)
+            best = min(best, _fit(compared, shard_terms.total_gradient(run, batch)[0]), key=lambda one: one.residual)
     return best
 
 
@@ -150,12 +142,12 @@ def _fit(target: Mapping[str, torch.Tensor], part: Mapping[str, torch.Tensor]) -
     return Fit(ratio[0], residual)
 
 
-def _look_at_terms(own: SingleProcess, batch: Any, shards: Sequence[Any], step: int) -> tuple[bool, Terms]:
+def _look_at_terms(own: SingleProcess, batch: Any, shards: Sequence[Any], step: int) -> tuple[bool, shard_terms.Terms]:
     """The terms of the loss in float64, or in the model's own dtype where it insists on that; and which it is."""
     if own.double is not None:
         with contextlib.suppress(Exception):
-            return True, look_at_terms(own, batch, shards, step, exactly=True)
-    return False, look_at_terms(own, batch, shards, step, exactly=False)
+            return True, shard_terms.look_at_terms(own, batch, shards, step, exactly=True)
+    return False, shard_terms.look_at_terms(own, batch, shards, step, exactly=False)
 
 
 def _beyond(own: SingleProcess, averaged: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> set[str]:
@@ -168,10 +160,7 @@ def _beyond(own: SingleProcess, averaged: Mapping[str, torch.Tensor], wanted: Ma
 
 
 def _rounded(
-    own: SingleProcess,
-    averaged: Mapping[str, torch.Tensor],
-    exact: Mapping[str, torch.Tensor],
-    whole: Gradients,
+    own: SingleProcess, averaged: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor], whole: Gradients
 ) -> tuple[str, ...]:
     """The gradients that differ from the global batch's by rounding alone: in float64 the difference is gone.
 
@@ -193,18 +182,18 @@ def _rounded_on_shards(
     """As `_rounded`, where the ranks compute what their shards give here: those in float64 stand for the ranks'."""
     if own.double is None:
         return ()
-    mean = _mean_of(ShardRun(own, own.module, step), shards)
+    mean = _mean_of(shard_terms.ShardRun(own, own.module, step), shards)
     as_shards = {name: averaged[name] for name in averaged.keys() - _beyond(own, averaged, mean)}
-    exact = _mean_of(ShardRun(own, own.double, step), [upcast(shard) for shard in shards])
-    whole, _ = total_gradient(ShardRun(own, own.double, step), upcast(batch))
+    exact = _mean_of(shard_terms.ShardRun(own, own.double, step), [upcast(shard) for shard in shards])
+    whole, _ = shard_terms.total_gradient(shard_terms.ShardRun(own, own.double, step), upcast(batch))
     return _rounded(own, as_shards, exact, whole)
 
 
-def _mean_of(run: ShardRun, shards: Sequence[Any]) -> Gradients:
+def _mean_of(run: shard_terms.ShardRun, shards: Sequence[Any]) -> Gradients:
     """The mean of the shards' gradients, of which one is kept at a time."""
     mean: Gradients = {}
     for shard in shards:
-        for name, gradient in total_gradient(run, shard)[0].items():
+        for name, gradient in shard_terms.total_gradient(run, shard)[0].items():
             part = gradient / len(shards)
             mean[name] = mean[name] + part if name in mean else part
     return mean

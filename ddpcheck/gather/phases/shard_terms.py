@@ -35,8 +35,7 @@ from ddpcheck.gather.steps.training_step import (
 )
 from ddpcheck.recipe.pytree import batch_size, named_tensors, tree_map, upcast
 
-MOST_ELEMENTS = 1 << 28
-"""Of the gradients of all shards together, which are kept at once."""
+MOST_ELEMENTS = 1 << 28  # of the gradients of all shards together, which are kept at once
 
 _MOST_TERMS = 16
 _SAME = 1e-3

@@ -15,19 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpcheck.gather.state import reachable
 from ddpcheck.gather.state.module_state import capture_state
 from ddpcheck.gather.state.randomness import own_generator
-from ddpcheck.gather.state.reachable import (
-    NUMBERS,
-    PLAIN,
-    function_variables,
-    is_small_array,
-    is_user_function,
-    is_user_namespace,
-    is_user_object,
-    refill,
-    unbindable,
-)
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _DEEPEST = 4
@@ -54,7 +44,7 @@ class ExternalState:
         undo: list[Restore] = []
         seen = set(self._ignore)
         for root in self._roots:
-            undo += _remember(root, unbindable, 0, seen)
+            undo += _remember(root, reachable.unbindable, 0, seen)
         return undo
 
 
@@ -67,7 +57,7 @@ def put_back(undo: Collection[Restore]) -> None:
 
 def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]) -> Iterator[Restore]:
     """Closures that bring `value`, and what it holds, back to what they are now; `put` binds it to its name again."""
-    if isinstance(value, PLAIN):
+    if isinstance(value, reachable.PLAIN):
         yield lambda: put(value)
         return
     if id(value) in seen or depth > _DEEPEST:
@@ -90,26 +80,26 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
         drawn = generator.read()
         yield lambda: generator.write(drawn)
     elif isinstance(value, FunctionType):
-        if not is_user_function(value):
+        if not reachable.is_user_function(value):
             return
         for space in (value.__globals__, vars(value)):
             if id(space) not in seen:
                 seen.add(id(space))
                 yield _forget_new_numbers(space, space.pop)
-        for variable in function_variables(value):
+        for variable in reachable.function_variables(value):
             yield from _remember(variable.value, variable.bind, depth + 1, seen)
     elif isinstance(value, MethodType):
-        yield from _remember(value.__func__, unbindable, depth, seen)
-        yield from _remember(value.__self__, unbindable, depth + 1, seen)
+        yield from _remember(value.__func__, reachable.unbindable, depth, seen)
+        yield from _remember(value.__self__, reachable.unbindable, depth + 1, seen)
     elif isinstance(value, functools.partial):
         for part in (value.func, *value.args, *value.keywords.values()):
-            yield from _remember(part, unbindable, depth + 1, seen)
-    elif is_small_array(value):
+            yield from _remember(part, reachable.unbindable, depth + 1, seen)
+    elif reachable.is_small_array(value):
         numbers = value.copy()
 
         def undo_numbers() -> None:
             put(value)
-            refill(value, numbers)
+            reachable.refill(value, numbers)
 
         yield undo_numbers
     elif type(value) in _CONTAINERS:  # of a subclass, what it gives for a key need not be what it holds
@@ -119,13 +109,13 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
 
         def undo_items() -> None:
             put(value)
-            refill(value, items)
+            reachable.refill(value, items)
 
         yield undo_items
         for item in list(value.values() if isinstance(value, dict) else value):
-            if not isinstance(item, PLAIN):
-                yield from _remember(item, unbindable, depth + 1, seen)
-    elif isinstance(value, type | ModuleType) or is_user_object(value):
+            if not isinstance(item, reachable.PLAIN):
+                yield from _remember(item, reachable.unbindable, depth + 1, seen)
+    elif isinstance(value, type | ModuleType) or reachable.is_user_object(value):
         yield from _of_holder(value, depth, seen)
 
 
@@ -133,11 +123,11 @@ def _of_holder(holder: Any, depth: int, seen: set[int]) -> Iterator[Restore]:
     """A class, a module or an object of the user's: its attributes."""
     bind: Callable[[str, Any], None] = functools.partial(setattr, holder)
     if isinstance(holder, type | ModuleType):
-        if not is_user_namespace(holder):
+        if not reachable.is_user_namespace(holder):
             return
     else:
         bind = vars(holder).__setitem__  # past a `__setattr__` of the user's
-        yield from _remember(type(holder), unbindable, depth + 1, seen)
+        yield from _remember(type(holder), reachable.unbindable, depth + 1, seen)
     yield _forget_new_numbers(vars(holder), functools.partial(delattr, holder))
     for name, value in list(vars(holder).items()):
         if isinstance(value, property | classmethod | staticmethod) or (
@@ -152,7 +142,7 @@ def _forget_new_numbers(space: Mapping[str, Any], remove: Callable[[str], object
     before = frozenset(space)
 
     def undo() -> None:
-        for name in [name for name, value in space.items() if name not in before and type(value) in NUMBERS]:
+        for name in [name for name, value in space.items() if name not in before and type(value) in reachable.NUMBERS]:
             remove(name)
 
     return undo

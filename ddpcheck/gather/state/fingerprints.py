@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-PLAIN = (torch.Tensor, nn.Parameter)
-"""The types of tensors that hold their values themselves."""
+PLAIN = (torch.Tensor, nn.Parameter)  # the types of tensors that hold their values themselves
 
 
 def is_shard(tensor: torch.Tensor) -> bool:

@@ -16,8 +16,7 @@ from torch import nn
 
 from ddpcheck.findings.source_lines import is_user_file
 
-PLAIN = (int, float, complex, bool, str, bytes, type(None))
-"""Values that hold nothing else."""
+PLAIN = (int, float, complex, bool, str, bytes, type(None))  # values that hold nothing else
 
 NUMBERS = (int, float, complex)
 """Types of counters: where one is new, a step has made it. A flag, for something that is made once, is none."""

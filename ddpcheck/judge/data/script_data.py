@@ -14,21 +14,8 @@ from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, Inputs, LoaderPass
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, format_ranks, group_by, group_by_value, minority_ranks, one_finding
+from ddpcheck.judge.data import script_rows
 from ddpcheck.judge.data.script_draws import judge_shared_draws, line_of_selection
-from ddpcheck.judge.data.script_rows import (
-    FEWEST_ROWS,
-    finding_on_loader,
-    have_same_labels,
-    judge_labels,
-    judge_other_values,
-    judge_restarted,
-    judge_resumed,
-    judge_rows,
-    judge_sharded_twice,
-    judge_stale_workers,
-    judge_workers,
-    shared_by_ranks,
-)
 
 _LEFT_OUT = 0.05  # of the samples, before that is no rounding at the end
 FEWEST_INPUTS = 3  # steps in which ranks were given the same samples
@@ -39,7 +26,7 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
 
     `ranks`: These, where they are not all.
     """
-    found = judge_resumed(passes) or judge_restarted(passes) if len(passes) > 1 else []
+    found = script_rows.judge_resumed(passes) or script_rows.judge_restarted(passes) if len(passes) > 1 else []
     lone = all(len({one.loader for one in of_rank if one.trains}) == 1 for of_rank in passes)
     by_place = [_trained_on(of_rank, by_line=not lone) for of_rank in passes]
     for place in by_place[0] if by_place else ():
@@ -54,14 +41,14 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
                     or judge_left_out(everyone)
                 )
                 or (
-                    judge_other_values(everyone)
-                    or judge_sharded_twice(everyone)
-                    or judge_rows(everyone, same_data=same)
+                    script_rows.judge_other_values(everyone)
+                    or script_rows.judge_sharded_twice(everyone)
+                    or script_rows.judge_rows(everyone, same_data=same)
                 )
-                or judge_workers(everyone)
-                or judge_labels(everyone)
+                or script_rows.judge_workers(everyone)
+                or script_rows.judge_labels(everyone)
             )
-            found += judge_epoch_order(everyone) or judge_stale_workers(everyone)
+            found += judge_epoch_order(everyone) or script_rows.judge_stale_workers(everyone)
             found += judge_shared_draws(everyone)
     return found
 
@@ -94,7 +81,7 @@ def judge_split(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     if all(subset == common for subset in subsets) or not any(a & b for a in subsets for b in subsets if a is not b):
         return []
     lone = len(subsets[0]) - len(common)
-    return finding_on_loader(
+    return script_rows.finding_on_loader(
         "DDP516",
         passes[0][0],
         f"The ranks have split the dataset differently: {lone} of the {counted(len(subsets[0]), 'sample')} of rank 0's "
@@ -120,24 +107,21 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
     numbers = ranks or range(len(lists))
     alike = [rank for rank, indices in zip(numbers, lists, strict=True) if indices == most and lists.count(most) > 1]
     if alike and len(set(most)) > 1:
-        return finding_on_loader(
+        return script_rows.finding_on_loader(
             "DDP505",
             first[0],
             f"{format_ranks(alike).capitalize()} take the same samples in the same order from the loader, so together "
             "they do the work of one.",
             ranks=alike if len(alike) < len(lists) else (),
-            evidence=[
-                f"the first samples on each of them: {_first(most)}",
-                _taken(first[0]),
-            ],
+            evidence=[f"the first samples on each of them: {_first(most)}", _taken(first[0])],
         )
     if any(one.replaces or not one.exhausted or len(set(one.indices)) < len(one.indices) for one in first):
         return []
-    if not (shared := shared_by_ranks(first, lists, size)):
+    if not (shared := script_rows.shared_by_ranks(first, lists, size)):
         return []
     by_epoch = len({one.epoch for one in first}) > 1 and min(one.epoch for one in first) >= 0
     parts = "it shuffles all of the data, and each rank takes a part."
-    return finding_on_loader(
+    return script_rows.finding_on_loader(
         "DDP505",
         first[0],
         f"The ranks share {shared} of the {size} samples that each takes from the loader in an epoch, "
@@ -145,7 +129,7 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
         line=next((one.told for one in first if one.told), None) if by_epoch else None,
         severity=Severity.WARNING,
         evidence=[
-            *([f"the epoch of the sampler: {'; '.join(group_by_value([one.epoch for one in first]))}"] * by_epoch),
+            f"the epoch of the sampler: {'; '.join(group_by_value([one.epoch for one in first]))}" * by_epoch,
             *(f"rank {rank} begins with samples {_first(indices)}" for rank, indices in enumerate(lists[:3])),
             _taken(first[0]),
         ],
@@ -171,11 +155,11 @@ def judge_later_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
     if not all(map(_has_parts, epochs)):
         return []
     size, union = len(first.indices), {index for one in epochs[0] for index in one.indices}
-    shared = [shared_by_ranks(of_ranks, [one.indices for one in of_ranks], size) for of_ranks in epochs[1:]]
+    shared = [script_rows.shared_by_ranks(of_ranks, [one.indices for one in of_ranks], size) for of_ranks in epochs[1:]]
     if len(union) <= (size - 1) * len(passes) or not all(shared):
         return []
     second = {index for one in epochs[1] for index in one.indices}
-    return finding_on_loader(
+    return script_rows.finding_on_loader(
         "DDP505",
         first,
         f"In the first epoch the ranks take parts of the dataset; in the next one they share {shared[0]} of the "
@@ -215,7 +199,7 @@ def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     missing = size - len(next(iter(seen)))
     if len(seen) > 1 or missing <= max(_LEFT_OUT * size, max(one.batch_size for one in first) * len(first)):
         return []
-    return finding_on_loader(
+    return script_rows.finding_on_loader(
         "DDP519",
         first[0],
         f"{missing} of the {size} samples of the dataset are on no rank in any of {len(epochs)} epochs.",
@@ -242,7 +226,7 @@ def judge_epoch_order(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
             return []
     one = passes[0][0]
     epochs = min(sum(each.exhausted for each in of_rank) for of_rank in passes)
-    return finding_on_loader(
+    return script_rows.finding_on_loader(
         "DDP506",
         one,
         f"{one.sampler} shuffles, and all {epochs} epochs have the same order.",
@@ -319,7 +303,7 @@ def judge_tables(
     And lists of the same texts in another order, but for those of which no labels are made: `passes`, over all loaders,
     show the same ones on every rank. At most one finding: a label map has its inverse, and may have several names.
     """
-    alike = have_same_labels(passes)
+    alike = script_rows.have_same_labels(passes)
     by_name = [{o.name: o for o in of_rank if not (alike and o.name.endswith(OF_A_LIST))} for of_rank in tables]
     shared = [name for name in (by_name[0] if by_name else ()) if all(name in of_rank for of_rank in by_name)]
     names = [name for name in shared if _is_permuted(name, [of_rank[name].values for of_rank in by_name])]
@@ -416,7 +400,7 @@ def _hold_the_same(one: LoaderPass, other: LoaderPass) -> bool:
     """
     common = len({*one.indices} & {*other.indices})
     shared = len({*one.rows} & {*other.rows})
-    return bool(one.samples) and one.samples == other.samples and 2 * shared >= common >= FEWEST_ROWS
+    return bool(one.samples) and one.samples == other.samples and 2 * shared >= common >= script_rows.FEWEST_ROWS
 
 
 def _taken(one: LoaderPass) -> str:

@@ -100,7 +100,6 @@ def judge_step_draws(
         return []
     one = repeated[0]
     places = [str(line) for line in dict.fromkeys(lines) if line is not None]
-    seeded = [f"the generator ({one.generator}) was last seeded at {one.seeded}"] if one.seeded else []
     return one_finding(
         "DDP510",
         ("training step",),
@@ -109,8 +108,8 @@ def judge_step_draws(
         location=one.seeded or one.location or given[0][0][0].location,
         evidence=[
             "before and after these draws the random generators have the same state on every rank",
-            *([f"they are drawn at {', '.join(places[:3])}"] if places else []),
-            *seeded,
+            f"they are drawn at {', '.join(places[:3])}" if places else "",
+            f"the generator ({one.generator}) was last seeded at {one.seeded}" if one.seeded else "",
         ],
         fix=_FIX,
     )
@@ -139,7 +138,7 @@ def judge_added_noise(draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequ
             location=line,
             evidence=[
                 "what is added to the batches of the loader is the same on every rank, and another in each step",
-                *([f"forward is called at {steps[0][0].location}"] if line != steps[0][0].location else []),
+                f"forward is called at {steps[0][0].location}" if line != steps[0][0].location else "",
             ],
             fix=_FIX,
         )

@@ -16,8 +16,7 @@ from ddpcheck.findings.wording import counted, join_names, one_finding
 
 _SHARED = 0.2  # of a rank's samples that are on another rank, too, before that is chance
 _CHANCE = 1e-6  # that what agrees does so by chance
-OTHER_VALUES = "values by rank"
-"""Tags a finding on samples of which a table that differs is the cause, if there is one."""
+OTHER_VALUES = "values by rank"  # tags a finding on samples of which a table that differs is the cause, if there is one
 FEWEST_ROWS = 8  # rows that tell samples apart
 
 
@@ -51,11 +50,7 @@ def judge_rows(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> li
     message = f"The ranks share {shared} of the {size} samples that each takes from the loader in an epoch"
     if first[0].size < 0:
         return finding_on_loader(
-            "DDP505",
-            first[0],
-            f"{message}, by their contents.",
-            severity=Severity.WARNING,
-            fix=_SPLIT_STREAM,
+            "DDP505", first[0], f"{message}, by their contents.", severity=Severity.WARNING, fix=_SPLIT_STREAM
         )
     return finding_on_loader(
         "DDP516",
@@ -410,15 +405,9 @@ def shared_by_ranks(first: Sequence[LoaderPass], taken: Sequence[Iterable[int]],
 
 
 def finding_on_loader(
-    code: str,
-    one: LoaderPass,
-    message: str,
-    *,
-    line: Location | None = None,
-    evidence: Sequence[str] = (),
-    **more: Any,
+    code: str, one: LoaderPass, message: str, *, line: Location | None = None, evidence: Sequence[str] = (), **more: Any
 ) -> list[Finding]:
     """A finding at the `line` to change, else where the loader is made; where it was noticed, the loop, is evidence."""
     where = line or one.made or one.location
-    noticed = [f"the loop over the loader is at {one.location}"] if one.location and one.location != where else []
-    return one_finding(code, (one.dataset,), message, location=where, evidence=[*evidence, *noticed], **more)
+    noticed = f"the loop over the loader is at {one.location}" if one.location and one.location != where else ""
+    return one_finding(code, (one.dataset,), message, location=where, evidence=[*evidence, noticed], **more)

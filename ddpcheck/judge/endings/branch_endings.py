@@ -33,18 +33,18 @@ class Position:
     lines: tuple[str, ...]
     before: Sequence[Call] = ()
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether it may still come to something."""
+        return self.call is None and not self.of.waits and not self.of.ended
+
 
 @dataclass(frozen=True, slots=True)
 class EndingFacts:
-    """The facts on ranks that do not come together any more.
+    """The facts on ranks that do not come together any more."""
 
-    Attributes:
-        ranks: All of them, in order.
-        blocks: Of the program, around each line at which a rank was; outermost first.
-    """
-
-    ranks: Sequence[RankAtEnd]
-    blocks: Mapping[str, Sequence[Block]]
+    ranks: Sequence[RankAtEnd]  # all of them, in order
+    blocks: Mapping[str, Sequence[Block]]  # of the program, around each line at which a rank was; outermost first
 
     def around(self, lines: Sequence[str], *kinds: str) -> list[Block]:
         """The blocks around lines of a stack, outermost first."""
@@ -142,52 +142,42 @@ def calls_there(one: Position, other: Position) -> list[str]:
     ]
 
 
-def explain_by_exception(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+def explain_by_exception(facts: EndingFacts, raised: Position, goes_on: Position) -> list[Finding]:
     """DDP401: a rank has raised, and its `finally` or `except` calls a collective. Before all that this looks like."""
-    for raised, goes_on in ((one, other), (other, one)):
-        error = handled_in(raised.call) if raised.call is not None else None
-        if raised.call is None or error is None:
-            continue
-        kind, where, text = error
-        if (
-            goes_on.call is not None
-            and (theirs := handled_in(goes_on.call)) is not None
-            and theirs[:2] == (kind, where)
-        ):
-            continue
-        said = f"{kind}{f': {text}' if text else ''}"
-        others = [rank.rank for rank in facts.ranks if rank is not raised.of]
-        return one_finding(
-            "DDP401",
-            ("run",),
-            f"Rank {raised.of.rank} raised {said.rstrip('.')}{f', at {where}' if where else ''}, and comes to "
-            f"{described_call(raised.call)} in the `finally` or `except` that handles it; {told(facts, others)}.",
-            severity=Severity.ERROR,
-            ranks=[raised.of.rank],
-            location=Location.parse(where or raised.call.location),
-            evidence=calls_there(one, other),
-            fix=(
-                f"Mend what raises{f' at {where}' if where else ''}. And call no collective in a `finally` or an "
-                f"`except`, which one rank alone may come to ({described_call(raised.call)}): an exception that ends "
-                "the rank has torchrun end the others."
-            ),
-        )
-    return []
+    error = handled_in(raised.call) if raised.call is not None else None
+    if raised.call is None or error is None:
+        return []
+    kind, where, text = error
+    if goes_on.call is not None and (theirs := handled_in(goes_on.call)) is not None and theirs[:2] == (kind, where):
+        return []
+    said = f"{kind}{f': {text}' if text else ''}"
+    others = [rank.rank for rank in facts.ranks if rank is not raised.of]
+    return one_finding(
+        "DDP401",
+        ("run",),
+        f"Rank {raised.of.rank} raised {said.rstrip('.')}{f', at {where}' if where else ''}, and comes to "
+        f"{described_call(raised.call)} in the `finally` or `except` that handles it; {told(facts, others)}.",
+        severity=Severity.ERROR,
+        ranks=[raised.of.rank],
+        location=Location.parse(where or raised.call.location),
+        evidence=calls_there(raised, goes_on),
+        fix=f"Mend what raises{f' at {where}' if where else ''}. And call no collective in a `finally` or an "
+        f"`except`, which one rank alone may come to ({described_call(raised.call)}): an exception that ends "
+        "the rank has torchrun end the others.",
+    )
 
 
-def explain_by_branch(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+def explain_by_branch(facts: EndingFacts, stays: Position, leaves: Position) -> list[Finding]:
     """DDP403: a rank takes a branch that another one, in the same pass of a loop, does not; both have taken it before.
 
     Before loops, for a rank that has gone on to the next pass of an outer loop is behind the inner ones as well.
     """
-    for stays, leaves in ((one, other), (other, one)):
-        at_work = leaves.call is None and not leaves.of.waits and not leaves.of.ended
-        if stays.call is None or at_work:
-            continue  # one that is at work may still come to it
-        for block in _left_out(facts, stays, leaves):
-            loops = _loops_around(facts, stays, block)
-            if loops and _is_same_pass(facts, loops[-1], stays, leaves):
-                return _decided_alone(facts, stays, leaves, block)
+    if stays.call is None or leaves.is_at_work:
+        return []  # one that is at work may still come to it
+    for block in _left_out(facts, stays, leaves):
+        loops = _loops_around(facts, stays, block)
+        if loops and _is_same_pass(facts, loops[-1], stays, leaves):
+            return _decided_alone(facts, stays, leaves, block)
     return []
 
 
@@ -284,7 +274,7 @@ def _decided_alone(facts: EndingFacts, stays: Position, leaves: Position, block:
         location=Location(block.path, block.line),
         evidence=[
             f"all of them have come to it before: each rank decides at {block.head} by itself",
-            *([f"called from {', '.join(stays.lines[1:4])}"] if len(stays.lines) > 1 else []),
+            f"called from {', '.join(stays.lines[1:4])}" if len(stays.lines) > 1 else "",
             *calls_there(stays, leaves),
         ],
         fix=(

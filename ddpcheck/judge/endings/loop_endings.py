@@ -106,24 +106,25 @@ def shard_in_words(one: LoaderPass) -> str:
 # A loop that a rank left earlier
 
 
-def explain_by_loop(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+def explain_by_loop(facts: EndingFacts, left: Position, stays: Position) -> list[Finding]:
     """DDP405: a rank has left a loop in which others go on.
 
     Before calls of a rank's own, for what a rank calls after the loop, the others would have called later.
     """
-    for left, stays in ((one, other), (other, one)):
-        if stays.call is None or not _made(left.of, stays.call):
-            continue
-        loops = [
-            loop
-            for loop in facts.loops(stays.lines)
-            if loop not in facts.loops(left.lines) and facts.has_left(left, loop)
-        ]
-        if loops and (_is_same_pass(left.of, stays.of, loops[-1]) or not own_branches(facts, left, stays)):
-            loops = [loop for loop in loops if not _is_later_pass(left.of, stays.of, loop)] or loops
-            with_exits = [loop for loop in loops if exits_of(facts, loop, left, stays)]
-            return _left(facts, (with_exits or loops[-1:])[0], left, stays)
-    return []
+    if stays.call is None or not _made(left.of, stays.call):
+        return []
+    loops = loops_left(facts, left, stays)
+    if not loops or not (_is_same_pass(left.of, stays.of, loops[-1]) or not own_branches(facts, left, stays)):
+        return []
+    loops = [loop for loop in loops if not _is_later_pass(left.of, stays.of, loop)] or loops
+    with_exits = [loop for loop in loops if exits_of(facts, loop, left, stays)]
+    return _left(facts, (with_exits or loops[-1:])[0], left, stays)
+
+
+def loops_left(facts: EndingFacts, left: Position, stays: Position) -> list[Block]:
+    """The loops in which a rank is, and in which the other one was before they parted, and is not; outermost first."""
+    gone = facts.loops(left.lines)
+    return [loop for loop in facts.loops(stays.lines) if loop not in gone and facts.has_left(left, loop)]
 
 
 def _is_same_pass(left: RankAtEnd, stays: RankAtEnd, loop: Block) -> bool:
@@ -238,10 +239,7 @@ def _fewer(facts: EndingFacts, loop: Block, gone: Sequence[int], times: int, sta
         f"passes of the loop at {loop.head} with {named(stays.call)}, the others more: {told(facts, gone)}.",
         ranks=gone,
         location=where or Location.parse(stays.lines[0]),
-        evidence=[
-            *map(may_leave_out, inside),
-            *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks),
-        ],
+        evidence=[*map(may_leave_out, inside), *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks)],
     )
 
 

@@ -30,19 +30,12 @@ from ddpcheck.judge.replicas.script_changes import replaced_after_sharding
 
 @dataclass(frozen=True, slots=True)
 class FailureFacts:
-    """The facts on a world that failed.
+    """The facts on a world that failed."""
 
-    Attributes:
-        failures: Of the ranks, in order of time.
-        logs: The collectives of each rank until then.
-        world_size: The number of ranks.
-        finished: The ranks that had.
-    """
-
-    failures: Sequence[RankFailure]
-    logs: Sequence[Sequence[Call]]
-    world_size: int
-    finished: Collection[int]
+    failures: Sequence[RankFailure]  # of the ranks, in order of time
+    logs: Sequence[Sequence[Call]]  # the collectives of each rank until then
+    world_size: int  # the number of ranks
+    finished: Collection[int]  # the ranks that had
 
     @property
     def ended(self) -> list[RankFailure]:
@@ -124,7 +117,7 @@ def explain_by_first_failure(facts: FailureFacts) -> list[Finding]:
         ranks=unless_all(same, facts.world_size),
         location=Location.parse(first.location),
         evidence=[
-            *([first.noticed] if first.noticed else []),
+            first.noticed,
             *(evidence if len(evidence) > 1 else []),
             *_stack_lines([first] if died else []),
         ],
@@ -209,10 +202,8 @@ def judge_undefined_losses(
         steps=(step,),
         location=Location.parse(undefined[ranks[0]].location),
         evidence=[f"rank {rank}: {failure.exception}" for rank, failure in sorted(undefined.items())],
-        fix=(
-            "Sum the local loss, all_reduce the count, and divide by count / world_size on every rank: a rank without "
-            "an element that counts then adds 0."
-        ),
+        fix="Sum the local loss, all_reduce the count, and divide by count / world_size on every rank: a rank without "
+        "an element that counts then adds 0.",
     )
 
 
@@ -251,17 +242,11 @@ def _stack_lines(failures: Sequence[RankFailure]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class WrapperErrorFacts:
-    """The facts on ranks that failed under the wrapper.
+    """The facts on ranks that failed under the wrapper."""
 
-    Attributes:
-        failures: Of the ranks, in order of time.
-        finished: By rank, what the others have returned.
-        known: The facts beside them.
-    """
-
-    failures: Sequence[RankFailure]
-    finished: Mapping[int, object]
-    known: JudgeContext
+    failures: Sequence[RankFailure]  # of the ranks, in order of time
+    finished: Mapping[int, object]  # by rank, what the others have returned
+    known: JudgeContext  # the facts beside them
 
     @property
     def text(self) -> str:

@@ -10,7 +10,7 @@ from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, one_finding, plural_verb
 from ddpcheck.judge.endings.branch_endings import EndingFacts, Position, backwards_of, lines_of, split_line, told
-from ddpcheck.judge.endings.loop_endings import FIX_OF_EXIT, exits_of, may_leave_out, shard_in_words
+from ddpcheck.judge.endings.loop_endings import FIX_OF_EXIT, exits_of, loops_left, may_leave_out, shard_in_words
 from ddpcheck.stream.entries import DDP_FORWARD, Backward, backward_of
 
 # A pass that a rank leaves out
@@ -169,38 +169,25 @@ def _left_out_at(facts: EndingFacts, done: Backward, kind: str) -> tuple[Block |
 # The last pass of a loop
 
 
-def explain_by_skipped_end(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+def explain_by_skipped_end(facts: EndingFacts, left: Position, stays: Position) -> list[Finding]:
     """DDP508: a rank left out the last backward pass of a loop, though it has had the batch or made the forward pass.
 
     Before loops, of which such a rank seems to have left one earlier.
     """
-    for left, stays in ((one, other), (other, one)):
-        done = _pass_of(facts, stays)
-        kind = "" if done is None else _left_out_by(facts, left, stays, done)
-        if done is None or not kind:
-            continue
-        length = len(left.before)
-        alike = [
-            rank.rank
-            for rank in facts.ranks
-            if rank not in (left.of, stays.of)
-            and _left_out_by(facts, Position(rank, None, facts.now(rank), rank.calls[:length]), stays, done)
-        ]
-        ahead = sorted([left.of.rank, *alike])
-        block, why = _left_out_at(facts, done, "batch" if kind == "batch" else "forward")
-        passes = {rank.rank: _taken(rank, done) for rank in facts.ranks}
-        batches = [f"rank {rank}: {shard_in_words(taken)}" for rank, taken in passes.items() if taken is not None]
-        forwards = [f"rank {rank}: as many forward passes at {done.line}" for rank in ahead if kind == "forward"]
-        return _skipped(
-            facts,
-            "batch" if kind == "batch" else "forward",
-            ahead,
-            [rank.rank for rank in facts.ranks],
-            done,
-            block if kind != "unknown" else None,
-            [*batches, *forwards, *why],
-        )
-    return []
+    done = _pass_of(facts, stays)
+    kind = "" if done is None else _left_out_by(facts, left, stays, done)
+    if done is None or not kind:
+        return []
+    length, others = len(left.before), [rank for rank in facts.ranks if rank not in (left.of, stays.of)]
+    then = [Position(rank, None, facts.now(rank), rank.calls[:length]) for rank in others]
+    ahead = sorted([left.of.rank, *(one.of.rank for one in then if _left_out_by(facts, one, stays, done))])
+    what = "batch" if kind == "batch" else "forward"
+    block, why = _left_out_at(facts, done, what)
+    passes = {rank.rank: _taken(rank, done) for rank in facts.ranks}
+    batches = [f"rank {rank}: {shard_in_words(taken)}" for rank, taken in passes.items() if taken is not None]
+    forwards = [f"rank {rank}: as many forward passes at {done.line}" for rank in ahead if kind == "forward"]
+    block = None if kind == "unknown" else block
+    return _skipped(facts, what, ahead, list(passes), done, block, [*batches, *forwards, *why])
 
 
 def _pass_of(facts: EndingFacts, stays: Position) -> Backward | None:
@@ -228,8 +215,7 @@ def _left_out_by(facts: EndingFacts, left: Position, stays: Position, done: Back
     "forward": the backward pass after the forward pass; "batch": the forward pass; "unknown": one of them; "" where it
     may have left the loop before.
     """
-    loops = [loop for loop in facts.loops(stays.lines) if loop not in facts.loops(left.lines)]
-    loops = [loop for loop in loops if facts.has_left(left, loop)]
+    loops = loops_left(facts, left, stays)
     if not loops or _has_as_many(left.of, stays) or not (left.lines or left.of.ended):
         return ""
     mine, theirs = next(_last_common(left, stays, done), (None, None))

@@ -39,10 +39,8 @@ def judge_endings(ranks: Sequence[RankAtEnd], blocks: Mapping[str, Sequence[Bloc
     parted = parting(facts)
     if parted is None:
         return judge_missing_peer(ranks)
-    for explain in EXPLANATIONS:
-        if found := explain(facts, *parted):
-            return found
-    return []
+    sides = parted, parted[::-1]
+    return next((found for explain in EXPLANATIONS for two in sides if (found := explain(facts, *two))), [])
 
 
 def parting(facts: EndingFacts) -> tuple[Position, Position] | None:
@@ -128,51 +126,47 @@ def _of_peers(
 # A rank that ended
 
 
-def explain_by_exit(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+def explain_by_exit(facts: EndingFacts, left: Position, stays: Position) -> list[Finding]:
     """DDP404: a rank has called `sys.exit`, not where the others will end, too. First, for it comes to nothing more."""
-    for left, stays in ((one, other), (other, one)):
-        if left.of.ended and left.of.exit_at and left.call is None and stays.call is not None:
-            if left.of.exit_at in stays.lines:
-                continue  # sys.exit(main()), in which the other rank is
-            gone = [rank.rank for rank in facts.ranks if rank.exit_at == left.of.exit_at and rank.ended]
-            others = [rank.rank for rank in facts.ranks if rank.rank not in gone]
-            return one_finding(
-                "DDP404",
-                ("exit",),
-                f"{format_ranks(gone).capitalize()} {plural_verb('calls', 'call', gone)} sys.exit at "
-                f"{left.of.exit_at} while {format_ranks(others)} {plural_verb('goes', 'go', others)} on: "
-                f"{told(facts, others)}.",
-                ranks=gone if len(gone) < len(facts.ranks) else (),
-                location=Location.parse(left.of.exit_at),
-                evidence=calls_there(left, stays),
-                fix=(
-                    "End the script on every rank in the same place: all_reduce what decides it before the test, "
-                    "and let each rank call destroy_process_group() at its end."
-                ),
-            )
-    return []
+    where = left.of.exit_at
+    if not (left.of.ended and where and left.call is None and stays.call is not None):
+        return []
+    if where in stays.lines:
+        return []  # sys.exit(main()), in which the other rank is
+    gone = [rank.rank for rank in facts.ranks if rank.exit_at == where and rank.ended]
+    others = [rank.rank for rank in facts.ranks if rank.rank not in gone]
+    return one_finding(
+        "DDP404",
+        ("exit",),
+        f"{format_ranks(gone).capitalize()} {plural_verb('calls', 'call', gone)} sys.exit at {where} while "
+        f"{format_ranks(others)} {plural_verb('goes', 'go', others)} on: {told(facts, others)}.",
+        ranks=gone if len(gone) < len(facts.ranks) else (),
+        location=Location.parse(where),
+        evidence=calls_there(left, stays),
+        fix="End the script on every rank in the same place: all_reduce what decides it before the test, and let each "
+        "rank call destroy_process_group() at its end.",
+    )
 
 
 # A rank at work
 
 
-def explain_by_work(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+def explain_by_work(facts: EndingFacts, works: Position, waits: Position) -> list[Finding]:
     """DDP402: a rank is at work while others wait for it; what it will come to is not known."""
-    for works, waits in ((one, other), (other, one)):
-        if works.call is None and not works.of.waits and not works.of.ended:
-            busy = [rank.rank for rank in facts.ranks if not rank.waits and not rank.ended]
-            others = [rank.rank for rank in facts.ranks if rank.waits]
-            return one_finding(
-                "DDP402",
-                ("work",),
-                f"{told(facts, busy)[:1].upper()}{told(facts, busy)[1:]}, and {format_ranks(others)} "
-                f"{plural_verb('waits', 'wait', others)} for it: {told(facts, others)}.",
-                ranks=busy,
-                location=Location.parse(works.lines[0]) if works.lines else None,
-                evidence=calls_there(works, waits),
-                fix=_FIX_OF_WORKER if works.of.for_worker else _FIX_OF_WORK,
-            )
-    return []
+    if not works.is_at_work:
+        return []
+    busy = [rank.rank for rank in facts.ranks if not rank.waits and not rank.ended]
+    others = [rank.rank for rank in facts.ranks if rank.waits]
+    return one_finding(
+        "DDP402",
+        ("work",),
+        f"{capitalized(told(facts, busy))}, and {format_ranks(others)} {plural_verb('waits', 'wait', others)} for it: "
+        f"{told(facts, others)}.",
+        ranks=busy,
+        location=Location.parse(works.lines[0]) if works.lines else None,
+        evidence=calls_there(works, waits),
+        fix=_FIX_OF_WORKER if works.of.for_worker else _FIX_OF_WORK,
+    )
 
 
 _FIX_OF_WORK = (
@@ -241,7 +235,7 @@ def _called_alone(
         ranks=missing if len(missing) < len(calling) or never else calling,
         location=Location.parse(where),
         evidence=[
-            *([f"called from {', from '.join(one.lines[1:4])}"] if len(one.lines) > 1 else []),
+            f"called from {', from '.join(one.lines[1:4])}" if len(one.lines) > 1 else "",
             *(f"which is {in_words(block)}" for block in own_branches(facts, one, other)[1:]),
             *calls_there(one, other),
         ],
@@ -309,4 +303,4 @@ EXPLANATIONS = (
     explain_by_work,
     explain_by_own_call,
 )
-"""In the order in which they are asked; each says in its docstring why it stands where it does."""
+"""In the order in which they are asked, each of both sides; each says in its docstring why it stands where it does."""

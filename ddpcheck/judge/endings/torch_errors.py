@@ -20,25 +20,16 @@ from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, WrapperMade
 
 @dataclass(frozen=True, slots=True)
 class RaisedFacts:
-    """How ranks have failed, the first failure first.
+    """How ranks have failed, the first failure first."""
 
-    Attributes:
-        failures: Of the ranks that failed by themselves.
-        logs: The collectives of each rank.
-        begun: The wrappers of the rank that failed first.
-        at_work: By rank that was ended while it did not wait, the lines of the program that it was in, innermost first.
-        checkpoint: The line of the program that checkpoints activations, if there is one.
-        replaced: What the rank that failed first has assigned in the place of shards.
-        sharded: The modules of that rank that `fully_shard` has sharded.
-    """
-
-    failures: Sequence[RankFailure]
-    logs: Sequence[Sequence[Call]]
-    begun: Sequence[WrapperBegun] = ()
+    failures: Sequence[RankFailure]  # of the ranks that failed by themselves
+    logs: Sequence[Sequence[Call]]  # the collectives of each rank
+    begun: Sequence[WrapperBegun] = ()  # the wrappers of the rank that failed first
+    # by rank that was ended while it did not wait, the lines of the program that it was in, innermost first
     at_work: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    checkpoint: Location | None = None
-    replaced: Sequence[ModuleChanged] = ()
-    sharded: Sequence[WrapperMade] = ()
+    checkpoint: Location | None = None  # the line of the program that checkpoints activations, if there is one
+    replaced: Sequence[ModuleChanged] = ()  # what the rank that failed first has assigned in the place of shards
+    sharded: Sequence[WrapperMade] = ()  # the modules of that rank that `fully_shard` has sharded
 
     @property
     def first(self) -> RankFailure:
@@ -171,7 +162,7 @@ def _not_finished(facts: RaisedFacts, text: str) -> list[Finding]:
         f"{who} had no part in the backward pass before: DDP has waited for what did not come, and raises at its next "
         "forward.",
         location=made or raised,
-        evidence=[*([f"noticed in forward at {raised}"] if made else []), facts.first.message],
+        evidence=[f"noticed in forward at {raised}" if made else "", facts.first.message],
     )
 
 
@@ -209,10 +200,8 @@ def _timed_out(facts: RaisedFacts, text: str) -> list[Finding]:
             f"{format_ranks(waited)} and {format_ranks(late)} have come to the same {counted(len(log), 'collective')}",
             facts.first.message,
         ],
-        fix=(
-            f"Give the others that time: init_process_group(timeout=...) longer than what {format_ranks(late)} "
-            f"{plural_verb('does', 'do', late)} there; or let all ranks do a part of it; or do it outside of training."
-        ),
+        fix=f"Give the others that time: init_process_group(timeout=...) longer than what {format_ranks(late)} "
+        f"{plural_verb('does', 'do', late)} there; or let all ranks do a part of it; or do it outside of training.",
     )
 
 

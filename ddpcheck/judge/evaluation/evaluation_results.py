@@ -216,21 +216,15 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A label for each sample, which collectives have brought together.
+    """A label for each sample, which collectives have brought together."""
 
-    Attributes:
-        operation: The collective.
-        location: Its line.
-        rows: Those of each rank.
-        orders: The rank and the number of each of them, in the orders in which a program joins what the collectives
-            bring: call by call, and rank by rank.
-        values: The rows as floating-point numbers, where they are; else nothing.
-    """
-
-    operation: str
-    location: Location | None
-    rows: Sequence[Sequence[int]]
+    operation: str  # the collective
+    location: Location | None  # its line
+    rows: Sequence[Sequence[int]]  # those of each rank
+    # the rank and the number of each of them, in the orders in which a program joins what the collectives bring: call
+    # by call, and rank by rank
     orders: Sequence[Sequence[tuple[int, int]]]
+    # the rows as floating-point numbers, where they are; else nothing
     values: Sequence[Sequence[tuple[float, ...]]] = ()
 
 
@@ -274,8 +268,7 @@ def gathered_labels(of_ranks: Sequence[Evaluated]) -> list[Gathered]:
     for number, one in enumerate(of_ranks):
         for each in one.exchanged:
             if "gather" in each.operation and len(each.rows):
-                by_rank = lines.setdefault((each.operation, each.location), [[] for _ in of_ranks])
-                by_rank[number].append(each)
+                lines.setdefault((each.operation, each.location), [[] for _ in of_ranks])[number].append(each)
     return [found for calls in lines.values() for found in _gathered_at(of_ranks, calls)]
 
 
@@ -296,8 +289,7 @@ def _gathered_at(of_ranks: Sequence[Evaluated], calls: Sequence[Sequence[ResultE
 
 def _in_turn(of_ranks: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
     """What the calls bring: of one thing batch by batch, or of several in turn, as predictions and their labels are."""
-    total = sum(len(one.rows) for one in calls[0])
-    things = total // max(1, of_ranks[0].samples)
+    things = sum(len(one.rows) for one in calls[0]) // max(1, of_ranks[0].samples)
     found = []
     for turn in range(things if len(set(map(len, calls))) == 1 and len(calls[0]) % max(1, things) == 0 else 0):
         chunks = [of_rank[turn::things] for of_rank in calls]

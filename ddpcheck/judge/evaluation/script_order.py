@@ -112,7 +112,7 @@ def _finding(
         ranks=wrong,
         location=line or one.location,
         evidence=[
-            *([f"gathered at {one.location}"] if line and one.location else []),
+            f"gathered at {one.location}" if line and one.location else "",
             *(
                 f"rank {rank}: its rows are {each.own} to {each.own + each.rows - 1}, its targets {first} to {last}"
                 for rank, each in list(zip(group, of_ranks, strict=True))[:4]
@@ -240,9 +240,5 @@ def _misplaced(one: Evaluated, given: Gathered, reference: str, what: str, seen:
         (one.loader.dataset,),
         f"The results are gathered rank by rank and compared with labels in the order of the dataset: {what}.",
         location=given.location,
-        evidence=[
-            f"rank 0 has samples {begins} ..., by {one.loader.sampler}",
-            f"the labels are {reference}",
-            seen,
-        ],
+        evidence=[f"rank 0 has samples {begins} ..., by {one.loader.sampler}", f"the labels are {reference}", seen],
     )

@@ -85,13 +85,12 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
                 why += "; no count in the batch fits: what is counted is drawn at random, by a mask for example"
         reasons.setdefault(what, why)
     (first, reason), *others = reasons.items()
-    uneven = [f"samples a rank: {', '.join(map(str, sizes))}"] if len(set(sizes)) > 1 else []
     return facts.one_finding(
         "DDP305",
         f"{capitalized(first)}.",
         reason,
         *(f"{what}: {why}" for what, why in others),
-        *uneven,
+        f"samples a rank: {', '.join(map(str, sizes))}" if len(set(sizes)) > 1 else "",
         location=worst_first[0].location or facts.known.loss_location,
         fix="Divide by the number of samples on the rank (reduction='mean'), or keep the sum and multiply this term "
         f"by {facts.known.count_of_replicas}."
@@ -181,8 +180,8 @@ def judge_unexplained(facts: SingleProcessFacts) -> list[Finding]:
     """DDP312: a difference that fits no pattern."""
     analysis = facts.analysis
     clues = [
-        *([f"the shards could not be looked at one by one: {analysis.error}"] if analysis.error else []),
-        *(["the ranks compute something else than their shards give alone"] if facts.world_changed else []),
+        f"the shards could not be looked at one by one: {analysis.error}" if analysis.error else "",
+        "the ranks compute something else than their shards give alone" if facts.world_changed else "",
         *(f"called in forward: {call}" for call in facts.known.local.calls[:3] if call.elements > 0),
     ]
     return facts.one_finding(

@@ -26,19 +26,14 @@ from ddpcheck.judge.replicas.descriptions import differing_names
 
 @dataclass(frozen=True, slots=True)
 class ReducerFacts:
-    """The facts on the gradients under the wrapper, over all steps.
+    """The facts on the gradients under the wrapper, over all steps."""
 
-    Attributes:
-        evidence: Of every rank and step.
-        unequal: Parameters whose gradients differ between ranks, with the steps in which they do.
-        wrong: Parameters whose gradient is not the average of the ranks' own: by step, the largest difference.
-        known: The facts beside these.
-    """
-
-    evidence: Sequence[DdpStepEvidence]
+    evidence: Sequence[DdpStepEvidence]  # of every rank and step
+    # parameters whose gradients differ between ranks, with the steps in which they do
     unequal: Mapping[str, Sequence[int]]
+    # parameters whose gradient is not the average of the ranks' own: by step, the largest difference
     wrong: Mapping[str, Mapping[int, Difference]]
-    known: JudgeContext
+    known: JudgeContext  # the facts beside these
 
     @classmethod
     def of(cls, evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> ReducerFacts:
@@ -157,7 +152,7 @@ def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
         ranks=unless_all(sorted({item.rank for item in bypassed}), len({item.rank for item in facts.evidence})),
         steps=unless_all(sorted({item.step for item in bypassed}), facts.step_count),
         evidence=[
-            *([f"gradients of {counted(len(names), 'parameter')} differ between ranks"] if names else []),
+            f"gradients of {counted(len(names), 'parameter')} differ between ranks" if names else "",
             *_evidence_between_ranks(facts),
         ],
     )
@@ -181,7 +176,7 @@ def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
         f"{' and between '.join(map(format_ranks, models[:2]))}, which compute one model together (tensor "
         "parallelism): each rank has that of what it computes alone.",
         steps=unless_all(sorted({step for name in names for step in facts.unequal[name]}), facts.step_count),
-        evidence=[*filter(None, [_losses_apart(facts)]), *_evidence_between_ranks(facts)],
+        evidence=[_losses_apart(facts), *_evidence_between_ranks(facts)],
         fix=PLAN_ADVICE,
     )
 
@@ -257,7 +252,7 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
         f"The gradients of {'all' if len(names) == count else f'{len(names)} of'} {counted(count, 'parameter')} "
         f"differ between ranks after backward, from {format_steps(steps[:1])} on.",
         steps=unless_all(steps, facts.step_count),
-        evidence=[*([] if is_known else [whose]), *_evidence_between_ranks(facts)],
+        evidence=["" if is_known else whose, *_evidence_between_ranks(facts)],
         **more,
     )
 

@@ -17,8 +17,7 @@ from ddpcheck.findings.wording import join_names, minority_ranks, one_finding, p
 
 _TOLERANCE = 1e-3  # relative, of norms and sketches that are equal but for rounding
 
-Steps = Sequence[OptimizerStep]
-"""One optimizer before one of its steps, by rank."""
+Steps = Sequence[OptimizerStep]  # one optimizer before one of its steps, by rank
 
 
 def differing(values: Sequence[Mapping[str, float]]) -> list[str]:
@@ -305,8 +304,7 @@ def _are_alike(steps: Steps) -> bool:
 def _alone(
     code: str, names: Sequence[str], message: str, steps: Sequence[Steps], evidence: str, fix: str
 ) -> list[Finding]:
-    location = steps[0][0].location
-    return one_finding(code, names, message, location=location, evidence=[evidence], fix=fix)
+    return one_finding(code, names, message, location=steps[0][0].location, evidence=[evidence], fix=fix)
 
 
 def _few_agree(steps: Sequence[Steps]) -> bool:

@@ -22,8 +22,7 @@ from ddpcheck.judge.gradients.script_alone import (
 from ddpcheck.judge.gradients.script_losses import SCALE_FREE
 from ddpcheck.stream.entries import ReplicaCaptured
 
-Clips = Sequence[Sequence[GradientsClipped]]
-"""Of each rank, in order."""
+Clips = Sequence[Sequence[GradientsClipped]]  # of each rank, in order
 Used = Sequence[tuple[OptimizerStep, ReplicaCaptured]]
 """Steps of an optimizer on one rank, each with what the reduction before it has left."""
 

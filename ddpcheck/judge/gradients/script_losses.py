@@ -48,8 +48,7 @@ _LARGEST = 1e5  # of which the inverse in float32 tells whether it is whole
 _WEIGHTS = (1.0, 0.5, 0.25, 0.2, 0.1, *map(float, range(2, 11)))  # of a term of a loss of several
 SCALE_FREE = ("Adam", "NAdam", "RAdam", "Rprop", "Lion", "Adafactor")  # steps do not depend on a gradient's scale
 
-Losses = Sequence[Sequence[LossDifferentiated]]
-"""By rank, in order."""
+Losses = Sequence[Sequence[LossDifferentiated]]  # by rank, in order
 
 
 def judge_losses(

@@ -72,10 +72,7 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
         "same step on the whole parameters and gradients: each rank updates its shard as if there were no others.",
         location=updated_at or facts.known.names.location(names),
         steps=unless_all(sorted({step for step, _ in wrong}), facts.step_count),
-        evidence=[
-            "errors are in proportion to the update of the whole",
-            *map(str, worst_first(by_name.values())[:3]),
-        ],
+        evidence=["errors are in proportion to the update of the whole", *map(str, worst_first(by_name.values())[:3])],
         fix="Compute norms, means and the like of the DTensor, or all_reduce those of the shards over the shard group.",
     )
 
@@ -97,7 +94,7 @@ def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
             location=first.norm_at or first.location,
             evidence=[
                 *(f"rank {rank}: a norm of {factor:.6g} times that" for rank, factor in enumerate(known[:4])),
-                *([f"the optimizer steps at {first.location}"] if first.norm_at is not None else []),
+                f"the optimizer steps at {first.location}" if first.norm_at is not None else "",
             ],
             fix="Compute the norm of the DTensors (clip_grad_norm_ does), or all_reduce the squares of the shards' "
             "norms over the ranks, before the root is taken.",

@@ -10,14 +10,7 @@ from ddpcheck.findings.evidence.steps import Call, GradientState
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import capitalized, format_ranks, join_names, one_finding, unless_all
-from ddpcheck.judge.gradients.loss_terms import (
-    IS_SUM,
-    explain_by_terms,
-    format_term,
-    judge_coupling,
-    judge_normalisation,
-    judge_unexplained,
-)
+from ddpcheck.judge.gradients import loss_terms
 from ddpcheck.judge.gradients.script_losses import LEAST_OF_GRADIENT
 from ddpcheck.judge.judge_context import (
     SMALLEST_FACTOR,
@@ -51,11 +44,14 @@ def judge_single_process(
         known=known,
         evidence=(count, *map(str, worst_first(first)[:3])),
     )
-    found = first_explanation(EXPLANATIONS, facts) or judge_unexplained(facts)
+    found = first_explanation(EXPLANATIONS, facts) or loss_terms.judge_unexplained(facts)
     if max(item.error for items in bad.values() for item in items) >= LEAST_OF_GRADIENT:
         return found
     small = {"DDP305": Severity.WARNING}
-    return [one if IS_SUM in one.tags else replace(one, severity=small.get(one.code, one.severity)) for one in found]
+    return [
+        one if loss_terms.IS_SUM in one.tags else replace(one, severity=small.get(one.code, one.severity))
+        for one in found
+    ]
 
 
 def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
@@ -110,7 +106,7 @@ def _explain_by_statistics(facts: SingleProcessFacts) -> list[Finding]:
     """
     fits, module = facts.analysis.by_statistics, facts.analysis.coupling.module_class
     exact = max(abs(fits.ratio - 1), fits.residual) <= max(facts.tolerance, EXACT_FIT)
-    return judge_coupling(facts) if exact and module else []
+    return loss_terms.judge_coupling(facts) if exact and module else []
 
 
 def _explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
@@ -141,7 +137,7 @@ def _explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
             "torch.distributed.nn.functional.all_gather, whose backward adds up the gradients of all ranks.",
         )
     weight = 1 / (known.world_size * ratio)
-    return judge_normalisation(facts, [LossTerm(weights=(weight,) * known.world_size)])
+    return loss_terms.judge_normalisation(facts, [LossTerm(weights=(weight,) * known.world_size)])
 
 
 def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
@@ -185,7 +181,7 @@ def _explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[F
     if not suspects:
         return []
     if facts.known.local.choices:  # which may be all that differs, as where k-means begins a codebook at random
-        return judge_unexplained(facts)
+        return loss_terms.judge_unexplained(facts)
     calls = list(dict.fromkeys(map(str, suspects)))
     ratio = facts.analysis.against_global.ratio
     first, one_over = suspects[0], facts.scaled and _is_one_over_world(facts, ratio)
@@ -266,7 +262,7 @@ def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
     if not facts.world_changed or not off or analysis.terms_residual > max(facts.tolerance, LOOSEST_FIT * most):
         return []
     told = (
-        f"the gradient of {format_term(term, analysis.terms)} is "
+        f"the gradient of {loss_terms.format_term(term, analysis.terms)} is "
         f"{facts.known.factor(term.ratio)} times the global batch's"
         for term in off
     )
@@ -332,7 +328,7 @@ EXPLANATIONS: tuple[Callable[[SingleProcessFacts], list[Finding]], ...] = (
     _explain_by_rank_weights,
     _explain_by_collective_without_gradient,
     _explain_by_factors_of_terms,
-    explain_by_terms,
+    loss_terms.explain_by_terms,
 )
 """In the order in which they are asked; each says in its docstring why it stands where it does."""
 

@@ -13,8 +13,7 @@ from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import format_ranks, group_by, join_names, make_finding, minority_ranks
 
-OfRanks = Sequence[Sequence[FunctionCompiled]]
-"""Compilations of one function, by rank."""
+OfRanks = Sequence[Sequence[FunctionCompiled]]  # compilations of one function, by rank
 
 _REST = re.compile(r".*torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
 _AGAIN = 2  # times that a guard has failed: torch does not take the size or the number for one that changes

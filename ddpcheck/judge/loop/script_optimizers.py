@@ -206,7 +206,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             steps=(of_ranks[0].count,),
             location=next(iter(restored.values()), (reordered and of_ranks[0].made) or of_ranks[0].location),
             evidence=[
-                *([_told(restored, of_ranks[0])] if restored else []),
+                _told(restored, of_ranks[0]) if restored else "",
                 *(
                     f"the optimizer of rank {rank} holds {join_names([short(name) for name in one])}, in this order"
                     for rank, one in enumerate(orders[:2] if reordered else ())

@@ -132,7 +132,7 @@ def judge_unheld(
         location=made,
         evidence=[
             f"{len(left)} of {counted(len(moved), 'parameter')} with gradients",
-            *(["what the optimizer holds has no gradient in any step: it is of another model"] if not held else []),
+            "what the optimizer holds has no gradient in any step: it is of another model" if not held else "",
         ],
         severity=Severity.WARNING,
         fix="Give them to the optimizer, and construct it after the module has its last parameter; if they are to stay "

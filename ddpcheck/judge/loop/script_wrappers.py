@@ -121,9 +121,7 @@ def judge_meshes(same: Sequence[WatchedWrapper], world_size: int) -> list[Findin
 
 
 def judge_apart_meshes(
-    ranks: Sequence[Sequence[int]],
-    by_step: Mapping[int, Sequence[Sequence[ReplicaCaptured]]],
-    made: Location | None,
+    ranks: Sequence[Sequence[int]], by_step: Mapping[int, Sequence[Sequence[ReplicaCaptured]]], made: Location | None
 ) -> list[Finding]:
     """DDP301 of meshes, by the `ranks` of each: what all of them hold, mesh by mesh, in some steps."""
     if len(by_step) < 2 or _shards_that_differ(by_step[min(by_step)]):
@@ -337,8 +335,7 @@ def without_alike_later(
         return everyone
     alike = later[0].keys() - differing_names(later).keys()
     return _with_values(
-        everyone,
-        lambda values: replace(values, buffers={n: v for n, v in values.buffers.items() if n not in alike}),
+        everyone, lambda values: replace(values, buffers={n: v for n, v in values.buffers.items() if n not in alike})
     )
 
 

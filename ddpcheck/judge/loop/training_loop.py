@@ -71,7 +71,7 @@ def judge_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list
             "than once in the average."
             if len(repeated) < len(set(rows[0]))
             else f"The ranks train on the same samples in step {step}, so together they do the work of fewer.",
-            evidence=[*shared[:3], *([left_out] if missing else [])],
+            evidence=[*shared[:3], left_out if missing else ""],
         )
     if not missing or not gradients_differ:
         return []
@@ -226,7 +226,7 @@ def _judge_pairing(ledgers: _Ledgers) -> list[Finding]:
         "A second backward pass follows without a forward of its own: DDP averages in the first one after a forward, "
         "and what the second adds stays on its rank.",
         location=Location.parse(one.backward.location or done),
-        evidence=[f"the step runs {', '.join(after)}", *([f"reduced: the backward at {done}"] if done else [])],
+        evidence=[f"the step runs {', '.join(after)}", f"reduced: the backward at {done}" if done else ""],
     )
 
 

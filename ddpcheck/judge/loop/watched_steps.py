@@ -16,12 +16,7 @@ from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.loop.script_compilations import judge_compilations
 from ddpcheck.judge.loop.training_loop import judge_loop, judge_values_changed
 from ddpcheck.judge.parameters.missing_parameters import judge_parameters
-from ddpcheck.judge.replicas.descriptions import (
-    differing_names,
-    judge_changes,
-    judge_descriptions,
-    judge_values_after_wrapping,
-)
+from ddpcheck.judge.replicas import descriptions
 from ddpcheck.judge.replicas.replica_state import judge_state
 from ddpcheck.stream.rank_report import RankReport, ReplicaState, WatchContext, is_probed
 
@@ -55,7 +50,7 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
             finding = replace(finding, message=message, fix=_IDLE)
         findings.append(finding)
     if changed:
-        findings += judge_changes([report.changes for report in reports], sharded=wrapper.sharded)
+        findings += descriptions.judge_changes([report.changes for report in reports], sharded=wrapper.sharded)
     if any(report.events for report in reports):
         loop = [DdpStepEvidence(report.probed.rank, report.step, events=report.events) for report in reports]
         findings += judge_switched_off(loop) if wrapper.sharded else judge_loop(loop, unequal=True)
@@ -120,7 +115,7 @@ def judge_replica_states(
         wrapper_class=context.wrapper_class,
         own_hook=context.own_hook,
     )
-    found = judge_descriptions([item.description for item in states])
+    found = descriptions.judge_descriptions([item.description for item in states])
     gradients = judge_reducer(values, facts)
     if after_backward and averages_elsewhere(values, context, step):
         gradients = []
@@ -132,7 +127,9 @@ def judge_replica_states(
         ]
         changed_early = {name for finding in start for name in finding.subjects}
         never = [{n: v for n, v in s.at_first_forward.items() if n not in changed_early} for s in states]
-        start += [one for one in judge_values_after_wrapping(never, [{} for _ in states]) if one.code == "DDP208"]
+        start += [
+            one for one in descriptions.judge_values_after_wrapping(never, [{} for _ in states]) if one.code == "DDP208"
+        ]
         changed_early |= {name for finding in start for name in finding.subjects}
         changed = []
         for item in values:  # forward or backward has changed the others
@@ -141,7 +138,7 @@ def judge_replica_states(
         state = judge_state(changed, facts, gradients_differ=True)
     elif step == 0:
         early = not after_backward and not context.broadcasts_buffers  # then nothing has had a reason to part buffers
-        start = judge_values_after_wrapping(
+        start = descriptions.judge_values_after_wrapping(
             [item.parameters for item in values], [item.buffers if early else {} for item in values]
         )
         start = [f if first or f.code != "DDP208" else replace(f, **_UNAVERAGED) for f in start]
@@ -167,15 +164,15 @@ def averages_elsewhere(values: Sequence[DdpStepEvidence], context: WatchContext,
         context: Of the watch.
         step: How many steps have ended before.
     """
-    if not (context.wrapper.comm_hook and differing_names([one.gradients for one in values])):
+    if not (context.wrapper.comm_hook and descriptions.differing_names([one.gradients for one in values])):
         return False
     known = [one.parameters for one in values if one.parameters]
-    return not step or (len(known) == len(values) and not differing_names(known))
+    return not step or (len(known) == len(values) and not descriptions.differing_names(known))
 
 
 def _apart(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Finding:
     """DDP306 for ranks that had not been compared before: the step and the cause of the difference are not known."""
-    parted = differing_names([item.parameters for item in values])
+    parted = descriptions.differing_names([item.parameters for item in values])
     ranks = {rank for ranks in parted.values() for rank in ranks}
     minority = len(values) > 2 and 2 * len(ranks) < len(values)
     differ = plural_verb("differs", "differ", finding.subjects)

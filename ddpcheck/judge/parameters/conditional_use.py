@@ -32,22 +32,14 @@ ADVICE_UNDER_SHARDING = (
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """The facts on the parameters of a module.
+    """The facts on the parameters of a module."""
 
-    Attributes:
-        evidence: Of every rank in every step.
-        wrapper: The arguments of the wrapper.
-        names: Of the parameters, with their aliases and lines.
-        ends_here: Whether the run ends with the last of these steps.
-        trainable: All parameters that require grad, in the order in which they are registered.
-        missing: Where each of them did not contribute; without those that another finding accounts for.
-    """
-
-    evidence: Sequence[StepEvidence]
-    wrapper: WrapperFacts
-    names: Names
-    ends_here: bool
-    trainable: Sequence[str]
+    evidence: Sequence[StepEvidence]  # of every rank in every step
+    wrapper: WrapperFacts  # the arguments of the wrapper
+    names: Names  # of the parameters, with their aliases and lines
+    ends_here: bool  # whether the run ends with the last of these steps
+    trainable: Sequence[str]  # all parameters that require grad, in the order in which they are registered
+    # where each of them did not contribute; without those that another finding accounts for
     missing: Mapping[str, Sequence[StepEvidence]]
 
     @classmethod
@@ -123,19 +115,12 @@ class MissingOn:
 
 @dataclass(frozen=True, slots=True)
 class ConditionalUse:
-    """Parameters that are used together, under some condition.
+    """Parameters that are used together, under some condition."""
 
-    Attributes:
-        parameters: Their names.
-        absences: Where they were missing, in order.
-        all_at_once: Whether they are all parameters of the module, missing in the same places.
-        facts: On all parameters.
-    """
-
-    parameters: Sequence[str]
-    absences: Sequence[MissingOn]
-    all_at_once: bool
-    facts: ParameterFacts
+    parameters: Sequence[str]  # their names
+    absences: Sequence[MissingOn]  # where they were missing, in order
+    all_at_once: bool  # whether they are all parameters of the module, missing in the same places
+    facts: ParameterFacts  # on all parameters
 
     @property
     def steps(self) -> list[int]:

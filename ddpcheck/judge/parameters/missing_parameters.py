@@ -242,8 +242,7 @@ def zero_everywhere(evidence: Sequence[StepEvidence]) -> list[str]:
     return [name for name in evidence[0].states if all(item.states.get(name) == "zero" for item in evidence)]
 
 
-MADE_IN_FORWARD = "made in forward"
-"""Tag of a DDP106 on parameters that DDP could not know of when it was constructed."""
+MADE_IN_FORWARD = "made in forward"  # tag of a DDP106 on parameters that DDP could not know of when it was constructed
 
 
 def judge_unregistered(facts: ParameterFacts) -> list[Finding]:

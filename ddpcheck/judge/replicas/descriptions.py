@@ -30,8 +30,7 @@ from ddpcheck.findings.wording import (
 )
 from ddpcheck.judge.judge_context import SingleProcessFacts
 
-MODE = "training mode"
-"""What differs, in a finding on modules some of which train and some evaluate."""
+MODE = "training mode"  # what differs, in a finding on modules some of which train and some evaluate
 
 
 def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Finding]:

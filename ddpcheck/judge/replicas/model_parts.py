@@ -55,7 +55,7 @@ def judge_unheld_parts(steps: Sequence[PartSteps], ranks: Sequence[int], split: 
                 "which are in no module any more.",
                 location=first.made or first.location,
                 evidence=[
-                    *([f"the model is split at {split.location}"] if split.location else []),
+                    f"the model is split at {split.location}" if split.location else "",
                     f"the optimizer steps at {first.location}",
                 ],
                 fix="Call parallelize_module before the optimizer is constructed.",
@@ -103,7 +103,7 @@ def judge_scaled_apart(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list
                 f"rank {rank}: {factor:.6g} times those of rank {ranks[0]}"
                 for rank, factor in zip(ranks, factors, strict=True)
             ),
-            *([f"the optimizer steps at {first.location}"] if first.norm_at is not None else []),
+            f"the optimizer steps at {first.location}" if first.norm_at is not None else "",
         ],
         fix="all_reduce the squares of the norms of what is split over the group of tensor parallelism, and count "
         "what is not split once; or keep DTensors, of which clip_grad_norm_ takes the norm of the whole.",
@@ -160,11 +160,9 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
         steps=(of_ranks[0].count,),
         location=seeded or split.location or of_ranks[0].location,
         evidence=[
-            *(
-                ["torch's random numbers are in another state on these ranks before each step, and are drawn in each"]
-                if drawn
-                else ["as of its own part of the sequence, where what is not split works on a part"]
-            ),
+            "torch's random numbers are in another state on these ranks before each step, and are drawn in each"
+            if drawn
+            else "as of its own part of the sequence, where what is not split works on a part",
             f"the optimizer steps at {of_ranks[0].location}",
         ],
         fix="Seed ranks that compute one model together equally (by their place in the data dimension of the mesh): "
@@ -222,7 +220,7 @@ def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[S
         evidence=[
             f"in {len(clipped)} steps that norm is {limit:.6g}, and that of the gradients from {min(told):.6g} to "
             f"{max(told):.6g}",
-            *([f"the optimizer steps at {first.location}"] if first.norm_at is not None else []),
+            f"the optimizer steps at {first.location}" if first.norm_at is not None else "",
         ],
         fix="Add up over the group of tensor parallelism the squares of the norms of what is split only, and those of "
         "the rest once.",
@@ -286,7 +284,7 @@ def judge_batches(
         "samples: parts of what is computed from several batches are put together.",
         ranks=ranks,
         location=where,
-        evidence=[*evidence, *([f"the model is split at {split.location}"] if split.location else [])],
+        evidence=[*evidence, f"the model is split at {split.location}" if split.location else ""],
         fix="Give the sampler the size of the data dimension of the mesh and this rank's place in it: "
         'DistributedSampler(data, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()); and seed by '
         "that place what draws batches.",

@@ -46,17 +46,11 @@ RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """The facts on the state of the ranks after each step.
+    """The facts on the state of the ranks after each step."""
 
-    Attributes:
-        by_step: The evidence of every rank, by step, in order.
-        start: By rank, fingerprints of the parameters before the first step.
-        known: The facts beside these.
-    """
-
-    by_step: Mapping[int, Sequence[DdpStepEvidence]]
-    start: Sequence[Mapping[str, int]]
-    known: JudgeContext
+    by_step: Mapping[int, Sequence[DdpStepEvidence]]  # the evidence of every rank, by step, in order
+    start: Sequence[Mapping[str, int]]  # by rank, fingerprints of the parameters before the first step
+    known: JudgeContext  # the facts beside these
 
     def first_steps(self, pick: Callable[[DdpStepEvidence], Mapping[str, int]]) -> dict[str, int]:
         """The names whose fingerprint differs between ranks, with the first step after which it does.
@@ -140,7 +134,7 @@ def judge_diverged_parameters(facts: ReplicaFacts) -> list[Finding]:
         ),
         ranks=ranks,
         steps=unless_all(range(first, count), count),
-        evidence=[*([how] if how else []), *[f"optimizer state: {name}" for name in optimizer][:3]],
+        evidence=[how, *[f"optimizer state: {name}" for name in optimizer][:3]],
     )
 
 

@@ -16,8 +16,7 @@ _OTHERS = (*_OF_VALUES, "buffer", "scale", "ignored", "module")
 REPLACED = "replaced"
 _ORDER = ("load_state_dict", "apply")  # what sets values for sure, and what may; then what writes parameters in place
 
-Changes = Sequence[Sequence[ModuleChanged]]
-"""Of one wrapper, by rank."""
+Changes = Sequence[Sequence[ModuleChanged]]  # of one wrapper, by rank
 
 
 def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> Finding:

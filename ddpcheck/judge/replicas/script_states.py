@@ -102,8 +102,7 @@ _FEWEST = 2  # looks, of which the last two have to differ
 _FAR = 0.02  # standard deviations, of running means of the same data
 
 
-Changes = Sequence[Sequence[ModuleChanged]]
-"""What each rank writes into copies."""
+Changes = Sequence[Sequence[ModuleChanged]]  # what each rank writes into copies
 
 
 def judge_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -> list[Finding]:
@@ -227,10 +226,7 @@ def _finding_of_statistics(uses: Mapping[int, StateUsed], apart: float) -> list[
 
 
 def _finding_of_use(
-    uses: Mapping[int, StateUsed],
-    states: Sequence[Sequence[StateHeld]],
-    copied: Location | None,
-    written: _Written,
+    uses: Mapping[int, StateUsed], states: Sequence[Sequence[StateHeld]], copied: Location | None, written: _Written
 ) -> list[Finding]:
     ranks = list(uses)
     one = next((one for one in uses.values() if one.loaded), uses[ranks[0]])

@@ -23,10 +23,7 @@ class InputRecorder:
     """Writes down the fingerprints of what one wrapper is given."""
 
     def __init__(
-        self,
-        sink: Callable[[Inputs | Evaluated], object],
-        number: int,
-        samples: Callable[[], Sequence[torch.Tensor]],
+        self, sink: Callable[[Inputs | Evaluated], object], number: int, samples: Callable[[], Sequence[torch.Tensor]]
     ) -> None:
         """Of the `number`-th wrapper; `samples` are those that a loader has given last."""
         self._sink = sink

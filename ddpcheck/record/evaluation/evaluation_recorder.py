@@ -33,16 +33,7 @@ from ddpcheck.findings.source_lines import relative_path, user_location, variabl
 from ddpcheck.gather.patching import patched
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.evaluation.result_recorders import ComparisonRecorder
-from ddpcheck.record.source.program_numbers import (
-    columns_of,
-    counters_of_program,
-    labels_in,
-    number_of,
-    numbers_of_program,
-    parts_of_counter,
-    program_frames,
-    rows_of_program,
-)
+from ddpcheck.record.source import program_numbers
 
 _MOST_PASSES = 3  # over a loader
 _MOST_ROUNDS = 16
@@ -108,8 +99,8 @@ class EvaluationRecorder:
         one = self._open.pop(key, None)
         if one is None:
             self._comparisons.close()
-            zeros = {name for name, numbers in counters_of_program().items() if not numbers.any()}
-            self._open[key] = _Open(self._backwards, numbers_of_program(), zeros)
+            zeros = {name for name, numbers in program_numbers.counters_of_program().items() if not numbers.any()}
+            self._open[key] = _Open(self._backwards, program_numbers.numbers_of_program(), zeros)
             return
         if not entry.exhausted or entry.trains or not entry.batches or self._backwards > one.backwards:
             return
@@ -118,12 +109,12 @@ class EvaluationRecorder:
         self._ended, self._size, self._samples = key, entry.size, len(entry.indices)
         if any(exchanged.rows for exchanged in one.exchanged):
             self._comparisons.open(self._round, entry.size)
-        held = numbers_of_program()
+        held = program_numbers.numbers_of_program()
         numbers = {name: value for name, value in held.items() if one.numbers.get(name) != value}
-        for name, counter in counters_of_program().items() if one.zeros else ():
+        for name, counter in program_numbers.counters_of_program().items() if one.zeros else ():
             if name in one.zeros and counter.any():
-                numbers |= parts_of_counter(name, counter, len(entry.indices))
-        numbers |= _agreements(rows_of_program(len(entry.indices)))
+                numbers |= program_numbers.parts_of_counter(name, counter, len(entry.indices))
+        numbers |= _agreements(program_numbers.rows_of_program(len(entry.indices)))
         held_by = {} if entry.loader in self._references else _held_by(dataset, entry.size)
         self._references.add(entry.loader)
         labels, floats = _labels_of(held_by, entry.size), _numbers_of(held_by, entry.size)
@@ -152,15 +143,12 @@ class EvaluationRecorder:
             return
         if not isinstance(value, torch.Tensor) or made.rows:
             self._comparisons.open(self._round, self._size)
-        columns = columns_of(value, self._samples)
+        columns = program_numbers.columns_of(value, self._samples)
         if columns and not isinstance(value, torch.Tensor):
             made = replace(made, rows=(), values=())
         held = columns or ([] if len(made.rows) else _parts_of(value))
         parts = [(_rows_given(one), _values_given(one)) for one in held]
-        for one in (
-            made,
-            *(replace(made, numbers=(), rows=rows, values=values) for rows, values in parts if rows),
-        ):
+        for one in (made, *(replace(made, numbers=(), rows=rows, values=values) for rows, values in parts if rows)):
             if self._left[0] > 0:
                 self._left[0] -= 1
                 self._sink(one)
@@ -191,7 +179,7 @@ class EvaluationRecorder:
             return
         self._left[1] -= 1
         if any(one.text for one in numbers):
-            held = set(numbers_of_program().values())
+            held = set(program_numbers.numbers_of_program().values())
             alike = {one.text: _like(one.text, held) for one in numbers if one.text}
             numbers = [replace(o, values=tuple({*o.values, *alike[o.text]})) if o.text else o for o in numbers]
         self._sink(MetricShown(self._round, how, _line(), tuple(numbers[:_FEW])))
@@ -206,15 +194,14 @@ def _without_states(held: Any) -> Any:
 
 def _line() -> Location | None:
     """The line that shows something; not that of a `print` of the program's own."""
-    for frame in program_frames():
+    for frame in program_numbers.program_frames():
         if frame.f_code.co_name != "print":
             return user_location(frame)
     return user_location()
 
 
 def _described(value: Any, number: int, call: Call, *, during: bool) -> ResultExchanged:
-    location = Location.parse(call.location)
-    plain = ResultExchanged(number, call.operation, location, during)
+    plain = ResultExchanged(number, call.operation, Location.parse(call.location), during)
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.device.type == "meta" or value.is_complex():
             return plain
@@ -224,7 +211,7 @@ def _described(value: Any, number: int, call: Call, *, during: bool) -> ResultEx
             whole = bool((value.detach() == value.detach().round()).all())
         total = float(value.detach().double().sum()) if whole and value.numel() > 1 else None
     else:
-        found = [number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW + 1)]
+        found = [program_numbers.number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW + 1)]
         known = [one for one in found if one is not None]
         numbers, total = tuple(known) if len(found) <= _FEW else (), None
     return replace(plain, numbers=numbers, total=total, rows=_rows_given(value), values=_values_given(value))
@@ -259,7 +246,7 @@ def _rows_given(value: Any) -> tuple[int, ...]:
     if isinstance(value, list) and value and all(isinstance(one, list) for one in value):
         value = list(itertools.islice(itertools.chain.from_iterable(value), _MOST_LABELS + 1))
     sizes = [_length(one) for one in value] if isinstance(value, list) and value and hasattr(value[0], "shape") else []
-    rows = labels_in(value, sum(sizes) or _length(value))
+    rows = program_numbers.labels_in(value, sum(sizes) or _length(value))
     if rows is None and isinstance(value, list) and value and len(value) <= _MOST_LABELS:
         if all(type(one) is float for one in value):
             value = torch.tensor(value)
@@ -305,7 +292,7 @@ def _labels_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
     found = {}
     for name, value in held.items():
         is_labels = not (isinstance(value, torch.Tensor) and value.is_floating_point())
-        if is_labels and 1 < size <= _MOST_LABELS and (rows := labels_in(value, size)) is not None:
+        if is_labels and 1 < size <= _MOST_LABELS and (rows := program_numbers.labels_in(value, size)) is not None:
             found[name] = tuple(rows.tolist())
     return found
 
@@ -322,7 +309,7 @@ def _shown_in(value: Any) -> list[ShownNumber]:
     """The numbers in what is printed."""
     if isinstance(value, str):
         return [ShownNumber(text) for text in _DECIMAL.findall(value[:_LONGEST])]
-    numbers = [number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW)]
+    numbers = [program_numbers.number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW)]
     shown = [number for number in numbers if number is not None and number != int(number)]
     return [ShownNumber(text if len(text := repr(one)) <= _ROUNDED else "", (one,)) for one in shown]
 
@@ -338,7 +325,7 @@ def _like(text: str, held: Iterable[float]) -> tuple[float, ...]:
 def _conditions() -> list[float]:
     """The numbers in the conditions of the `if`s in which the program is now."""
     found: list[float] = []
-    for frame in itertools.islice(program_frames(), 3):
+    for frame in itertools.islice(program_numbers.program_frames(), 3):
         variables = {**frame.f_globals, **variables_of(frame)}
         for test in _tests_around(frame.f_code.co_filename, frame.f_lineno):
             for node in ast.walk(test):
@@ -350,16 +337,16 @@ def _conditions() -> list[float]:
 def _value_of(node: ast.expr, variables: Mapping[str, Any]) -> float | None:
     """The number that a name or an attribute of an object is, as it is held."""
     if isinstance(node, ast.Name):
-        return number_of(variables.get(node.id))
+        return program_numbers.number_of(variables.get(node.id))
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return number_of((getattr(variables.get(node.value.id), "__dict__", None) or {}).get(node.attr))
+        return program_numbers.number_of((getattr(variables.get(node.value.id), "__dict__", None) or {}).get(node.attr))
     return None
 
 
 def _lines_after() -> dict[str, Location]:
     """By function of the program, the line that follows the loop in which it is now."""
     found: dict[str, Location] = {}
-    for frame in program_frames():
+    for frame in program_numbers.program_frames():
         code = frame.f_code
         line = _line_after(code.co_filename, frame.f_lineno)
         if line and code.co_name not in found:

@@ -28,23 +28,15 @@ _DEPTH = 3  # of objects in objects
 
 @dataclass(slots=True)
 class Snapshot:
-    """A call of the wrapped module: references to its arguments, not copies, and the state of random generators.
+    """A call of the wrapped module: references to its arguments, not copies, and the state of random generators."""
 
-    Attributes:
-        arguments: Positional ones.
-        named: The others.
-        forward: The function that a framework had put in the place of the module's `forward`, if one had.
-        random: The state of torch's generator, and of Python's and numpy's where `thorough`.
-        autocast: Device type and dtype of the autocasts that were on.
-        used: The positions, among the tensors that forward returned, of those that take part in the loss; `None` where
-            that is not known.
-    """
-
-    arguments: tuple[Any, ...]
-    named: Mapping[str, Any]
-    forward: Any
-    random: dict[str, Any]
-    autocast: tuple[tuple[str, torch.dtype], ...]
+    arguments: tuple[Any, ...]  # positional ones
+    named: Mapping[str, Any]  # the others
+    forward: Any  # the function that a framework had put in the place of the module's `forward`, if one had
+    random: dict[str, Any]  # the state of torch's generator, and of Python's and numpy's where `thorough`
+    autocast: tuple[tuple[str, torch.dtype], ...]  # device type and dtype of the autocasts that were on
+    # the positions, among the tensors that forward returned, of those that take part in the loss; `None` where that is
+    # not known
     used: tuple[int, ...] | None = None
 
     @classmethod

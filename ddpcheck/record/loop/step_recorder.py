@@ -46,52 +46,32 @@ _MOST_PARTS = 8  # of a gradient that is reduced onto as many ranks, of each of 
 
 @dataclass(frozen=True, slots=True)
 class RecorderOptions:
-    """What is recorded of which steps.
+    """What is recorded of which steps."""
 
-    Attributes:
-        parameters: Whether missing, zero and unregistered ones are looked for.
-        normalisation: Whether the weights of targets in the loss are measured.
-        compares: Whether the replicas are compared after a step, by its number.
-        keeps: Whether the rank's own gradients of a step are kept, by its number.
-        keep: What is kept of one.
-        completes: Gives zeros to DDP where it waits for gradients that do not come.
-        settles_at_end: Judges what an option allows for by all steps, and not before.
-        parameters_later: Whether what parameters are in a step is left to the door to take.
-        shards: Whether the values of shards are captured with those of a replica.
-        hooks_shards: Whether forward passes of a sharded module are noticed by hooks; else the door tells of them.
-        bypassed: How the wrapper is, where gradients come to its parameters without it.
-    """
-
-    parameters: bool
-    normalisation: bool
-    compares: Callable[[int], bool]
-    keeps: Callable[[int], bool]
-    keep: Callable[[torch.Tensor], Any] = torch.Tensor.clone
-    completes: bool = True
-    settles_at_end: bool = False
-    parameters_later: bool = False
-    shards: bool = False
+    parameters: bool  # whether missing, zero and unregistered ones are looked for
+    normalisation: bool  # whether the weights of targets in the loss are measured
+    compares: Callable[[int], bool]  # whether the replicas are compared after a step, by its number
+    keeps: Callable[[int], bool]  # whether the rank's own gradients of a step are kept, by its number
+    keep: Callable[[torch.Tensor], Any] = torch.Tensor.clone  # what is kept of one
+    completes: bool = True  # gives zeros to DDP where it waits for gradients that do not come
+    settles_at_end: bool = False  # judges what an option allows for by all steps, and not before
+    parameters_later: bool = False  # whether what parameters are in a step is left to the door to take
+    shards: bool = False  # whether the values of shards are captured with those of a replica
+    # whether forward passes of a sharded module are noticed by hooks; else the door tells of them
     hooks_shards: bool = True
+    # how the wrapper is, where gradients come to its parameters without it
     bypassed: Callable[[], LoopEvent] = lambda: LoopEvent("forward inside")
 
 
 @dataclass(frozen=True, slots=True)
 class EndedStep:
-    """A step whose gradients are averaged.
+    """A step whose gradients are averaged."""
 
-    Attributes:
-        number: Counted from 0.
-        probe: Of it, where there was one.
-        snapshot: Of its last forward pass, where that can be run again.
-        compares: Whether it is one after which the replicas are compared.
-        reports: Whether it is one after which the ranks report, whatever was found.
-    """
-
-    number: int
-    probe: StepProbe | None
-    snapshot: Snapshot | None
-    compares: bool
-    reports: bool
+    number: int  # counted from 0
+    probe: StepProbe | None  # of it, where there was one
+    snapshot: Snapshot | None  # of its last forward pass, where that can be run again
+    compares: bool  # whether it is one after which the replicas are compared
+    reports: bool  # whether it is one after which the ranks report, whatever was found
 
 
 class Door(Protocol):

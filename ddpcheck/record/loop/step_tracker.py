@@ -94,22 +94,18 @@ class _Step:
 
     A step goes from its first forward pass, which makes it `ready`, over one or more backward passes to `_finish`,
     which is the only place where one step hands over to the next.
-
-    Attributes:
-        ready: Whether a forward pass has returned after which DDP averages; a backward pass without one is unpaired.
-        unused: The parameters that have had no part in its backward passes so far; none before the first forward pass.
-        still_expected: Those of them that a later backward pass may bring.
-        late: Those that it may bring, as the graph is kept, and too late for others that it brings once more.
-        roots: By forward pass, the nodes of the tensors that it returned.
-        snapshot: Of the last forward pass; `None` where it cannot be run again.
     """
 
+    # whether a forward pass has returned after which DDP averages; a backward pass without one is unpaired
     ready: bool = False
+    # the parameters that have had no part in its backward passes so far; none before the first forward pass
     unused: Set[int] = NONE
-    still_expected: Set[int] = NONE
+    still_expected: Set[int] = NONE  # those of them that a later backward pass may bring
+    # those that it may bring, as the graph is kept, and too late for others that it brings once more
     late: Set[int] = NONE
+    # by forward pass, the nodes of the tensors that it returned
     roots: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=_FORWARDS_KEPT))
-    snapshot: Snapshot | None = None
+    snapshot: Snapshot | None = None  # of the last forward pass; `None` where it cannot be run again
 
 
 class StepTracker:

@@ -47,15 +47,10 @@ _WORLD_SIZE = "world_size"  # the keyword of torch's init_process_group, and hal
 
 @dataclass(frozen=True, slots=True)
 class LossSource:
-    """The lines of a loss.
+    """The lines of a loss."""
 
-    Attributes:
-        made: That computes it, or reduces it to one number.
-        scaled: That multiplies or divides it by the world size; `None` where none does.
-    """
-
-    made: Location | None = None
-    scaled: Location | None = None
+    made: Location | None = None  # that computes it, or reduces it to one number
+    scaled: Location | None = None  # that multiplies or divides it by the world size; `None` where none does
 
 
 @dataclass(slots=True)

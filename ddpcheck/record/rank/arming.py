@@ -32,8 +32,7 @@ _REPLACED = (*_COLLECTIVES, "destroy_process_group")
 replacements: dict[str, Callable[..., Any]] = {}
 """What is called in the place of a collective of torch, by its name; empty until this process is watched."""
 
-stand_ins: list[Callable[..., Any]] = []
-"""The functions that stand in the place of torch's collectives."""
+stand_ins: list[Callable[..., Any]] = []  # the functions that stand in the place of torch's collectives
 
 
 def wait_for_process_group() -> None:

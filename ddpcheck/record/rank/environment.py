@@ -21,15 +21,10 @@ _ON_PATH = str(Path(__file__).parent / "on_path")
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How the ranks of a script are watched.
+    """How the ranks of a script are watched."""
 
-    Attributes:
-        folder: Where each rank leaves its log.
-        every: Synchronised backward passes from one comparison of the ranks to the next; 0 for never.
-    """
-
-    folder: str
-    every: int = 10
+    folder: str  # where each rank leaves its log
+    every: int = 10  # synchronised backward passes from one comparison of the ranks to the next; 0 for never
 
 
 def environment_for(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:

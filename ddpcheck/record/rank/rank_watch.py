@@ -30,15 +30,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import exception_location, lines_of_program, pass_over_packages, whole_traceback
 from ddpcheck.findings.tracebacks import original_of, passes_on
-from ddpcheck.gather.collectives.collective_log import (
-    COLLECTIVES,
-    logged,
-    name_of_group,
-    record_calls,
-    record_given,
-    record_overwritten,
-    replace_functions,
-)
+from ddpcheck.gather.collectives import collective_log
 from ddpcheck.gather.ddp.ddp_wrapper import group_of
 from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, accompanied, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
@@ -166,10 +158,10 @@ class _WatchedRank:
             lambda module, built, at: self._watch(module, began_alike=False, built=built, at=at), writes.sharded
         )
         for recorder in (evaluations, targets, gathers, losses, self._statistics):
-            record_given(guarded(recorder.note_collective))
+            collective_log.record_given(guarded(recorder.note_collective))
         self._sums = SumRecorder(log.add)
-        record_given(guarded(self._sums.note_given))
-        record_overwritten(guarded(self._overwritten))
+        collective_log.record_given(guarded(self._sums.note_given))
+        collective_log.record_overwritten(guarded(self._overwritten))
         patched(_DDP, "__init__", self._constructed)
         if reducer := vars(dist).get("Reducer"):  # private to torch; without it such a pass is not known
             patched(reducer, "prepare_for_backward", self._prepares)
@@ -199,11 +191,11 @@ class _WatchedRank:
                 watch.expects(reducer, outputs)
 
     def _record_calls(self, replacements: dict[str, Callable[..., Any]]) -> None:
-        record_calls(lambda call: self._log.add_call(_while_handling(call)), self._log.turn)
+        collective_log.record_calls(lambda call: self._log.add_call(_while_handling(call)), self._log.turn)
         self._record_waits()
         for name, function in vars(dist.distributed_c10d).items():
-            if name in COLLECTIVES and (original := getattr(function, "__wrapped__", None)) is not None:
-                replacements[name] = logged(name, getattr(original, "__wrapped__", original))
+            if name in collective_log.COLLECTIVES and (original := getattr(function, "__wrapped__", None)) is not None:
+                replacements[name] = collective_log.logged(name, getattr(original, "__wrapped__", original))
         if (stand_in := getattr(dist.destroy_process_group, "__wrapped__", None)) is not None:
             replacements["destroy_process_group"] = accompanied(stand_in, self._destroying)
 
@@ -229,7 +221,9 @@ class _WatchedRank:
             yield from waits()
 
         PeerRecorder(self._log.wait_for)
-        replace_functions(("recv", "irecv", "recv_object_list"), lambda _, original: accompanied(original, receives))
+        collective_log.replace_functions(
+            ("recv", "irecv", "recv_object_list"), lambda _, original: accompanied(original, receives)
+        )
         store: Any = vars(dist.distributed_c10d)["Store"]
         with contextlib.suppress(AttributeError, TypeError):  # a class made in C++
             for name in ("wait", "get"):
@@ -275,7 +269,7 @@ class _WatchedRank:
             return None
         try:
             note, where = self._lines.note_changes, lambda: self._loaders.position
-            self._of_group[group := name_of_group(group_of(wrapper) or dist.group.WORLD)] += 1
+            self._of_group[group := collective_log.name_of_group(group_of(wrapper) or dist.group.WORLD)] += 1
             of_group = self._of_group[group]  # the same one on all its ranks, which construct it together
             watch = ScriptWatch(
                 wrapper,

@@ -65,8 +65,7 @@ class ShardRecorder:
         self._built: dict[int, tuple[Callable[[], Any], int, int]] = {}  # a shard, the whole of it, and itself
         self._assigned: list[_Assigned] = []
         self._modules: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # in the place of others
-        hook = UnpickledHook(self._registers)
-        registration.register_module_parameter_registration_hook(hook)
+        registration.register_module_parameter_registration_hook(UnpickledHook(self._registers))
         registration.register_module_module_registration_hook(UnpickledHook(self._registers_module))
         when_imported((_HOME,), self._follow)
         when_imported((_PARAMETER,), self._follow_values)

@@ -13,8 +13,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import group_of, is_ddp, joins
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, place_of_backward
 from ddpcheck.stream.rank_log import RankLog
 
-WITH_BUCKETS = "with the order of buckets"
-"""Of a forward pass of DDP's, beside its broadcast of buffers."""
+WITH_BUCKETS = "with the order of buckets"  # of a forward pass of DDP's, beside its broadcast of buffers
 
 
 class WrapperCollectives:

@@ -79,8 +79,7 @@ def resolved(scope: Scope, node: ast.expr) -> Any:
     return UNKNOWN
 
 
-Place = tuple[int, int]
-"""A line, and a column in it: several statements may stand in a line."""
+Place = tuple[int, int]  # a line, and a column in it: several statements may stand in a line
 
 Binding = tuple[Place, "int | ast.AugAssign | None", ast.expr]
 """A place, which part of the value is assigned there or what is done in place, and the value."""

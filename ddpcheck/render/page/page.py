@@ -159,12 +159,7 @@ def _templates() -> Environment:
         finalize=lambda value: value if isinstance(value, Markup) else visible(str(value)),
     )
     made.filters.update(
-        counted=counted,
-        fitted=fitted,
-        ranks=format_ranks,
-        sentence=capitalized,
-        short=shortened,
-        steps=format_steps,
+        counted=counted, fitted=fitted, ranks=format_ranks, sentence=capitalized, short=shortened, steps=format_steps
     )
     made.globals.update(say=parts, css=Markup((folder / "page.css").read_text("utf-8")))
     made.globals["ui"] = made.get_template("parts.html").module

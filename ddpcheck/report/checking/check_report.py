@@ -129,23 +129,14 @@ def _why_stopped(state: CheckState, name: str, kept: Sequence[Finding]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Comparisons of gradients with one reference, counted.
+    """Comparisons of gradients with one reference, counted."""
 
-    Attributes:
-        held: Within a tolerance that tells something.
-        differ: Beyond their tolerance.
-        zero: Of zeros with zeros.
-        untold: Within a tolerance so large that they tell nothing.
-        steps: In which any was made.
-        farthest: The largest relative error.
-    """
-
-    held: int = 0
-    differ: int = 0
-    zero: int = 0
-    untold: int = 0
-    steps: tuple[int, ...] = ()
-    farthest: float = 0.0
+    held: int = 0  # within a tolerance that tells something
+    differ: int = 0  # beyond their tolerance
+    zero: int = 0  # of zeros with zeros
+    untold: int = 0  # within a tolerance so large that they tell nothing
+    steps: tuple[int, ...] = ()  # in which any was made
+    farthest: float = 0.0  # the largest relative error
 
     @classmethod
     def of(cls, entries: Iterable[ParityEntry]) -> Tally:
@@ -187,8 +178,7 @@ class Tally:
         return f"{self.differ} of {counted(self.held + self.differ, 'gradient')} in {self._when(of_steps)} {verb}"
 
     def _when(self, of_steps: int) -> str:
-        whole = len(self.steps) == of_steps
-        return counted(of_steps, "step") if whole else format_steps(self.steps)
+        return counted(of_steps, "step") if len(self.steps) == of_steps else format_steps(self.steps)
 
 
 def _kind(entry: ParityEntry) -> str:

@@ -36,15 +36,9 @@ from ddpcheck.judge.replicas.descriptions import (
 from ddpcheck.judge.replicas.hand_split import parts_in_recipe
 from ddpcheck.judge.replicas.model_parts import how_split, judge_shards
 from ddpcheck.report import calls
+from ddpcheck.report.checking import judging
 from ddpcheck.report.checking.check_state import CheckState, bug_error
 from ddpcheck.report.checking.check_worlds import CheckStopped, CheckWorlds
-from ddpcheck.report.checking.judging import (
-    ddp_step_is_wrong,
-    decide_on_ddp,
-    judge,
-    judge_wrapper_failure,
-    withhold_if_noisy,
-)
 
 _UNLIKE_REDUCTIONS = "the ranks would not make the same reductions"
 
@@ -71,7 +65,7 @@ class CheckRun(CheckWorlds):
                 self.state.take_single_process(self.reference)
             if self.state.single.hang and self.state.log.error is None:
                 self.state.log.error = ReportError(self.state.single.hang, EXIT_HANG)
-            judge(self.state, self._locate_module())
+            judging.judge(self.state, self._locate_module())
         self.state.log.seconds["total"] = time.perf_counter() - begun
         return self.state
 
@@ -202,7 +196,7 @@ class CheckRun(CheckWorlds):
             if doubtful and not self.state.repeats.differ:
                 what = f"whether step {step} gives the same gradients again"
                 repeated = self._explained(what, RepeatedStep(), calls.repeated_step.repeat_step, step)
-                withhold_if_noisy(self.state, step, repeated)
+                judging.withhold_if_noisy(self.state, step, repeated)
         if self.state.steps.ddp_skipped:  # change the weights here, after all that puts the step's first state back
             with self._phase("parameters", f"{words}: the optimizer"):
                 self._all(calls.local_step.local_update, step)
@@ -250,7 +244,7 @@ class CheckRun(CheckWorlds):
 
     def _train(self, step: int, words: str) -> bool:
         """Go through the wrapper, where that is possible; returns whether it needs a second look."""
-        decide_on_ddp(self.state, step)
+        judging.decide_on_ddp(self.state, step)
         if self.state.steps.ddp_skipped:
             return False
         doubtful = self._run_ddp(step, words)
@@ -364,11 +358,11 @@ class CheckRun(CheckWorlds):
                 done = self._all(calls.ddp_step.ddp_step, step)
                 trouble = {why for item in done if isinstance(item, ShardedStep) and (why := why_not_updated(item))}
                 self.state.log.notes += [f"parameters after a step are not compared: {one}" for one in sorted(trouble)]
-                doubtful = ddp_step_is_wrong(self.state, done)
+                doubtful = judging.ddp_step_is_wrong(self.state, done)
                 self._check_in_step(when=self.state.wrapped[0].broadcasts_buffers)
                 return doubtful
         except RankError as error:
-            found = judge_wrapper_failure(self.state, error)
+            found = judging.judge_wrapper_failure(self.state, error)
             if not found or isinstance(error, HangError) or (error.first is not None and error.first.bug):
                 raise
             self.state.add(found)

@@ -29,7 +29,10 @@ from ddpcheck.findings.report import Finding, Report, ReportError
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.tracebacks import as_bug
 from ddpcheck.findings.wording import Names
+from ddpcheck.harness import RankHosts, Watch, World
 from ddpcheck.judge.judge_context import group_by_step
+from ddpcheck.report import calls
+from ddpcheck.worlds import preloading
 
 Item = TypeVar("Item")
 
@@ -54,6 +57,20 @@ class CheckOptions:
     baseline: Report | None = None
     launcher: str | None = None  # who has started the processes that the ranks belong to
 
+    def world(
+        self,
+        hosts: RankHosts | None = None,
+        watch: Watch | None = None,
+        *,
+        make: Callable[..., World] = World,
+        hash_seeds: bool = True,
+        **more: Any,
+    ) -> World:
+        """A world of ranks that train, which have imported what all of them need."""
+        preload = (*preloading.DDP, *calls.MODULES, *self.preload)
+        asked = {"backend": self.backend, "device": self.device, "timeout": self.timeout, "preload": preload, **more}
+        return make(self.world_size, **asked, hash_seeds=hash_seeds, watch=watch, hosts=hosts)
+
 
 def bug_error(error: Exception) -> ReportError:
     """The error of a report on what should not have been raised in this process."""
@@ -63,25 +80,16 @@ def bug_error(error: Exception) -> ReportError:
 
 @dataclass
 class CheckLog:
-    """How a check went.
+    """How a check went."""
 
-    Attributes:
-        notes: Sentences for the reader of the report.
-        seconds: Spent in each of the check's parts, which are the headings of the report.
-        part: The one under way.
-        error: The error that has ended the check.
-        rest_skipped: Why the phases after the one under way were not run.
-        bugs: Of ddpcheck, after which the check has gone on.
-        unjudged: The parts in which a judge has raised.
-    """
-
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # sentences for the reader of the report
+    # spent in each of the check's parts, which are the headings of the report
     seconds: dict[str, float] = field(default_factory=dict)
-    part: str = ""
-    error: ReportError | None = None
-    rest_skipped: str = ""
-    bugs: list[ReportError] = field(default_factory=list)
-    unjudged: set[str] = field(default_factory=set)
+    part: str = ""  # the one under way
+    error: ReportError | None = None  # the error that has ended the check
+    rest_skipped: str = ""  # why the phases after the one under way were not run
+    bugs: list[ReportError] = field(default_factory=list)  # of ddpcheck, after which the check has gone on
+    unjudged: set[str] = field(default_factory=set)  # the parts in which a judge has raised
 
     def add_bug(self, bug: ReportError) -> None:
         """Note a bug of ddpcheck that has kept something from being explained or compared; the rest goes on."""
@@ -125,36 +133,26 @@ class CheckLog:
 
 @dataclass
 class RankSteps:
-    """Evidence of the steps that the ranks have run, without the wrapper and through it.
+    """Evidence of the steps that the ranks have run, without the wrapper and through it."""
 
-    Attributes:
-        local: The last step without the wrapper, by rank; of ranks that compute one model, the first.
-        first_local: The first one.
-        parameters: How parameters took part, of every rank and step.
-        norms: By step, the norm of all gradients, of a rank or of the single process.
-        ddp: The steps through the wrapper, of every rank and step.
-        compiled: Those through the wrapper as the recipe compiles it.
-        ddp_skipped: Why no step goes through the wrapper any more.
-        ranks_differ: Whether the parameters have come to differ between ranks; from then on no single process can
-            stand for all of them.
-        parts_draw: Whether gradients differ where parts draw other random numbers than the whole, which shows nothing.
-        optimizer_averages: Whether the hook leaves each rank its own gradients, and the optimizer equal parameters.
-        nonzero_when_perturbed: Parameters with zero gradients that are not zero once every parameter is moved a little.
-        zero_ends: Where gradients become zero, by parameter.
-    """
-
+    # the last step without the wrapper, by rank; of ranks that compute one model, the first
     local: Sequence[LocalStep] = ()
-    first_local: Sequence[LocalStep] = ()
-    parameters: list[StepEvidence] = field(default_factory=list)
+    first_local: Sequence[LocalStep] = ()  # the first one
+    parameters: list[StepEvidence] = field(default_factory=list)  # how parameters took part, of every rank and step
+    # by step, the norm of all gradients, of a rank or of the single process
     norms: dict[int, float] = field(default_factory=dict)
-    ddp: list[DdpStepEvidence] = field(default_factory=list)
-    compiled: list[CompiledStep] = field(default_factory=list)
-    ddp_skipped: str = ""
+    ddp: list[DdpStepEvidence] = field(default_factory=list)  # the steps through the wrapper, of every rank and step
+    compiled: list[CompiledStep] = field(default_factory=list)  # those through the wrapper as the recipe compiles it
+    ddp_skipped: str = ""  # why no step goes through the wrapper any more
+    # whether the parameters have come to differ between ranks; from then on no single process can stand for all of them
     ranks_differ: bool = False
+    # whether gradients differ where parts draw other random numbers than the whole, which shows nothing
     parts_draw: bool = False
+    # whether the hook leaves each rank its own gradients, and the optimizer equal parameters
     optimizer_averages: bool = False
+    # parameters with zero gradients that are not zero once every parameter is moved a little
     nonzero_when_perturbed: frozenset[str] = frozenset()
-    zero_ends: Mapping[str, PathEnd] = field(default_factory=dict)
+    zero_ends: Mapping[str, PathEnd] = field(default_factory=dict)  # where gradients become zero, by parameter
 
     def add_local(self, local: Sequence[LocalStep], of_models: Sequence[LocalStep]) -> None:
         """Add a step without the wrapper, of every rank, and of one of each model."""
@@ -187,50 +185,31 @@ class RankSteps:
 
 @dataclass
 class SingleComparison:
-    """The comparison of the ranks' averaged gradients with a single process on the global batch.
+    """The comparison of the ranks' averaged gradients with a single process on the global batch."""
 
-    Attributes:
-        skipped: Why there is no single process to compare with.
-        hang: The same, where that is a hang.
-        incomparable: Why a difference from it shows nothing.
-        backwards: Backward passes that it makes in a step.
-        constants: Whether constants stand for random numbers in some step.
-        differences: By step, from its gradients.
-        analysis: Of the shards, in the step that differs and was looked at.
-        analysed: That step, by rank; empty where none was looked at.
-        choices: By step, the operations that chose among many at random.
-        draws: By rank, the random numbers drawn for samples, where the ranks may have drawn the same.
-        program_data: By rank, plain values that the program holds, as text, by name.
-        changed_data: Names of those that the steps have changed.
-    """
-
-    skipped: str = ""
-    hang: str = ""
-    incomparable: str = ""
-    backwards: int = 1
-    constants: bool = False
-    differences: dict[int, tuple[Difference, ...]] = field(default_factory=dict)
-    analysis: ShardAnalysis | None = None
-    analysed: Sequence[LocalStep] = ()
+    skipped: str = ""  # why there is no single process to compare with
+    hang: str = ""  # the same, where that is a hang
+    incomparable: str = ""  # why a difference from it shows nothing
+    backwards: int = 1  # backward passes that it makes in a step
+    constants: bool = False  # whether constants stand for random numbers in some step
+    differences: dict[int, tuple[Difference, ...]] = field(default_factory=dict)  # by step, from its gradients
+    analysis: ShardAnalysis | None = None  # of the shards, in the step that differs and was looked at
+    analysed: Sequence[LocalStep] = ()  # that step, by rank; empty where none was looked at
+    # by step, the operations that chose among many at random
     choices: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    # by rank, the random numbers drawn for samples, where the ranks may have drawn the same
     draws: Sequence[Sequence[SharedDraw]] = ()
-    program_data: Sequence[Mapping[str, str]] = ()
-    changed_data: frozenset[str] = frozenset()
+    program_data: Sequence[Mapping[str, str]] = ()  # by rank, plain values that the program holds, as text, by name
+    changed_data: frozenset[str] = frozenset()  # names of those that the steps have changed
 
 
 @dataclass
 class Repeats:
-    """How far a step is from itself, run again on the same rank.
+    """How far a step is from itself, run again on the same rank."""
 
-    Attributes:
-        by_rank: Of the first step that was run again.
-        noise: The largest relative error so far, by parameter.
-        differ: Whether it is no rounding, so that verdicts on gradients are withheld.
-    """
-
-    by_rank: Sequence[RepeatedStep] = ()
-    noise: dict[str, float] = field(default_factory=dict)
-    differ: bool = False
+    by_rank: Sequence[RepeatedStep] = ()  # of the first step that was run again
+    noise: dict[str, float] = field(default_factory=dict)  # the largest relative error so far, by parameter
+    differ: bool = False  # whether it is no rounding, so that verdicts on gradients are withheld
 
     def add(self, by_rank: Sequence[RepeatedStep]) -> None:
         """Add a step that was run again."""
@@ -249,34 +228,22 @@ class Repeats:
 
 @dataclass
 class CheckState:
-    """Evidence and findings of one check, gathered phase by phase; complete or not, it makes a report.
+    """Evidence and findings of one check, gathered phase by phase; complete or not, it makes a report."""
 
-    Attributes:
-        asked: The options of the check.
-        log: How it went.
-        wrapped: The modules after wrapping, by rank.
-        names: How to speak of parameters.
-        steps: Evidence of the ranks' steps.
-        single: The comparison with the single process.
-        repeats: The comparison of a step with itself.
-        found: All findings so far, each with the part of the check that has made it.
-        findings: The causes among them, once all has been judged.
-        told: Each of those found with its part, and the one of `findings` that tells it.
-        modules: Those of rank 0's model.
-        timelines: The last collectives of the ranks, where they have failed or parted.
-    """
-
-    asked: CheckOptions
-    log: CheckLog = field(default_factory=CheckLog)
-    wrapped: Sequence[WrappedModule] = ()
-    names: Names = field(default_factory=Names)
-    steps: RankSteps = field(default_factory=RankSteps)
-    single: SingleComparison = field(default_factory=SingleComparison)
-    repeats: Repeats = field(default_factory=Repeats)
+    asked: CheckOptions  # the options of the check
+    log: CheckLog = field(default_factory=CheckLog)  # how it went
+    wrapped: Sequence[WrappedModule] = ()  # the modules after wrapping, by rank
+    names: Names = field(default_factory=Names)  # how to speak of parameters
+    steps: RankSteps = field(default_factory=RankSteps)  # evidence of the ranks' steps
+    single: SingleComparison = field(default_factory=SingleComparison)  # the comparison with the single process
+    repeats: Repeats = field(default_factory=Repeats)  # the comparison of a step with itself
+    # all findings so far, each with the part of the check that has made it
     found: list[tuple[str, Finding]] = field(default_factory=list)
-    findings: Sequence[Finding] = ()
+    findings: Sequence[Finding] = ()  # the causes among them, once all has been judged
+    # each of those found with its part, and the one of `findings` that tells it
     told: Sequence[tuple[str, Finding, Finding]] = ()
-    modules: tuple[ModuleEntry, ...] = ()
+    modules: tuple[ModuleEntry, ...] = ()  # those of rank 0's model
+    # the last collectives of the ranks, where they have failed or parted
     timelines: tuple[CollectiveTimeline, ...] = ()
 
     @property

@@ -8,16 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
-from ddpcheck.findings.errors import (
-    EXIT_HANG,
-    EXIT_TARGET,
-    EXIT_USAGE,
-    DdpcheckError,
-    HangError,
-    RankError,
-    TargetError,
-    UsageError,
-)
+from ddpcheck.findings import errors
 from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.evidence.steps import Call, NoExplanation
 from ddpcheck.findings.replace import replace
@@ -32,14 +23,12 @@ from ddpcheck.judge.endings.timelines import timelines_of_failure
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.checking.judging import judge_wrapper_failure
-from ddpcheck.worlds import preloading
 from ddpcheck.worlds import rank as this_rank
 
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
 
-QUIET = 2.0
-"""Seconds of a phase in which nothing is said of its ranks."""
+QUIET = 2.0  # seconds of a phase in which nothing is said of its ranks
 
 _NO_GROUP = ("process group", "init_process_group", "not been initialized")
 
@@ -140,17 +129,10 @@ class CheckWorlds:
             self._worlds = stack
 
     def _make_world(self, world_size: int, *, group: bool) -> World:
-        return self.make_world(
-            world_size,
-            backend=self.asked.backend if group else "gloo",
-            device=self.asked.device,
-            timeout=self.asked.timeout,
-            process_group=group,
-            preload=(*preloading.DDP, *calls.MODULES, *self.asked.preload),
-            hash_seeds=group,
-            watch=self._watch() if group else None,
-            hosts=self.hosts if group else None,
-        )
+        if group:
+            return self.asked.world(self.hosts, self._watch(), make=self.make_world)
+        alone = replace(self.asked, world_size=world_size, backend="gloo")
+        return alone.world(process_group=False, hash_seeds=False, make=self.make_world)
 
     def _watch(self) -> Callable[[World, frozenset[int], frozenset[int]], str | None]:
         """Called while ranks are at work: shows for which it waits, and looks whether any of them will never come."""
@@ -180,7 +162,7 @@ class CheckWorlds:
         """As `_all`, for a phase that only explains: a failure on a rank is noted, and `otherwise` returned."""
         try:
             results = self.world.run(partial(calls.try_call, phase, *args, **kwargs))
-        except RankError as error:
+        except errors.RankError as error:
             if not [r for r in error.results.values() if self.state.log.add_unexplained(what, r)]:
                 raise
             self._skip_rest(f"the ranks could not go on after this had failed: {what}")
@@ -196,17 +178,17 @@ class CheckWorlds:
         """The result of the single process, or None when it cannot be had; then the reason is noted."""
         try:
             return pending.result()[0]
-        except RankError as error:
+        except errors.RankError as error:
             first = error.first
-            if first is not None and isinstance(first.exception, UsageError):
+            if first is not None and isinstance(first.exception, errors.UsageError):
                 raise
             said = str(first.message if first else error).removeprefix("rank 0 ")
             skipped = f"the single process {said}"
             if first is not None and first.bug:
-                self.state.log.add_bug(ReportError(first.bug, EXIT_USAGE, error.detail))
+                self.state.log.add_bug(ReportError(first.bug, errors.EXIT_USAGE, error.detail))
             elif first is not None and "silenced" in first.place:
                 skipped = f"not comparable with random numbers silenced: {skipped}"
-            elif isinstance(error, HangError):
+            elif isinstance(error, errors.HangError):
                 skipped = self.state.single.hang = f"the single process hung: {error}"
             elif not self._alone_in_group and any(words in said for words in _NO_GROUP):
                 retried: Result | None = self._retry_in_group()
@@ -238,23 +220,25 @@ class CheckWorlds:
         with self.state.log.in_part(name):
             try:
                 yield
-            except TargetError as error:
-                self.state.log.error = ReportError(str(error), EXIT_TARGET, error.detail)
+            except errors.TargetError as error:
+                self.state.log.error = ReportError(str(error), errors.EXIT_TARGET, error.detail)
                 raise CheckStopped from error
 
     def _skip_rest(self, reason: str) -> NoReturn:
         self.state.log.rest_skipped = reason
         raise CheckStopped
 
-    def _fail(self, error: RankError) -> None:
+    def _fail(self, error: errors.RankError) -> None:
         """A world failed: keep the root cause, and why the rest was not checked."""
         first = error.first
-        if first is not None and isinstance(first.exception, UsageError):
+        if first is not None and isinstance(first.exception, errors.UsageError):
             raise first.exception
-        if first is not None and type(first.exception) is DdpcheckError:  # what a phase of ours returned cannot be sent
+        if (
+            first is not None and type(first.exception) is errors.DdpcheckError
+        ):  # what a phase of ours returned cannot be sent
             first = replace(first, bug=str(as_bug(first.exception, first.place)))
         if first is not None and first.bug:
-            self.state.log.error = ReportError(f"rank {first.rank}: {first.bug}", EXIT_USAGE, error.detail)
+            self.state.log.error = ReportError(f"rank {first.rank}: {first.bug}", errors.EXIT_USAGE, error.detail)
             return
         if empty := judge_empty_shards(error.failures, self.asked.world_size):
             self.state.add(empty)
@@ -263,17 +247,19 @@ class CheckWorlds:
         self.state.timelines = timelines_of_failure(error.failures, self._logs(), error.results)
         found = judge_wrapper_failure(self.state, error)
         found = found or judge_failure(error.failures, self._logs(), self.asked.world_size, error.results)
-        if first is not None and isinstance(first.exception, DdpcheckError):
+        if first is not None and isinstance(first.exception, errors.DdpcheckError):
             everywhere = len({f.rank for f in error.failures if f.kind == "raised"}) == self.asked.world_size
             self.state.add([] if everywhere else found)
             where = "" if everywhere else f"rank {first.rank}: "
             printed = f"what rank {first.rank} printed, its last lines:\n{first.output}" if first.output.strip() else ""
             detail = "\n".join(filter(None, (first.exception.detail, printed)))
-            self.state.log.error = ReportError(f"{where}{first.exception}", EXIT_TARGET, detail)
+            self.state.log.error = ReportError(f"{where}{first.exception}", errors.EXIT_TARGET, detail)
         else:
             self.state.add(found)
-            stuck = isinstance(error, HangError) or any(finding.code == "DDP403" for finding in found)
-            self.state.log.error = ReportError(str(error), EXIT_HANG if stuck else EXIT_TARGET, error.detail)
+            stuck = isinstance(error, errors.HangError) or any(finding.code == "DDP403" for finding in found)
+            self.state.log.error = ReportError(
+                str(error), errors.EXIT_HANG if stuck else errors.EXIT_TARGET, error.detail
+            )
 
     def _add(self, found: Sequence[Finding]) -> None:
         """Keep findings, with the lines that made their first subjects."""
@@ -293,6 +279,6 @@ class CheckWorlds:
         module = (self.state.single.analysis.coupling.module if self.state.single.analysis else None) or ""
         if not module or self.world.failed or self.world.closed:
             return {}
-        with contextlib.suppress(CheckStopped, RankError):
+        with contextlib.suppress(CheckStopped, errors.RankError):
             return self._lines_of([module])[0]
         return {}

@@ -39,8 +39,7 @@ def decide_on_ddp(state: CheckState, step: int) -> None:
     stops = {f.code for f in found if f.severity is Severity.ERROR and RULES[f.code].stops_ddp}
     if stops - ({"DDP103", "DDP503"} if state.wrapper.tolerates_unused else set()):
         would = "the ranks' reductions differ" if state.wrapper.sharded else "DDP raise or hang"
-        skipped = f"not run from step {step} on: the finding on parameters would make {would}"
-        state.steps.ddp_skipped = skipped
+        state.steps.ddp_skipped = f"not run from step {step} on: the finding on parameters would make {would}"
 
 
 def ddp_step_is_wrong(state: CheckState, evidence: Sequence[DdpStepEvidence]) -> bool:

@@ -15,17 +15,11 @@ from ddpcheck.recipe.target import find_file, is_path, split_target
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One argument of forward.
+    """One argument of forward."""
 
-    Attributes:
-        name: Of forward's parameter.
-        shape: Of one sample.
-        high: Whole numbers below this one; None for normal random numbers.
-    """
-
-    name: str
-    shape: tuple[int, ...] = ()
-    high: int | None = None
+    name: str  # of forward's parameter
+    shape: tuple[int, ...] = ()  # of one sample
+    high: int | None = None  # whole numbers below this one; None for normal random numbers
 
     @property
     def code(self) -> str:
@@ -43,19 +37,12 @@ Output = Literal["tensor", "scalar", "sequence", "mapping"]
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Inputs that forward accepts, and what it made of them.
+    """Inputs that forward accepts, and what it made of them."""
 
-    Attributes:
-        inputs: Where none is accepted, the arguments of forward, of which only the names are known.
-        output: None where nothing that was tried works.
-        tried: How many inputs were tried in vain.
-        error: What forward said of the first.
-    """
-
-    inputs: tuple[Input, ...]
-    output: Output | None
-    tried: int = 0
-    error: str = ""
+    inputs: tuple[Input, ...]  # where none is accepted, the arguments of forward, of which only the names are known
+    output: Output | None  # None where nothing that was tried works
+    tried: int = 0  # how many inputs were tried in vain
+    error: str = ""  # what forward said of the first
 
 
 _RECIPE = '''\

@@ -21,24 +21,17 @@ NodeKind = Literal["input", "module", "loss", "stop"]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One thing to draw.
+    """One thing to draw."""
 
-    Attributes:
-        key: Its identity within the picture.
-        kind: `module` is what a module itself computes (one part of it, where calls of other modules lie between),
-            `stop` the place where a path ends.
-        name: Of the loss, or of many modules taken together; empty for a module, which is known by its path.
-        module: Path of the module in which it stands: "" is the model, `None` what the loss function does outside it.
-        operations: What a module itself calls, with how often.
-        end: Why a path ends here, for a stop.
-    """
-
-    key: str
+    key: str  # its identity within the picture
+    # `module` is what a module itself computes (one part of it, where calls of other modules lie between), `stop` the
+    # place where a path ends
     kind: NodeKind
-    name: str = ""
+    name: str = ""  # of the loss, or of many modules taken together; empty for a module, which is known by its path
+    # path of the module in which it stands: "" is the model, `None` what the loss function does outside it
     module: str | None = None
-    operations: Counter[str] = field(default_factory=Counter)
-    end: PathEnd | None = None
+    operations: Counter[str] = field(default_factory=Counter)  # what a module itself calls, with how often
+    end: PathEnd | None = None  # why a path ends here, for a stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,39 +54,25 @@ class ModuleFact:
 
 @dataclass(frozen=True, slots=True)
 class ParameterFact:
-    """A parameter, or a tensor that is trained without being one.
+    """A parameter, or a tensor that is trained without being one."""
 
-    Attributes:
-        names: All of its names, the first as DDP has it.
-        shape: Its shape.
-        read_by: Keys of the nodes that read it on rank 0.
-        ends_at: Key of the stop at which its path ends, empty where there is none.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # all of its names, the first as DDP has it
     shape: tuple[int, ...]
-    read_by: tuple[str, ...] = ()
-    ends_at: str = ""
+    read_by: tuple[str, ...] = ()  # keys of the nodes that read it on rank 0
+    ends_at: str = ""  # key of the stop at which its path ends, empty where there is none
 
 
 @dataclass(frozen=True, slots=True)
 class GraphView:
-    """The graph of rank 0's loss in the first step.
+    """The graph of rank 0's loss in the first step."""
 
-    Attributes:
-        nodes: In order of execution.
-        edges: Between their keys.
-        modules: By path, in order of registration.
-        parameters: By first name.
-        stands_for: The paths that a module of the picture stands for, where it is one of several alike.
-        shown_as: The module of the picture that a module is shown as, where that is not itself.
-    """
-
-    nodes: tuple[Node, ...]
-    edges: tuple[Edge, ...]
-    modules: Mapping[str, ModuleFact]
-    parameters: Mapping[str, ParameterFact]
+    nodes: tuple[Node, ...]  # in order of execution
+    edges: tuple[Edge, ...]  # between their keys
+    modules: Mapping[str, ModuleFact]  # by path, in order of registration
+    parameters: Mapping[str, ParameterFact]  # by first name
+    # the paths that a module of the picture stands for, where it is one of several alike
     stands_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # the module of the picture that a module is shown as, where that is not itself
     shown_as: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -125,11 +104,9 @@ def module_of(name: str) -> str:
     return ".".join(path_parts(name)[:-1])
 
 
-FOLD_FROM = 24
-"""Nodes up to which nothing is folded: such a picture is read as it is."""
+FOLD_FROM = 24  # nodes up to which nothing is folded: such a picture is read as it is
 
-MOST_NODES = 80
-"""Nodes up to which modules are shown with what is inside them."""
+MOST_NODES = 80  # nodes up to which modules are shown with what is inside them
 
 _MOST_AT_ALL = 160
 _LONGEST_PERIOD = 8

@@ -32,17 +32,11 @@ INPUT = "batch"
 
 @dataclass(slots=True)
 class _Made:
-    """The origin of a tensor.
+    """The origin of a tensor."""
 
-    Attributes:
-        by: The node that made it.
-        stop: The stop that lies behind it, if one does.
-        off: Whether it was made from what requires grad while autograd was off.
-    """
-
-    by: str
-    stop: str = ""
-    off: bool = False
+    by: str  # the node that made it
+    stop: str = ""  # the stop that lies behind it, if one does
+    off: bool = False  # whether it was made from what requires grad while autograd was off
 
 
 @dataclass(slots=True)

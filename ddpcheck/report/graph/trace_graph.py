@@ -6,16 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ddpcheck.findings.errors import (
-    EXIT_HANG,
-    EXIT_TARGET,
-    EXIT_USAGE,
-    BugError,
-    DdpcheckError,
-    HangError,
-    RankError,
-    TargetError,
-)
+from ddpcheck.findings import errors
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.wording import format_ranks, format_steps
 from ddpcheck.harness import RankHosts, World
@@ -51,10 +42,13 @@ def trace_graph(
         UsageError: An argument is wrong.
     """
     report = check(target, hosts=hosts, **options)
-    bug = report.error is not None and report.error.exit_code == EXIT_USAGE
+    bug = report.error is not None and report.error.exit_code == errors.EXIT_USAGE
     if report.error is not None and not (bug and all(check.status != "error" for check in report.checks)):
-        kinds: Mapping[int, type[DdpcheckError]] = {EXIT_TARGET: TargetError, EXIT_HANG: HangError}
-        raise kinds.get(report.error.exit_code, BugError)(report.error.message, detail=report.error.detail)
+        kinds: Mapping[int, type[errors.DdpcheckError]] = {
+            errors.EXIT_TARGET: errors.TargetError,
+            errors.EXIT_HANG: errors.HangError,
+        }
+        raise kinds.get(report.error.exit_code, errors.BugError)(report.error.message, detail=report.error.detail)
     if options.get("progress"):
         options["progress"]("following the tensors")
     lazy = any(finding.code == "DDP110" for finding in report.findings)
@@ -65,7 +59,7 @@ def trace_graph(
             prepare = partial(calls.graph_phases.prepare, target, report.world["seed"])
             world.run(partial(prepare, wrapped=wrapped and not lazy, materialise=lazy))
             picture = world.run(calls.graph_phases.trace)[0]
-    except RankError as error:
+    except errors.RankError as error:
         error.raise_cause()
         raise
     assert picture is not None, "rank 0 makes one"

@@ -193,27 +193,18 @@ _AS_ANOTHER = {"reduce_scatter": "all_reduce", "reduce_scatter_tensor": "all_red
 
 @dataclass(frozen=True, slots=True)
 class RanksSeen:
-    """What is known of the ranks of a job.
+    """What is known of the ranks of a job."""
 
-    Attributes:
-        dumps: What the recorder of each held, of those that have one.
-        at_work: Those that may still come to what others wait in.
-        doing: What ranks do, in words that come after the rank's name, where more than the dump tells it.
-        lines: Of the program at which each stands, innermost first, where they are known.
-        over: Ranks whose program has run to its end.
-        missing: Why others have no dump, by rank.
-        source: What a dump is here, in words.
-        is_live: Whether the job was there when it was asked.
-    """
-
-    dumps: Mapping[int, RankDump]
-    at_work: frozenset[int] = frozenset()
+    dumps: Mapping[int, RankDump]  # what the recorder of each held, of those that have one
+    at_work: frozenset[int] = frozenset()  # those that may still come to what others wait in
+    # what ranks do, in words that come after the rank's name, where more than the dump tells it
     doing: Mapping[int, str] = field(default_factory=dict)
+    # of the program at which each stands, innermost first, where they are known
     lines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    over: frozenset[int] = frozenset()
-    missing: Mapping[int, str] = field(default_factory=dict)
-    source: str = "dump"
-    is_live: bool = False
+    over: frozenset[int] = frozenset()  # ranks whose program has run to its end
+    missing: Mapping[int, str] = field(default_factory=dict)  # why others have no dump, by rank
+    source: str = "dump"  # what a dump is here, in words
+    is_live: bool = False  # whether the job was there when it was asked
 
 
 def look_at_ranks(server: DebugServer) -> RanksSeen:

@@ -49,67 +49,41 @@ CALL_KEY = "ddpcheck"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A collective, or a send or receive, that a rank has entered.
+    """A collective, or a send or receive, that a rank has entered."""
 
-    Attributes:
-        group: Name of the process group.
-        number: That the group gave to it; of a send or receive, that among those.
-        call: In words; its members are not known yet.
-        ended: Whether it is known to have ended.
-        between_two: Whether it is a send or a receive, which pairs up with one other rank, or the end of several.
-    """
-
-    group: str
-    number: int
-    call: Call
-    ended: bool
+    group: str  # name of the process group
+    number: int  # that the group gave to it; of a send or receive, that among those
+    call: Call  # in words; its members are not known yet
+    ended: bool  # whether it is known to have ended
+    # whether it is a send or a receive, which pairs up with one other rank, or the end of several
     between_two: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RankDump:
-    """What the recorder of one rank held.
+    """What the recorder of one rank held."""
 
-    Attributes:
-        entries: In the order in which they were entered.
-        groups: The ranks of each process group, as far as the dump names them.
-        wrapped: Whether earlier entries are lost.
-        world_size: As far as the sizes of what was gathered tell; else 0.
-        has_stacks: Whether any entry has the line of its call.
-        gloo: Whether all of it is gloo's.
-        active_only: Whether entries that have ended are left out.
-    """
-
-    entries: Sequence[Entry]
+    entries: Sequence[Entry]  # in the order in which they were entered
+    # the ranks of each process group, as far as the dump names them
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    wrapped: bool = False
-    world_size: int = 0
-    has_stacks: bool = False
-    gloo: bool = False
-    active_only: bool = False
+    wrapped: bool = False  # whether earlier entries are lost
+    world_size: int = 0  # as far as the sizes of what was gathered tell; else 0
+    has_stacks: bool = False  # whether any entry has the line of its call
+    gloo: bool = False  # whether all of it is gloo's
+    active_only: bool = False  # whether entries that have ended are left out
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLogs:
-    """The collectives of one process group, lined up.
+    """The collectives of one process group, lined up."""
 
-    Attributes:
-        name: Of the group.
-        members: As far as they are known.
-        are_known: Whether the dumps name them.
-        first: The number of the first call in the logs, from 0.
-        logs: By rank, empty for those without a dump.
-        ended: Whether each of these calls has ended.
-        behind: Ranks that are in a call from before the first, which others have ended.
-    """
-
-    name: str
-    members: tuple[int, ...]
-    are_known: bool
-    first: int
-    logs: Sequence[Sequence[Call]]
-    ended: Sequence[Sequence[bool]]
-    behind: frozenset[int] = frozenset()
+    name: str  # of the group
+    members: tuple[int, ...]  # as far as they are known
+    are_known: bool  # whether the dumps name them
+    first: int  # the number of the first call in the logs, from 0
+    logs: Sequence[Sequence[Call]]  # by rank, empty for those without a dump
+    ended: Sequence[Sequence[bool]]  # whether each of these calls has ended
+    behind: frozenset[int] = frozenset()  # ranks that are in a call from before the first, which others have ended
 
 
 def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:

@@ -20,26 +20,14 @@ from ddpcheck.judge.endings.branch_endings import lines_of
 from ddpcheck.judge.endings.collective_order import judge_partings
 from ddpcheck.judge.endings.stories import judge_endings
 from ddpcheck.judge.endings.timelines import timelines
+from ddpcheck.report.hang import flight_recorder
 from ddpcheck.report.hang.debug_server import DebugServer, RanksSeen, look_at_ranks, said_of_missing
-from ddpcheck.report.hang.flight_recorder import (
-    DEFAULT_GROUP,
-    Entry,
-    GroupLogs,
-    RankDump,
-    line_up,
-    read_dumps,
-    world_size_of,
-)
 
 _MOST_TIMELINES = 8  # of process groups
 
 
 def report_on_hang(
-    source: str,
-    *,
-    select: Sequence[str] = (),
-    ignore: Sequence[str] = (),
-    suppress: Sequence[Suppression] = (),
+    source: str, *, select: Sequence[str] = (), ignore: Sequence[str] = (), suppress: Sequence[Suppression] = ()
 ) -> Report:
     """The report on the dumps in a folder, one a rank, or on a job whose debug server listens at `http://HOST:PORT`.
 
@@ -51,16 +39,16 @@ def report_on_hang(
     """
     with _without_collector():
         is_live = source.startswith(("http://", "https://"))
-        seen = look_at_ranks(DebugServer(source)) if is_live else RanksSeen(read_dumps(Path(source)))
+        seen = look_at_ranks(DebugServer(source)) if is_live else RanksSeen(flight_recorder.read_dumps(Path(source)))
     dumps = seen.dumps
-    groups = list(line_up(dumps))
+    groups = list(flight_recorder.line_up(dumps))
     at_end = {rank: _wait(dump) for rank, dump in dumps.items()} | dict(seen.doing)
     findings = [finding for group in groups for finding in _judge(group, at_end, seen)]
     chosen = sort_out(findings, source, select=select, ignore=ignore, suppress=suppress)
     report = Report(
         target=source,
         tool={"name": "ddpcheck", "version": __version__},
-        world={"world_size": world_size_of(dumps)},
+        world={"world_size": flight_recorder.world_size_of(dumps)},
         checks=(_ranks(seen), _collectives(seen, groups, findings, chosen.kept), _call_sites(seen)),
         error=_error(seen, findings),
         timelines=tuple(one for group in groups for one in _timelines(group, at_end, seen))[:_MOST_TIMELINES],
@@ -80,7 +68,7 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _judge(group: GroupLogs, at_end: Mapping[int, str], seen: RanksSeen) -> list[Finding]:
+def _judge(group: flight_recorder.GroupLogs, at_end: Mapping[int, str], seen: RanksSeen) -> list[Finding]:
     """DDP403 where the ranks of a group part; DDP402 where one waits alone in a group whose ranks are not known."""
     here = set(at_end)
     waits = [f"rank {rank}: {said}" for rank, said in at_end.items()]
@@ -104,11 +92,11 @@ def _judge(group: GroupLogs, at_end: Mapping[int, str], seen: RanksSeen) -> list
         waits = []  # is in the story
     missing = sorted(set(group.members) - here)
     unknown = [f"{format_ranks(missing)}: no {seen.source}"] if missing else []
-    which = [f"process group {group.name}"] if group.name != DEFAULT_GROUP else []
+    which = [f"process group {group.name}"] if group.name != flight_recorder.DEFAULT_GROUP else []
     return [replace(one, evidence=(*which, *one.evidence, *waits, *unknown)) for one in found]
 
 
-def _story(group: GroupLogs, at_end: Mapping[int, str], seen: RanksSeen) -> list[Finding]:
+def _story(group: flight_recorder.GroupLogs, at_end: Mapping[int, str], seen: RanksSeen) -> list[Finding]:
     """What one rank of the group did and the others did not; by the program, too, where its files are here."""
     members = sorted(set(group.members) & set(at_end))
     ranks = [
@@ -128,7 +116,7 @@ def _story(group: GroupLogs, at_end: Mapping[int, str], seen: RanksSeen) -> list
     return judge_endings(ranks, blocks_of_lines(lines))
 
 
-def _coming(group: GroupLogs, seen: RanksSeen) -> set[int]:
+def _coming(group: flight_recorder.GroupLogs, seen: RanksSeen) -> set[int]:
     """The ranks that may still come to what the others have called.
 
     A dump is of one moment, and that of another rank of another: what has ended, others have come to or will.
@@ -140,12 +128,14 @@ def _coming(group: GroupLogs, seen: RanksSeen) -> set[int]:
     }
 
 
-def _timelines(group: GroupLogs, at_end: Mapping[int, str], seen: RanksSeen) -> tuple[CollectiveTimeline, ...]:
+def _timelines(
+    group: flight_recorder.GroupLogs, at_end: Mapping[int, str], seen: RanksSeen
+) -> tuple[CollectiveTimeline, ...]:
     open_ones = {(group.name, rank) for rank, ended in enumerate(group.ended) if ended and not ended[-1]}
     return timelines(group.logs, open_ones, at_end, _coming(group, seen), {group.name: group.first})
 
 
-def _wait(dump: RankDump) -> str:
+def _wait(dump: flight_recorder.RankDump) -> str:
     """What a rank waits for, by its dump."""
     open_ones = [entry for entry in dump.entries if not entry.ended]
     if open_ones:
@@ -156,12 +146,12 @@ def _wait(dump: RankDump) -> str:
     return f"waits in no collective; its last one, {_described(dump.entries[-1])}, has ended"
 
 
-def _described(entry: Entry) -> str:
-    return f"{entry.call}{f' of process group {entry.group}' if entry.group != DEFAULT_GROUP else ''}"
+def _described(entry: flight_recorder.Entry) -> str:
+    return f"{entry.call}{f' of process group {entry.group}' if entry.group != flight_recorder.DEFAULT_GROUP else ''}"
 
 
 def _ranks(seen: RanksSeen) -> CheckResult:
-    size = world_size_of(seen.dumps)
+    size = flight_recorder.world_size_of(seen.dumps)
     missing = sorted(set(range(size)) - set(seen.dumps))
     if missing:
         absent = (
@@ -184,7 +174,7 @@ def _error(seen: RanksSeen, findings: Sequence[Finding]) -> ReportError | None:
 
 
 def _collectives(
-    seen: RanksSeen, groups: Sequence[GroupLogs], findings: Sequence[Finding], kept: Sequence[Finding]
+    seen: RanksSeen, groups: Sequence[flight_recorder.GroupLogs], findings: Sequence[Finding], kept: Sequence[Finding]
 ) -> CheckResult:
     if findings:
         worst = min(findings, key=Finding.sort_key)

@@ -19,7 +19,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import ReportError, Severity
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.wording import counted
-from ddpcheck.harness import RankHosts, World
+from ddpcheck.harness import RankHosts
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import decided
 from ddpcheck.report.checking.check_report import report_of
@@ -36,7 +36,6 @@ from ddpcheck.report.matrix.option_sets import (
     further_option_sets,
 )
 from ddpcheck.report.matrix.variant_rows import variant_rows
-from ddpcheck.worlds import preloading
 
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
@@ -316,15 +315,7 @@ class _MatrixRun:
 
     def _measure(self, baseline: MatrixRow, row: MatrixRow) -> StepTime:
         asked = self.asked
-        with World(
-            asked.world_size,
-            backend=asked.backend,
-            device=asked.device,
-            timeout=asked.timeout,
-            preload=(*preloading.DDP, *calls.MODULES, *asked.preload),
-            hash_seeds=True,
-            hosts=self.hosts,
-        ) as world:
+        with asked.world(self.hosts) as world:
 
             def pairs(count: int, *, expected: float = 0.0) -> list[tuple[float, float]]:
                 """Seconds under baseline and row on the slowest rank, pair by pair."""

@@ -33,16 +33,8 @@ from ddpcheck.gather.state.external_state import Restore, put_back
 from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.gather.state.module_state import ModuleState, capture_state
 from ddpcheck.gather.state.randomness import seed_everything
+from ddpcheck.gather.steps import training_step
 from ddpcheck.gather.steps.gradient_distance import difference, norm, scales, tolerances
-from ddpcheck.gather.steps.training_step import (
-    clear_gradients,
-    compute_gradients,
-    compute_loss,
-    gradients_of,
-    make_batch,
-    run_backward,
-    run_optimizer,
-)
 from ddpcheck.recipe.pytree import batch_size, copied, shard_batch, to_device, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
 from ddpcheck.report.matrix.matrix import BACKEND, MICRO_BATCHES, VariantFacts, VariantStep
@@ -163,7 +155,7 @@ def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[Dd
         timed.append((state.training_model, capture_state(state.module)))
     batches = []
     for step in range(steps):
-        batch = make_batch(recipe, step, seed=seed, world_size=state.world_size)
+        batch = training_step.make_batch(recipe, step, seed=seed, world_size=state.world_size)
         batches.append(to_device(state.shard_of(batch), state.device))
     external = state.training_model.external_state.capture()
 
@@ -177,11 +169,11 @@ def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[Dd
         if state.world_size > 1:
             dist.barrier(group=state.group)
         begun = time.perf_counter()
-        run_optimizer(model.optimizer, "zero_grad")
+        training_step.run_optimizer(model.optimizer, "zero_grad")
         result = call_loss(recipe, model.wrapped, batch, step)
         losses = [part.reshape(()) for part in tree_tensors(result) if part.requires_grad]
-        run_backward(functools.reduce(torch.add, losses))
-        run_optimizer(model.optimizer, "step")
+        training_step.run_backward(functools.reduce(torch.add, losses))
+        training_step.run_optimizer(model.optimizer, "step")
         _synchronize(state)
         return time.perf_counter() - begun
 
@@ -232,7 +224,7 @@ def prepare(target: Recipe | str, seed: int, options: DdpOptions | None) -> Vari
     model, reference = state.training_model, state.reference.module
     for handle in model.counters:
         handle.remove()
-    batch = make_batch(state.recipe, _STEP, seed=seed, world_size=state.world_size)
+    batch = training_step.make_batch(state.recipe, _STEP, seed=seed, world_size=state.world_size)
     batch = to_device(state.shard_of(batch), state.device)
     one = _Prepared(batch, capture_state(state.module), model.external_state.capture(), {}, [], {})
     this_rank.state["variants"] = one
@@ -274,17 +266,17 @@ def _through_wrapper(parts: Sequence[Any], *, synced: bool) -> tuple[_Gradients,
     model, wrapper, seed = state.training_model, state.training_model.wrapper, state.seed_of(_STEP)
     one.before.restore(state.module)
     put_back(one.external)
-    clear_gradients(state.module)
+    training_step.clear_gradients(state.module)
     drew = False
     for number, part in enumerate(parts, 1):
         put_off = not synced and number < len(parts)
         with wrapper.no_sync() if put_off else contextlib.nullcontext():  # type: ignore[operator]
-            loss = compute_loss(
+            loss = training_step.compute_loss(
                 state.recipe, model.wrapped, part, step=_STEP, seed=seed, place=f"micro-batch {number}, "
             )
             drew |= "torch" in loss.drew
-            run_backward(loss.total / len(parts))
-    return {name: gradient.clone() for name, gradient in gradients_of(model.trainable).items()}, drew
+            training_step.run_backward(loss.total / len(parts))
+    return {name: gradient.clone() for name, gradient in training_step.gradients_of(model.trainable).items()}, drew
 
 
 def _split(one: _Prepared, reference: nn.Module) -> tuple[str, tuple[Difference, ...]]:
@@ -304,7 +296,7 @@ def _split(one: _Prepared, reference: nn.Module) -> tuple[str, tuple[Difference,
         one.before.restore(reference)
         put_back(one.external)
         try:
-            gradients, loss = compute_gradients(
+            gradients, loss = training_step.compute_gradients(
                 state.recipe, reference, batch, step=_STEP, seed=state.seed_of(_STEP), place="by itself, "
             )
         except Exception as error:

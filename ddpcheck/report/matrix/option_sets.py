@@ -35,15 +35,11 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class DdpOptions:
-    """One combination of options.
+    """One combination of options."""
 
-    Attributes:
-        arguments: Of `DistributedDataParallel`, among `VARIED`; those that are not here have torch's defaults.
-        hook: A communication hook of torch that is registered on top, by name; empty for none.
-    """
-
+    # of `DistributedDataParallel`, among `VARIED`; those that are not here have torch's defaults
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    hook: str = ""
+    hook: str = ""  # a communication hook of torch that is registered on top, by name; empty for none
 
     def __str__(self) -> str:
         words = [f"{name}={value!r}" for name, value in self.arguments.items()]
@@ -61,58 +57,37 @@ STATIC_GRAPH = DdpOptions({"static_graph": True})
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts of a model that decide which options can make a difference.
+    """Facts of a model that decide which options can make a difference."""
 
-    Attributes:
-        known: Those of `VARIED` that the installed torch has.
-        own: What the recipe gives to `DistributedDataParallel`, among `VARIED`; None where it makes none, or several.
-        own_hook: The communication hook that the recipe registers; empty for none.
-        gradient_bytes: Size of all gradients together.
-        bits: Of the widest gradient's real or imaginary part.
-        buffers: How many tensors there are that DDP could broadcast.
-        nccl: Whether the process group is one of nccl.
-        buffers_differ: Whether the ranks build them with different values.
-        shards: Whether `fully_shard` can stand in the place of the wrapper.
-        absent: By (step, rank), whether some parameter took no part in the loss there, and which.
-    """
-
-    known: tuple[str, ...] = VARIED
+    known: tuple[str, ...] = VARIED  # those of `VARIED` that the installed torch has
+    # what the recipe gives to `DistributedDataParallel`, among `VARIED`; None where it makes none, or several
     own: Mapping[str, Any] | None = field(default_factory=dict)
-    own_hook: str = ""
-    gradient_bytes: int = 0
-    bits: int = 32
-    buffers: int = 0
-    nccl: bool = False
-    buffers_differ: bool = False
-    shards: bool = False
+    own_hook: str = ""  # the communication hook that the recipe registers; empty for none
+    gradient_bytes: int = 0  # size of all gradients together
+    bits: int = 32  # of the widest gradient's real or imaginary part
+    buffers: int = 0  # how many tensors there are that DDP could broadcast
+    nccl: bool = False  # whether the process group is one of nccl
+    buffers_differ: bool = False  # whether the ranks build them with different values
+    shards: bool = False  # whether `fully_shard` can stand in the place of the wrapper
+    # by (step, rank), whether some parameter took no part in the loss there, and which
     absent: Mapping[tuple[int, int], frozenset[str]] = field(default_factory=dict)
 
 
 class WrappedRow(SplitModule, frozen=True):
-    """Evidence from one rank after wrapping with the options of a row.
+    """Evidence from one rank after wrapping with the options of a row."""
 
-    Attributes:
-        model: What this rank knows of the model.
-        set_by_wrap: What the recipe's `wrap` sets after the constructor, in spite of the options.
-    """
-
-    model: ModelFacts = msgspec.field(default_factory=ModelFacts)
+    model: ModelFacts = msgspec.field(default_factory=ModelFacts)  # what this rank knows of the model
+    # what the recipe's `wrap` sets after the constructor, in spite of the options
     set_by_wrap: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class OptionSet:
-    """Options that are tried, or why they are not.
+    """Options that are tried, or why they are not."""
 
-    Attributes:
-        options: The combination.
-        skip_reason: Why it cannot make a difference; empty where it can.
-        unsafe_reason: Why the model must not be run under it, since DDP may hang; empty where it may be.
-    """
-
-    options: DdpOptions
-    skip_reason: str = ""
-    unsafe_reason: str = ""
+    options: DdpOptions  # the combination
+    skip_reason: str = ""  # why it cannot make a difference; empty where it can
+    unsafe_reason: str = ""  # why the model must not be run under it, since DDP may hang; empty where it may be
 
 
 def first_option_sets(facts: ModelFacts) -> list[DdpOptions]:

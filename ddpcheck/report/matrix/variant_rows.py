@@ -12,28 +12,17 @@ from ddpcheck.findings.errors import RankError, TargetError
 from ddpcheck.harness import RankHosts, World
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckOptions
-from ddpcheck.report.matrix.matrix import (
-    COMPILED,
-    SYNCED,
-    UNSYNCED,
-    MatrixRow,
-    VariantFacts,
-    VariantStep,
-    judged_parts,
-    judged_step,
-    skipped,
-)
+from ddpcheck.report.matrix import matrix
 from ddpcheck.report.matrix.option_sets import DEFAULTS, DdpOptions
-from ddpcheck.worlds import preloading
 
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
 
 _LONGEST_COMPILATION = 60.0  # seconds; a world itself waits much longer for it
-_STEPS: dict[str, Callable[[], VariantStep]] = {
-    UNSYNCED: partial(calls.matrix_phases.accumulated_step, False),
-    SYNCED: partial(calls.matrix_phases.accumulated_step, True),
-    COMPILED: partial(calls.matrix_phases.compiled_step),
+_STEPS: dict[str, Callable[[], matrix.VariantStep]] = {
+    matrix.UNSYNCED: partial(calls.matrix_phases.accumulated_step, False),
+    matrix.SYNCED: partial(calls.matrix_phases.accumulated_step, True),
+    matrix.COMPILED: partial(calls.matrix_phases.compiled_step),
 }
 
 
@@ -48,25 +37,15 @@ class _Ranks:
         self._prepare = partial(calls.matrix_phases.prepare, target, asked.seed, options)
         self._world: World | None = None
         self._until = 0.0
-        self.facts: list[VariantFacts] = []
+        self.facts: list[matrix.VariantFacts] = []
 
     def prepare(self) -> None:
         """Start the ranks, where none are there."""
         if self._world is None:
-            asked = self._asked
-            self._world = World(
-                asked.world_size,
-                backend=asked.backend,
-                device=asked.device,
-                timeout=asked.timeout,
-                preload=(*preloading.DDP, *calls.MODULES, *asked.preload),
-                hash_seeds=True,
-                watch=self._look,
-                hosts=self._hosts,
-            )
+            self._world = self._asked.world(self._hosts, self._look)
             self.facts = self._world.run(self._prepare)
 
-    def run(self, step: Callable[[], VariantStep], *, patience: float = 0.0) -> list[VariantStep]:
+    def run(self, step: Callable[[], matrix.VariantStep], *, patience: float = 0.0) -> list[matrix.VariantStep]:
         """Have all ranks make a step; `patience` seconds at most, where it is given."""
         assert self._world is not None
         self._until = time.monotonic() + patience if patience else 0.0
@@ -93,7 +72,7 @@ def variant_rows(
     known: DdpOptions,
     progress: Callable[[str], None],
     hosts: RankHosts | None,
-) -> Iterator[MatrixRow]:
+) -> Iterator[matrix.MatrixRow]:
     """A row for each of the ways.
 
     Args:
@@ -108,16 +87,16 @@ def variant_rows(
         for title, step in _STEPS.items():
             label = title if known == DEFAULTS else f"{known}, {title}"
             progress(label)
-            row = partial(MatrixRow, known.arguments, hook=known.hook, label=label)
+            row = partial(matrix.MatrixRow, known.arguments, hook=known.hook, label=label)
             try:
                 ranks.prepare()
-                why = skipped(ranks.facts, title)
-                wrong = None if why or title == COMPILED else judged_parts(ranks.facts, known, label)
+                why = matrix.skipped(ranks.facts, title)
+                wrong = None if why or title == matrix.COMPILED else matrix.judged_parts(ranks.facts, known, label)
                 if why or wrong is not None:
                     yield wrong or row("skipped", reason=why)
                     continue
-                done = ranks.run(step, patience=_LONGEST_COMPILATION if title == COMPILED else 0.0)
-                yield judged_step(done, known, label)
+                done = ranks.run(step, patience=_LONGEST_COMPILATION if title == matrix.COMPILED else 0.0)
+                yield matrix.judged_step(done, known, label)
             except (RankError, TargetError) as error:
                 late = f"to compile it takes more than {_LONGEST_COMPILATION:g} s"
                 yield row("skipped", reason=late) if ranks.are_late else row("stops", reason=str(error))

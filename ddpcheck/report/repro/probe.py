@@ -20,25 +20,15 @@ from ddpcheck.worlds import rank as this_rank
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """Facts of a target that a script is made from.
+    """Facts of a target that a script is made from."""
 
-    Attributes:
-        file: Where it is.
-        module: The name of its module.
-        package: That its module is in; empty for a file.
-        attribute: Of the module; empty where the module is the recipe.
-        given: What the recipe has, by the names of its attributes.
-        forward_draws: Whether the forward pass draws from torch's generators, so that no two runs share the numbers.
-        loaded: Name and file of every module that was imported on the way.
-    """
-
-    file: str
-    module: str
-    package: str
-    attribute: str
-    given: tuple[str, ...]
-    forward_draws: bool
-    loaded: tuple[tuple[str, str], ...]
+    file: str  # where it is
+    module: str  # the name of its module
+    package: str  # that its module is in; empty for a file
+    attribute: str  # of the module; empty where the module is the recipe
+    given: tuple[str, ...]  # what the recipe has, by the names of its attributes
+    forward_draws: bool  # whether the forward pass draws from torch's generators, so that no two runs share the numbers
+    loaded: tuple[tuple[str, str], ...]  # name and file of every module that was imported on the way
 
 
 def look(target: str, seed: int, run: str) -> TargetInfo:

@@ -25,24 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """One way to show a fault.
+    """One way to show a fault."""
 
-    Attributes:
-        codes: Of the rules that it shows.
-        name: Of the function in `demonstrations/`.
-        expect: What each rank says where the fault shows.
-        facts: The function there that tells what is compared; empty for most.
-        steps: "first" for those up to the first that shows the fault, "next" for one more, "all" of the report's, or
-            "named" for none where the finding names no step.
-        timeout: Seconds after which a collective gives up.
-    """
-
-    codes: str
-    name: str
-    expect: str
-    facts: str = ""
+    codes: str  # of the rules that it shows
+    name: str  # of the function in `demonstrations/`
+    expect: str  # what each rank says where the fault shows
+    facts: str = ""  # the function there that tells what is compared; empty for most
+    # "first" for those up to the first that shows the fault, "next" for one more, "all" of the report's, or "named" for
+    # none where the finding names no step
     steps: str = "first"
-    timeout: int = 30
+    timeout: int = 30  # seconds after which a collective gives up
 
 
 _GRADIENTS = (

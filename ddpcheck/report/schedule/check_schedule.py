@@ -140,8 +140,7 @@ class _Simulation:
             # rank 0 alone at first: what it sends as a root is what the others get
             ranks = range(len(self.ranks), min(size, len(self.ranks) + at_once) if self.ranks else 1)
             self.ranks += self._on_ranks(
-                ranks,
-                lambda rank: partial(calls.schedule_phases.simulate, self.target, self.asked.seed, rank, there),
+                ranks, lambda rank: partial(calls.schedule_phases.simulate, self.target, self.asked.seed, rank, there)
             )
         names = [rank.schedule for rank in self.ranks]
         decoded = partial(msgspec.msgpack.decode, type=list[ScheduledCall])

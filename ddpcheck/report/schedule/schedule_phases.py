@@ -15,14 +15,7 @@ from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.phases.local_step import samples_of
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.training_mode import into_training
-from ddpcheck.gather.steps.training_step import (
-    compute_loss,
-    make_batch,
-    model_seed,
-    run_backward,
-    run_optimizer,
-    step_seed,
-)
+from ddpcheck.gather.steps import training_step
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.recipe.target import load_on_rank
 from ddpcheck.worlds import rank as this_rank
@@ -40,21 +33,23 @@ def simulate(target: str | Recipe, seed: int, rank: int, world: Simulated) -> Si
         recipe, device = load_on_rank(target), torch.device("cpu")
         settle_device(device)
         this_rank.set_status("building the model")
-        seed_everything(model_seed(seed))
+        seed_everything(training_step.model_seed(seed))
         module = recipe.build_model()
         into_training(module)
         this_rank.set_status("wrapping the model")
         wrapped = recipe.wrap_module(module, device)
         optimizer = recipe.build_optimizer(p for p in wrapped.parameters() if p.requires_grad)
         for step in range(world.steps):
-            batch = make_batch(recipe, step, seed=seed, world_size=world.shards)
+            batch = training_step.make_batch(recipe, step, seed=seed, world_size=world.shards)
             shard = recipe.local_batch(batch, rank % world.shards, world.shards)
-            run_optimizer(optimizer, "zero_grad")
-            loss = compute_loss(recipe, wrapped, shard, step=step, seed=step_seed(seed, step, rank))
+            training_step.run_optimizer(optimizer, "zero_grad")
+            loss = training_step.compute_loss(
+                recipe, wrapped, shard, step=step, seed=training_step.step_seed(seed, step, rank)
+            )
             this_rank.set_status(f"step {step}: backward")
-            run_backward(loss.total)
+            training_step.run_backward(loss.total)
             this_rank.set_status(f"step {step}: optimizer")
-            run_optimizer(optimizer, "step")
+            training_step.run_optimizer(optimizer, "step")
     answers.write()
     return SimulatedRank(rank, _written(calls, world.folder))
 
@@ -69,7 +64,7 @@ def count_shards(target: str | Recipe, seed: int, world_size: int) -> int:
     recipe = load_on_rank(target)
     if recipe.shard is not None:
         return world_size
-    size = samples_of(make_batch(recipe, 0, seed=seed, world_size=1))
+    size = samples_of(training_step.make_batch(recipe, 0, seed=seed, world_size=1))
     return world_size if size is None or size >= world_size else min(2, max(size, 1))
 
 

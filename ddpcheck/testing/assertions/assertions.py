@@ -22,18 +22,7 @@ from ddpcheck.findings.source_lines import user_location
 from ddpcheck.findings.tracebacks import BUG, as_bug, is_ours
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.gather.collectives.store_exchange import RanksTimedOutError, StoreExchange
-from ddpcheck.testing.assertions.messages import (
-    CompareOptions,
-    Mismatch,
-    RankValues,
-    anomalies_message,
-    differences,
-    first_error,
-    holds_nothing,
-    mismatch_message,
-    parity_failure_message,
-    usage_error,
-)
+from ddpcheck.testing.assertions import messages
 from ddpcheck.worlds import rank as this_rank
 
 if TYPE_CHECKING:
@@ -125,7 +114,7 @@ def assert_parity(
         preload=preload,
     )
     tolerance = None if rtol is None or atol is None else (rtol, atol)
-    if message := parity_failure_message(report, select=select, ignore=ignore, tolerance=tolerance):
+    if message := messages.parity_failure_message(report, select=select, ignore=ignore, tolerance=tolerance):
         raise FindingsError(_final(message, msg), detail=as_text(report))
     return report
 
@@ -178,7 +167,7 @@ def assert_same_on_all_ranks(
         HangError: A rank did not call this in time; names the ranks.
     """
     __tracebackhide__ = True
-    options = CompareOptions(rtol or 0.0, atol or 0.0, equal_nan, check_device, check_stride)
+    options = messages.CompareOptions(rtol or 0.0, atol or 0.0, equal_nan, check_device, check_stride)
     message = _difference_between_ranks(value, options, _tolerance_error(rtol, atol), group, name, timeout)
     if message:
         raise AssertionError(_final(message, msg))
@@ -231,8 +220,8 @@ def assert_no_anomalous_params(
     if len(ranks) > 1:
         with _exchange(what, group, "anomalous", timeout) as exchange:
             by_rank = _of_ranks(exchange, found)
-    _refuse(first_error({rank: error for rank, (_, error) in by_rank.items()}), what)
-    message = anomalies_message({rank: anomalies or [] for rank, (anomalies, _) in by_rank.items()})
+    _refuse(messages.first_error({rank: error for rank, (_, error) in by_rank.items()}), what)
+    message = messages.anomalies_message({rank: anomalies or [] for rank, (anomalies, _) in by_rank.items()})
     if message:
         raise AssertionError(_final(message, msg))
 
@@ -331,7 +320,12 @@ def _of_ranks(exchange: StoreExchange, own: Result) -> dict[int, Result]:
 
 
 def _difference_between_ranks(
-    value: Any, options: CompareOptions, error: str, group: dist.ProcessGroup | None, name: str, timeout: float | None
+    value: Any,
+    options: messages.CompareOptions,
+    error: str,
+    group: dist.ProcessGroup | None,
+    name: str,
+    timeout: float | None,
 ) -> str:
     """The message, the same on every rank; empty where all is the same."""
     __tracebackhide__ = True
@@ -343,12 +337,12 @@ def _difference_between_ranks(
     items, failure = _attempt("what was given", items_of, value)
     location = str(user_location() or "")
 
-    def values(canonical: bool = False) -> RankValues:
+    def values(canonical: bool = False) -> messages.RankValues:
         entries, unread = _attempt("what was given", entries_of, items or (), options, canonical=canonical)
-        return RankValues(options, entries or (), location, error or failure or unread)
+        return messages.RankValues(options, entries or (), location, error or failure or unread)
 
     mine = values()
-    found: list[Mismatch] = []
+    found: list[messages.Mismatch] = []
     by_rank, equal = {ranks[0]: mine}, True
     if len(ranks) == 1:
         _refuse(mine.error, what)
@@ -357,11 +351,11 @@ def _difference_between_ranks(
             digest = digest_of(replace(mine, location="")).encode()
             equal = len(set(exchange.all_gather("digest", digest))) == 1
             by_rank = dict.fromkeys(ranks, mine) if equal else _of_ranks(exchange, values(canonical=True))
-            _refuse(usage_error(by_rank), what)
-            found = measured(differences(by_rank), items or (), options, group, exchange)
-    if equal and holds_nothing(mine):
+            _refuse(messages.usage_error(by_rank), what)
+            found = measured(messages.differences(by_rank), items or (), options, group, exchange)
+    if equal and messages.holds_nothing(mine):
         return (
             f"{what} compared nothing: it was given no tensor, number or text, on any rank. Gradients are None before "
             "backward, and after zero_grad()."
         )
-    return mismatch_message(found, by_rank, name)
+    return messages.mismatch_message(found, by_rank, name)

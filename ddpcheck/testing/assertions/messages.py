@@ -19,11 +19,7 @@ from ddpcheck.findings.wording import capitalized, counted, format_ranks, group_
 # Gradients and their references
 
 _VERDICTS = {
-    "reducer": (
-        "local",
-        "DDP's gradients were not compared with the average of the ranks' own",
-        ("DDP301", "DDP302"),
-    ),
+    "reducer": ("local", "DDP's gradients were not compared with the average of the ranks' own", ("DDP301", "DDP302")),
     "parity": (
         "single-process",
         "the gradients were not compared with those of a single process",
@@ -232,21 +228,14 @@ class RankValues:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """One item that is not the same on all ranks.
+    """One item that is not the same on all ranks."""
 
-    Attributes:
-        path: Of the item.
-        entries: By rank; None where it holds nothing.
-        reference: The first rank that holds what most ranks hold.
-        odd: The ranks that hold something else; empty where all hold the same NaN.
-        distances: By rank, the greatest difference from the reference, and a text, which is empty where values are near
-            enough; nothing where it was not measured.
-    """
-
-    path: str
-    entries: Mapping[int, Entry | None]
-    reference: int
-    odd: tuple[int, ...]
+    path: str  # of the item
+    entries: Mapping[int, Entry | None]  # by rank; None where it holds nothing
+    reference: int  # the first rank that holds what most ranks hold
+    odd: tuple[int, ...]  # the ranks that hold something else; empty where all hold the same NaN
+    # by rank, the greatest difference from the reference, and a text, which is empty where values are near enough;
+    # nothing where it was not measured
     distances: Mapping[int, tuple[float, str]] = field(default_factory=dict)
 
     @property

@@ -88,33 +88,19 @@ def port_of(job: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LauncherEnv:
-    """The variables of a launcher, as values.
+    """The variables of a launcher, as values."""
 
-    Attributes:
-        launcher: Its name, for messages.
-        rank: Of this process.
-        world_size: How many processes it has started.
-        local_rank: Among those of this machine; `None` where it did not say.
-        local_world_size: How many of them are on this machine; `None` where it did not say.
-        job: What no other job on this machine has, and all ranks of this one do; empty where nothing tells.
-        address: Of the machine that rank 0 is on, empty where it is not known.
-        port: Which is free there, 0 where it is not known.
-        agent: Whether the launcher itself keeps a store at that address.
-        nodes: Of SLURM: the machines, as a compressed list of hosts, that of rank 0 first.
-        node: Of SLURM: the one of this process.
-    """
-
-    launcher: str
-    rank: int
-    world_size: int
-    local_rank: int | None
-    local_world_size: int | None
-    job: str
-    address: str
-    port: int
-    agent: bool = False
-    nodes: str = ""
-    node: str = ""
+    launcher: str  # its name, for messages
+    rank: int  # of this process
+    world_size: int  # how many processes it has started
+    local_rank: int | None  # among those of this machine; `None` where it did not say
+    local_world_size: int | None  # how many of them are on this machine; `None` where it did not say
+    job: str  # what no other job on this machine has, and all ranks of this one do; empty where nothing tells
+    address: str  # of the machine that rank 0 is on, empty where it is not known
+    port: int  # which is free there, 0 where it is not known
+    agent: bool = False  # whether the launcher itself keeps a store at that address
+    nodes: str = ""  # of SLURM: the machines, as a compressed list of hosts, that of rank 0 first
+    node: str = ""  # of SLURM: the one of this process
 
     @property
     def one_machine(self) -> bool:
@@ -162,8 +148,7 @@ _MPICH = _Names(
 _SLURM = _Names(
     "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), (), ("SLURM_JOB_ID", "SLURM_STEP_ID")
 )
-BY_HAND = "the environment"
-"""Stands for a launcher where somebody has set the variables."""
+BY_HAND = "the environment"  # stands for a launcher where somebody has set the variables
 _PLAIN = _Names(BY_HAND, "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ())
 
 

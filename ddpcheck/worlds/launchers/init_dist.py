@@ -262,21 +262,13 @@ def _visible_gpus(machine: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RankDevices:
-    """The machine and the GPUs of one rank.
+    """The machine and the GPUs of one rank."""
 
-    Attributes:
-        machine: That it is on.
-        local_rank: As its launcher says; `None` where it does not.
-        gpus: That it sees, in order: a name for each, which no other GPU has on any machine.
-        backend: That it has been asked for; empty where the choice is ours.
-        master: The IPv4 address by which it reaches the machine of rank 0; empty where that is not known.
-    """
-
-    machine: str
-    local_rank: int | None
-    gpus: tuple[str, ...]
-    backend: str = ""
-    master: str = ""
+    machine: str  # that it is on
+    local_rank: int | None  # as its launcher says; `None` where it does not
+    gpus: tuple[str, ...]  # that it sees, in order: a name for each, which no other GPU has on any machine
+    backend: str = ""  # that it has been asked for; empty where the choice is ours
+    master: str = ""  # the IPv4 address by which it reaches the machine of rank 0; empty where that is not known
 
 
 def local_ranks(seats: Sequence[RankDevices]) -> list[int]:

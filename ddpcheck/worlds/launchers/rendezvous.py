@@ -67,8 +67,7 @@ def _exit_code(pid: int) -> int | None:
     return None
 
 
-PATIENCE = 120.0
-"""Seconds that processes wait for each other, which a launcher starts at about the same time."""
+PATIENCE = 120.0  # seconds that processes wait for each other, which a launcher starts at about the same time
 _HANDSHAKE = 10.0  # seconds for one
 _ANSWER = 5.0  # from the leader; somebody else may listen at its port by now, and say nothing
 _HALF = 32  # characters of the token: the first half proves that one may join, the second that one may lead
@@ -79,25 +78,15 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USE
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message of a process to the leader.
+    """The first message of a process to the leader."""
 
-    Attributes:
-        launch: What its launcher said.
-        machine: The same for processes that see each other's ids, files and loopback interface.
-        pid: There.
-        temporary: The folder for scratch directories.
-        master: The address by which it has reached the machine of rank 0; empty for that itself.
-        context: What its rank takes over.
-        clock: `time.monotonic()` when this was sent.
-    """
-
-    launch: LauncherEnv
-    machine: str
-    pid: int
-    temporary: str
-    master: str
-    context: wire.ProcessContext
-    clock: float
+    launch: LauncherEnv  # what its launcher said
+    machine: str  # the same for processes that see each other's ids, files and loopback interface
+    pid: int  # there
+    temporary: str  # the folder for scratch directories
+    master: str  # the address by which it has reached the machine of rank 0; empty for that itself
+    context: wire.ProcessContext  # what its rank takes over
+    clock: float  # `time.monotonic()` when this was sent
 
     @classmethod
     def of(cls, launch: LauncherEnv, master: str = "") -> Hello:
@@ -108,17 +97,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The leader's answer to a process.
+    """The leader's answer to a process."""
 
-    Attributes:
-        shared: Whether it is on the leader's machine.
-        offset: What its clock has to be put forward by, in seconds, to be the leader's.
-        pid: Of the leader.
-    """
-
-    shared: bool
-    offset: float
-    pid: int
+    shared: bool  # whether it is on the leader's machine
+    offset: float  # what its clock has to be put forward by, in seconds, to be the leader's
+    pid: int  # of the leader
 
 
 def _machine() -> str:
@@ -139,8 +122,7 @@ def _file(launch: LauncherEnv) -> Path | None:
 # --- The leader's side -----------------------------------------------------------------------------------------------
 
 
-Joined = tuple[socket.socket, Hello, Welcome]
-"""The leader's side of a connection."""
+Joined = tuple[socket.socket, Hello, Welcome]  # the leader's side of a connection
 
 
 def gather(
