@@ -204,7 +204,7 @@ def test_features_that_a_loss_takes_besides_what_was_gathered(*, besides: bool) 
     recorder._sink = found.append
     loss = torch.cat([torch.randn(4, 3), features]).var(0).sum()
     loss = loss + features.square().mean() if besides else loss
-    recorder._look(loss)
+    recorder.note_backward(loss)
     loss.backward()
     (one,) = found
     assert one.besides == besides and one.arrived and not one.by_function

@@ -38,13 +38,21 @@ LEAST_DIFFERENCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """How long a training step takes beside one of the baseline row, measured in alternating pairs."""
+    """How long a training step takes beside one of the baseline row, measured in alternating pairs.
 
-    ratio: float  # median over the pairs of the row's time divided by the baseline's
-    low: float  # lower end of the 99 % interval of that median
-    high: float  # upper end
-    seconds: float  # median time of the row's steps, on the slowest rank
-    pairs: int  # how many were timed
+    Attributes:
+        ratio: Median over the pairs of the row's time divided by the baseline's.
+        low: Lower end of the 99 % interval of that median.
+        high: Upper end.
+        seconds: Median time of the row's steps, on the slowest rank.
+        pairs: How many were timed.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    seconds: float
+    pairs: int
 
     def differs(self, noise: float) -> bool:
         """The difference from the baseline is more than `noise`, and more than chance."""
@@ -53,23 +61,36 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class MatrixRow:
-    """The model under one combination of options."""
+    """The model under one combination of options.
 
-    # of `DistributedDataParallel`, where they are not torch's defaults; without those that the matrix leaves as the
-    # recipe has them
+    Attributes:
+        arguments: Of `DistributedDataParallel`, where they are not torch's defaults; without those that the matrix
+            leaves as the recipe has them.
+        hook: The communication hook of torch that is registered on top; empty for none.
+        verdict: See `Verdict`.
+        own: Whether these are the recipe's own options.
+        baseline: Whether step times are relative to this row's.
+        label: What to call the row where its options are not known; empty where they are.
+        code: Of the finding that decides the verdict; empty where it is right or skipped.
+        reason: Its message, or why the row was skipped or stops, or what was not compared or is ignored.
+        error: The largest relative error of a gradient against the average of the ranks' own, where compared.
+        step_time: None where it was not measured.
+        findings: All findings under these options, worst first.
+        failure: Set where the row could not be finished.
+    """
+
     arguments: Mapping[str, Any]
-    verdict: Verdict  # see `Verdict`
-    hook: str = ""  # the communication hook of torch that is registered on top; empty for none
-    own: bool = False  # whether these are the recipe's own options
-    baseline: bool = False  # whether step times are relative to this row's
-    label: str = ""  # what to call the row where its options are not known; empty where they are
-    code: str = ""  # of the finding that decides the verdict; empty where it is right or skipped
-    reason: str = ""  # its message, or why the row was skipped or stops, or what was not compared or is ignored
-    # the largest relative error of a gradient against the average of the ranks' own, where compared
+    verdict: Verdict
+    hook: str = ""
+    own: bool = False
+    baseline: bool = False
+    label: str = ""
+    code: str = ""
+    reason: str = ""
     error: float | None = None
-    step_time: StepTime | None = None  # None where it was not measured
-    findings: tuple[Finding, ...] = ()  # all findings under these options, worst first
-    failure: ReportError | None = None  # set where the row could not be finished
+    step_time: StepTime | None = None
+    findings: tuple[Finding, ...] = ()
+    failure: ReportError | None = None
 
     @property
     def options(self) -> DdpOptions:
@@ -322,21 +343,33 @@ SYNCED = f"{MICRO_BATCHES} micro-batches, each synchronised"
 
 
 class VariantFacts(Struct, frozen=True):
-    """What a rank says before such steps."""
+    """What a rank says before such steps.
 
-    not_compiled: str = ""  # why the module cannot be compiled, or need not be; empty where it can
-    not_split: str = ""  # why the batch cannot be made in micro-batches; empty where it can
-    # the gradients of the micro-batches, of this rank by itself, against those of its whole batch
+    Attributes:
+        not_compiled: Why the module cannot be compiled, or need not be; empty where it can.
+        not_split: Why the batch cannot be made in micro-batches; empty where it can.
+        apart: The gradients of the micro-batches, of this rank by itself, against those of its whole batch.
+    """
+
+    not_compiled: str = ""
+    not_split: str = ""
     apart: tuple[Difference, ...] = ()
 
 
 class VariantStep(Struct, frozen=True):
-    """One rank's step, compared with the same step through the wrapper as it is."""
+    """One rank's step, compared with the same step through the wrapper as it is.
 
-    gradients: Mapping[str, int]  # fingerprints of what is left in `.grad`, by name
-    differences: tuple[Difference, ...] = ()  # from what the step leaves as it is
-    drew: bool = False  # whether random numbers were drawn
-    graphs: int = -1  # how many were compiled for it; -1 where none should be, or this torch does not say it
+    Attributes:
+        gradients: Fingerprints of what is left in `.grad`, by name.
+        differences: From what the step leaves as it is.
+        drew: Whether random numbers were drawn.
+        graphs: How many were compiled for it; -1 where none should be, or this torch does not say it.
+    """
+
+    gradients: Mapping[str, int]
+    differences: tuple[Difference, ...] = ()
+    drew: bool = False
+    graphs: int = -1
 
 
 def skipped(facts: Sequence[VariantFacts], title: str) -> str:
