@@ -103,7 +103,7 @@ class Switch:
 
     def go_to(self, number: int) -> None:
         """Go on with another step."""
-        self._recorder.tracker._step.number = number
+        self._recorder.tracker.number = number
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
