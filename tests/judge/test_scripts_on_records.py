@@ -69,6 +69,7 @@ BY_HAND = frozenset(
         "script_data.judge_later_overlap",
         "script_draws.judge_step_draws",
         "script_files._judge_devices",
+        "script_losses._judge_counted_again",
         "script_losses._judge_shared",
         "script_losses.judge_summed_again",
         "script_optimizers._loaded_on_some",
