@@ -13,7 +13,6 @@ from ddpcheck.cli.env import run_env
 from ddpcheck.cli.launched import on_launched_ranks
 from ddpcheck.cli.parsing import HelpFormatter, Parser, examples_of
 from ddpcheck.cli.rules import run_explain, run_rules
-from ddpcheck.cli.run import run_script
 from ddpcheck.cli.saved import run_diff, run_render, run_schema
 from ddpcheck.findings.errors import EXIT_USAGE
 from ddpcheck.render import DIFFERENCE_FORMATS, FORMATS
@@ -67,6 +66,12 @@ _OF_A_CHECK = ("--steps", "--world-size", "--backend", "--device", "--timeout", 
 _REPEATED = ("--preload", "--select", "--ignore")
 
 
+def _run_script(arguments: argparse.Namespace) -> int:
+    from ddpcheck.cli.run import run_script  # with all judges of `run`, which no other command needs
+
+    return run_script(arguments)
+
+
 def make_parser() -> Parser:
     """The parser of the command line; what it parses has `command`, a function of the arguments."""
     parser = Parser(
@@ -108,7 +113,7 @@ def make_parser() -> Parser:
         "run", help="run a training script as torchrun does, and report on it", prefix_chars="\0", add_help=False
     )
     script.add_argument("rest", nargs=argparse.REMAINDER)
-    script.set_defaults(command=run_script)
+    script.set_defaults(command=_run_script)
     hang = command("hang", run_hang, "say where the ranks of a job that hangs part, by Flight Recorder")
     dumps = (
         "the folder with the dumps, one a rank, named with the rank at its end; or http://HOST:PORT of torch's debug "

@@ -18,11 +18,9 @@ from ddpcheck.recipe.target import load_object
 from ddpcheck.render import FORMATS, MATRIX_FORMATS
 from ddpcheck.report.first_recipe.first_recipe import place_of_recipe
 from ddpcheck.report.graph.dot import draw, lay_out, picture_format, summary
-from ddpcheck.report.hang.hang_report import report_on_hang
 from ddpcheck.report.matrix.matrix import Matrix
 from ddpcheck.report.repro import command_for, prepare, why_none, write_reproduction
 from ddpcheck.report.settings import Settings, load_settings, misspelled_variables
-from ddpcheck.run.script_report import report_on_run, the_run
 
 if TYPE_CHECKING:
     from ddpcheck.harness import RankHosts
@@ -154,12 +152,16 @@ def run_graph(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
 
 def run_hang(arguments: argparse.Namespace) -> int:
     """Show the report on the dumps, or on the job that runs; 4 for a hang that was found."""
+    from ddpcheck.report.hang.hang_report import report_on_hang
+
     _, code = _show(arguments, report_on_hang, arguments.folder)
     return EXIT_HANG if code == EXIT_FINDINGS else code
 
 
 def run_live(arguments: argparse.Namespace) -> int:
     """Show the report on a run that goes on; 4 for ranks that wait for each other."""
+    from ddpcheck.run.script_report import report_on_run, the_run
+
     report, code = _show(arguments, report_on_run, the_run(arguments.folder))
     return EXIT_HANG if report.checks[0].status == "error" else code
 

@@ -20,7 +20,6 @@ from ddpcheck.render import DIFFERENCE_FORMATS, FORMATS, MATRIX_FORMATS
 from ddpcheck.render.page.page import data_in
 from ddpcheck.report.matrix.matrix import Matrix
 from ddpcheck.report.settings import load_settings
-from ddpcheck.run.run_record import is_record, judge_record, unpacked
 
 DOCUMENTS: Mapping[str, tuple[type, Mapping[str, Any]]] = {
     "report": (Report, {"status": literal(Status)}),
@@ -36,6 +35,8 @@ def load_saved(path: str) -> Report | Matrix:
     Raises:
         UsageError: The file cannot be read, or is neither.
     """
+    from ddpcheck.run.run_record import is_record, judge_record, unpacked  # with all judges of `run`
+
     name = "standard input" if path == "-" else path
     if path == "-" and sys.stdin is None:
         raise UsageError("cannot read standard input: it is closed")
