@@ -1,5 +1,10 @@
 """Shards alone in the single process: the very numbers that the ranks computed, where only the world differs."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,3 +129,22 @@ def test_experts_of_each_rank_are_no_replicas_and_no_model_of_one_process() -> N
     lines = {check.name: (check.status, check.detail) for check in report.checks}
     assert not report.findings and lines["reducer"][0] == "passed" and "6 gradients" in lines["reducer"][1], lines
     assert lines["parity"][0] == "skipped" and "router.weight has the shape (1, 6), and (2, 6)" in lines["parity"][1]
+
+
+def test_a_check_does_without_numpy(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('none', name='numpy')")
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        "import torch\n"
+        "def model(): return torch.nn.Linear(4, 1)\n"
+        "def batch(step): return torch.ones(4, 4)\n"
+        "def loss(model, batch): return model(batch).square().mean()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "ddpcheck", "report", str(recipe)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0 and "no findings" in ended.stdout, ended.stdout + ended.stderr

@@ -86,9 +86,12 @@ def data_place(module: nn.Module, parts: Mapping[str, Part], group: Any) -> Data
     sharding = _meshes_of(module)
     own = parts_of(module)
     split = split_over(module, {**own, **parts})
-    everyone: list[tuple[int, ...]] = [()] * world_size
+    mine = torch.zeros(world_size, dtype=torch.int64, device=next(module.parameters()).device)
+    mine[sorted({rank, *itertools.chain(*split.values())})] = 1
+    masks = [torch.zeros_like(mine) for _ in range(world_size)]
     with unlogged():
-        dist.all_gather_object(everyone, tuple(sorted({rank, *itertools.chain(*split.values())})), group=group)
+        dist.all_gather(masks, mine, group=group)  # of objects, it would need numpy
+    everyone = [tuple(mask.nonzero().flatten().tolist()) for mask in masks]
     groups = sorted(set(everyone))
     if sorted(one for of_group in groups for one in of_group) != [*range(world_size)] or len(set(map(len, groups))) > 1:
         raise TargetError(
