@@ -70,39 +70,37 @@ def _at_write(finding: Finding, line: Location | None) -> Finding:
 
 
 def _at_clip(finding: Finding, clips: Clips) -> Finding | None:
-    """At the call that clips gradients, the same on every rank until then, to a limit that is not the same."""
+    """At the call that clips gradients otherwise on each rank, if there is one."""
     for of_ranks in zip(*clips, strict=False):
         first = of_ranks[0]
-        limits = [one.limit for one in of_ranks]
         paired = len({(one.count, one.step, one.location, one.by) for one in of_ranks}) == 1
-        norms = [one.norm for one in of_ranks]
-        if paired and first.of_parts and not are_close(norms) and max(norms) > max(limits) > 0:
-            told = "; ".join(group_by_value([spelled(norm) for norm in norms]))
-            return replace(
-                finding,
-                location=first.location,
-                evidence=(
-                    *finding.evidence,
-                    f"{first.by} finds a norm there of {told}; ranks have parameters of their own",
-                    f"the optimizer steps at {finding.location}",
-                ),
-                fix="Clip by a norm of all ranks: add up the squares of the norms of what each rank has of its own by "
-                "an all_reduce, and those of the other parameters once.",
-            )
-        alike = are_close([one.norm for one in of_ranks]) and not are_close(limits) and min(limits) > 0
-        if paired and alike and first.norm > min(limits) and first.location is not None:
-            told = "; ".join(group_by_value([spelled(limit) for limit in limits]))
-            return replace(
-                finding,
-                location=first.location,
-                evidence=(
-                    *finding.evidence,
-                    f"{first.by} is given another limit there: {told}",
-                    f"the optimizer steps at {finding.location}",
-                ),
-                fix="Clip to the same limit on every rank: all_reduce what it is computed from before the call.",
-            )
+        if paired and (why := _clips_apart(of_ranks)) is not None:
+            told, fix = why
+            steps = f"the optimizer steps at {finding.location}"
+            evidence = *finding.evidence, f"{first.by} {told}", steps
+            return replace(finding, location=first.location, evidence=evidence, fix=fix)
     return None
+
+
+def _clips_apart(of_ranks: Sequence[GradientsClipped]) -> tuple[str, str] | None:
+    """How a call clips gradients otherwise on each rank that were the same on all, and what to do about it."""
+    norms, limits = [one.norm for one in of_ranks], [one.limit for one in of_ranks]
+    if of_ranks[0].of_parts and not are_close(norms) and max(norms) > max(limits) > 0:
+        return (
+            f"finds a norm there of {_by_rank(norms)}; ranks have parameters of their own",
+            "Clip by a norm of all ranks: add up the squares of the norms of what each rank has of its own by an "
+            "all_reduce, and those of the other parameters once.",
+        )
+    if are_close(norms) and not are_close(limits) and norms[0] > min(limits) > 0 and of_ranks[0].location is not None:
+        return (
+            f"is given another limit there: {_by_rank(limits)}",
+            "Clip to the same limit on every rank: all_reduce what it is computed from before the call.",
+        )
+    return None
+
+
+def _by_rank(values: Sequence[float]) -> str:
+    return "; ".join(group_by_value([spelled(value) for value in values]))
 
 
 def judge_clips(clips: Clips, steps: Sequence[Sequence[Steps]]) -> list[Finding]:
