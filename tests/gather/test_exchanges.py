@@ -28,6 +28,22 @@ class Swap(torch.autograd.Function):
         return gradient
 
 
+class SwapWithoutContext(torch.autograd.Function):
+    """As torch's documentation writes them since 2.0."""
+
+    @staticmethod
+    def forward(rows: Tensor) -> Tensor:
+        return Swap.forward(None, rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 class Twice(Swap):
     """Exchanges nothing."""
 
@@ -41,6 +57,11 @@ def by_function(rows: Tensor) -> Tensor:
     return answers
 
 
+def without_context(rows: Tensor) -> Tensor:
+    answers: Tensor = SwapWithoutContext.apply(rows)
+    return answers
+
+
 def by_operator(rows: Tensor) -> Tensor:
     if not hasattr(functional, "all_to_all_single_autograd"):
         pytest.skip("this torch has no differentiable functional all_to_all")
@@ -49,7 +70,7 @@ def by_operator(rows: Tensor) -> Tensor:
 
 
 @pytest.mark.ddp(world_size=1, reuse="module")
-@pytest.mark.parametrize("exchange", [by_function, by_operator])
+@pytest.mark.parametrize("exchange", [by_function, without_context, by_operator])
 def test_what_is_in_the_loss_through_an_exchange_alone_is_a_part(exchange: Callable[[Tensor], Tensor]) -> None:
     follow_exchanges()
     body, expert, head, other = (nn.Linear(4, 4) for _ in range(4))

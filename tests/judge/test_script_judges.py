@@ -56,9 +56,8 @@ from ddpcheck.judge.loop.script_optimizers import (
 from ddpcheck.judge.loop.script_wrappers import (
     note_more_buffers,
     with_buffers,
-    without_alike_later,
-    without_rounding,
 )
+from ddpcheck.judge.replicas.script_replicas import without_alike_later, without_rounding
 from ddpcheck.judge.replicas.script_states import judge_states
 from ddpcheck.judge.script_table import _with_model
 from ddpcheck.stream.entries import ReplicaCaptured, Sketch

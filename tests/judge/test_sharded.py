@@ -25,10 +25,11 @@ from ddpcheck.judge.gradients.sharded import (
     why_not_updated,
 )
 from ddpcheck.judge.judge_context import JudgeContext
-from ddpcheck.judge.loop.script_wrappers import _judge_replicas, judge_meshes
+from ddpcheck.judge.loop.script_wrappers import judge_meshes
 from ddpcheck.judge.parameters.missing_parameters import judge_parameters
 from ddpcheck.judge.replicas.descriptions import judge_values_before_sharding
 from ddpcheck.judge.replicas.replica_state import judge_repeated
+from ddpcheck.judge.replicas.script_replicas import judge_captured
 from ddpcheck.judge.script_facts import WatchedWrapper
 from ddpcheck.stream.entries import PeerReceived, RankStarted, ReplicaCaptured, Sketch, WrapperMade
 from ddpcheck.stream.rank_log import WatchedRank
@@ -220,7 +221,7 @@ def captured(rank: int, shard: int, value: int, *, own: Sequence[float], reduced
 def judged(*ranks: ReplicaCaptured) -> list[Finding]:
     context = WatchContext(Names(), SHARDED, 4, trainable=("w",))
     made = WrapperMade("Net", (0, 1, 2, 3), context, None, by_library=False, classes={})
-    return _judge_replicas(made, 2, ranks, first=True)
+    return judge_captured(made, 2, ranks, first=True)
 
 
 OWN = ((1.0, 5.0), (2.0, 6.0), (3.0, 7.0), (4.0, 8.0))  # their average is 2.5 and 6.5

@@ -53,7 +53,7 @@ def test_what_needs_all_ranks_is_judged_where_all_are_here(
     group: tuple[int, ...], here: tuple[int, ...], found: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finding = make_finding("DDP302", ["weight"], "it is not the average")
-    monkeypatch.setattr(script_wrappers, "_judge_replicas", lambda *_, **__: [finding])
+    monkeypatch.setattr(script_wrappers, "judge_captured", lambda *_, **__: [finding])
     ranks = [rank_log(number, group) for number in here]
     report = report_on_script("train.py", Ending(), ranks, select=[], ignore=[])
     assert [one.code for one in report.findings] == found

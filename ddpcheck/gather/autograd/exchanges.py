@@ -21,6 +21,7 @@ from ddpcheck.gather.autograd.autograd_graph import walk_graph
 from ddpcheck.gather.patching import Patch, patched
 
 _MOST_FRAMES = 12
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 _functions: set[type] = set()  # the nodes of functions that exchange
 _patches: list[Patch] = []
 _parts: Any = WeakIdKeyDictionary()
@@ -31,6 +32,8 @@ def running_function(frame: FrameType | None) -> type | None:
     for _ in range(_MOST_FRAMES):
         if frame is None:
             return None
+        if frame.f_code is _APPLY:  # of a forward without context, which `setup_context` gets
+            return getattr(variables_of(frame).get("cls"), "_backward_cls", None)
         first = frame.f_code.co_varnames[:1]
         context = variables_of(frame).get(first[0]) if first else None
         if isinstance(context, FunctionCtx | BackwardCFunction):

@@ -109,8 +109,9 @@ def explain_by_ignored_parameters(facts: ReducerFacts) -> list[Finding]:
         return []
     subjects, fix = names.subjects(ignored), ""
     message = (
-        f"{join_names(subjects)} is trained, but the wrapper was told to ignore it: its gradients are not averaged and "
-        "differ between the ranks."
+        f"{join_names(subjects)} {plural_verb('is', 'are', subjects)} trained, but the wrapper was told to ignore "
+        f"{plural_verb('it', 'them', subjects)}: {plural_verb('its', 'their', subjects)} gradients are not "
+        "averaged and differ between the ranks."
     )
     if facts.known.wrapper.sharded:
         message = (

@@ -1,0 +1,195 @@
+"""The replicas of a script as its ranks have captured them in a step: values, gradients, and the shards of replicas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from operator import mul
+
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.modules import ModuleDescription
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import group_by
+from ddpcheck.judge.loop.watched_steps import judge_replica_states
+from ddpcheck.judge.replicas.descriptions import differing_names
+from ddpcheck.judge.replicas.replica_state import judge_repeated
+from ddpcheck.stream.entries import ReplicaCaptured, Sketch, WrapperMade
+from ddpcheck.stream.rank_report import ReplicaState
+
+_ROUNDINGS = 16  # in units of the machine epsilon: of two sums in a step, and of a sketch
+_EPS = 2.0**-23  # of float32
+_TOLERANCE = 1e-3  # of a sketch in float32, whose sums of many elements are rounded
+
+
+def without_rounding(everyone: Sequence[ReplicaCaptured]) -> Sequence[ReplicaCaptured]:
+    """The captured of all ranks, with one fingerprint for a parameter that differs between them by rounding alone.
+
+    So does one that each rank moves by numbers of its own and takes back before the optimizer's step, as SAM does:
+    `p + e - e` is not quite `p`. What rounding leaves in one step stays, and adds up like a random walk.
+    """
+    growth = _ROUNDINGS * math.sqrt(everyone[0].step + 1)
+    rounded = {}
+    for name in differing_names([one.state.values.parameters for one in everyone]):
+        values = [one.values[name] for one in everyone if name in one.values]
+        if len(values) == len(everyone):
+            tolerance = growth * max(one.eps.get(name, _EPS) for one in everyone)
+            if max(math.dist(values[0], other) for other in values) <= tolerance * math.hypot(*values[0]):
+                rounded[name] = everyone[0].state.values.parameters[name]
+    return _with_values(everyone, lambda values: replace(values, parameters={**values.parameters, **rounded}))
+
+
+def without_alike_later(
+    everyone: Sequence[ReplicaCaptured], later: Sequence[Mapping[str, int]]
+) -> Sequence[ReplicaCaptured]:
+    """The captured of all ranks, without buffers that differ in a step and are alike when the next one begins.
+
+    `later`: by rank, with which buffers it goes on; where that is not known of all ranks, what differs is kept.
+    """
+    if len(later) < len(everyone):
+        return everyone
+    alike = later[0].keys() - differing_names(later).keys()
+    return _with_values(
+        everyone, lambda values: replace(values, buffers={n: v for n, v in values.buffers.items() if n not in alike})
+    )
+
+
+def _with_values(
+    everyone: Sequence[ReplicaCaptured], change: Callable[[DdpStepEvidence], DdpStepEvidence]
+) -> list[ReplicaCaptured]:
+    return [replace(one, state=replace(one.state, values=change(one.state.values))) for one in everyone]
+
+
+def judge_captured(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
+    """The findings on what all ranks of a wrapper have captured of a step; `first`: the first such step."""
+    if everyone[0].shard >= 0:
+        return _judge_shards(made, step, everyone, first=first)
+    states = [one.state for one in everyone]
+    differences = _differences(everyone)
+    alike = len({repr(replace(state, values=replace(state.values, rank=0))) for state in states}) == 1
+    if alike and not any(difference.bad for theirs in differences for difference in theirs):
+        return []
+    states = [
+        replace(state, values=replace(state.values, against_local=tuple(theirs)))
+        for state, theirs in zip(states, differences, strict=True)
+    ]
+    hook = next((one for one in everyone if one.own_hook), everyone[0])
+    wrapper = replace(made.context.wrapper, comm_hook=hook.hook)
+    context = replace(made.context, wrapper=wrapper, own_hook=hook.own_hook)
+    found = judge_replica_states(states, context, step, after_backward=True, first=first)
+    return [one if first or one.code != "DDP222" else replace(one, steps=(step,)) for one in found]
+
+
+def _judge_shards(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
+    """What all ranks have alike under `fully_shard`, what was reduced onto each, and the shards that are replicas."""
+    whole = [
+        replace(
+            one,
+            shard=-1,
+            own={},
+            state=replace(one.state, values=replace(one.state.values, gradients={}, parameters={})),
+        )
+        for one in everyone
+    ]
+    found = judge_captured(made, step, whole, first=first)
+    values = [
+        DdpStepEvidence(one.state.values.rank, step, against_local=tuple(against))
+        for one, against in zip(everyone, against_average(everyone), strict=True)
+    ]
+    if any(difference.bad for value in values for difference in value.against_local):
+        states = [ReplicaState(ModuleDescription(), value) for value in values]
+        found += judge_replica_states(states, made.context, step, after_backward=True, first=first)
+    found += judge_repeated(everyone)
+    apart: dict[str, Finding] = {}
+    for replicas in group_by(everyone, lambda one: one.shard).values():
+        theirs = [
+            replace(
+                one, shard=-1, own={}, state=ReplicaState(ModuleDescription(), replace(one.state.values, buffers={}))
+            )
+            for one in replicas
+        ]
+        ranks = [one.state.values.rank for one in theirs]  # of which findings and their evidence have the places
+        for finding in judge_captured(made, step, theirs, first=first) if len(theirs) > 1 else []:
+            known = apart.get(finding.code)
+            most = finding if known is None or len(known.subjects) < len(finding.subjects) else known
+            places = {ranks[place] for place in finding.ranks} | set(() if known is None else known.ranks)
+            fix = _ALIKE if finding.code == "DDP208" else finding.fix
+            apart[finding.code] = replace(most, ranks=tuple(sorted(places)), evidence=(), fix=fix)
+    return [*found, *apart.values()]
+
+
+def against_average(everyone: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
+    """By rank, how far what was reduced onto it is from the average of the ranks' own gradients."""
+    if everyone[0].shard < 0:
+        return _differences(everyone)
+    return [
+        _differences(
+            [  # of the others, what was reduced is that of other parts
+                replace(other, own=_own_of(other, one.shard), averaged=one.averaged if other is one else {})
+                for other in everyone
+            ]
+        )[place]
+        for place, one in enumerate(everyone)
+    ]
+
+
+_ALIKE = (
+    "fully_shard broadcasts nothing: give all replicas the same values before it, or hand rank 0's values out after it "
+    "(set_model_state_dict with broadcast_from_rank0)."
+)
+
+
+def _own_of(one: ReplicaCaptured, shard: int) -> dict[str, Sketch]:
+    """The sketches of the parts of a rank's own gradients that are reduced onto one shard."""
+    parts = ((*name.partition("/"), numbers) for name, numbers in one.own.items())
+    return {name: numbers for number, _, name, numbers in parts if number == str(shard)}
+
+
+def _differences(everyone: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
+    """By rank, how far what the wrapper left is from the average of the ranks' own gradients, by their sketches."""
+    names = list(dict.fromkeys(name for one in everyone for name in one.own))
+    owns = {name: [one.own[name] for one in everyone if name in one.own] for name in names}
+    scales = {name: math.hypot(*chain.from_iterable(owns[name])) / math.sqrt(len(everyone)) for name in names}
+    wanted = {name: [sum(numbers) / len(everyone) for numbers in zip(*owns[name], strict=True)] for name in names}
+    found: list[list[Difference]] = []
+    for one in everyone:
+        same = (
+            theirs
+            for other, theirs in zip(everyone, found, strict=False)
+            if (other.averaged, other.eps, other.hook) == (one.averaged, one.eps, one.hook)
+        )
+        theirs = next(same, None)
+        found.append(_differences_of(one, wanted, scales, len(everyone)) if theirs is None else theirs)
+    return found
+
+
+def _differences_of(
+    one: ReplicaCaptured, wanted: Mapping[str, Sequence[float]], scales: Mapping[str, float], world_size: int
+) -> list[Difference]:
+    found = []
+    for name, want in wanted.items():
+        scale = scales[name]
+        if one.hook:  # which may round away what is itself rounding: the gradient of a bias before a BatchNorm
+            scale = max(value for n, value in scales.items() if n.rpartition(".")[0] == name.rpartition(".")[0])
+        got = one.averaged.get(name) or [0.0] * len(want)
+        if not all(map(math.isfinite, (*want, *got))):
+            return []  # an overflow, which a gradient scaler skips
+        tolerance = max(_TOLERANCE, (8 + world_size) * one.eps.get(name, 0.0))
+        delta, norm = math.dist(got, want), math.hypot(*want)
+        ratio = sum(map(mul, got, want)) / power if (power := norm * norm) else 0.0
+        residual = math.dist(got, [ratio * number for number in want])
+        found.append(
+            Difference(
+                name,
+                delta / scale if scale else float(delta > 0.0),
+                tolerance,
+                ratio=ratio,
+                residual=residual / scale if scale else 0.0,
+                elements=len(want),
+                absolute_error=delta,
+                reference_norm=norm,
+            )
+        )
+    return found
