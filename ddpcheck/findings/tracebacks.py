@@ -3,7 +3,7 @@
 The origin: what counts is the innermost frame of the traceback that belongs to neither torch nor Python. In a hook or a
 mode of ddpcheck it is ours, although the target's code called; in the target's code, or in ours while it calls the
 target or torch as a training loop would (`for_target`), it is the target's; and so is what a public function of
-ddpcheck says to a target that calls it.
+ddpcheck says to a target that calls it, and what the handler of a signal raises, wherever it interrupts.
 
 From a worker of a loader, or from a thread, `torch._utils.ExceptionWrapper` raises another exception of the same class
 at the line that waited, whose text holds the traceback of the first: "Caught KeyError in DataLoader worker process 0.",
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
 
 import ddpcheck
@@ -63,6 +64,19 @@ def is_ours(error: BaseException) -> bool:
     return False
 
 
+def is_of_signal(error: BaseException) -> bool:
+    """Whether the handler of a signal has raised `error`, as a loader's does whose worker was killed."""
+    handlers = _code_of_handlers()
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code_of_handlers() -> set[CodeType]:
+    """The functions other than ours that handle signals in this process."""
+    functions = (getattr(handler, "__func__", handler) for handler in map(signal.getsignal, signal.valid_signals()))
+    code = (function.__code__ for function in functions if isinstance(function, FunctionType))
+    return {one for one in code if not one.co_filename.startswith(_FOLDER)}
+
+
 def is_misuse(error: DdpcheckError) -> bool:
     """Whether the target has called a public function of ddpcheck that refused; a wrong recipe is not that."""
     run = _innermost_run(error)
@@ -95,9 +109,10 @@ def as_bug(error: BaseException, place: str = "") -> BugError:
 def _innermost_run(error: BaseException) -> Sequence[tuple[FrameType, int]]:
     """Our frames at the end of the traceback, outermost first, with lines; empty where its end is the target's."""
     run: list[tuple[FrameType, int]] = []
+    handlers = _code_of_handlers()
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         code = frame.f_code
-        if code in _for_target or is_user_file(code.co_filename):
+        if code in _for_target or is_user_file(code.co_filename) or code in handlers:
             break
         if code.co_filename.startswith(_FOLDER) and code not in _passing_on:
             run.append((frame, line))

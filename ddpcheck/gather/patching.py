@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
-from ddpcheck.findings.tracebacks import passes_on
+from ddpcheck.findings.tracebacks import is_of_signal, passes_on
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -32,8 +32,8 @@ class OwnErrors:
 
     @classmethod
     def take(cls, error: Exception) -> None:
-        """Have one taken, or raise it."""
-        if cls.taken_by is None:
+        """Have one taken, or raise it: also what the handler of a signal has raised, which is meant for the script."""
+        if cls.taken_by is None or is_of_signal(error):
             raise error
         cls.taken_by(error)
 

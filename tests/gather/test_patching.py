@@ -1,14 +1,19 @@
 """Functions that stand in the place of others (`gather.patching`), and that nothing else puts any there."""
 
 import ast
+import os
+import signal
 import sys
+import time
 import types
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
+from ddpcheck.findings.tracebacks import is_ours
 from ddpcheck.gather import patching
 from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, patched
 
@@ -92,6 +97,34 @@ def test_an_error_of_ours_is_taken_and_the_call_goes_on(monkeypatch: pytest.Monk
         assert [str(error) for error in taken] == ["'ours'", "'ours, too'"]
         monkeypatch.setattr(OwnErrors, "all_off", True)
         assert Base().double(1) == 2 and len(taken) == 2
+
+
+class Killed(Dataset[int]):
+    """Samples in whose making the worker of the loader dies."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+@pytest.fixture
+def dying_loader() -> Iterator[Iterator[Any]]:
+    before = signal.getsignal(signal.SIGCHLD)
+    yield iter(DataLoader(Killed(), num_workers=1))
+    signal.signal(signal.SIGCHLD, before)
+
+
+def test_what_the_handler_of_a_signal_raises_within_ours_is_the_scripts(
+    dying_loader: Iterator[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Exception] = []
+    monkeypatch.setattr(OwnErrors, "taken_by", taken.append)
+    with patched(Base, "double", lambda *_: time.sleep(20)), pytest.raises(RuntimeError, match="killed") as caught:
+        Base().double(1)  # torch's handler of SIGCHLD, while ours sleeps
+    assert not taken and not is_ours(caught.value)
 
 
 def test_what_was_inherited_is_inherited_again_and_static_methods_stay_static() -> None:

@@ -217,8 +217,9 @@ def test_an_exception_that_is_caught_ends_a_loop() -> None:
 def test_a_loop_that_runs_so_often_and_has_made_fewer_passes() -> None:
     calls = [call("b", 28) for _ in range(9)]
     ended = RankAtEnd(1, calls[:8], doing="has run to its end", ended=True)
-    for other in ([*calls[:8], call("|", 29)], ended):
-        finding = only(judge(calls, other))
+    caught = RankAtEnd(0, calls, doing="has run to its end", ended=True)  # the failure of its last call
+    for one, other in ((calls, [*calls[:8], call("|", 29)]), (calls, ended), (caught, ended)):
+        finding = only(judge(one, other))
         assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), Location("train.py", 27))
 
 

@@ -173,10 +173,16 @@ def exits_of(facts: EndingFacts, loop: Block, left: Position, stays: Position) -
 
 def _left(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> list[Finding]:
     assert stays.call is not None
+    most = _made(stays.of, stays.call)
     gone = [
         rank.rank
         for rank in facts.ranks
-        if rank is left.of or (loop not in facts.loops(facts.now(rank)) and facts.has_been_in(rank, loop))
+        if rank is left.of
+        or (
+            loop not in facts.loops(facts.now(rank))
+            and facts.has_been_in(rank, loop)
+            and _made(rank, stays.call) < most  # one that has caught the failure of its last call is out, too
+        )
     ]
     others = [rank.rank for rank in facts.ranks if rank.rank not in gone]
     times = _made(left.of, stays.call)
