@@ -12,6 +12,7 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.rules.rule import Explains, When
 from ddpcheck.judge.gradients.loss_terms import BY_NORMALISATION
 from ddpcheck.judge.gradients.single_process import ALL_MISSING
+from ddpcheck.judge.loop.script_works import OF_GRADIENTS
 from ddpcheck.judge.parameters.missing_parameters import MADE_IN_FORWARD
 from ddpcheck.judge.replicas.replica_state import RUNNING_STATISTICS
 
@@ -96,6 +97,7 @@ _WHEN: Mapping[When, Callable[[Finding, Finding], bool]] = {
     "by steps": lambda _cause, found: "step" in found.subjects,
     # no gradient, where others might be zero
     "none is there": lambda _cause, found: ALL_MISSING in found.tags,
+    "of gradients": lambda cause, _found: OF_GRADIENTS in cause.tags,
 }
 
 

@@ -29,6 +29,9 @@ from ddpcheck.findings.evidence.loop import (
     OwnPartPutBack,
     PaceRun,
     StepDraw,
+    TensorOfWorkWritten,
+    WorkDropped,
+    WorkUsed,
     WrapperPace,
 )
 from ddpcheck.findings.evidence.replicas import NothingLoaded, RunningStatistic, StateUsed
@@ -81,6 +84,7 @@ from ddpcheck.judge.loop.script_optimizers import (
     judge_zeroed,
 )
 from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld
+from ddpcheck.judge.loop.script_works import judge_works
 from ddpcheck.judge.loop.script_wrappers import are_rounded, sums_rightly
 from ddpcheck.judge.replicas.hand_split import compare_hand_split
 from ddpcheck.judge.replicas.model_parts import compare_groups
@@ -158,6 +162,11 @@ def _judge_pace(facts: ScriptFacts) -> list[Finding]:
         if len(paces) == len(wrapper.made.ranks) and (found := judge_shifts(paces)):
             return found
     return []
+
+
+def _works(facts: ScriptFacts) -> Verdicts:
+    found = judge_works(facts.of(WorkDropped), facts.of(WorkUsed), facts.of(TensorOfWorkWritten))
+    return {"collectives": Verdict(found)}
 
 
 def _compilations(facts: ScriptFacts) -> Verdicts:
@@ -417,6 +426,7 @@ _OF_PARTS = ("DDP208", "DDP301", "DDP306", "DDP504", "DDP516")
 
 ROWS: tuple[Row[ScriptFacts], ...] = (
     Row(_by_files(_over_ranks(_optimizer_state)), ("optimizers",), ("DDP306",)),
+    Row(_works, ("collectives",), ("DDP408",)),
     Row(_over_ranks(judge_constructions), ("replicas", "collectives"), (*_OF_MODULES, "DDP403")),
     Row(_by_files(judge_all_of_wrappers), tuple(PARTS), _OF_A_WATCH, yields=("DDP306",)),
     Row(_over_ranks(compare_groups), ("replicas", "data"), _OF_PARTS, yields=_OF_PARTS),

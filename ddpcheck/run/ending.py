@@ -216,7 +216,7 @@ def _judge_silent_mismatch(ranks: Sequence[WatchedRank], ending: Ending, source:
     cut = [rank.started.rank for rank in ranks if not rank.has_ended]
     if bool(cut) != bool(ending.exit_code):
         return []
-    how = "nothing was raised: what was paired up wrongly has the same size, or waits for nobody"
+    how = "no rank failed: what was paired up wrongly has the same size, waits for nobody, or raised what was caught"
     if cut:
         how = f"{format_ranks(cut)} ended without a Python exception"
     found = judge_collectives(comparable_logs(ranks), cut)

@@ -10,12 +10,14 @@ from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.causes import cause_of, find_causes, follows_from, goes_on
 from ddpcheck.judge.gradients.loss_terms import BY_NORMALISATION
 from ddpcheck.judge.gradients.single_process import ALL_MISSING
+from ddpcheck.judge.loop.script_works import OF_GRADIENTS
 from ddpcheck.judge.parameters.missing_parameters import MADE_IN_FORWARD
 
 RELATIONS = [(rule.code, one, code) for rule in RULES.values() for one in rule.explains for code in one.codes]
 APART: dict[When, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "same subjects": (("head.weight", "head.bias"), ("head.bias",), ()),
     "only the loss": (("head.weight",), ("loss",), ()),
+    "of gradients": (("all_reduce",), ("head.weight",), (OF_GRADIENTS,)),
     "made in forward": (("head.weight",), ("other",), (MADE_IN_FORWARD,)),
     "its statistics": (("norm",), ("norm.running_mean",), (BY_NORMALISATION,)),
     "by steps": (("a",), ("step",), ()),

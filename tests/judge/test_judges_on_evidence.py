@@ -70,7 +70,7 @@ _TEST_OF_SCRIPT = {
 }
 
 
-_OWN = ("compilations", "draws", "evaluation", "gathers", "rows", "steps")
+_OWN = ("compilations", "draws", "evaluation", "gathers", "rows", "steps", "works")
 
 
 def _test_of(judge: str) -> str:

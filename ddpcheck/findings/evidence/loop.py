@@ -186,3 +186,26 @@ class GradientsLeft(Entry, frozen=True):
     made: Location | None  # the line of the backward pass that has left them
     added: Location | None  # the line of the one that has added to them
     location: Location | None  # the line of the step
+
+
+class WorkUsed(Entry, frozen=True):
+    """The script has asked the handle of an asynchronous collective whether it is done, or waited for it."""
+
+    location: Location  # the line that starts the collective
+
+
+class WorkDropped(Entry, frozen=True):
+    """The handle of an asynchronous collective is gone, and was never asked."""
+
+    operation: str  # the collective
+    location: Location  # the line that starts it
+    of_gradients: bool  # whether it was given gradients of what an optimizer holds
+
+
+class TensorOfWorkWritten(Entry, frozen=True):
+    """A tensor was written between the start of an asynchronous collective on it and the wait for that."""
+
+    operation: str  # the collective
+    location: Location  # the line that starts it
+    of_gradients: bool  # whether it was given gradients of what an optimizer holds
+    waits_at: Location | None  # the line that waits for it

@@ -43,6 +43,7 @@ When = Literal[
     "by steps",
     "a note",
     "none is there",
+    "of gradients",
 ]
 
 

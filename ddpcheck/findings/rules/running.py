@@ -140,4 +140,26 @@ flat = torch.cat([losses[name] for name in losses])   # the order of insertion d
 dist.all_reduce(flat)                    # right: for name in sorted(losses)
 """,
     ),
+    Rule(
+        code="DDP408",
+        name="result-not-awaited",
+        severity=ERROR,
+        explains=(Explains(("DDP208", "DDP301", "DDP306", "DDP501"), when="of gradients"),),
+        summary="The result of an asynchronous collective is not waited for, or its tensor is written before that.",
+        why="With async_op=True a collective returns a handle at once, and works on the tensor in a thread or a stream "
+        "of its own. What reads the tensor before wait() has returned may find the rank's own numbers, those of all "
+        "ranks, or a part of each; what writes it may change what the other ranks get. Nothing is raised. (PyTorch "
+        "docs, torch.distributed, synchronous and asynchronous collective operations.)",
+        fix="Keep the handle that the call returns, and call its wait() before anything reads or writes the tensor; "
+        "or leave out async_op=True.",
+        detected="The handles of the script's own calls are followed: whether anything asks them before they are "
+        "freed, and whether the version of a tensor is another one at the wait than at the start. Of views, whose "
+        "versions are those of the whole tensor, only the first is known; of tensors on a GPU, only the second.",
+        ignore="If nothing ever reads the tensor.",
+        example="""\
+for parameter in model.parameters():
+    dist.all_reduce(parameter.grad, async_op=True)    # right: works.append(...), and wait() on each of them
+    parameter.grad /= dist.get_world_size()
+""",
+    ),
 )

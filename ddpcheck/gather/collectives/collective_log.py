@@ -165,6 +165,7 @@ def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> 
 _sink: Callable[[Call], object] | None = None
 _turn: Turn | None = None
 _on_overwritten: Callable[[Call, Mapping[str, Any]], object] | None = None
+_on_started: Callable[[Call, Mapping[str, Any], object], object] | None = None
 _on_given: list[Callable[[Call, Mapping[str, Any]], object]] = []
 
 
@@ -177,6 +178,12 @@ def record_overwritten(sink: Callable[[Call, Mapping[str, Any]], object]) -> Non
     """From now on, give `sink` the arguments of each collective that has overwritten its argument `tensor`."""
     global _on_overwritten
     _on_overwritten = sink
+
+
+def record_started(sink: Callable[[Call, Mapping[str, Any], object], object]) -> None:
+    """From now on, give `sink` the arguments of each asynchronous collective that has been started, and its handle."""
+    global _on_started
+    _on_started = sink
 
 
 def note_collective(operation: str, payload: str, group: Any = None, *, place: str = "") -> None:
@@ -288,6 +295,8 @@ def logged(
             result = original(*args, **kwargs)
         if _on_overwritten is not None and name in _IN_PLACE:
             _on_overwritten(call, given)
+        if _on_started is not None and matched and given.get("async_op") and result is not None:
+            _on_started(call, given, result)
         return result
 
     return call_logged
@@ -310,14 +319,20 @@ def _has_backward(name: str) -> bool:
     return False
 
 
+def tensors_of(given: Mapping[str, Any]) -> list[Any]:
+    """The tensors among the arguments of a collective, and in lists of them."""
+    import torch
+
+    nested = [item for value in given.values() if isinstance(value, list | tuple) for item in value]
+    return [value for value in (*given.values(), *nested) if isinstance(value, torch.Tensor)]
+
+
 def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Call:
     import torch
 
     from ddpcheck.gather.autograd.exchanges import running_function
 
-    nested = [item for value in given.values() if isinstance(value, list | tuple) for item in value]
-    tensors = [value for value in (*given.values(), *nested) if isinstance(value, torch.Tensor)]
-    payload = []
+    tensors, payload = tensors_of(given), []
     if name in _MATCHED_BY_PAYLOAD and tensors:
         first = given["tensor"] if isinstance(given.get("tensor"), torch.Tensor) else tensors[0]
         payload.append(f"{str(first.dtype).removeprefix('torch.')} of shape {tuple(first.shape)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -143,6 +143,10 @@ class OptimizerRecorder:
             self._sums[id(tensor)] = tensor_ref(tensor), version_of(tensor), location
             if tensor.is_floating_point():  # of several gradients in one, perhaps
                 self._flat += [(tensor.numel(), float(tensor.norm()) ** 2, location)]
+
+    def are_gradients(self, places: Collection[int]) -> bool:
+        """Whether any of these addresses is that of the gradient of a parameter."""
+        return any(p.grad is not None and p.grad.data_ptr() in places for p in self._held())
 
     def steps_of(self, optimizer: Any) -> int:
         """How often an optimizer has stepped in this process."""

@@ -58,6 +58,7 @@ from ddpcheck.record.rank.peer_recorder import PeerRecorder
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.rank.shard_recorder import ShardRecorder
 from ddpcheck.record.rank.started_processes import on_end
+from ddpcheck.record.rank.work_recorder import WorkRecorder
 from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
 from ddpcheck.record.replicas.write_recorder import WriteRecorder
 from ddpcheck.stream.entries import (
@@ -131,6 +132,7 @@ class _WatchedRank:
         self._writes = writes = WriteRecorder(log.add, self._watches)
         collectives = functools.partial(getattr, log, "collectives")
         self._optimizers = OptimizerRecorder(log.add, self._watches, options.every, collectives, lines, writes)
+        WorkRecorder(log.add, self._optimizers.are_gradients)
         PartRecorder(log.add, self._watches, options.every, lines).follow_script()
         evaluations = EvaluationRecorder(log.add)
         targets = TargetRecorder(log.add, lambda: self._optimizers.steps)

@@ -1,0 +1,81 @@
+"""The handles of asynchronous collectives, on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpcheck.findings.evidence import Entry
+from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, WorkUsed
+
+
+def started(tensor: torch.Tensor) -> dist.Work:
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    return work
+
+
+def dropped(gradient: torch.Tensor) -> None:
+    dist.all_reduce(gradient.data, async_op=True)
+
+
+def waited_late(gradient: torch.Tensor) -> None:
+    work = started(gradient)
+    gradient /= 2
+    work.wait()
+
+
+def waited(gradient: torch.Tensor) -> None:
+    work = started(gradient)
+    work.wait()
+    gradient /= 2
+
+
+def asked_in_turn(gradient: torch.Tensor) -> None:
+    work = started(gradient)
+    while not work.is_completed():
+        pass
+
+
+def parts(gradient: torch.Tensor) -> None:
+    """Each is written after the one before has been started; and they have their version in common."""
+    flat = torch.zeros(4)
+    works = []
+    for place in range(4):
+        flat[place] = place
+        works.append(started(flat[place : place + 1]))
+    for work in works:
+        work.wait()
+
+
+def then(gradient: torch.Tensor) -> None:
+    started(gradient).get_future().then(lambda future: future.value()[0] / 2).wait()
+
+
+CASES: list[tuple[Callable[[torch.Tensor], None], list[type[Entry]]]] = [
+    (dropped, [WorkDropped]),
+    (waited_late, [WorkUsed, TensorOfWorkWritten]),
+    *((healthy, [WorkUsed]) for healthy in (waited, asked_in_turn, parts, then)),
+]
+
+
+@pytest.mark.ddp(world_size=2)
+def test_what_becomes_of_asynchronous_collectives() -> None:
+    from ddpcheck.gather.collectives.collective_log import record_calls
+    from ddpcheck.record.rank.work_recorder import WorkRecorder
+
+    seen: list[Entry] = []
+    gradient = torch.ones(3)
+    record_calls(lambda call: None)
+    recorder = WorkRecorder(seen.append, lambda places: gradient.data_ptr() in places)
+    for case, kinds in CASES:
+        seen.clear()
+        recorder._told.clear()
+        case(gradient)
+        assert [type(one) for one in seen] == kinds, case
+        assert all(one.of_gradients for one in seen if isinstance(one, WorkDropped | TensorOfWorkWritten)), case
+        dist.barrier()
+        dist.barrier(async_op=True)
