@@ -14,7 +14,7 @@ ASKED = {
     "re": {"report", "render"},
     "report --wor": {"--world-size"},
     "report net.py --fail-on w": {"warning"},
-    "report --select DDP40": {"DDP401", "DDP402", "DDP403", "DDP404", "DDP405", "DDP406", "DDP407"},
+    "report --select DDP40": {"DDP401", "DDP402", "DDP403", "DDP404", "DDP405", "DDP406", "DDP407", "DDP408"},
     "explain unused-p": {"unused-parameter"},
     "run --check-sel": {"--check-select"},
     "run --nproc-per": {"--nproc-per-node"},
