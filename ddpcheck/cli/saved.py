@@ -12,7 +12,7 @@ from typing import Any
 from ddpcheck.cli.output import ReportOutput, print_out, reason_of
 from ddpcheck.findings.difference import ReportDifference, compare_reports
 from ddpcheck.findings.errors import EXIT_CLEAN, UsageError
-from ddpcheck.findings.from_json import IncompleteError, parse
+from ddpcheck.findings.from_json import parse
 from ddpcheck.findings.json_schema import literal, schema_of
 from ddpcheck.findings.report import Report, Status
 from ddpcheck.findings.wording import printable, suggestion
@@ -51,8 +51,6 @@ def load_saved(path: str) -> Report | Matrix:
         data = parse(text)
         is_matrix = isinstance(data, dict) and data.get("kind") == "matrix"
         return Matrix.from_json(text) if is_matrix else Report.from_json(text)
-    except IncompleteError as error:
-        raise UsageError(f"{name} is not a complete report: {error}") from error
     except ValueError as error:
         raise UsageError(f"{name} is not a report: {printable(str(error))}") from error
 

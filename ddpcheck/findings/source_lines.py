@@ -219,8 +219,9 @@ def _formatted(error: BaseException, hidden: tuple[str, ...]) -> str:
         one = pending.pop()
         if one is None:
             continue
-        one.stack[:] = [frame for frame in one.stack if not frame.filename.startswith(hidden)] or one.stack
-        for frame in one.stack:
+        shown = [frame for frame in one.stack if not frame.filename.startswith(hidden)]
+        one.stack = traceback.StackSummary.from_list(shown) if shown else None  # type: ignore[assignment]
+        for frame in shown:
             frame.line  # noqa: B018 - read now: its source cannot be found under the shortened name
             frame.filename = frame.filename if frame.filename.startswith("<") else relative_path(frame.filename)
         pending += [one.__cause__, one.__context__, *(one.exceptions or ())]

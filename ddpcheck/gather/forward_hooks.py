@@ -37,3 +37,11 @@ class OutsideOfCompiledCode:
     def __call__(self, *arguments: Any) -> None:
         if not torch.compiler.is_compiling():
             self._hook(*arguments)
+
+
+class OutsideOfTraining(OutsideOfCompiledCode):
+    """Such a hook, which is not called in training mode with gradients either."""
+
+    def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        if not torch.compiler.is_compiling() and not (module.training and torch.is_grad_enabled()):
+            self._hook(module, *arguments)

@@ -17,7 +17,7 @@ from ddpcheck.findings.tracebacks import is_of_signal, passes_on
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
-_INHERITED = object()
+_INHERITED, _RETURNED = object(), object()
 
 CALLER = 2
 """Frames from a function that is called with another one, by `patched`, to what calls that one."""
@@ -81,8 +81,8 @@ class Patch(AbstractContextManager[None]):
 def patched(owner: Any, name: str, around: Callable[..., Any]) -> Patch:
     """Have each call of a function go with one of `around`, which gets the same arguments.
 
-    A plain function is called before the original, and a
-    generator function runs to its `yield` before it, and is sent the result; where the original raises, it is closed.
+    A plain function is called before the original, and a generator function runs to its `yield` before it, and is sent
+    the result, unless it has returned before; where the original raises, it is closed.
     """
     return Patch(owner, name, functools.partial(accompanied, around=around))
 
@@ -102,8 +102,7 @@ def accompanied(original: Any, around: Callable[..., Any]) -> Any:
         running: Generator[None, Any, None] | None = None
         try:
             begun = around(*args, **kwargs)
-            if both:
-                next(begun)
+            if both and next(begun, _RETURNED) is not _RETURNED:
                 running = begun
         except Exception as error:
             errors.take(error)

@@ -53,13 +53,26 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
 from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
-from ddpcheck.judge.data.script_draws import judge_added_noise, judge_step_draws, judge_streams
+from ddpcheck.judge.data.script_draws import judge_added_noise, judge_behind, judge_step_draws, judge_streams
 from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved, told_by_files
 from ddpcheck.judge.data.script_rows import OTHER_VALUES
 from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
 from ddpcheck.judge.evaluation.script_order import judge_sums_again, judge_targets
-from ddpcheck.judge.gradients.script_alone import all_gradients_agree, are_local, judge_alone, judge_taken
-from ddpcheck.judge.gradients.script_clips import judge_changed, judge_clips, judge_rescaled, judge_step_gradients
+from ddpcheck.judge.gradients.script_alone import (
+    all_gradients_agree,
+    are_local,
+    judge_alone,
+    judge_parts_reduced,
+    judge_reduced_alike,
+    judge_taken,
+)
+from ddpcheck.judge.gradients.script_clips import (
+    judge_changed,
+    judge_clips,
+    judge_rescaled,
+    judge_scaled_by_hand,
+    judge_step_gradients,
+)
 from ddpcheck.judge.gradients.script_gathers import judge_gathers, judge_own_parts
 from ddpcheck.judge.gradients.script_losses import (
     FEWEST_PASSES,
@@ -83,7 +96,7 @@ from ddpcheck.judge.loop.script_optimizers import (
     judge_stale,
     judge_zeroed,
 )
-from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld
+from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld, judge_unmoved
 from ddpcheck.judge.loop.script_works import judge_works
 from ddpcheck.judge.loop.script_wrappers import are_rounded, sums_rightly
 from ddpcheck.judge.replicas.hand_split import compare_hand_split
@@ -211,10 +224,12 @@ def _optimizers(facts: ScriptFacts) -> Verdicts:
             alone = (
                 []
                 if facts.model_groups
-                else judge_alone(one.steps, one.ends, others, wrapped=wrapped, sharded_at=sharded_at, assigned=assigned)
+                else judge_scaled_by_hand(one.steps, clips)
+                or judge_alone(one.steps, one.ends, others, wrapped=wrapped, sharded_at=sharded_at, assigned=assigned)
             )
             of_one += alone or judge_sums(one.steps, losses)
         found += of_one + _with_model(judge_stale(one.steps, facts.moved, held), facts)
+        found += judge_unmoved(one.steps, facts.moved) + judge_parts_reduced(one.steps)
         found += judge_schedule(one.ends, len(facts.ranks))
         found += judge_summed_again(one.steps, len(facts.ranks))
     firsts = [first_steps(rank) for rank in facts.ranks]
@@ -335,7 +350,10 @@ def _data(facts: ScriptFacts) -> Verdicts:
             by_number = {rank.started.rank: entries_of(rank, StepDraw) for rank in wrapper.ranks}
             given = dict(zip(by_number, wrapper.of(Inputs), strict=True))
             evaluated = dict(zip(by_number, wrapper.of(Evaluated), strict=True))
-            found += judge_inputs(given, by_number) or judge_streams(by_number, given, evaluated)
+            found += judge_inputs(given, by_number) or judge_streams(by_number, given, evaluated) or judge_behind(given)
+    by_hand = not facts.wrappers and not facts.model_groups
+    if by_hand and not any(finding.code == "DDP505" for finding in found):
+        found += [finding for one in facts.optimizers for finding in judge_reduced_alike(one.steps)][:1]
     tables = facts.of(DerivedTable)
     if of_tables := judge_tables(tables, passes):
         found = [finding for finding in found if OTHER_VALUES not in finding.tags] + of_tables
@@ -344,6 +362,8 @@ def _data(facts: ScriptFacts) -> Verdicts:
         f"samples of {counted(len(taken), 'pass')} over loaders": taken,
         f"inputs of {counted(len(inputs[0]), 'forward pass')}": len(inputs[0]) >= FEWEST_INPUTS,
         counted(len(tables[0]), "table"): tables[0],
+        "gradients before they are averaged": by_hand
+        and any(one.given for one in entries_of(facts.ranks[0], OptimizerStep)),
     }
     return {"data": Verdict(found, ", ".join(words for words, there in what.items() if there))}
 

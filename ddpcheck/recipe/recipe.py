@@ -172,13 +172,15 @@ def call_loss(recipe: Recipe, model: nn.Module, batch: Any, step: int) -> Any:
     """Call the recipe's `loss`; what it raises is raised as it is.
 
     Raises:
-        TargetError: It called ddpcheck wrongly.
+        TargetError: It called ddpcheck wrongly, or takes other arguments.
         Exception: Whatever the user's code raises.
     """
     try:
         return recipe.loss(model, batch)
-    except DdpcheckError as error:
-        if is_misuse(error):
+    except Exception as error:
+        frames = error.__traceback__
+        is_wrong_call = frames is not None and frames.tb_next is None  # none of the loss itself
+        if is_misuse(error) if isinstance(error, DdpcheckError) else is_wrong_call:
             raise blame(f"loss(model, batch) in step {step}", error) from error
         raise
 

@@ -156,8 +156,5 @@ def renderer_for(
 
 
 def as_text(report: Report) -> str:
-    """A report as text, or as JSON where rich is not installed."""
-    try:
-        return renderer_for("text").render(report)
-    except ImportError:
-        return report.to_json()
+    """A report as text for a log."""
+    return renderer_for("text").render(report)

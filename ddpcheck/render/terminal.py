@@ -91,7 +91,12 @@ class TerminalRenderer(TextRenderer):
                 styled(reference),
                 broken(worst.parameter, room),
                 str(worst.step),
-                styled((f"{worst.relative_error:.1e}", "red" if worst.is_beyond else "green")),
+                styled(
+                    (
+                        f"{worst.relative_error:.1e}" if worst.relative_error < 1e30 else "inf",
+                        "red" if worst.is_beyond else "green",
+                    )
+                ),
                 f"{worst.tolerance:.1e}" if worst.tells else "any",
                 str(len(entries)),
             )

@@ -37,7 +37,7 @@ _PLACE = re.compile(
 )
 
 
-def place_of_backward(forward: int, line: Location | None, unsynced: int, batch: str) -> str:
+def place_of_backward(forward: int, line: Location | str | None, unsynced: int, batch: str) -> str:
     """The `place` of a backward pass in the log of a rank: after which forward pass of a line, with which batch."""
     under = f" ({unsynced} under no_sync)" if unsynced else ""
     return f"forward pass {forward}{under}{f' at {line}' if line else ''}{f', {batch}' if batch else ''}"

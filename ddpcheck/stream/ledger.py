@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from ddpcheck.findings.evidence.steps import LoopEvent
 
@@ -19,8 +20,7 @@ AROUND = ("forward inside", "backward inside")
 _NOTHING = LoopEvent("")
 
 
-@dataclass(slots=True)
-class Contribution:
+class Contribution(Struct):
     """What one backward pass has added to the gradients of the wrapper's parameters."""
 
     number: int  # of the event `backward`, counted from 0

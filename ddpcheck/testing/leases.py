@@ -14,7 +14,7 @@ from ddpcheck.findings.errors import RankError
 from ddpcheck.harness import Watch, World
 from ddpcheck.testing.launched_ranks import LaunchedWorld, once
 from ddpcheck.testing.outcome import TestOutcome, judge, sections
-from ddpcheck.testing.rank_context import RankArtifacts, RngStates, TestConditions, add_coverage
+from ddpcheck.testing.rank_context import RankArtifacts, TestConditions, add_coverage
 from ddpcheck.testing.rank_fixtures import RankFixture
 from ddpcheck.testing.rank_side import Ended
 from ddpcheck.testing.remote_pdb import PdbTerminal
@@ -119,7 +119,7 @@ class Record:
 
     Attributes:
         item: The test.
-        seeds: The generators of random numbers when it began.
+        seeds: The states of generators of random numbers when it began.
         setups: Fixtures that its ranks set up.
         leases: All that it has had.
         shown: What the report is to show instead of the traceback in this process, if anything.
@@ -130,7 +130,7 @@ class Record:
 
     def __init__(self, item: pytest.Item) -> None:
         self.item = item
-        self.seeds = RngStates()
+        self.seeds: Mapping[str, Any] = {}
         self.setups: list[RankFixture] = []
         self.leases: list[WorldLease] = []
         self.shown: Any = None

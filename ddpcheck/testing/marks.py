@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.wording import counted
+from ddpcheck.findings.wording import counted, suggestion
 from ddpcheck.report.settings import Settings, load_settings
 from ddpcheck.worlds import validation
 
@@ -89,8 +88,6 @@ def check_options(options: Mapping[str, Any], whose: str, more: Iterable[str] = 
     known = (*OPTIONS, *more)
     for name, value in options.items():
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(known)}"
-            raise UsageError(f"{whose} has no option {name!r}; {hint}")
+            raise UsageError(f"{whose} has no option {name!r}; {suggestion(name, known, 'options')}")
         if name in _CHECKS:
             _CHECKS[name](f"{name} of {whose}", value)

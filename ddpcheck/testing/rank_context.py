@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from ddpcheck.worlds.generators import changed_since, generators
+
 _COMPARISONS = ("truncation_limit_lines", "truncation_limit_chars", "assertion_text_diff_style")
 
 
@@ -33,61 +35,14 @@ class Style:
     directory: str  # that paths are shown relative to
 
 
-@dataclass(frozen=True, slots=True)
-class RngStates:
-    """States of random number generators; `None` for one that a test need not care about."""
-
-    python: Any = None
-    numpy: Any = None
-    torch: Any = None
-
-    @classmethod
-    def draw_and_capture(cls) -> RngStates:
-        """Draw one number from each generator and return the states: seeding, even with the last seed, changes them."""
-        random.random()
-        if (numpy := sys.modules.get("numpy.random")) is not None:
-            numpy.random_sample()
-        if (torch := _torch()) is not None:
-            torch.rand(1)
-        return cls.capture()
-
-    @classmethod
-    def capture(cls) -> RngStates:
-        """The states in this process, without importing anything."""
-        numpy = sys.modules.get("numpy.random")
-        torch = _torch()
-        return cls(
-            random.getstate(),
-            numpy.get_state(legacy=True) if numpy is not None else None,
-            bytes(torch.get_rng_state().tolist()) if torch is not None else None,
-        )
-
-    def since(self, before: RngStates) -> RngStates:
-        """The states that have changed: something has been seeded, drawn or imported."""
-        return RngStates(
-            self.python if self.python != before.python else None,
-            self.numpy if repr(self.numpy) != repr(before.numpy) else None,
-            self.torch if self.torch != before.torch else None,
-        )
-
-    def restore(self) -> None:
-        """Make the generators of this process go on from here."""
-        if self.python is not None:
-            random.setstate(self.python)
-        if self.numpy is not None:
-            import numpy
-
-            numpy.random.set_state(self.numpy)
-        if self.torch is not None:
-            import torch
-
-            torch.set_rng_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
-
-
-def _torch() -> Any:
-    """torch, where somebody has imported it."""
-    torch = sys.modules.get("torch")
-    return torch if hasattr(torch, "get_rng_state") else None
+def drawn_generators() -> dict[str, Any]:
+    """The states of the generators after one number of each: seeding, even with the last seed, changes them."""
+    random.random()
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.random_sample()
+    if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "get_rng_state"):
+        torch.rand(1)
+    return generators(thorough=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +52,14 @@ class TestConditions:
     filters: tuple[Any, ...]  # of `warnings`
     log_level: int
     log_format: tuple[str, str]  # of a line, and of its date
-    seeds: RngStates  # of generators that have been seeded since the test began
+    seeds: Mapping[str, Any]  # states of generators that have been seeded since the test began
     coverage: CoverageOptions | None
     style: Style
     debugger: bool  # somebody sits at a terminal: `breakpoint()` works
     post_mortem: bool  # a failure opens the debugger
 
     @classmethod
-    def of(cls, item: pytest.Item, *, since: RngStates, debugger: bool) -> TestConditions:
+    def of(cls, item: pytest.Item, *, since: Mapping[str, Any], debugger: bool) -> TestConditions:
         """Read them off this process."""
         config = item.config
         by_test = config.getoption("cov_context", None) == "test"
@@ -112,7 +67,7 @@ class TestConditions:
             filters=tuple(warnings.filters),
             log_level=logging.getLogger().level,
             log_format=(_ini(config, "log_format"), _ini(config, "log_date_format")),
-            seeds=RngStates.capture().since(since),
+            seeds=changed_since(since),
             coverage=CoverageOptions.now(f"{item.nodeid}|run" if by_test else ""),
             style=Style(
                 config.getoption("tbstyle", "auto"),

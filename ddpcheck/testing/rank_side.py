@@ -28,6 +28,7 @@ from ddpcheck.testing.rank_fixtures import FixtureMaker
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds import wire
 from ddpcheck.worlds.assert_rewriting import explain_comparisons
+from ddpcheck.worlds.generators import set_generators
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -107,7 +108,7 @@ def _under(conditions: TestConditions) -> Iterator[RankArtifacts]:
             assert caught is not None
             warnings.resetwarnings()
             warnings.filters.extend(conditions.filters)  # type: ignore[attr-defined]  # a list
-            conditions.seeds.restore()
+            set_generators(conditions.seeds)
             try:
                 with _unhandled() as unhandled:
                     yield attachment

@@ -1,48 +1,49 @@
 """pdb on a rank, talked to from the terminal that pytest runs in: `breakpoint()`, and `--pdb` after a failure.
 
-A rank has no terminal. Each time that its debugger wants to talk, it makes two named pipes in the world's directory;
-the parent finds them while it waits for the ranks (`PdbTerminal.attend`), and relays until the rank hangs up. No clock
-runs meanwhile.
+A rank has no terminal. Each time that its debugger wants to talk, it listens at a socket in the world's directory; the
+parent finds that while it waits for the ranks (`PdbTerminal.attend`), and relays until the rank hangs up: texts, or
+`None` where a line is asked for. No clock runs meanwhile.
 """
 
 from __future__ import annotations
 
 import bdb
 import contextlib
-import errno
 import io
 import os
 import pdb
-import select
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, TextIO
+from typing import Any, TextIO
 
 import pytest
 
 from ddpcheck.worlds import rank as this_rank
 
-_ANSWER = 5.0  # for a rank to open its end of a pipe
+_ANSWER = 5.0  # for a rank to go on
 _NEXT_WORD = 0.3  # in which a rank that is stepped through speaks again
 
 
-_ASKS = "\0"  # what a rank says when it wants a line
+class _Terminal(io.TextIOBase):
+    """The terminal, on a rank. Each line is asked for: what is typed ahead stays for whoever asks next."""
 
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
-class _Lines:
-    """The terminal's lines on a rank, each asked for: what is typed ahead stays for whoever asks next."""
+    def write(self, text: str) -> int:
+        self._connection.send(text)
+        return len(text)
 
-    def __init__(self, say: TextIO, hear: TextIO) -> None:
-        self._say = say
-        self._hear = hear
-
-    def readline(self) -> str:
-        self._say.write(_ASKS)
-        self._say.flush()
-        return self._hear.readline()
+    def readline(self) -> str:  # type: ignore[override]  # pdb asks for whole lines
+        self._connection.send(None)
+        with contextlib.suppress(EOFError):
+            line: str = self._connection.recv()
+            return line
+        return ""
 
 
 class _Pdb(pdb.Pdb):
@@ -59,20 +60,16 @@ class _Pdb(pdb.Pdb):
         here = this_rank.current()
         self.prompt = f"(rank {here.rank}) "
         self._calls += 1
-        say = here.directory / f"rank{here.rank}.{self._calls}.say"
-        hear = say.with_suffix(".hear")
-        os.mkfifo(hear)
-        os.mkfifo(say)
+        place = here.directory / f"rank{here.rank}.{self._calls}.pdb"
         try:
-            with say.open("w", buffering=1, encoding="utf-8") as out, hear.open(encoding="utf-8") as lines:
-                self.stdout, self.stdin = out, _Lines(out, lines)  # type: ignore[assignment]  # pdb only reads lines
-                out.write(self._unheard.getvalue())
-                with contextlib.redirect_stdout(out):
+            with Listener(str(place), "AF_UNIX") as listener, listener.accept() as connection:
+                terminal: Any = _Terminal(connection)
+                self.stdout = self.stdin = terminal
+                terminal.write(self._unheard.getvalue())
+                with contextlib.redirect_stdout(terminal):
                     return super().interaction(*args, **kwargs)
         finally:
             self.stdout = self._unheard = io.StringIO()
-            say.unlink()
-            hear.unlink()
 
 
 @contextlib.contextmanager
@@ -123,7 +120,7 @@ class PdbTerminal:
         """Talk with the ranks of a world that want to, until none does."""
         deadline = time.monotonic()
         while True:
-            calls = sorted(directory.glob("rank*.say"), key=_age)
+            calls = sorted(directory.glob("rank*.pdb"), key=_age)
             if calls:
                 self._answer(calls[0])
                 deadline = time.monotonic() + _NEXT_WORD
@@ -136,33 +133,22 @@ class PdbTerminal:
         """The test is over: the next one's ranks are other ranks."""
         self._rank = None
 
-    def _answer(self, say: Path) -> None:
-        rank = say.name.partition(".")[0]
-        try:
-            heard = os.open(say, os.O_RDONLY | os.O_NONBLOCK)
-        except OSError:  # it has gone
-            return
-        try:
-            with contextlib.suppress(OSError), self._open(say.with_suffix(".hear")) as told:
-                if self._rank not in (None, rank):  # it failed, too: one conversation a test is enough
-                    told.write(b"continue\n")
-                    self._relay(heard, told, None)
-                    return
-                self._rank = rank
-                with self._terminal() as terminal:
-                    self._relay(heard, told, terminal)
-        finally:
-            os.close(heard)
-
-    def _open(self, hear: Path) -> IO[bytes]:
-        deadline = time.monotonic() + _ANSWER
-        while True:
-            try:
-                return os.fdopen(os.open(hear, os.O_WRONLY | os.O_NONBLOCK), "wb", buffering=0)
-            except OSError as error:
-                if error.errno != errno.ENXIO or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.005)
+    def _answer(self, place: Path) -> None:
+        rank = place.name.partition(".")[0]
+        with contextlib.suppress(OSError, EOFError), Client(str(place), "AF_UNIX") as connection:
+            if self._rank not in (None, rank):  # it failed, too: one conversation a test is enough
+                connection.send("continue\n")
+                while connection.poll(_ANSWER):
+                    connection.recv()
+                return
+            self._rank = rank
+            with self._terminal() as terminal:
+                while True:
+                    if (said := connection.recv()) is not None:
+                        terminal.write(said)
+                        terminal.flush()
+                    else:  # nothing at the end of input: the debugger takes that for "quit"
+                        connection.send(_typed().decode("utf-8", "replace"))
 
     @contextlib.contextmanager
     def _terminal(self) -> Iterator[TextIO]:
@@ -173,20 +159,6 @@ class PdbTerminal:
         finally:
             if self._capture is not None:
                 self._capture.resume_global_capture()
-
-    def _relay(self, heard: int, told: IO[bytes], terminal: TextIO | None) -> None:
-        while select.select([heard], [], [], _ANSWER if terminal is None else None)[0]:
-            data = os.read(heard, 1 << 16)
-            if not data:
-                return
-            if terminal is not None:
-                terminal.write(data.decode("utf-8", "replace").replace(_ASKS, ""))
-                terminal.flush()
-                if data.endswith(_ASKS.encode()):
-                    if line := _typed():
-                        told.write(line)
-                    else:  # end of input: the debugger takes that for "quit"
-                        told.close()
 
 
 def _typed() -> bytes:

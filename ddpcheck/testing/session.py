@@ -17,7 +17,7 @@ from ddpcheck.testing.fixture import DdpWorld
 from ddpcheck.testing.launched_ranks import LAUNCHED
 from ddpcheck.testing.leases import JoinedRanks, Ranks, Record, WorldLease
 from ddpcheck.testing.outcome import REPORT_FOLDER, ReportFolder, as_pytest_shows, to_raise
-from ddpcheck.testing.rank_context import RngStates
+from ddpcheck.testing.rank_context import drawn_generators
 from ddpcheck.worlds.launchers.detection import detect, require
 
 _RECORD = pytest.StashKey[Record]()
@@ -48,7 +48,7 @@ class Session:
         self._ranks.following = following
         self._ranks.next_options = None if following is None else self._fresh_ranks_of(following)
         item.stash[_RECORD] = record = Record(item)
-        record.seeds = RngStates.draw_and_capture()
+        record.seeds = drawn_generators()
         if not isinstance(item, pytest.Function) or issubclass(item.cls or object, unittest.TestCase):
             _refuse(f"@pytest.mark.ddp works on test functions and on methods of plain classes, not on {item.nodeid}.")
 

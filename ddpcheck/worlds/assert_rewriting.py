@@ -1,19 +1,16 @@
 """pytest's assertion rewriting for test modules that a rank imports, so that `assert a == b` says what a and b were.
 
 pytest rewrites in the process that collects. A rank imports the module again, and would see the bare assertion.
-All of it is a nicety: whatever goes wrong, the module is imported as it stands. This module is light.
+All of it is a nicety: with another version of pytest, the module is imported as it stands. This module is light.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.machinery
-import os
+import contextlib
+import functools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.abc import MetaPathFinder
-from pathlib import Path
-from types import CodeType, ModuleType, SimpleNamespace
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -25,54 +22,25 @@ def rewritten_modules() -> tuple[str, ...]:
     return tuple(name for name, loader in loaders.items() if type(loader).__name__ == "AssertionRewritingHook")
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
-    def get_code(self, fullname: str) -> CodeType | None:
-        try:
-            return _rewritten_code(Path(self.path))
-        except Exception:
-            return super().get_code(fullname)
-
-
-def _rewritten_code(path: Path) -> CodeType:
+@functools.cache
+def _hook() -> Any:
+    """Pytest's own hook of imports, with as much of a `pytest.Config` as it takes; it rewrites what it is told to."""
+    import pytest
     from _pytest.assertion import rewrite
 
-    try:
-        cached = rewrite.get_cache_dir(path) / (path.name[: -len(".py")] + rewrite.PYC_TAIL)
-        if (code := rewrite._read_pyc(path, cached)) is not None:
-            return code
-    except Exception:
-        pass  # then without the cache
-    source = path.read_bytes()
-    tree = ast.parse(source, filename=str(path))
-    rewrite.rewrite_asserts(tree, source, str(path))
-    return compile(tree, str(path), "exec", dont_inherit=True)
-
-
-class _Finder(MetaPathFinder):
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in self.names:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.origin is not None and os.path.splitext(spec.origin)[1] == ".py":
-            spec.loader = _Loader(name, spec.origin)
-        return spec
-
-
-_finder = _Finder()
+    config: Any = SimpleNamespace(stash=pytest.Stash(), getini=lambda name: ())
+    config.stash[rewrite.assertstate_key] = SimpleNamespace(trace=lambda said: None)
+    hook = rewrite.AssertionRewritingHook(config)
+    sys.meta_path.insert(0, hook)
+    explain_comparisons()
+    return hook
 
 
 def rewrite_on_import(names: Iterable[str]) -> None:
     """In a rank: rewrite the assertions of these modules when they are imported."""
-    if not _finder.names.issuperset(names):
-        if _finder not in sys.meta_path:
-            sys.meta_path.insert(0, _finder)
-            explain_comparisons()
-        _finder.names.update(names)
+    with contextlib.suppress(Exception):  # another version of pytest
+        if new := set(names) - sys.modules.keys():
+            _hook().mark_rewrite(*new)
 
 
 def explain_comparisons(verbosity: int = 0, ini: Mapping[str, Any] | None = None) -> None:

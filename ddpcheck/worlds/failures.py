@@ -233,7 +233,10 @@ def _detail(failures: Sequence[RankFailure]) -> str:
 
 def _first_line(text: str) -> str:
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
+    if len(line) <= _LONGEST:
+        return line
+    sentences = line.rfind(". ", _LONGEST // 3, _LONGEST) + 1  # whole ones, if that leaves enough
+    return line[:sentences] if sentences else line[: _LONGEST - 3] + "..."
 
 
 def tail(path: Path) -> str:

@@ -23,7 +23,7 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.findings.tracebacks import for_target
@@ -66,66 +66,60 @@ def current() -> RankContext:
 
 # --- Slots: what the parent can read when nothing else works ---------------------------------------------------
 
-_TEXT = struct.Struct("=2048s")  # what does not fit is cut off, the rest is filled with zeros
-_COMPILING = struct.Struct("=dd")
-_TURNS = struct.Struct("=Q")
+
+class Slots(NamedTuple):
+    """What a rank has said of itself last."""
+
+    place: str = ""
+    collective: str = ""  # that it is about to wait in, empty where it is in none
+    compiled: float = 0.0  # seconds that it has compiled in this run, but for what it compiles now
+    compiles_since: float = 0.0  # by `time.monotonic()`; 0 where it does not compile
+    turns: int = 0  # how often it has said where it is
+
+    def compiling(self, now: float) -> float:
+        """The seconds that the rank has compiled in its last run until `now`."""
+        return self.compiled + max(0.0, now - self.compiles_since if self.compiles_since else 0.0)
+
+
+_SLOTS = struct.Struct("=2048s2048sddQ")  # a text that does not fit is cut off, the rest is filled with zeros
+_COLLECTIVE, _COMPILING, _TURNS = 2048, 4096, 4112  # where each begins
 
 
 def set_status(text: str) -> None:
     """Say where this rank is, in words such as `step 1: backward`; nothing happens outside a rank."""
     if _slots is not None:
-        _TEXT.pack_into(_slots, 0, text.encode("utf-8", "replace"))
-        (turns,) = _TURNS.unpack_from(_slots, 2 * _TEXT.size + _COMPILING.size)
-        _TURNS.pack_into(_slots, 2 * _TEXT.size + _COMPILING.size, turns + 1)
+        struct.pack_into("=2048s", _slots, 0, text.encode("utf-8", "replace"))
+        struct.pack_into("=Q", _slots, _TURNS, struct.unpack_from("=Q", _slots, _TURNS)[0] + 1)
 
 
 def set_collective(text: str) -> None:
     """Say which collective this rank is about to wait in, `""` when it is in none."""
     if _slots is not None:
-        _TEXT.pack_into(_slots, _TEXT.size, text.encode("utf-8", "replace"))
+        struct.pack_into("=2048s", _slots, _COLLECTIVE, text.encode("utf-8", "replace"))
 
 
 def set_compiling(seconds: float, since: float) -> None:
     """Say how long this rank has compiled in this run, and since when, by `time.monotonic()`, it does; 0: not now."""
     if _slots is not None:
-        _COMPILING.pack_into(_slots, 2 * _TEXT.size, seconds, since)
+        struct.pack_into("=dd", _slots, _COMPILING, seconds, since)
 
 
-def read_compiling(directory: Path, rank: int, now: float) -> float:
-    """Return the seconds that a rank has compiled in its last run until `now`."""
+def read_slots(directory: Path, rank: int) -> Slots:
+    """Return what a rank has said of itself last; nothing where it never did."""
     try:
-        data = (directory / f"rank{rank}.slots").read_bytes()
-        seconds, since = _COMPILING.unpack_from(data, 2 * _TEXT.size)
+        return _read((directory / f"rank{rank}.slots").read_bytes())
     except (OSError, struct.error):
-        return 0.0
-    return float(seconds + max(0.0, now - since if since else 0.0))
+        return Slots()
 
 
-def read_turns(directory: Path, rank: int) -> int:
-    """Return how often a rank has said where it is."""
-    try:
-        data = (directory / f"rank{rank}.slots").read_bytes()
-        return int(_TURNS.unpack_from(data, 2 * _TEXT.size + _COMPILING.size)[0])
-    except (OSError, struct.error):
-        return 0
+def own_slots() -> Slots:
+    """Return what this rank has said of itself last."""
+    return _read(_slots) if _slots is not None else Slots()
 
 
-def read_slots(directory: Path, rank: int) -> tuple[str, str]:
-    """Return the place and the collective of a rank as it last set them; both empty where it never did."""
-    try:
-        return _texts((directory / f"rank{rank}.slots").read_bytes())
-    except (OSError, struct.error):
-        return "", ""
-
-
-def own_slots() -> tuple[str, str]:
-    """Return what this rank last said with `set_status` and `set_collective`."""
-    return _texts(_slots) if _slots is not None else ("", "")
-
-
-def _texts(slots: bytes | mmap.mmap) -> tuple[str, str]:
-    place, collective = (_TEXT.unpack_from(slots, start)[0].partition(b"\0")[0] for start in (0, _TEXT.size))
-    return place.decode("utf-8", "replace"), collective.decode("utf-8", "replace")
+def _read(slots: bytes | mmap.mmap) -> Slots:
+    place, collective, *numbers = _SLOTS.unpack_from(slots)
+    return Slots(*(text.partition(b"\0")[0].decode("utf-8", "replace") for text in (place, collective)), *numbers)
 
 
 # --- The life of a rank ------------------------------------------------------------------------------------------
@@ -296,7 +290,7 @@ def _set_up(config: wire.RankConfig) -> None:
 
 def _open_slots(path: Path) -> mmap.mmap:
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC), "r+b") as file:
-        file.truncate(2 * _TEXT.size + _COMPILING.size + _TURNS.size)
+        file.truncate(_SLOTS.size)
         return mmap.mmap(file.fileno(), 0)
 
 
@@ -319,7 +313,7 @@ def _reset_process_group(config: wire.RankConfig, number: int) -> None:
 
 def describe(error: BaseException) -> dict[str, Any]:
     """Return what the parent needs to make a `RankFailure` of `error`."""
-    return failures.described(error, *own_slots())
+    return failures.described(error, *own_slots()[:2])
 
 
 # --- Things that the parent keeps ----------------------------------------------------------------------------------

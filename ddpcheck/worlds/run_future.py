@@ -13,7 +13,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds import failures, wire
 from ddpcheck.worlds.deadlock import DeadlockDetector
-from ddpcheck.worlds.rank import read_compiling, read_slots, read_turns
+from ddpcheck.worlds.rank import read_slots
 from ddpcheck.worlds.rank_processes import RankProcesses
 
 Result = TypeVar("Result")
@@ -121,13 +121,13 @@ class RunFuture(Generic[Result]):
             grace = self._failed_at + _GRACE - now
             return grace if running and not self._processes.error and grace > 0 else self._fail(None)
         if now >= self._next_look:  # by the clock of this process: a rank may have another one
-            turns = [read_turns(self._world.directory, rank.number) for rank in ranks]
+            turns = [read_slots(self._world.directory, rank.number).turns for rank in ranks]
             if turns != self._turns:
                 self._turns, self._got_on = turns, now
             self._next_look = now + _LOOK
         deadline, headline = self._deadline()
         if now >= deadline:  # what torch.compile takes comes on top; files are read only now
-            compiled = sum(read_compiling(self._world.directory, rank.number, now) for rank in ranks)
+            compiled = sum(read_slots(self._world.directory, rank.number).compiling(now) for rank in ranks)
             deadline += min(compiled, _LONGEST_COMPILATION)  # together they have waited no longer
         if now >= deadline:
             return self._fail(headline)
@@ -200,7 +200,7 @@ class RunFuture(Generic[Result]):
         processes.kill()
         found = []
         for rank in processes.ranks:
-            place, collective = slots[rank.number]
+            place, collective = slots[rank.number][:2]
             output = failures.tail(processes.path(rank.number, "out"))
             # What a stuck rank says once others are being killed is about that: they are not all killed at once.
             if rank.answer is not None and rank.number not in dumps:

@@ -377,7 +377,7 @@ def test_a_saved_report_renders_as_anything(tmp_path: Path, capsys, monkeypatch)
     [
         (b"{", "r.json is not a report: Expecting"),
         (b"[]", "r.json is not a report: this JSON is not a ddpcheck report"),
-        (b'{"schema_version": 1}', "r.json is not a complete report: 'target' is missing"),
+        (b'{"schema_version": 1}', "r.json is not a report: Object missing required field `target`"),
         (b"\xff\xfe", "cannot read r.json"),
     ],
 )

@@ -1,12 +1,13 @@
 import graphlib
 import re
+from typing import get_args
 
 import pytest
 
 from ddpcheck import cli
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.rules import FAMILIES, RULES, address_of, find_rule, matching_rules, sections_of
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules.rule import Severity, When
 
 RULE_LIST = list(RULES.values())
 
@@ -37,6 +38,12 @@ def test_no_rule_explains_itself_and_each_relation_is_told_from_both_ends() -> N
         for code in {code for one in rule.explains for code in one.codes}:
             assert code in dict(sections_of(rule))["What may come of it"]
             assert rule.code in dict(sections_of(RULES[code]))["What it may come of"]
+
+
+def test_a_rule_explains_known_ones_in_known_cases() -> None:
+    explained = [one for rule in RULE_LIST for one in rule.explains]
+    assert {one.when for one in explained} == set(get_args(When))
+    assert {code for one in explained for code in one.codes} <= set(RULES)
 
 
 def test_names_are_unique_kebab_case() -> None:

@@ -265,6 +265,12 @@ def numpy(m: Model, x: Any) -> Any:
     return m.head(torch.from_numpy(array.copy()))
 
 
+def sampled(m: Model, x: Any) -> Any:
+    of_other = m.inner.layer(x)
+    drawn = torch.distributions.Normal(of_other, m.layer(x).exp()).sample()  # <- here
+    return m.head(drawn + of_other)
+
+
 def written_through_a_view(m: Model, x: Any) -> Any:
     cache = torch.zeros(4, 3)
     with torch.no_grad():
@@ -371,6 +377,7 @@ CASES: list[tuple[Callable[[Model, Any], Any], str, tuple[str, ...]]] = [
     (threshold, "cut", ("gt(), which is not differentiable",)),
     (item, "cut", ("item(), which leaves torch",)),
     (numpy, "cut", ("detach()", "numpy(), which leaves torch")),
+    (sampled, "cut", ("torch.no_grad()",)),
     (written_through_a_view, "cut", ("torch.no_grad()",)),
     (written_through_data, "cut", ()),
     (detached_after_a_custom_function, "cut", ("detach()",)),

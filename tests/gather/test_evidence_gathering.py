@@ -11,6 +11,7 @@ from torch import nn
 from ddpcheck.gather.autograd.gradient_hooks import own_functions
 from ddpcheck.gather.ddp.loop_events import Recorder, counted_backwards, recorded
 from ddpcheck.gather.state.randomness import QuietRandomness
+from ddpcheck.gather.steps import batch_coupling
 from ddpcheck.gather.steps.batch_coupling import first_coupling
 from ddpcheck.gather.steps.training_step import sample_fingerprints
 from ddpcheck.stream.ledger import Ledger
@@ -86,6 +87,21 @@ class Pyramid(nn.Module):
 def test_a_layer_that_sees_many_shapes_does_not_hide_where_samples_meet() -> None:
     net, batch = Pyramid(), torch.randn(8, 4)
     assert first_coupling(net, lambda: net(batch), lambda: net(batch[:4])).module == ""
+
+
+class Loop(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(100):
+            x = x * 1.01
+        return x
+
+
+def test_each_turn_of_a_loop_is_looked_for_in_the_same_turn_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, depends = [], batch_coupling._depends
+    monkeypatch.setattr(batch_coupling, "_depends", lambda *args: counted.append(1) or depends(*args))
+    net, batch = Loop(), torch.randn(8, 4)
+    assert first_coupling(net, lambda: net(batch), lambda: net(batch[:4])).line is None
+    assert len(counted) < 150
 
 
 class Clipped(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """The parts of a module, found in one walk: the same as torch's own methods find in one walk each."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ddpcheck.gather.autograd.autograd_graph import all_names
-from ddpcheck.gather.state.module_description import parts_of, structure_of
+from ddpcheck.gather.state.module_description import KnownParts, parts_of, structure_of
 
 
 def tied() -> nn.Module:
@@ -46,3 +46,54 @@ def test_one_walk_finds_what_torch_finds(model: nn.Module) -> None:
 def test_parameters_under_several_names_are_ties() -> None:
     assert structure_of(tied()).ties == (("a.weight", "b.0.weight", "c.weight"),)
     assert structure_of(nn.Linear(3, 3)).ties == ()
+
+
+def _moved(model: nn.ModuleDict) -> None:
+    weight = model["c"].weight
+    del model["c"].weight
+    model["d"].register_parameter("weight", weight)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a parameter in the place of another": lambda model: setattr(model["c"], "bias", nn.Parameter(torch.zeros(2))),
+    "a parameter that was there for a while": lambda model: setattr(model["c"], "bias", None),
+    "a parameter under another module": _moved,
+    "a parameter that is tied no more": lambda model: setattr(model["c"], "weight", nn.Parameter(torch.zeros(2, 2))),
+    "a layer in the place of another": lambda model: model["b"].__setitem__(1, nn.ReLU()),
+    "a layer more": lambda model: model["b"].append(nn.Linear(2, 2)),
+    "a buffer in the place of another": lambda model: setattr(model["d"], "running_mean", torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_parts_that_are_known_are_found_again_after_a_change(change: Callable[[Any], object]) -> None:
+    model = tied()
+    known = KnownParts(model)
+    before = known.now()
+    assert known.now() is before
+    change(model)
+    now, found = known.now(), parts_of(model)
+    assert now is not before
+    for ours, theirs in zip(now[:3], found[:3], strict=True):
+        assert [(name, id(one)) for name, one in ours.items()] == [(name, id(one)) for name, one in theirs.items()]
+    assert now.names == found.names
+    assert known.structure(known.now()) == structure_of(model)
+
+
+SHOWN: dict[str, Callable[[nn.Module], object]] = {
+    "evaluation": lambda model: model.eval(),
+    "a frozen parameter": lambda model: model.get_submodule("c").requires_grad_(False),
+    "another dtype in the same parameter": lambda model: model.get_submodule("c").double(),
+    "a stride": lambda model: setattr(model.get_parameter("c.weight"), "data", torch.zeros(2, 2).t()),
+    "an option": lambda model: setattr(model.get_submodule("d"), "eps", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", SHOWN.values(), ids=SHOWN)
+def test_a_known_structure_is_described_again_after_a_change(change: Callable[[nn.Module], object]) -> None:
+    model = tied()
+    known = KnownParts(model)
+    before = known.structure(known.now())
+    assert known.structure(known.now()) is before == structure_of(model)
+    change(model)
+    assert known.structure(known.now()) == structure_of(model) != before

@@ -66,13 +66,26 @@ def routed(model: nn.Module, x: Tensor) -> Tensor:
     return (share * scores.mean(0)).sum()
 
 
-@pytest.mark.parametrize("loss", [mean, by_count, two_views])
+def slopes(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+
+
+def penalty(model: nn.Module, x: Tensor) -> Tensor:
+    return (slopes(model, x).norm(dim=1) - 1).square().mean()
+
+
+def penalty_on_the_norm_of_all(model: nn.Module, x: Tensor) -> Tensor:
+    return (slopes(model, x).norm() - 1).square()
+
+
+@pytest.mark.parametrize("loss", [mean, by_count, two_views, penalty])
 def test_a_sum_over_samples_is_not_coupled_whatever_it_is_divided_by(loss: Loss) -> None:
     assert coupled(loss, net()) is False
     assert coupled(loss, net(), large=True) is False
 
 
-@pytest.mark.parametrize("loss", [contrastive, root])
+@pytest.mark.parametrize("loss", [contrastive, root, penalty_on_the_norm_of_all])
 def test_a_loss_that_compares_samples_is_coupled(loss: Loss) -> None:
     assert coupled(loss, net()) is True
 

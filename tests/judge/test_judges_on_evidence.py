@@ -122,6 +122,7 @@ NO_FAULT_NEEDS = {
         "test_judges_on_evidence::test_a_parameter_that_the_search_for_unused_ones_does_not_find_is_told"
     ),
     "loss_terms._normalising_line": ("test_parity::test_a_line_that_only_scales_what_it_makes_of_a_sample_normalises"),
+    "loss_terms._chosen_by_batch": "test_parity::test_a_batch_that_decides_which_parameters_take_part_explains_it_all",
     "loss_terms._weighed_by_others": "test_parity::test_samples_that_are_not_coupled_are_weighed_otherwise",
     "loss_terms.judge_unexplained": ("test_parity::test_a_difference_that_nothing_explains_is_an_error_that_says_so"),
     "single_process._explain_by_statistics": (

@@ -144,10 +144,14 @@ def test_losses_that_weigh_targets_on_purpose_are_left_alone(rank):
         each = F.cross_entropy(logits.mT, targets, ignore_index=-100, reduction="none")
         return (each.sum(1) / (targets != -100).sum(1)).mean()
 
+    def one_by_one(logits, targets):
+        each = [F.cross_entropy(*one, ignore_index=-100) for one in zip(logits, targets, strict=True)]
+        return torch.stack(each).mean()
+
     def squares(logits, targets):
         return logits[targets != -100].square().mean()
 
-    for loss in (weighted, by_sequence, squares):
+    for loss in (weighted, by_sequence, one_by_one, squares):
         for inside in (True, False):
             assert found("step", loss_of=loss, inside=inside) == []
 

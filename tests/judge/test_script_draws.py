@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.judge.data.script_draws import (
     _cosine,
     judge_added_noise,
+    judge_behind,
     judge_step_draws,
     judge_streams,
     line_of_selection,
@@ -166,3 +167,18 @@ def test_what_is_evaluated_may_be_trained_on_by_another_rank(more: dict[str, Any
 def test_ranks_that_train_on_the_same_samples_are_told_of_that_alone() -> None:
     draws, _, evaluated = streams()
     assert not judge_streams(draws, dict(enumerate(given(alike=True))), evaluated)
+
+
+@pytest.mark.parametrize(
+    ("batches", "found"),
+    [
+        (lambda rank, step: rank + step, True),  # of a stride that does not count the ranks
+        (lambda rank, step: 2 * step + rank, False),
+        (lambda rank, step: (rank + step) % 2, False),  # the ranks take turns
+        (lambda rank, step: 10 * rank + step, False),
+    ],
+)
+def test_ranks_that_follow_each_other(batches: Callable[[int, int], int], found: bool) -> None:
+    steps = (0, 1, 2, 4, 8)
+    inputs = {rank: [Inputs(0, step, (batches(rank, step), -1), FORWARD) for step in steps] for rank in range(2)}
+    assert [(one.code, one.location) for one in judge_behind(inputs)] == ([("DDP505", FORWARD)] if found else [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -98,6 +98,11 @@ def test_samples_that_a_sampler_repeats_are_counted(of_rank_0: ResultExchanged, 
 def test_a_sum_over_batches_is_counted_too() -> None:
     batches = [[call(2, 4, during=True), call(1, 1, during=True)], [call(3, 4, during=True), call(0, 1, during=True)]]
     assert codes(judged(strided(9), size=9, given=batches)) == ["DDP801"]
+
+
+def test_a_line_may_reduce_a_number_and_then_a_pair() -> None:
+    calls = [[call(5), call(3, 2.5)], [call(5), call(4, 2.5)]]
+    assert codes(judged(strided(9), size=9, given=calls)) == ["DDP801"]
 
 
 @pytest.mark.parametrize(
@@ -681,6 +686,54 @@ def test_gathered_rows_of_predictions_and_labels_say_what_each_was(monkeypatch: 
     rows = [(1, 0), (2, 2), (0, 1)]
     recorder.note_collective(Call("all_gather_object", "train.py:9", (0, 1)), {"obj": rows})
     assert [one.rows for one in exchanged if one.rows] == [(1, 2, 0), (0, 2, 1)]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_a_loop_counts_of_a_batch_that_was_fetched_ahead(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation_recorder, "patched", lambda *_: None)
+    written: list[Any] = []
+    recorder = EvaluationRecorder(written.append)
+    loader = LoaderPass(3, 0, LOOP, "Photos", 8, indices=[0, 2, 4, 6], batch_size=4, batches=1, exhausted=True)
+
+    def batches() -> Iterator[int]:
+        recorder.note_pass(loader, None)
+        if ahead:
+            recorder.note_pass(loader, None)
+        yield 3
+        if not ahead:
+            recorder.note_pass(loader, None)
+
+    def evaluate() -> None:
+        counted = 0
+        for right in batches():
+            counted += right
+        recorder._prints(f"accuracy {counted / 4:.4f}")
+
+    evaluate()
+    *_, last = (one for one in written if isinstance(one, EvaluationPass))
+    assert last.numbers["evaluate.counted"] == 3.0
+
+
+def test_gathered_losses_count_twice_unless_they_are_cut() -> None:
+    indices, losses = strided(9), [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+    of_ranks = [[losses[index] for index in of_rank] for of_rank in indices]
+    given = [[call(operation="all_gather", rows=[0] * 5, values=tuple(of_rank))] for of_rank in of_ranks]
+    assert codes(judged(indices, size=9, given=given, shown=[prints(4.6 / 10), []])) == ["DDP801"]
+    assert judged(indices, size=9, given=given, shown=[prints(4.5 / 9), []]) == []
+
+
+def test_what_is_shown_in_the_loop_of_the_next_evaluation_is_how_far_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation_recorder, "patched", lambda *_: None)
+    written: list[Any] = []
+    recorder = EvaluationRecorder(written.append)
+    for number in range(5):  # of which the last ones are not followed
+        loader = LoaderPass(3, number, LOOP, "Photos", 8, batches=1, exhausted=True)
+        recorder.note_pass(loader, None)
+        recorder._prints("of a batch: 12.5")
+        recorder.note_pass(loader, None)
+        recorder._prints("12.25")
+    shown = [number.text for one in written if isinstance(one, MetricShown) for number in one.numbers]
+    assert shown == ["12.25"] * 3
 
 
 @pytest.mark.parametrize(("parts", "found"), [("own", []), ("one", ["DDP801"]), ("shards", ["DDP801"])])

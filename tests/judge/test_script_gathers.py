@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,10 @@ from ddpcheck.record.loss.gather_recorder import (
 )
 
 LINE = Location("train.py", 8)
+
+
+def optimizers(steps: int) -> Any:
+    return SimpleNamespace(steps=steps, are_probed=lambda: True)
 
 
 def test_it_takes_every_rank_in_several_steps() -> None:
@@ -83,7 +88,7 @@ def test_views_that_are_gathered_one_by_one_and_joined(views: int) -> None:
         if (rows := _own_rows(one)) is not None
     ][:views]
     recorder._gathered, recorder._parts = gathered, [_Parts(2, 0, (8, 3))] * views
-    recorder._step, recorder._steps, recorder._sink = 3, lambda: 3, found.append
+    recorder._step, recorder._optimizers, recorder._sink = 3, optimizers(3), found.append
     bank = torch.cat([first.detach(), torch.randn(4, 3), second.detach(), torch.randn(4, 3)])
     recorder.note_backward((first @ bank.T).logsumexp(1).mean())
     assert found == [GatheredConstant(3, "all_gather", LINE, 8)] * (views - 1)
@@ -141,7 +146,7 @@ def _arrival(factor: float, *, own_rows: bool) -> list[OwnPartPutBack]:
     parts = _Joined.apply(features, torch.randn(4, 3), factor)
     every = torch.cat(parts)
     recorder._gathered, recorder._parts = [], [_Parts(2, 1, (8, 3), "all_gather", LINE, features.grad_fn)]
-    recorder._step, recorder._steps, recorder._sink = 2, lambda: 2, found.append
+    recorder._step, recorder._optimizers, recorder._sink = 2, optimizers(2), found.append
     loss = ((features if own_rows else every) @ every.T).logsumexp(1).mean()
     recorder.note_backward(loss)
     loss.backward()
@@ -200,7 +205,8 @@ def test_features_that_a_loss_takes_besides_what_was_gathered(*, besides: bool) 
     rows = _own_rows(features)
     assert rows is not None
     recorder._gathered = [_Gathered("all_gather", LINE, (8, 3), rows, features.grad_fn)]
-    recorder._parts, recorder._step, recorder._steps = [_Parts(2, 1, (8, 3), "all_gather", LINE)], 2, lambda: 2
+    recorder._parts, recorder._step = [_Parts(2, 1, (8, 3), "all_gather", LINE)], 2
+    recorder._optimizers = optimizers(2)
     recorder._sink = found.append
     loss = torch.cat([torch.randn(4, 3), features]).var(0).sum()
     loss = loss + features.square().mean() if besides else loss

@@ -39,8 +39,13 @@ from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.gather.steps.gradient_distance import sketches
 from ddpcheck.judge.data.script_data import judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.data.script_files import _at_the_same_time, judge_files, judge_shards_saved, told_by_files
-from ddpcheck.judge.gradients.script_alone import judge_alone
-from ddpcheck.judge.gradients.script_clips import judge_clips, judge_rescaled, judge_step_gradients
+from ddpcheck.judge.gradients.script_alone import judge_alone, judge_parts_reduced, judge_reduced_alike
+from ddpcheck.judge.gradients.script_clips import (
+    judge_clips,
+    judge_rescaled,
+    judge_scaled_by_hand,
+    judge_step_gradients,
+)
 from ddpcheck.judge.gradients.script_losses import judge_losses, judge_summed_again, judge_sums
 from ddpcheck.judge.loop.script_optimizers import (
     judge_metrics,
@@ -141,11 +146,14 @@ SAME_ROWS: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 9, 1: 8, 2: 7, 
         ([[epoch(EVEN, location=OTHER_LINE)], [epoch(EVEN)]], ["DDP505"]),  # one rank shows its progress
         ([[epoch(ALL, trains=False)], [epoch(ALL, trains=False)]], []),  # evaluation
         ([[epoch(ALL, replaces=True)], [epoch(BACK, replaces=True)]], []),
-        ([[epoch(ALL, exhausted=False)], [epoch(BACK, exhausted=False)]], []),
+        ([[epoch(ALL, exhausted=False, batches=4)], [epoch(BACK, exhausted=False, batches=4)]], []),
+        ([[epoch(ALL, exhausted=False, expected=8)], [epoch(BACK, exhausted=False, expected=8)]], ["DDP505"]),
         ([[epoch(ALL, digest={"x": 1})], [epoch(ALL, digest={"x": 2})]], []),  # a file of each rank's own
         ([[epoch(ALL, **SAME_ROWS)], [epoch(ALL, **OTHER_DATA)]], []),
         ([[epoch(ALL, **SAME_ROWS)], [epoch(ALL, **SAME_ROWS)]], ["DDP505"]),
         ([[epoch(range(32))], [epoch((*range(32, 63), 0))]], []),  # padded
+        ([[epoch((*range(30), 0, 1))], [epoch((*range(12, 42), 12, 13))]], ["DDP505"]),  # and drawn from other seeds
+        ([[epoch((*range(26), *range(6)))], [epoch((*range(8, 34), *range(8, 14)))]], []),  # each drawn anew
     ],
 )
 def test_samples_that_ranks_share(passes: list[list[LoaderPass]], found: list[str]) -> None:
@@ -212,7 +220,7 @@ def test_parts_that_overlap_from_the_second_epoch_on() -> None:
     assert "16 of 64 are on no rank" in finding.message
     assert not judge_loaders([order(EVEN, range(32)), order(ODD, range(32, 64))])
     assert not judge_loaders([order(EVEN, range(32), replaces=True), order(ODD, range(16, 48), replaces=True)])
-    assert not judge_loaders([order(EVEN, range(32), exhausted=False), order(ODD, range(16, 48))])
+    assert not judge_loaders([order(EVEN, range(32), exhausted=False, batches=4), order(ODD, range(16, 48))])
     assert not judge_loaders(
         [[*of_rank, epoch(part, number=2)] for of_rank, part in zip(own, (EVEN, ODD), strict=True)]
     )
@@ -252,6 +260,23 @@ def test_augmentation_that_draws_the_same_numbers() -> None:
     )
     assert not judge_loaders([[of_rank] for of_rank in apart])  # seeded by the sample, from the second number on
     assert not judge_loaders([[epoch(EVEN, draws=shared)], [epoch(ODD, draws=own)]])
+    parts = [[epoch(EVEN, draws=shared, **held)] for held in (OTHER_DATA, SAME_ROWS)]  # the same places of own parts
+    assert codes(judge_loaders(parts)) == ["DDP510"]
+
+
+def test_the_same_samples_that_each_rank_augments_in_its_own_way() -> None:
+    def passes(*orders: Sequence[int], drawn: bool = True, **held: Any) -> list[list[LoaderPass]]:
+        given = [(OTHER_DATA, {1: 2}), (SAME_ROWS, {5: 6})]
+        held = {"samples": {"x.0": (1, 2)}, "holds_samples": True, **held}
+        return [
+            [epoch(order, draws=draws if drawn else {}, **held, **contents)]
+            for order, (contents, draws) in zip(orders, given, strict=True)
+        ]
+
+    assert codes(judge_loaders(passes(ALL, ALL))) == ["DDP505"]
+    assert not judge_loaders(passes(EVEN, ODD))
+    assert not judge_loaders(passes(ALL, ALL, holds_samples=False))  # numbers from which each rank makes its own
+    assert not judge_loaders(passes(ALL, ALL, drawn=False))
 
 
 def test_numbers_of_workers_that_are_seeded_alike() -> None:
@@ -372,6 +397,9 @@ def test_the_learning_rate_that_parts_later_is_a_schedule() -> None:
     assert loaded.ranks == (0,) and "on rank 0 only" in loaded.evidence[-1]
     assert not judge_optimizer_options([[step(), step()], [step(4, options=lower), step(4, options=lower)]])
     assert not judge_optimizer_options([[step(), replace(step(options=lower), reductions=2)]])  # it is its second batch
+    numbered = [step(options={"class": "Muon", "group 0 rank": str(rank)}) for rank in range(3)]
+    assert not judge_optimizer_options([numbered])
+    assert codes(judge_optimizer_options([numbered[::-1]])) == ["DDP223"]
 
 
 def test_ranks_that_step_on_other_parameters_of_a_wrapper() -> None:
@@ -452,6 +480,8 @@ def test_optimizer_state_that_differs() -> None:
     (found,) = judge_optimizer_state([[replace(one, restored_at=loads) for one in (here, there)]])
     assert (found.location, found.ranks) == (here.location, ())
     assert not judge_optimizer_state([[here, here]])
+    (found,) = judge_optimizer_state([[here, here], [here, there]])
+    assert found.evidence[0].startswith("it did not differ in step 0") and "work.wait()" in found.fix
     (found,) = judge_optimizer_state([[replace(here, held=("a", "b")), replace(there, held=("b", "a"))]])
     assert found.fix.startswith(
         "Give the optimizer its parameters in the same order"
@@ -470,6 +500,8 @@ def alone(count: int, value: int, gradient: float, name: str = "Head.w") -> Opti
         ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 5.0), (1, 3, 6.0)]], ["DDP501"]),
         ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 2.0), (1, 2, 3.0)]], []),  # averaged by hand
         ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 9, 2.0), (1, 8, 3.0)]], ["DDP208"]),
+        ([[(0, 1, 0.0), (1, 2, 3.0)], [(0, 9, 0.0), (1, 8, 3.0)]], ["DDP208"]),  # in front of a layer of zeros
+        ([[(0, 1, 0.0), (1, 2, 0.0)], [(0, 9, 0.0), (1, 8, 0.0)]], []),  # it has none at all
         ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 9, 4.0), (1, 8, 7.0)]], []),  # a model of each rank's own
         (
             [
@@ -485,6 +517,15 @@ def test_parameters_in_no_wrapper(ranks: list[list[tuple[int, int, float]]], fou
     assert codes(judge_alone(steps, [], wrapped=False)) == found
 
 
+@pytest.mark.parametrize(("after", "found"), [(16, ["DDP306"]), (6, [])])
+def test_parameters_that_are_averaged_now_and_then_until_they_are_not(after: int, found: list[str]) -> None:
+    def of_rank(rank: int) -> list[OptimizerStep]:
+        marks = tuple(n if n % 4 == 0 and n <= 8 else 100 * rank + n for n in range(8 + after))
+        return [replace(alone(0, 1, 2.0), marks=()), replace(alone(1, 10 + rank, 3.0 + rank), marks=marks)]
+
+    assert codes(judge_alone(list(zip(of_rank(0), of_rank(1), strict=True)), [], wrapped=False)) == found
+
+
 def test_parameters_that_a_wrapper_does_not_know_of_are_told_by_their_names_in_it() -> None:
     of_ranks = [[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 5.0), (1, 3, 6.0)]]
     steps = [[alone(*one, name="0/head.w") for one in at] for at in zip(*of_ranks, strict=True)]
@@ -498,6 +539,44 @@ def test_what_ranks_add_to_gradients_that_are_reduced_is_not_told_as_no_reductio
     reduced = [[replace(one, collectives=3 + 2 * one.count) for one in of_ranks] for of_ranks in steps]
     (later,) = judge_alone(reduced, [], wrapped=False)
     assert "by nothing" in never.message and "after the collectives of a step" in later.message
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (lambda rank, count: count, ["DDP505"]),
+        (lambda rank, count: 10 * rank + count, []),
+        (lambda rank, count: rank if count == 1 else count, []),  # in one step they are not
+        (lambda rank, count: 7, []),  # nothing changes
+    ],
+)
+def test_gradients_that_are_the_same_before_they_are_averaged(given: Any, found: list[str]) -> None:
+    steps = [[replace(alone(n, n, 1.0), given=(given(rank, n),)) for rank in range(2)] for n in range(4)]
+    assert codes(judge_reduced_alike(steps)) == found
+    assert not judge_reduced_alike(steps[:2])
+
+
+def test_gradients_of_parts_that_are_reduced_as_if_they_were_replicas() -> None:
+    own = [
+        replace(alone(n, n, 1.0), parts_reduced=("Tables.t.0.weight",), parts_reduced_at=OTHER_LINE) for n in range(3)
+    ]
+    (found,) = judge_parts_reduced([[one, one] for one in own])
+    assert (found.code, found.location, found.subjects) == ("DDP521", OTHER_LINE, ("Tables.t.0.weight",))
+    assert not judge_parts_reduced([[one, alone(1, 1, 1.0)] for one in own])
+
+
+def test_gradients_that_are_averaged_by_hand_and_clipped_on_one_rank() -> None:
+    def of_ranks(factor: float, *, turned: float = 1.0) -> tuple[OptimizerStep, OptimizerStep]:
+        gradients = {"body": [2.0, -1.0], "head": [1.0, 4.0]}
+        scaled = {name: [factor * a, turned * factor * b] for name, (a, b) in gradients.items()}
+        both = [replace(alone(1, 1, 1.0), alone=dict.fromkeys(gradients, 1), gradients=g) for g in (gradients, scaled)]
+        return both[0], both[1]
+
+    (found,) = judge_scaled_by_hand([of_ranks(1.0), of_ranks(0.2)])
+    assert (found.code, found.subjects, found.location) == ("DDP301", ("body", "head"), LINE)
+    clips = [[GradientsClipped(0, 5.0, OTHER_LINE, 1, limit=limit)] for limit in (9.0, 1.0)]
+    assert judge_scaled_by_hand([of_ranks(0.2)], clips)[0].location == OTHER_LINE
+    assert not judge_scaled_by_hand([of_ranks(1.0)]) and not judge_scaled_by_hand([of_ranks(0.2, turned=3.0)])
 
 
 def test_what_is_clipped_by_the_norm_of_what_is_not_averaged_is_not_told_with_it() -> None:
@@ -642,6 +721,7 @@ def losses(*by_rank: Sequence[ScaledTerm], **more: Any) -> list[list[LossDiffere
 
 
 MEAN, TWICE, HALF = (ScaledTerm("mean", factor, 4) for factor in (1.0, 2.0, 0.5))
+DIVIDED = replace(HALF, divisors=(2.0,))
 
 
 @pytest.mark.parametrize(
@@ -655,6 +735,8 @@ MEAN, TWICE, HALF = (ScaledTerm("mean", factor, 4) for factor in (1.0, 2.0, 0.5)
         (losses([MEAN], [MEAN], scaled=LINE, number=1), []),  # not divided, or by the micro-batches
         (losses([ScaledTerm("sum", 2.0, 4)], [ScaledTerm("sum", 2.0, 4)], scaled=LINE), []),
         (losses([MEAN, HALF], [MEAN, HALF], scaled=LINE), []),
+        (losses(*[[DIVIDED, ScaledTerm("sum", 1 / 8, 9, divisors=(4, 2))]] * 2, scaled=LINE), ["DDP303"]),
+        (losses(*[[DIVIDED, ScaledTerm("sum", 1 / 4, 9, divisors=(4,))]] * 2, scaled=LINE), []),  # not the whole loss
         (losses([ScaledTerm("sum", 1 / 7, 9)], [ScaledTerm("sum", 1 / 5, 9)]), ["DDP305"]),
         (losses([ScaledTerm("sum", 1 / 6, 9)], [ScaledTerm("sum", 1 / 6, 9)]), []),  # of all ranks
         (losses([ScaledTerm("sum", 0.31, 9)], [ScaledTerm("sum", 0.47, 9)]), []),  # no numbers
@@ -670,6 +752,12 @@ def test_scales_of_losses(given: list[list[LossDifferentiated]], found: list[str
     assert codes(judge_losses(given)) == found
     assert not judge_losses([[replace(one, wrappers=()) for one in of_rank] for of_rank in given])
     assert "DDP303" not in codes(judge_losses(given, [{0}, {0}]))  # of all ranks' features
+
+
+@pytest.mark.parametrize(("own", "found"), [((7, 3), []), ((7, 7), ["DDP305"])])
+def test_terms_of_single_samples_that_are_each_divided_by_what_the_sample_has(own: Sequence[int], found: list[str]):
+    ranks = [[ScaledTerm("sum", 1 / (4 * count), 9, rows_of=0) for count in counts] for counts in (own, (5, 5))]
+    assert codes(judge_losses(losses(*ranks))) == found
 
 
 def test_the_line_of_the_term_that_is_divided_by_own_counts() -> None:
@@ -693,6 +781,43 @@ def test_terms_of_several_that_are_divided_by_own_counts(weights: tuple[float, f
     if found:
         (finding,) = judge_losses(ranks)
         assert any("by 24 on rank 0, by 19 on rank 1" in line for line in finding.evidence)
+
+
+def test_each_loss_of_a_script_is_judged_by_itself() -> None:
+    """Passes of a discriminator, whose loss is a mean, come between those of a generator."""
+    of_generator = losses([ScaledTerm("sum", 1 / 7, 9)], [ScaledTerm("sum", 1 / 5, 9)])
+    judged = losses([MEAN], [MEAN], location=Location("train.py", 7), step=20)
+    judged = [[replace(one, step=20 + n) for n, one in enumerate((*of_rank, *of_rank))] for of_rank in judged]
+    both = [[*one, *other] for one, other in zip(of_generator, judged, strict=True)]
+    assert codes(judge_losses(both)) == ["DDP305"] and not judge_losses(judged)
+
+
+@pytest.mark.parametrize(
+    ("weights", "found"),
+    [
+        ([(0.5, 0.8)] * 3, ["DDP305"]),  # of each rank's own part of the data
+        ([(0.5, 0.5)] * 3, []),
+        ([(0.5 * 1.05**n, 0.5 * 0.97**n) for n in range(1, 9)], ["DDP305"]),  # adapted to a rank's own samples
+        ([(0.5 * 1.05**n, 0.5 * 0.97**n) for n in range(1, 8)], []),  # too few
+        ([(0.5 * 1.05**n, 0.5 * 1.05**n * (1 + n / 2000)) for n in range(9)], []),  # of hardly any effect
+        ([(0.3, 0.7), (0.9, 0.2), (0.4, 0.6), (0.1, 0.8)] * 3, []),  # drawn for each batch
+        ([(0.1, 0.9), (0.6, 0.7), (0.2, 0.8), (0.5, 0.6)] * 3, []),  # likewise, and always more on one rank
+    ],
+)
+def test_a_number_of_each_rank_by_which_it_multiplies_its_loss(
+    weights: list[tuple[float, float]], found: list[str]
+) -> None:
+    def of_rank(rank: int, *, known: bool = True, size: bool = False) -> list[LossDifferentiated]:
+        rows = [round(1e6 * own[rank]) if size else 4 for own in weights]
+        terms = [
+            ScaledTerm("mean", own[rank], count, multipliers=(own[rank],) * known)
+            for own, count in zip(weights, rows, strict=True)
+        ]
+        return [loss(n, MEAN, term) for n, term in enumerate(terms)]
+
+    assert codes(judge_losses([of_rank(0), of_rank(1)])) == found
+    assert not judge_losses([of_rank(0, known=False), of_rank(1, known=False)])  # made by the model itself
+    assert not judge_losses([of_rank(0, size=True), of_rank(1, size=True)])  # what it weighs is its part of the batch
 
 
 def shared(count: int, *own: float, total: float = 0.0, weight: float = 1.0, **more: Any) -> list[LossDifferentiated]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ EVEN, ODD, HALF = range(0, 64, 2), range(1, 64, 2), range(16, 48)
         (epoch(EVEN), epoch(EVEN), "DDP505"),
         (epoch(EVEN), epoch(HALF), "DDP505"),  # a stream that each rank shuffles before it takes its part
         (epoch(EVEN, size=32), epoch(HALF, size=32), "DDP516"),  # parts of another order
+        (epoch(EVEN, size=32), epoch((*ODD[9:], *EVEN[:9]), size=32), ""),  # what the data has twice
         (epoch(EVEN, size=32, replaces=True), epoch(HALF, size=32, replaces=True), ""),
         (epoch(EVEN, exhausted=False), epoch(HALF, exhausted=False), ""),
         (epoch([7] * 32), epoch([7] * 32), ""),  # rows that tell nothing
@@ -284,7 +286,7 @@ def test_the_rows_of_a_batch_and_what_a_dataset_is_a_part_of() -> None:
     assert [rows_of_whole(Data(one)) for one in held] == [0, 8, 0, 8, -1, 0]
 
 
-def test_what_a_dataset_holds_of_its_samples() -> None:
+def test_what_a_dataset_holds_of_its_samples(tmp_path: Path) -> None:
     x = torch.randn(8, 3)
     pairs = [(x[n].clone(), n) for n in range(8)]
 
@@ -292,12 +294,25 @@ def test_what_a_dataset_holds_of_its_samples() -> None:
         def __init__(self, *held: object) -> None:
             self.held, self.first = held, held[0]
 
+    def fingerprints(dataset: object, size: int = 8) -> dict[str, tuple[int, ...]]:
+        return samples_of(dataset, size)[0]
+
     def names(*held: object) -> list[str]:
-        return list(samples_of(Data(*held), 8))
+        return list(fingerprints(Data(*held)))
 
     assert names(x, x.numpy(), range(8)) == ["held.0", "held.1", "held.2", "first.0"]
     assert names(pairs, [0, 1] * 4, ["a"] * 8, [object()] * 8, x[:4]) == ["held.0", "first.0"]
     assert names(Data(pairs)) == ["held.0held.0", "held.0first.0", "first.0held.0", "first.0first.0"]
-    assert set(samples_of(x.tolist(), 8)) == {".0"} and not samples_of(Data(x), 4)
-    assert samples_of(Data(x), 8)["first.0"] == samples_of(Data(x.clone()), 8)["first.0"]
-    assert not set(samples_of(Data(x + 1), 8)["first.0"]) & set(samples_of(Data(x), 8)["first.0"])
+    assert set(fingerprints(x.tolist())) == {".0"} and not fingerprints(Data(x), 4)
+    assert fingerprints(Data(x))["first.0"] == fingerprints(Data(x.clone()))["first.0"]
+    assert not set(fingerprints(Data(x + 1))["first.0"]) & set(fingerprints(Data(x))["first.0"])
+    photos = [tmp_path / f"{number}.png" for number in range(8)]
+    for number, photo in enumerate(photos):
+        photo.write_bytes(bytes(number))
+    held = (x, torch.randn(8, 2, 4), photos, list(map(str, photos)), [(str(photo), 0) for photo in photos])
+    assert [samples_of(Data(one), 8)[1] for one in (*held, [f"{one}" for one in range(8)])] == [
+        *(False, True, True, True, True, False)
+    ]
+    before = fingerprints(Data(photos))
+    photos[3].write_bytes(b"other")
+    assert fingerprints(Data(photos)) != before

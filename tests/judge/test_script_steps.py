@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsLeft, PaceRun, WrapperPace
-from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
+from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.judge.gradients.script_clips import judge_changed
 from ddpcheck.judge.gradients.script_losses import judge_accumulated
-from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld
+from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld, judge_unmoved
 
 BACKWARD, OTHER, CLIPS, MADE = (Location("train.py", line) for line in (30, 31, 32, 28))
 
@@ -139,4 +140,27 @@ def test_parameters_that_no_optimizer_holds(moved: dict[str, bool], held: list[s
 )
 def test_an_optimizer_of_another_model(moved: dict[str, bool], in_vain: bool, found: list[str]) -> None:
     findings = judge_unheld(moved, [], made=MADE, in_vain=in_vain)
+    assert [(one.code, list(one.subjects)) for one in findings] == ([("DDP504", found)] if found else [])
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, ["head"]),
+        ({"options": {"module": "torch.optim.sgd", "class": "SGD", "group 0 lr": "0.1"}}, []),  # by rounding only
+        ({"options": {"module": "train", "class": "Muon", "group 0 lr": "0.0"}}, []),
+        ({"norms": {"0/body": 1.0}}, []),  # its gradient is taken away
+        ({"held": ("0/head",)}, []),  # nothing of what it holds moves
+    ],
+)
+def test_parameters_that_an_optimizer_of_the_script_does_not_move(change: dict[str, Any], found: list[str]) -> None:
+    of_step = OptimizerStep(
+        0,
+        1,
+        {"module": "train", "class": "Muon", "group 0 lr": "0.1"},
+        MADE,
+        ("0/body", "0/head"),
+        norms={"0/body": 1.0, "0/head": 2.0},
+    )
+    findings = judge_unmoved([[replace(of_step, **change)] * 2] * 3, {"0/body": True, "0/head": False})
     assert [(one.code, list(one.subjects)) for one in findings] == ([("DDP504", found)] if found else [])

@@ -15,8 +15,7 @@ from ddpcheck.record.data.draw_recorder import DrawRecorder
 def test_draws_before_the_backward_pass_are_written_down_however_long_the_interval_is(
     most: int, after_backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"):
-        monkeypatch.setattr(draw_recorder, name, lambda hook: None)
+    monkeypatch.setattr(draw_recorder, "follow_steps", lambda follower: None)
     monkeypatch.setattr(draw_recorder, "_MOST_CALLS", most)
     written: list[StepDraw] = []
     recorder = DrawRecorder(written.append, lambda: 0)
@@ -30,5 +29,5 @@ def test_draws_before_the_backward_pass_are_written_down_however_long_the_interv
         len("")
     if not after_backward:
         weight.sum().backward()
-    recorder._before_step()
+    recorder.before_step()
     assert [one.count for one in written if one.kind == "choice"] == [4]

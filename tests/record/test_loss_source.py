@@ -50,6 +50,14 @@ class Output:
         self.loss = loss
 
 
+class Sum:
+    def __call__(self, outputs: Tensor) -> tuple[Tensor, int]:
+        boxes = torch.zeros(1, device=outputs.device)
+        boxes += outputs.square().mean()  # of the object
+        boxes *= 0.5
+        return boxes * len(outputs), 0
+
+
 def outer() -> tuple[int, int]:
     return 0, int(os.environ["WORLD_SIZE"])
 
@@ -82,6 +90,12 @@ def in_a_module(x: Tensor, model: nn.Module) -> None:
     net = both["it"]
     _, loss = net(x, torch.zeros(len(x), dtype=torch.long))
     (loss / 4).backward()
+
+
+def in_an_object(x: Tensor, model: nn.Module) -> None:
+    criterion = Sum()
+    loss, _ = criterion(model(x))
+    loss.backward()
 
 
 def handed_on(x: Tensor, model: nn.Module) -> None:
@@ -138,6 +152,7 @@ WHERE: dict[Callable[..., None], tuple[str, str]] = {
     by_name: ("made", ""),
     in_a_function: ("masked", ""),
     in_a_module: ("of the model", ""),
+    in_an_object: ("of the object", ""),
     handed_on: ("made", ""),
     of_parts: ("made", ""),
     in_one_line: ("made", ""),

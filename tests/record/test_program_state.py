@@ -95,20 +95,21 @@ class Online(nn.Module):
         self.predictor = nn.Linear(8, 16)
 
 
-def found_twice(value: Any, module: nn.Module) -> list[str]:
-    """What is found in a variable at two looks beside a wrapped module: the names of its tensors."""
+def found_twice(value: Any, *wrapped: nn.Module) -> list[str]:
+    """What is found in a variable at two looks beside wrapped modules: the names of its tensors."""
     uses: Any = Mock()
-    watch: Any = SimpleNamespace(
-        module=module, is_sharded=False, parameters=dict(module.named_parameters()), wrapped=list(module.parameters())
-    )
-    watch.module_parameters = module.named_parameters
+    watches: list[Any] = [
+        SimpleNamespace(module=one, is_sharded=False, parameters=dict(one.named_parameters())) for one in wrapped
+    ]
+    for watch in watches:
+        watch.module_parameters = watch.module.named_parameters
     seen: list[StateHeld] = []
-    recorder = StateRecorder(seen.append, [watch], uses, lambda *_: None)
+    recorder = StateRecorder(seen.append, watches, uses, lambda *_: None)
 
     def train() -> None:
         average = value
         for count in range(2):
-            recorder.look(0, count, watch.wrapped)
+            recorder.look(0, count, wrapped[0].parameters())
         assert average is value
 
     train()
@@ -135,6 +136,13 @@ def test_copies_of_a_wrapped_module_and_of_its_parts(held: Any, names: int) -> N
     torch.manual_seed(0)
     online = Online()
     assert len(found_twice(held(online), online)) == names
+
+
+@pytest.mark.parametrize(("frozen", "names"), [(True, 6), (False, 0)])
+def test_a_teacher_that_is_wrapped_too_is_a_copy_once_it_is_frozen(frozen: bool, names: int) -> None:
+    online = Online()
+    teacher = deepcopy(online).requires_grad_(not frozen)
+    assert len(found_twice(teacher, online, teacher)) == names
 
 
 @pytest.mark.parametrize(

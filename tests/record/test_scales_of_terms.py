@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from ddpcheck.gather.autograd.gradient_hooks import hooks_on
+from ddpcheck.gather.autograd.loss_terms import rows_taken_from
 from ddpcheck.record.loss.loss_recorder import _count, _lines_of_terms, _terms
 
 X = torch.ones(4, requires_grad=True)
@@ -24,7 +25,7 @@ X = torch.ones(4, requires_grad=True)
         (torch.tensor(5.0) * X.sum(), [("sum", [("Mul", 5)])]),
         (X.sum().mul_(7), [("sum", [("Mul", 7)])]),
         (X.mean() + 0.5 * X.square().sum(), [("mean", []), ("sum", [("Mul", 0.5)])]),
-        (X.sum() * X.mean(), [("sum", [("Mul", 1)]), ("mean", [("Mul", 4)])]),
+        (X.sum() * X.mean(), [("sum", []), ("mean", [])]),  # which no number scales
         (torch.nn.functional.mse_loss(X, X.detach(), reduction="sum") / 8, [("sum", [("Div", 8)])]),
     ],
 )
@@ -52,6 +53,15 @@ MASK = TARGETS >= 0
 def test_how_many_elements_a_mean_is_over_and_whether_they_were_chosen(loss: Tensor, count: tuple[int, bool]) -> None:
     ((node, _, _),) = _terms(loss.grad_fn)
     assert _count(node) == count
+
+
+def test_which_terms_take_rows_of_one_tensor() -> None:
+    logits = ROWS * 2
+    by_sample = [cross_entropy(logits[n, None], TARGETS[n, None], reduction="sum") for n in range(2)]
+    of_all = cross_entropy(logits, TARGETS) + torch.nn.functional.linear(logits, torch.ones(2, 3)).mean()
+    nodes = [node for node, _, _ in _terms((sum(by_sample) / 2 + of_all).grad_fn)]
+    taken = [rows_taken_from(node) for node in nodes]
+    assert taken.count(None) == taken.count((logits.grad_fn, 0)) == 2
 
 
 def test_the_lines_of_the_terms_of_a_loss() -> None:

@@ -233,6 +233,11 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     ),
     "wrap returns no module": ("def wrap(m, d): return 3\n", ["wrap(module, device) returned a value of type int"]),
     "unknown DDP option": ("ddp_kwargs = {'magic': True}\n", ["DistributedDataParallel", "magic"]),
+    "loss takes other arguments": (
+        "def loss(model): return 0\n",
+        ["loss(model, batch) in step 0 raised TypeError: loss() takes 1 positional argument but 2 were given"],
+    ),
+    "loss returns a complex number": ("def loss(m, b): return m(b).mean() * 1j\n", ["complex number", ".real or"]),
     "loss returns None": ("def loss(m, b): m(b)\n", ["loss(model, batch) in step 0 returned NoneType"]),
     "loss returns a number": ("def loss(m, b): return m(b).mean().item()\n", ["returned float without any tensor"]),
     "loss is no scalar": ("def loss(m, b): return m(b)\n", ["shape (4, 1)", "scalar"]),

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ddpcheck.worlds.launchers.detection import port_of, read_first_host
+from ddpcheck.worlds.launchers.detection import first_host, port_of
 from tests.launchers import slurm
 from tests.launchers.nodes import CannotStartError, Node, two_nodes, why_not
 from tests.worlds.test_launched import clean_environment
@@ -366,7 +366,7 @@ def test_the_first_host_of_a_list_is_what_scontrol_says(one_slurm: dict[str, str
     done = subprocess.run(
         ["scontrol", "show", "hostnames", layout], env=one_slurm, capture_output=True, text=True, timeout=30, check=True
     )
-    assert read_first_host(layout) == done.stdout.split()[0]
+    assert first_host(layout) == done.stdout.split()[0]
 
 
 def test_slurm_leaves_nothing_behind(one_slurm: dict[str, str]) -> None:

@@ -37,6 +37,8 @@ class Difference(Struct, frozen=True):
         return not self.error <= self.tolerance
 
     def __str__(self) -> str:
+        if not self.reference_norm and not self.elements_beyond and 0 < self.absolute_error < self.error:
+            return f"{self.name}: of norm {self.absolute_error:.2g}, should be zero"
         text = f"{self.name}: relative error {self.error:.2g}, allowed {self.tolerance:.2g}"
         if self.worst_index or self.elements_beyond:
             where = f" at {self.worst_index}" if self.worst_index else ""
@@ -141,6 +143,8 @@ class ShardAnalysis(Struct, frozen=True):
     global_loss: float = 0.0  # the loss on the global batch
     coupling: Coupling = Coupling()  # where samples first depend on each other
     rounded: tuple[str, ...] = ()  # the gradients that differ from the global batch's by rounding alone
+    # parameters that the losses of the shards reach and that of the global batch does not, or the other way round
+    other_parameters: tuple[str, ...] = ()
     error: str = ""  # why the shards could not be run one by one, or why that could not be explained further
     numbers: RandomNumbers = "drawn"  # the random numbers with which they were run, as in `SingleStep`
     # of the global batch's gradient to the ranks' average, where batch statistics are those of each shard; measured

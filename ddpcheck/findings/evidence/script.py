@@ -89,6 +89,7 @@ class LoaderPass(Entry, frozen=True):
     targets: tuple[float, ...] = ()  # likewise numbers, where each sample has just one that is floating-point
     held: tuple[int, ...] = ()  # the keys of `draws` that are states of generators which the dataset holds
     held_at: Location | None = None  # the line that assigns the first of these generators
+    holds_samples: bool = False  # whether some of `samples` are these themselves: rows of many numbers, or files there
 
 
 class Inputs(Entry, frozen=True):
@@ -180,6 +181,13 @@ class OptimizerStep(Entry, frozen=True):
     shard_states: Mapping[str, float] = field(default_factory=dict)
     # the one line that writes gradients between backward and the step, if there is just one
     changed_at: Location | None = None
+    # without a wrapper, fingerprints of what was given to each all_reduce of all ranks in this step, if it is as many
+    # elements as its gradients have
+    given: tuple[int, ...] = ()
+    # the parameters that this rank has for itself (experts, tables) of which an all_reduce of all ranks was given the
+    # gradient several times so far, and the line of the last of these calls
+    parts_reduced: tuple[str, ...] = ()
+    parts_reduced_at: Location | None = None
 
 
 class OptimizerEnd(Entry, frozen=True):
@@ -219,6 +227,8 @@ class ScaledTerm(Struct, frozen=True):
     divisors: tuple[float, ...] = ()  # the numbers by which it is divided on the way to the loss
     multipliers: tuple[float, ...] = ()  # those by which it is multiplied
     location: Location | None = None  # the line of a variable in which it is with fewer others than in the loss
+    # which tensor it takes some rows of (those of a sample, say), numbered in each loss; None where it takes none
+    rows_of: int | None = None
 
 
 class NumberReduced(Struct, frozen=True):

@@ -1,55 +1,39 @@
 """DDP6xx: the environment that ranks are started in."""
 
-from __future__ import annotations
+from ddpcheck.findings.rules.rule import rules
 
-from ddpcheck.findings.rules.rule import ERROR, WARNING, Rule
-
-RULES = (
-    Rule(
-        code="DDP601",
-        name="debug-level-crash",
-        severity=ERROR,
-        summary="TORCH_DISTRIBUTED_DEBUG=DETAIL is set, and with gloo this torch crashes when a module is wrapped.",
-        why="On this build the logger of DDP casts a process group that DETAIL has wrapped: a segmentation fault, "
-        "for a clean model and any world size. INFO is safe.",
-        fix="Set TORCH_DISTRIBUTED_DEBUG=INFO, or call dist.set_debug_level(DETAIL) after init_process_group.",
-        detected="No check reports this code: the crash ends the process before a line of ddpcheck can run. Ranks that "
-        "ddpcheck starts do not inherit the variable.",
-        ignore="It is never reported.",
-        example="""\
+RULES = rules("""
+DDP601 debug-level-crash: error
+TORCH_DISTRIBUTED_DEBUG=DETAIL is set, and with gloo this torch crashes when a module is wrapped.
+why: On this build the logger of DDP casts a process group that DETAIL has wrapped: a segmentation fault, for a clean
+model and any world size. INFO is safe.
+fix: Set TORCH_DISTRIBUTED_DEBUG=INFO, or call dist.set_debug_level(DETAIL) after init_process_group.
+detected: No check reports this code: the crash ends the process before a line of ddpcheck can run. Ranks that ddpcheck
+starts do not inherit the variable.
+ignore: It is never reported.
+example:
 os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
 DistributedDataParallel(model)           # with gloo; right: "INFO"
-""",
-    ),
-    Rule(
-        code="DDP602",
-        name="environment-differs",
-        severity=WARNING,
-        summary="Versions or settings that change numbers or communication differ between ranks.",
-        why="Ranks with another torch, backend version, device model, thread or determinism setting may compute other "
-        "numbers, choose other algorithms or fail to talk to each other. Gradients are averaged all the same.",
-        fix="Start every rank from the same image and the same environment variables.",
-        detected="No check reports this code today. The head of a report names the platform and the versions of Python "
-        "and torch.",
-        ignore="It is never reported.",
-    ),
-    Rule(
-        code="DDP603",
-        name="incomplete-launcher-environment",
-        severity=ERROR,
-        summary="Some of the variables that tell a process its rank are missing, or contradict each other.",
-        why="init_process_group reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Without one it raises; with "
-        "values left over from another launcher, ranks wait for a world that never forms. (PyTorch docs, "
-        "torch.distributed, environment variable initialization.)",
-        fix="Start with torchrun, mpirun or srun, and unset variables left over from another launcher.",
-        detected=(
-            "`ddpcheck.init_dist` reads the variables of torchrun, Open MPI, MPICH, Intel MPI and SLURM, and raises "
-            "an error that names what is missing or contradicts itself."
-        ),
-        ignore="It is an error of start-up, and cannot be ignored.",
-        example="""\
+
+DDP602 environment-differs: warning
+Versions or settings that change numbers or communication differ between ranks.
+why: Ranks with another torch, backend version, device model, thread or determinism setting may compute other numbers,
+choose other algorithms or fail to talk to each other. Gradients are averaged all the same.
+fix: Start every rank from the same image and the same environment variables.
+detected: No check reports this code today. The head of a report names the platform and the versions of Python and
+torch.
+ignore: It is never reported.
+
+DDP603 incomplete-launcher-environment: error
+Some of the variables that tell a process its rank are missing, or contradict each other.
+why: init_process_group reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Without one it raises; with values left
+over from another launcher, ranks wait for a world that never forms. (PyTorch docs, torch.distributed, environment
+variable initialization.)
+fix: Start with torchrun, mpirun or srun, and unset variables left over from another launcher.
+detected: `ddpcheck.init_dist` reads the variables of torchrun, Open MPI, MPICH, Intel MPI and SLURM, and raises an
+error that names what is missing or contradicts itself.
+ignore: It is an error of start-up, and cannot be ignored.
+example:
 os.environ["RANK"] = "0"                 # and no WORLD_SIZE; right: start the script with torchrun
 ddpcheck.init_dist()
-""",
-    ),
-)
+""")

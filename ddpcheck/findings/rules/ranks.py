@@ -1,219 +1,157 @@
 """DDP2xx: what has to be the same on every rank before, and stay the same after, a module is wrapped."""
 
-from __future__ import annotations
+from ddpcheck.findings.rules.rule import rules
 
-from ddpcheck.findings.rules.rule import ERROR, GRADIENTS, Explains, Rule, compared_by_digest
-
-RULES = (
-    Rule(
-        code="DDP201",
-        name="parameter-set",
-        severity=ERROR,
-        summary="The module has other parameters on one rank than on another.",
-        why="DDP matches parameters by position. At construction it compares how many require grad and their sizes, "
-        "not their names: other counts raise on some ranks and close the connection for the rest; equal counts "
-        "with other names train tensors that have nothing to do with each other. (PyTorch docs, "
-        "DistributedDataParallel: the model must be the same on every rank.)",
-        fix="Build the same module on every rank: take the rank, its data and its environment out of the constructor.",
-        detected=compared_by_digest("the names of parameters."),
-        ignore="Never. Ranks with other parameters cannot train one model.",
-        reports=("pytorch/pytorch#102438", "huggingface/accelerate#1481", "NJU-PCALab/STAR#44"),
-        example="""\
+RULES = rules("""
+DDP201 parameter-set: error
+The module has other parameters on one rank than on another.
+why: DDP matches parameters by position. At construction it compares how many require grad and their sizes, not their
+names: other counts raise on some ranks and close the connection for the rest; equal counts with other names train
+tensors that have nothing to do with each other. (PyTorch docs, DistributedDataParallel: the model must be the same on
+every rank.)
+fix: Build the same module on every rank: take the rank, its data and its environment out of the constructor.
+detected: Before DDP's first collective, ranks compare digests of their modules, then the names of parameters.
+ignore: Never. Ranks with other parameters cannot train one model.
+reports: pytorch/pytorch#102438 huggingface/accelerate#1481 NJU-PCALab/STAR#44
+example:
 if dist.get_rank() == 0:
     model.probe = nn.Linear(8, 8)        # right: on every rank, or on none
-""",
-    ),
-    Rule(
-        code="DDP202",
-        name="parameter-order",
-        severity=ERROR,
-        explains=(Explains(("DDP301", "DDP302", "DDP306"), when="an error"),),
-        summary="The same parameters are registered in another order on one rank than on another.",
-        why="DDP broadcasts and reduces by position. Where shapes are equal nothing is raised, and the gradients of "
-        "different layers are averaged with each other; where shapes differ, construction fails on the rank that "
-        "differs only. (PyTorch docs, DistributedDataParallel: parameters must be registered in the same order.)",
-        fix="Register modules in a fixed order: iterate over a list or a sorted() set, never over a set or "
-        "os.listdir().",
-        detected=compared_by_digest("the order of parameters that all ranks have."),
-        ignore="Never. DDP pairs parameters by position.",
-        example="""\
+
+DDP202 parameter-order: error
+The same parameters are registered in another order on one rank than on another.
+why: DDP broadcasts and reduces by position. Where shapes are equal nothing is raised, and the gradients of different
+layers are averaged with each other; where shapes differ, construction fails on the rank that differs only. (PyTorch
+docs, DistributedDataParallel: parameters must be registered in the same order.)
+fix: Register modules in a fixed order: iterate over a list or a sorted() set, never over a set or os.listdir().
+detected: Before DDP's first collective, ranks compare digests of their modules, then the order of parameters that all
+ranks have.
+ignore: Never. DDP pairs parameters by position.
+explains: DDP301 DDP302 DDP306 if an error
+example:
 for name in {"left", "right"}:           # the order of a set of strings differs between processes
     self.add_module(name, nn.Linear(8, 8))   # right: for name in ("left", "right")
-""",
-    ),
-    Rule(
-        code="DDP203",
-        name="parameter-shape",
-        severity=ERROR,
-        summary="A parameter has another shape on one rank than on another.",
-        why="DDP verifies sizes when it is constructed: the rank that differs raises, the others see a closed "
-        "connection or wait for it. (PyTorch docs, DistributedDataParallel: corresponding parameters must have "
-        "the same sizes.)",
-        fix="Give every rank the same size: compute it once (vocabulary, number of classes) and broadcast it, or "
-        "configure it.",
-        detected=compared_by_digest("the shapes of parameters by name."),
-        ignore="Never.",
-        example="""\
+
+DDP203 parameter-shape: error
+A parameter has another shape on one rank than on another.
+why: DDP verifies sizes when it is constructed: the rank that differs raises, the others see a closed connection or wait
+for it. (PyTorch docs, DistributedDataParallel: corresponding parameters must have the same sizes.)
+fix: Give every rank the same size: compute it once (vocabulary, number of classes) and broadcast it, or configure it.
+detected: Before DDP's first collective, ranks compare digests of their modules, then the shapes of parameters by name.
+ignore: Never.
+example:
 classes = len(set(local_labels))         # counts what this rank happens to see; right: a constant for all ranks
 self.head = nn.Linear(8, classes)
-""",
-    ),
-    Rule(
-        code="DDP204",
-        name="parameter-dtype",
-        severity=ERROR,
-        summary="A parameter has another dtype on one rank than on another.",
-        why="DDP does not compare dtypes. Where the element sizes differ the process aborts inside the backend, "
-        "without a Python traceback; where they are equal (float16 against bfloat16) the bits are summed as if "
-        "they were the same type: silent, and the gradients are wrong altogether.",
-        fix="Cast on every rank or on none, before wrapping; decide it from the configuration, not from the local "
-        "device.",
-        detected=compared_by_digest("the dtypes of parameters by name."),
-        ignore="Never.",
-        example="""\
+
+DDP204 parameter-dtype: error
+A parameter has another dtype on one rank than on another.
+why: DDP does not compare dtypes. Where the element sizes differ the process aborts inside the backend, without a Python
+traceback; where they are equal (float16 against bfloat16) the bits are summed as if they were the same type: silent,
+and the gradients are wrong altogether.
+fix: Cast on every rank or on none, before wrapping; decide it from the configuration, not from the local device.
+detected: Before DDP's first collective, ranks compare digests of their modules, then the dtypes of parameters by name.
+ignore: Never.
+example:
 model.to(torch.bfloat16 if supports_bf16() else torch.float16)   # right: the same dtype on all ranks
-""",
-    ),
-    Rule(
-        code="DDP205",
-        name="parameter-stride",
-        severity=ERROR,
-        summary="A parameter has another memory layout (strides) on one rank than on another.",
-        why="DDP reduces flat memory, so both sides must lay out a tensor in the same way. Construction fails on the "
-        "rank that differs, with a message that prints sizes, which are equal. (PyTorch docs, "
-        "DistributedDataParallel: corresponding parameters must have the same strides.)",
-        fix="Apply memory_format=torch.channels_last (or a transposed weight) on every rank or on none, before "
-        "wrapping.",
-        detected=compared_by_digest("the strides of parameters by name."),
-        ignore="Never. DDP refuses it, or averages elements of different places.",
-        example="""\
+
+DDP205 parameter-stride: error
+A parameter has another memory layout (strides) on one rank than on another.
+why: DDP reduces flat memory, so both sides must lay out a tensor in the same way. Construction fails on the rank that
+differs, with a message that prints sizes, which are equal. (PyTorch docs, DistributedDataParallel: corresponding
+parameters must have the same strides.)
+fix: Apply memory_format=torch.channels_last (or a transposed weight) on every rank or on none, before wrapping.
+detected: Before DDP's first collective, ranks compare digests of their modules, then the strides of parameters by name.
+ignore: Never. DDP refuses it, or averages elements of different places.
+example:
 if torch.cuda.is_available():            # true on some machines only
     model = model.to(memory_format=torch.channels_last)   # right: on every rank
-""",
-    ),
-    Rule(
-        code="DDP206",
-        name="requires-grad",
-        severity=ERROR,
-        summary="A parameter requires grad on one rank and is frozen on another.",
-        why="Only parameters that require grad are put into buckets, by position. Other counts raise at "
-        "construction; equal counts of equal shapes do not, and the gradients of different layers are averaged. "
-        "(PyTorch docs, DistributedDataParallel: requires_grad must be the same on all ranks.)",
-        fix="Freeze the same parameters on every rank, before wrapping.",
-        detected=compared_by_digest(
-            "requires_grad by name. It is compared again after a forward pass that may change it."
-        ),
-        ignore="Never. Freeze the same parameters on every rank.",
-        example="""\
+
+DDP206 requires-grad: error
+A parameter requires grad on one rank and is frozen on another.
+why: Only parameters that require grad are put into buckets, by position. Other counts raise at construction; equal
+counts of equal shapes do not, and the gradients of different layers are averaged. (PyTorch docs,
+DistributedDataParallel: requires_grad must be the same on all ranks.)
+fix: Freeze the same parameters on every rank, before wrapping.
+detected: Before DDP's first collective, ranks compare digests of their modules, then requires_grad by name. It is
+compared again after a forward pass that may change it.
+ignore: Never. Freeze the same parameters on every rank.
+example:
 model.layers[dist.get_rank()].requires_grad_(False)   # right: the same layer on every rank
-""",
-    ),
-    Rule(
-        code="DDP207",
-        name="parameter-device",
-        severity=ERROR,
-        summary="A parameter is on another kind of device on one rank than on another, or on several.",
-        why="The collectives of one process group run on one kind of device: a rank that is left on the CPU fails or "
-        "waits while the others use the GPU. DDP asserts one device type within a rank, and compares nothing "
-        "between ranks. (PyTorch docs, DistributedDataParallel, device_ids.)",
-        fix="Move the module with module.to(device) on every rank before wrapping; make a missing GPU an error.",
-        detected=compared_by_digest("the kind of device of each parameter, between ranks and within one."),
-        ignore="Never.",
-        example="""\
+
+DDP207 parameter-device: error
+A parameter is on another kind of device on one rank than on another, or on several.
+why: The collectives of one process group run on one kind of device: a rank that is left on the CPU fails or waits while
+the others use the GPU. DDP asserts one device type within a rank, and compares nothing between ranks. (PyTorch docs,
+DistributedDataParallel, device_ids.)
+fix: Move the module with module.to(device) on every rank before wrapping; make a missing GPU an error.
+detected: Before DDP's first collective, ranks compare digests of their modules, then the kind of device of each
+parameter, between ranks and within one.
+ignore: Never.
+example:
 device = "cuda" if torch.cuda.is_available() else "cpu"   # a rank without a GPU falls back without a message
 DistributedDataParallel(model.to(device))                 # right: raise where the GPU is missing
-""",
-    ),
-    Rule(
-        code="DDP208",
-        name="parameter-value",
-        severity=ERROR,
-        explains=(Explains((*GRADIENTS, "DDP306")), Explains(("DDP516",), when="only the loss")),
-        summary="A parameter has another value on one rank than on another.",
-        why="DDP broadcasts rank 0's values once, when it is constructed, and never again. Values that differ after "
-        "that (init_sync=False, a checkpoint loaded on one rank, re-initialisation) stay different: the averaged "
-        "gradient belongs to no model. (PyTorch docs, DistributedDataParallel: parameters are never broadcast "
-        "between processes after construction.)",
-        fix="Let DDP synchronise at construction (init_sync=True), and load or change values before wrapping, on "
-        "every rank.",
-        detected="Right after the wrapper was constructed, each rank fingerprints its parameters on their device, and "
-        "the fingerprints are compared. `ddpcheck run` also compares the start values of parameters whose "
-        "gradients a script averages by hand.",
-        ignore="If the ranks are to train different models on purpose.",
-        example="""\
+
+DDP208 parameter-value: error
+A parameter has another value on one rank than on another.
+why: DDP broadcasts rank 0's values once, when it is constructed, and never again. Values that differ after that
+(init_sync=False, a checkpoint loaded on one rank, re-initialisation) stay different: the averaged gradient belongs to
+no model. (PyTorch docs, DistributedDataParallel: parameters are never broadcast between processes after construction.)
+fix: Let DDP synchronise at construction (init_sync=True), and load or change values before wrapping, on every rank.
+detected: Right after the wrapper was constructed, each rank fingerprints its parameters on their device, and the
+fingerprints are compared. `ddpcheck run` also compares the start values of parameters whose gradients a script averages
+by hand.
+ignore: If the ranks are to train different models on purpose.
+explains: DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516 if only the loss
+example:
 torch.manual_seed(dist.get_rank())       # every rank starts from other weights
 model = DistributedDataParallel(Net(), init_sync=False)   # right: leave init_sync at True
-""",
-    ),
-    Rule(
-        code="DDP209",
-        name="tied-parameters",
-        severity=ERROR,
-        explains=(Explains(("DDP516",), when="only the loss"),),
-        summary="Parameters are one tensor under several names on one rank, and separate tensors on another.",
-        why="A tied parameter is counted once. Where one rank ties and another does not, the lists of parameters "
-        "have other lengths or pair up the wrong tensors, as in DDP201 and DDP202.",
-        fix="Tie on every rank, before wrapping, and tie again after anything that replaces parameters (casting, "
-        "loading).",
-        detected=compared_by_digest("which names share one tensor."),
-        ignore="Never.",
-        example="""\
+
+DDP209 tied-parameters: error
+Parameters are one tensor under several names on one rank, and separate tensors on another.
+why: A tied parameter is counted once. Where one rank ties and another does not, the lists of parameters have other
+lengths or pair up the wrong tensors, as in DDP201 and DDP202.
+fix: Tie on every rank, before wrapping, and tie again after anything that replaces parameters (casting, loading).
+detected: Before DDP's first collective, ranks compare digests of their modules, then which names share one tensor.
+ignore: Never.
+explains: DDP516 if only the loss
+example:
 if os.path.exists(checkpoint):           # true on one machine only
     model.head.weight = model.embedding.weight   # right: on every rank
-""",
-    ),
-    Rule(
-        code="DDP221",
-        name="wrapper-options",
-        severity=ERROR,
-        summary="DistributedDataParallel was constructed with other options on one rank than on another.",
-        why="The options decide which collectives run. find_unused_parameters that differs hangs; static_graph that "
-        "differs aborts; bucket_cap_mb that differs aborts together with find_unused_parameters; "
-        "broadcast_buffers that differs leaves a rank alone in a broadcast.",
-        fix="Pass the same options on every rank; take them from one configuration that all ranks read.",
-        detected="The arguments with which DistributedDataParallel was constructed are written into the digest of each "
-        "rank, and compared before its first collective.",
-        ignore="Never. The options decide which collectives run.",
-        example="""\
+
+DDP221 wrapper-options: error
+DistributedDataParallel was constructed with other options on one rank than on another.
+why: The options decide which collectives run. find_unused_parameters that differs hangs; static_graph that differs
+aborts; bucket_cap_mb that differs aborts together with find_unused_parameters; broadcast_buffers that differs leaves a
+rank alone in a broadcast.
+fix: Pass the same options on every rank; take them from one configuration that all ranks read.
+detected: The arguments with which DistributedDataParallel was constructed are written into the digest of each rank, and
+compared before its first collective.
+ignore: Never. The options decide which collectives run.
+example:
 DistributedDataParallel(model, find_unused_parameters=dist.get_rank() == 0)   # right: one value for all
-""",
-    ),
-    Rule(
-        code="DDP222",
-        name="module-structure-or-mode",
-        severity=ERROR,
-        explains=(
-            Explains(("DDP214", "DDP215", "DDP216", "DDP301", "DDP302", "DDP304", "DDP305", "DDP312", "DDP516")),
-        ),
-        summary="The modules are of other classes, or in another mode (train or eval), on one rank than on another.",
-        why="Equal parameters do not make an equal function: a ReLU against a GELU, or dropout switched off on one "
-        "rank, gives gradients of different models, and DDP averages them without a message.",
-        fix="Build the same structure on every rank, and call train() or eval() on every rank at the same places.",
-        detected=compared_by_digest(
-            "the classes of modules and their mode (training or evaluating), by name. The mode is compared again "
-            "in later steps."
-        ),
-        ignore="If the modules of the ranks are to compute different functions on purpose.",
-        example="""\
+
+DDP222 module-structure-or-mode: error
+The modules are of other classes, or in another mode (train or eval), on one rank than on another.
+why: Equal parameters do not make an equal function: a ReLU against a GELU, or dropout switched off on one rank, gives
+gradients of different models, and DDP averages them without a message.
+fix: Build the same structure on every rank, and call train() or eval() on every rank at the same places.
+detected: Before DDP's first collective, ranks compare digests of their modules, then the classes of modules and their
+mode (training or evaluating), by name. The mode is compared again in later steps.
+ignore: If the modules of the ranks are to compute different functions on purpose.
+explains: DDP214 DDP215 DDP216 DDP301 DDP302 DDP304 DDP305 DDP312 DDP516
+example:
 if dist.get_rank() == 0:
     evaluate(model)                      # calls model.eval() and does not go back; right: model.train() after it
-""",
-    ),
-    Rule(
-        code="DDP223",
-        name="optimizer-options",
-        severity=ERROR,
-        explains=(Explains(("DDP306",)),),
-        summary="The optimizer, its options or its parameter groups differ between ranks.",
-        why="DDP averages gradients and nothing else. The ranks stay equal only when every optimizer makes the same "
-        "update from them; another learning rate, momentum or order of groups lets them diverge from the first step "
-        "on, silently. (PyTorch docs, DistributedDataParallel: all processes must make the same parameter updates.)",
-        fix="Construct the optimizer from the same options and the same order of parameters on every rank.",
-        detected="The class, the options and the parameter groups of the optimizer are compared between ranks, before "
-        "training and at the optimizer's steps.",
-        ignore="If an optimizer holds parameters that only one rank trains.",
-        example="""\
+
+DDP223 optimizer-options: error
+The optimizer, its options or its parameter groups differ between ranks.
+why: DDP averages gradients and nothing else. The ranks stay equal only when every optimizer makes the same update from
+them; another learning rate, momentum or order of groups lets them diverge from the first step on, silently. (PyTorch
+docs, DistributedDataParallel: all processes must make the same parameter updates.)
+fix: Construct the optimizer from the same options and the same order of parameters on every rank.
+detected: The class, the options and the parameter groups of the optimizer are compared between ranks, before training
+and at the optimizer's steps.
+ignore: If an optimizer holds parameters that only one rank trains.
+explains: DDP306
+example:
 SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))   # right: lr=0.1 on every rank
-""",
-    ),
-)
+""")

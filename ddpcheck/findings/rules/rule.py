@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 
 class Severity(Enum):
@@ -26,12 +27,6 @@ class Severity(Enum):
         """Whether this severity is at or above `threshold`."""
         return self.rank <= threshold.rank
 
-
-ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
-
-
-GRADIENTS = ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP312")
-"""The rules on gradients that are not what they should be."""
 
 When = Literal[
     "always",
@@ -78,12 +73,38 @@ class Rule:
     by_family: bool = False
 
 
-def compared_by_digest(what: str) -> str:
-    """How it is detected that ranks have built their modules differently: by comparing `what` of them."""
-    return (
-        "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If the "
-        f"digests differ, the ranks exchange details and compare {what}"
+_FIELD = re.compile("^(why|fix|detected|ignore|explains|reports|example):", re.MULTILINE)
+
+
+def rules(text: str) -> tuple[Rule, ...]:
+    """Rules as the modules of this package spell them, one paragraph each.
+
+    The first line has the code, the name, the severity and the flags that are set. After the summary come the other
+    fields, each after its name: prose over several lines, then codes that it `explains` ("quietly" before them, "if"
+    and the case after them, semicolons between), threads, and lines of code.
+    """
+    return tuple(_rule(*paragraph.split("\n", 1)) for paragraph in re.split(r"\n\n(?=DDP\d)", text.strip()))
+
+
+def _rule(head: str, text: str) -> Rule:
+    named, _, rest = head.partition(": ")
+    (code, name), (severity, *flags) = named.split(), rest.split(", ")
+    summary, *parts = _FIELD.split(text)
+    said = dict(zip(parts[::2], parts[1::2], strict=True))
+    fields: dict[str, Any] = {field: " ".join(words.split()) for field, words in said.items()} | dict.fromkeys(
+        flags, True
     )
+    if "example" in said:
+        fields["example"] = said["example"].strip("\n") + "\n"
+    fields["reports"] = tuple(fields.get("reports", "").split())
+    fields["explains"] = tuple(_explains(one) for one in fields.get("explains", "").split("; ") if one)
+    return Rule(code, name, Severity(severity), " ".join(summary.split()), **fields)
+
+
+def _explains(text: str) -> Explains:
+    codes, _, when = text.partition(" if ")
+    case: Any = when or "always"
+    return Explains(tuple(codes.removeprefix("quietly ").split()), case, quietly=codes.startswith("quietly "))
 
 
 def address_of(report: str) -> str:

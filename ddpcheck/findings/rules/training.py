@@ -1,321 +1,228 @@
 """DDP5xx: the training loop around the wrapper; `data` has those on its data."""
 
-from __future__ import annotations
+from ddpcheck.findings.rules.rule import rules
 
-from ddpcheck.findings.rules.rule import ERROR, GRADIENTS, WARNING, Explains, Rule
-
-RULES = (
-    Rule(
-        code="DDP501",
-        name="forward-bypassed",
-        severity=ERROR,
-        explains=(Explains(("DDP208", "DDP306", "DDP515")),),
-        summary="Gradients are computed by a forward pass that bypasses the wrapper.",
-        why="DDP prepares its reducer in its own forward. ddp.module(x), a parameter used outside forward, "
-        "functional_call on the inner module and torch.autograd.grad all leave it out: nothing is reduced, and "
-        "nothing is raised. (PyTorch docs, DistributedDataParallel: torch.autograd.grad does not work with it; "
-        "call the wrapped module.)",
-        fix="Call the wrapper, and not the module in it; move what uses parameters into the module's forward.",
-        detected="The calls of the wrapper's forward are recorded. The loss depends on parameters of the wrapped "
-        "module, and the wrapper was not called for it. `ddpcheck run` also reports parameters that an "
-        "optimizer trains and no wrapper holds.",
-        ignore="If the gradients are averaged by other means, or if each rank is to train these parameters for itself.",
-        reports=("jingyaogong/minimind#853", "intel/e2eAIOK#198", "kohya-ss/sd-scripts#989"),
-        example="""\
+RULES = rules("""
+DDP501 forward-bypassed: error
+Gradients are computed by a forward pass that bypasses the wrapper.
+why: DDP prepares its reducer in its own forward. ddp.module(x), a parameter used outside forward, functional_call on
+the inner module and torch.autograd.grad all leave it out: nothing is reduced, and nothing is raised. (PyTorch docs,
+DistributedDataParallel: torch.autograd.grad does not work with it; call the wrapped module.)
+fix: Call the wrapper, and not the module in it; move what uses parameters into the module's forward.
+detected: The calls of the wrapper's forward are recorded. The loss depends on parameters of the wrapped module, and the
+wrapper was not called for it. `ddpcheck run` also reports parameters that an optimizer trains and no wrapper holds.
+ignore: If the gradients are averaged by other means, or if each rank is to train these parameters for itself.
+explains: DDP208 DDP306 DDP515
+reports: jingyaogong/minimind#853 intel/e2eAIOK#198 kohya-ss/sd-scripts#989
+example:
 output = ddp.module(x)                   # right: output = ddp(x)
 output.sum().backward()
-""",
-    ),
-    Rule(
-        code="DDP502",
-        name="no-sync-misuse",
-        severity=ERROR,
-        explains=(
-            Explains(("DDP301", "DDP302")),
-            Explains(("DDP306",), when="an error"),
-            Explains(("DDP508",), when="by steps"),
-        ),
-        summary="no_sync is not entered, never left, or does not enclose the forward pass.",
-        why="no_sync takes effect in forward. Around backward alone it changes nothing; always entered it never "
-        "synchronises, and every rank trains its own model; a context that is created and not entered synchronises in "
-        "every micro-step. (PyTorch docs, DistributedDataParallel.no_sync: the forward pass should be inside.)",
-        fix="Put forward and backward of all micro-steps but the last inside `with ddp.no_sync():`, the last one "
-        "outside.",
-        detected="Calls of no_sync, entering and leaving it, forward and backward passes and optimizer steps are "
-        "recorded in order. Reported are a step of which no backward pass was averaged, a step on what came "
-        "after the average, and a no_sync without effect (a warning).",
-        ignore="In local SGD, where ranks step by themselves on purpose and average parameters now and then.",
-        reports=("huggingface/accelerate#1726", "NVlabs/stylegan2-ada-pytorch#233"),
-        example="""\
+
+DDP502 no-sync-misuse: error
+no_sync is not entered, never left, or does not enclose the forward pass.
+why: no_sync takes effect in forward. Around backward alone it changes nothing; always entered it never synchronises,
+and every rank trains its own model; a context that is created and not entered synchronises in every micro-step.
+(PyTorch docs, DistributedDataParallel.no_sync: the forward pass should be inside.)
+fix: Put forward and backward of all micro-steps but the last inside `with ddp.no_sync():`, the last one outside.
+detected: Calls of no_sync, entering and leaving it, forward and backward passes and optimizer steps are recorded in
+order. Reported are a step of which no backward pass was averaged, a step on what came after the average, and a no_sync
+without effect (a warning).
+ignore: In local SGD, where ranks step by themselves on purpose and average parameters now and then.
+explains: DDP301 DDP302; DDP306 DDP515 if an error; DDP508 if by steps
+reports: huggingface/accelerate#1726 NVlabs/stylegan2-ada-pytorch#233
+example:
 loss = ddp(x).sum()
 with ddp.no_sync():                      # no_sync takes effect in forward
     loss.backward()                      # right: with ddp.no_sync(): ddp(x).sum().backward()
-""",
-    ),
-    Rule(
-        code="DDP503",
-        name="changed-after-wrapping",
-        severity=ERROR,
-        stops_ddp=True,
-        explains=(
-            Explains(("DDP208",), when="same subjects"),
-            Explains(("DDP101", "DDP102", "DDP103", "DDP106", *GRADIENTS, "DDP306")),
-            Explains(("DDP516",), when="only the loss"),
-        ),
-        spreads=True,
-        summary="A parameter was added, replaced, removed, frozen, unfrozen, cast or moved after wrapping.",
-        why="DDP has put its hooks on the tensors that it found when it was constructed. Replaced tensors have none "
-        "(`.double().float()` and `.cpu().cuda()` replace, pytorch issue 104336), frozen ones are waited for, unfrozen "
-        "and added ones are never reduced. A forward pass that ties, replaces or deletes layers comes too late as "
-        "well. (PyTorch docs, DistributedDataParallel: do not change parameters after wrapping.)",
-        fix="Finish the module first, wrap it last; wrap again after any such change.",
-        detected="The parameters of the module are compared with those that the wrapper found when it was constructed: "
-        "identity, dtype, device, requires_grad.",
-        ignore="If a parameter is frozen after wrapping and find_unused_parameters=True is set.",
-        reports=("pytorch/pytorch#104336", "Lightning-AI/pytorch-lightning#17937"),
-        example="""\
+
+DDP503 changed-after-wrapping: error, stops_ddp, spreads
+A parameter was added, replaced, removed, frozen, unfrozen, cast or moved after wrapping.
+why: DDP has put its hooks on the tensors that it found when it was constructed. Replaced tensors have none
+(`.double().float()` and `.cpu().cuda()` replace, pytorch issue 104336), frozen ones are waited for, unfrozen and added
+ones are never reduced. A forward pass that ties, replaces or deletes layers comes too late as well. (PyTorch docs,
+DistributedDataParallel: do not change parameters after wrapping.)
+fix: Finish the module first, wrap it last; wrap again after any such change.
+detected: The parameters of the module are compared with those that the wrapper found when it was constructed: identity,
+dtype, device, requires_grad.
+ignore: If a parameter is frozen after wrapping and find_unused_parameters=True is set.
+explains: DDP208 if same subjects; DDP101 DDP102 DDP103 DDP106 DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516
+if only the loss
+reports: pytorch/pytorch#104336 Lightning-AI/pytorch-lightning#17937
+example:
 ddp = DistributedDataParallel(model)
 model.head = nn.Linear(8, 3)             # right: replace the head first, then wrap
-""",
-    ),
-    Rule(
-        code="DDP504",
-        name="stale-optimizer",
-        severity=ERROR,
-        summary="The optimizer holds tensors that are no longer the module's parameters, or lacks some that are.",
-        why="An optimizer built before the module was cast, moved or extended updates tensors that nobody uses, and "
-        "the model does not move. (PyTorch docs, torch.optim: construct optimizers after moving the model.)",
-        fix="Construct the optimizer after the module has its final parameters, device and dtype.",
-        detected="The tensors that the optimizer holds are compared with the parameters of the modules. Parameters "
-        "that get gradients are reported if no optimizer holds them and they do not move.",
-        ignore="If parameters are moved by other code than an optimizer.",
-        example="""\
+
+DDP504 stale-optimizer: error
+The optimizer holds tensors that are no longer the module's parameters, or lacks some that are.
+why: An optimizer built before the module was cast, moved or extended updates tensors that nobody uses, and the model
+does not move. (PyTorch docs, torch.optim: construct optimizers after moving the model.)
+fix: Construct the optimizer after the module has its final parameters, device and dtype.
+detected: The tensors that the optimizer holds are compared with the parameters of the modules. Parameters that get
+gradients are reported if no optimizer holds them and they do not move, or if an optimizer of the script's own holds
+them, moves others, and never moves these.
+ignore: If parameters are moved by other code than an optimizer.
+example:
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model.head = nn.Linear(8, 3)             # right: replace the head first, then make the optimizer
-""",
-    ),
-    Rule(
-        code="DDP507",
-        name="learning-rate",
-        severity=ERROR,
-        explains=(Explains(("DDP306",)),),
-        summary="The learning rate differs between ranks, or follows another schedule.",
-        why="Gradients are equal and updates are not, so parameters diverge from this step on. A scheduler that "
-        "steps on a local metric (ReduceLROnPlateau) is the usual cause. (PyTorch docs, DistributedDataParallel: "
-        "all processes must make the same parameter updates.)",
-        fix="Feed schedulers with values that all ranks share: all_reduce the metric first.",
-        detected="`ddpcheck run` compares the learning rates at each step of the optimizer. They were the same in the "
-        "first step, and differ later. A schedule that steps once for each rank is a warning: one of torch's, or "
-        "an object of the script's that holds the optimizer. The rate is at its end after that part of the "
-        "training, or the source says that the steps are for the ranks.",
-        ignore="If ranks are to use different rates on purpose.",
-        example="""\
+
+DDP507 learning-rate: error
+The learning rate differs between ranks, or follows another schedule.
+why: Gradients are equal and updates are not, so parameters diverge from this step on. A scheduler that steps on a local
+metric (ReduceLROnPlateau) is the usual cause. (PyTorch docs, DistributedDataParallel: all processes must make the same
+parameter updates.)
+fix: Feed schedulers with values that all ranks share: all_reduce the metric first.
+detected: `ddpcheck run` compares the learning rates at each step of the optimizer. They were the same in the first
+step, and differ later. A schedule that steps once for each rank is a warning: one of torch's, or an object of the
+script's that holds the optimizer. The rate is at its end after that part of the training, or the source says that the
+steps are for the ranks.
+ignore: If ranks are to use different rates on purpose.
+explains: DDP306
+example:
 schedule = ReduceLROnPlateau(optimizer)
 schedule.step(loss)                      # the loss of this rank's samples; right: all_reduce it first
-""",
-    ),
-    Rule(
-        code="DDP508",
-        name="step-skipped-on-a-rank",
-        severity=ERROR,
-        explains=(Explains(("DDP306",)),),
-        summary="A rank skips a backward pass or an optimizer step that the others make.",
-        why="If one rank alone skips a step (NaN, out of memory), its later gradients are averaged with those of "
-        "another step of the others, without a message, until one rank has no steps left and the job hangs.",
-        fix="all_reduce the decision, so that every rank skips or none does.",
-        detected=(
-            "The numbers of backward passes and of optimizer steps between two averages are compared between ranks. "
-            "`ddpcheck run` also compares how many forward passes and batches of the loader come between them."
-        ),
-        ignore="If a rank skips a step on purpose and its parameters are synchronised afterwards.",
-        reports=("NVIDIA-NeMo/Automodel#2468", "ecmwf/WeatherGenerator#2718", "pytorch/pytorch#64636"),
-        example="""\
+
+DDP508 step-skipped-on-a-rank: error
+A rank skips a backward pass or an optimizer step that the others make.
+why: If one rank alone skips a step (NaN, out of memory), its later gradients are averaged with those of another step of
+the others, without a message, until one rank has no steps left and the job hangs.
+fix: all_reduce the decision, so that every rank skips or none does.
+detected: The numbers of backward passes and of optimizer steps between two averages are compared between ranks.
+`ddpcheck run` also compares how many forward passes and batches of the loader come between them.
+ignore: If a rank skips a step on purpose and its parameters are synchronised afterwards.
+explains: DDP306
+reports: NVIDIA-NeMo/Automodel#2468 ecmwf/WeatherGenerator#2718 pytorch/pytorch#64636
+example:
 if torch.isfinite(loss):                 # right: all_reduce the decision first
     optimizer.step()
-""",
-    ),
-    Rule(
-        code="DDP509",
-        name="backward-without-forward-pairing",
-        severity=ERROR,
-        explains=(Explains(("DDP301", "DDP302", "DDP306", "DDP406")),),
-        summary="The wrapper's forward and backward passes do not come in pairs.",
-        why="The reducer is prepared by a forward and finished by one backward. A second backward of the same "
-        "forward is not reduced; a forward whose backward never comes leaves the reducer waiting; the order of "
-        "several forwards and backwards has to be the same on all ranks. (PyTorch docs, DistributedDataParallel.)",
-        fix="Call forward once and backward once a step; add losses up before backward; use no_grad for forwards "
-        "that do not train.",
-        detected="Forward and backward passes of the wrapper are recorded in order. A second backward pass without a "
-        "forward of its own comes after the one that ended the reduction, and an optimizer uses what it adds; or "
-        "it brings a gradient again, and DDP raises.",
-        ignore="If the gradients of the second pass are only looked at, and no optimizer uses them.",
-        example="""\
+
+DDP509 backward-without-forward-pairing: error
+The wrapper's forward and backward passes do not come in pairs.
+why: The reducer is prepared by a forward and finished by one backward. A second backward of the same forward is not
+reduced; a forward whose backward never comes leaves the reducer waiting; the order of several forwards and backwards
+has to be the same on all ranks. (PyTorch docs, DistributedDataParallel.)
+fix: Call forward once and backward once a step; add losses up before backward; use no_grad for forwards that do not
+train.
+detected: Forward and backward passes of the wrapper are recorded in order. A second backward pass without a forward of
+its own comes after the one that ended the reduction, and an optimizer uses what it adds; or it brings a gradient again,
+and DDP raises.
+ignore: If the gradients of the second pass are only looked at, and no optimizer uses them.
+explains: DDP101 DDP102 DDP103 DDP301 DDP302 DDP306 DDP406
+example:
 one, other = ddp(a).mean(), ddp(b).mean()
 one.backward()
 other.backward()                         # right: (one + other).backward()
-""",
-    ),
-    Rule(
-        code="DDP511",
-        name="mode-differs",
-        severity=ERROR,
-        summary="In a step, the model is in train mode on one rank and in eval mode on another.",
-        why="Dropout and BatchNorm then compute other functions, and BatchNorm statistics move on some ranks only. "
-        "DDP averages the gradients without a message.",
-        fix="Call train() and eval() on every rank at the same places; evaluate on all ranks, or go back to train() "
-        "after it.",
-        detected="No check reports this code today: a mode that differs between ranks is reported as DDP222.",
-        ignore="See DDP222.",
-        example="""\
+
+DDP511 mode-differs: error
+In a step, the model is in train mode on one rank and in eval mode on another.
+why: Dropout and BatchNorm then compute other functions, and BatchNorm statistics move on some ranks only. DDP averages
+the gradients without a message.
+fix: Call train() and eval() on every rank at the same places; evaluate on all ranks, or go back to train() after it.
+detected: No check reports this code today: a mode that differs between ranks is reported as DDP222.
+ignore: See DDP222.
+example:
 if rank == 0:
     model.eval()                         # right: on every rank, and back to model.train() after it
-""",
-    ),
-    Rule(
-        code="DDP513",
-        name="static-graph-violated",
-        severity=ERROR,
-        stops_ddp=True,
-        explains=(
-            Explains(("DDP306",), when="same subjects"),
-            Explains(GRADIENTS),
-            Explains(("DDP516",), when="only the loss"),
-        ),
-        by_family=True,
-        summary="static_graph=True is set, and the set of used parameters or their order changes.",
-        why="With static_graph DDP records in the first iteration how often each gradient arrives, and relies on it. "
-        "A graph that changes hangs, raises, or leaves gradients unsynchronised. (PyTorch docs, "
-        "DistributedDataParallel, static_graph.)",
-        fix="Remove static_graph=True and use find_unused_parameters=True, or make every step use the same parameters.",
-        detected="static_graph=True is set, and the parameters that backward reaches differ between steps, or DDP says "
-        "that the graph has changed.",
-        ignore="Never. DDP relies on the first iteration.",
-        reports=("pytorch/pytorch#58111", "pytorch/pytorch#97030", "deepinsight/insightface#2288"),
-    ),
-    Rule(
-        code="DDP514",
-        name="accumulation-scale",
-        severity=ERROR,
-        summary="Accumulated gradients are not scaled by the number of micro-steps, or of what is in each.",
-        why="backward adds up. Without division the step grows with the number of micro-steps; with a division that "
-        "does not match the last, shorter accumulation it is too small. A mean over micro-batches that hold "
-        "unequal numbers of tokens is a mean of means: tokens of the shorter ones count more. (huggingface/"
-        "transformers#34191 mended this in one trainer.)",
-        fix="Divide each micro-step's loss by the number of micro-steps of this accumulation; where they hold unequal "
-        "numbers of tokens, divide sums over tokens by the number of tokens in all of them.",
-        detected="The backward passes of a step are counted, and the gradient is that number times the global batch's. "
-        "The wrapper and `ddpcheck run` also measure what weight each target of the cross entropy has in each "
-        "micro-batch.",
-        ignore="If the learning rate was tuned with the sum, or if micro-batches are to have the same weight "
-        "whatever they hold.",
-        reports=("huggingface/transformers#34191", "huggingface/transformers#24725", "meta-pytorch/torchtune#1875"),
-        example="""\
+
+DDP513 static-graph-violated: error, stops_ddp, by_family
+static_graph=True is set, and the set of used parameters or their order changes.
+why: With static_graph DDP records in the first iteration how often each gradient arrives, and relies on it. A graph
+that changes hangs, raises, or leaves gradients unsynchronised. (PyTorch docs, DistributedDataParallel, static_graph.)
+fix: Remove static_graph=True and use find_unused_parameters=True, or make every step use the same parameters.
+detected: static_graph=True is set, and the parameters that backward reaches differ between steps, or DDP says that the
+graph has changed.
+ignore: Never. DDP relies on the first iteration.
+explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP304 DDP305 DDP312; DDP516 if only the loss
+reports: pytorch/pytorch#58111 pytorch/pytorch#97030 deepinsight/insightface#2288
+
+DDP514 accumulation-scale: error
+Accumulated gradients are not scaled by the number of micro-steps, or of what is in each.
+why: backward adds up. Without division the step grows with the number of micro-steps; with a division that does not
+match the last, shorter accumulation it is too small. A mean over micro-batches that hold unequal numbers of tokens is a
+mean of means: tokens of the shorter ones count more. (huggingface/transformers#34191 mended this in one trainer.)
+fix: Divide each micro-step's loss by the number of micro-steps of this accumulation; where they hold unequal numbers of
+tokens, divide sums over tokens by the number of tokens in all of them.
+detected: The backward passes of a step are counted, and the gradient is that number times the global batch's. The
+wrapper and `ddpcheck run` also measure what weight each target of the cross entropy has in each micro-batch.
+ignore: If the learning rate was tuned with the sum, or if micro-batches are to have the same weight whatever they hold.
+reports: huggingface/transformers#34191 huggingface/transformers#24725 meta-pytorch/torchtune#1875
+example:
 for part in batch.split(4):
     loss(ddp, part).backward()           # right: (loss(ddp, part) / len(batch.split(4))).backward()
-""",
-    ),
-    Rule(
-        code="DDP515",
-        name="values-changed-after-wrapping",
-        severity=ERROR,
-        explains=(Explains(("DDP208", *GRADIENTS, "DDP306")), Explains(("DDP516",), when="only the loss")),
-        summary="Parameter values were changed after wrapping by something else than the optimizer, on some ranks.",
-        why="DDP broadcasts at construction only. A checkpoint loaded, weights re-initialised, pruned or averaged on "
-        "rank 0 alone stays on rank 0. (PyTorch docs, DistributedDataParallel: parameters are never broadcast "
-        "after construction.)",
-        fix="Make the change on every rank from the same data, or broadcast the parameters after it.",
-        detected="Fingerprints of parameters are taken when the wrapper was constructed, and compared between ranks "
-        "before the first forward pass and in later steps. Under fully_shard, `ddpcheck run` follows the lines "
-        "that write shards before the first forward pass, and reports those that some ranks alone have come to.",
-        ignore="If the values are put back before the optimizer steps, as in sharpness-aware minimisation.",
-        example="""\
+
+DDP515 values-changed-after-wrapping: error
+Parameter values were changed after wrapping by something else than the optimizer, on some ranks.
+why: DDP broadcasts at construction only. A checkpoint loaded, weights re-initialised, pruned or averaged on rank 0
+alone stays on rank 0. (PyTorch docs, DistributedDataParallel: parameters are never broadcast after construction.)
+fix: Make the change on every rank from the same data, or broadcast the parameters after it.
+detected: Fingerprints of parameters are taken when the wrapper was constructed, and compared between ranks before the
+first forward pass and in later steps. Under fully_shard, `ddpcheck run` follows the lines that write shards before the
+first forward pass, and reports those that some ranks alone have come to.
+ignore: If the values are put back before the optimizer steps, as in sharpness-aware minimisation.
+explains: DDP208 DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516 if only the loss
+example:
 ddp = DistributedDataParallel(model)
 if dist.get_rank() == 0:
     model.load_state_dict(checkpoint)    # right: load before wrapping, or on every rank
-""",
-    ),
-    Rule(
-        code="DDP517",
-        name="gradients-discarded",
-        severity=ERROR,
-        summary="Gradients are zeroed or replaced before an optimizer step has used them.",
-        why="A zero_grad between backward and step, or in every micro-step of an accumulation, throws away what was "
-        "computed and reduced; the model trains on a part of the batch, or not at all.",
-        fix="Call zero_grad right after step, or right before the first micro-step, and nowhere else.",
-        detected="Calls of zero_grad, backward passes and optimizer steps are recorded in order. Gradients that are "
-        "zeroed before a step has used them, again and again, are reported.",
-        ignore="If a step is skipped on purpose, and its gradients with it.",
-        example="""\
+
+DDP517 gradients-discarded: error
+Gradients are zeroed or replaced before an optimizer step has used them.
+why: A zero_grad between backward and step, or in every micro-step of an accumulation, throws away what was computed and
+reduced; the model trains on a part of the batch, or not at all.
+fix: Call zero_grad right after step, or right before the first micro-step, and nowhere else.
+detected: Calls of zero_grad, backward passes and optimizer steps are recorded in order. Gradients that are zeroed
+before a step has used them, again and again, are reported.
+ignore: If a step is skipped on purpose, and its gradients with it.
+example:
 for part in parts:
     optimizer.zero_grad()                # right: once, before the loop
     loss(ddp, part).backward()
-""",
-    ),
-    Rule(
-        code="DDP520",
-        name="leftover-gradients",
-        severity=ERROR,
-        summary="A step uses gradients that were there before its own backward passes, and were never zeroed.",
-        why="backward adds to .grad. Without zero_grad each step uses the gradients of all steps before; where two "
-        "networks train by turns, as in a GAN, the loss of one leaves gradients in the other, and the optimizer of "
-        "that one adds them to its own. DDP averages all of it, so the ranks agree on it. (PyTorch docs, "
-        "torch.optim.Optimizer.zero_grad.)",
-        fix="Call zero_grad of an optimizer right before the backward pass of its own loss, or right after its step.",
-        detected=(
-            "`ddpcheck run` looks at a gradient of each optimizer after each step and before the next backward pass. "
-            "It is reported if it is still there, is not zero, and is added to, in several steps, one after the other."
-        ),
-        ignore="If gradients of several losses are to be added up, over several steps.",
-        example="""\
+
+DDP520 leftover-gradients: error
+A step uses gradients that were there before its own backward passes, and were never zeroed.
+why: backward adds to .grad. Without zero_grad each step uses the gradients of all steps before; where two networks
+train by turns, as in a GAN, the loss of one leaves gradients in the other, and the optimizer of that one adds them to
+its own. DDP averages all of it, so the ranks agree on it. (PyTorch docs, torch.optim.Optimizer.zero_grad.)
+fix: Call zero_grad of an optimizer right before the backward pass of its own loss, or right after its step.
+detected: `ddpcheck run` looks at a gradient of each optimizer after each step and before the next backward pass. It is
+reported if it is still there, is not zero, and is added to, in several steps, one after the other.
+ignore: If gradients of several losses are to be added up, over several steps.
+example:
 loss_of_generator.backward()             # reaches the discriminator too
 generator_optimizer.step()
 loss_of_discriminator.backward()         # right: discriminator_optimizer.zero_grad() first
 discriminator_optimizer.step()
-""",
-    ),
-    Rule(
-        code="DDP522",
-        name="rank-dependent-compilation",
-        severity=WARNING,
-        summary="torch.compile compiles a function again and again, or to other operations, on some ranks only.",
-        why="While one rank compiles, for a tenth of a second or for minutes, all others wait in the reduction of "
-        "gradients. After 8 recompilations (torch._dynamo.config.recompile_limit) torch gives up, and that rank "
-        "runs the function as it is written, slower than the others, to the end. Where the code itself depends on "
-        "the rank, the ranks train different models. (PyTorch docs, torch.compile, Recompilation.)",
-        fix="Pad batches to one shape, or compile for any size: torch.compile(dynamic=True) or "
-        "torch._dynamo.mark_dynamic. Have Python values and branches in forward the same on every rank.",
-        detected="`ddpcheck run`, a watch and the compiled steps of a report record what each rank compiles while it "
-        "trains, and which guard has failed, as torch has it. It is reported where the same guard fails twice or "
-        "more on a rank and never on another, or where some ranks alone reach the limit; and where inputs of the "
-        "same shapes give other operations with gradients on each rank, every time, in a function without graph "
-        "breaks. A watch compares in steps 32, 64, 128 and so on.",
-        ignore="If the rank that compiles has met all its shapes by now, and the others meet theirs later.",
-        example="""\
+
+DDP522 rank-dependent-compilation: warning
+torch.compile compiles a function again and again, or to other operations, on some ranks only.
+why: While one rank compiles, for a tenth of a second or for minutes, all others wait in the reduction of gradients.
+After 8 recompilations (torch._dynamo.config.recompile_limit) torch gives up, and that rank runs the function as it is
+written, slower than the others, to the end. Where the code itself depends on the rank, the ranks train different
+models. (PyTorch docs, torch.compile, Recompilation.)
+fix: Pad batches to one shape, or compile for any size: torch.compile(dynamic=True) or torch._dynamo.mark_dynamic. Have
+Python values and branches in forward the same on every rank.
+detected: `ddpcheck run`, a watch and the compiled steps of a report record what each rank compiles while it trains, and
+which guard has failed, as torch has it. It is reported where the same guard fails twice or more on a rank and never on
+another, or where some ranks alone reach the limit; and where inputs of the same shapes give other operations with
+gradients on each rank, every time, in a function without graph breaks. A watch compares in steps 32, 64, 128 and so on.
+ignore: If the rank that compiles has met all its shapes by now, and the others meet theirs later.
+example:
 model = DistributedDataParallel(torch.compile(net, dynamic=False))
 for tokens in loader:                    # lengths that vary on one rank
     model(tokens).backward()             # right: torch.compile(net), which compiles for any length at the second
-""",
-    ),
-    Rule(
-        code="DDP523",
-        name="state-not-loaded",
-        severity=ERROR,
-        summary="load_state_dict(strict=False) loads nothing, since the keys of the state have another prefix.",
-        why="A state that was taken from a DistributedDataParallel has keys that begin with 'module.'; one that was "
-        "taken from a compiled module, with '_orig_mod.'. With strict=False torch loads the keys that fit and says "
-        "nothing of the others: where none fits, training starts anew, from the values that the model was "
-        "initialised with. (PyTorch docs, torch.nn.Module.load_state_dict.)",
-        fix="Take and load the state of the same module (`ddp.module` on both sides), or remove the prefix: "
-        "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, 'module.'). Leave strict=False out, "
-        "and torch raises.",
-        detected=(
-            "`ddpcheck run` compares the keys of each state that is loaded with those of the module. It is reported if "
-            "no key fits, most would with another prefix, and an optimizer steps before a state is loaded that fits."
-        ),
-        ignore="If the load is meant to do nothing.",
-        example="""\
+
+DDP523 state-not-loaded: error
+load_state_dict(strict=False) loads nothing, since the keys of the state have another prefix.
+why: A state that was taken from a DistributedDataParallel has keys that begin with 'module.'; one that was taken from a
+compiled module, with '_orig_mod.'. With strict=False torch loads the keys that fit and says nothing of the others:
+where none fits, training starts anew, from the values that the model was initialised with. (PyTorch docs,
+torch.nn.Module.load_state_dict.)
+fix: Take and load the state of the same module (`ddp.module` on both sides), or remove the prefix:
+torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, 'module.'). Leave strict=False out, and torch
+raises.
+detected: `ddpcheck run` compares the keys of each state that is loaded with those of the module. It is reported if no
+key fits, most would with another prefix, and an optimizer steps before a state is loaded that fits.
+ignore: If the load is meant to do nothing.
+example:
 state = torch.load("checkpoint.pt")                # of ddp.state_dict(): "module.head.weight"
 ddp.module.load_state_dict(state, strict=False)    # right: ddp.load_state_dict(state)
-""",
-    ),
-)
+""")

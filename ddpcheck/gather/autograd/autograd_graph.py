@@ -222,7 +222,7 @@ def walk_graph(
     roots: Iterable[torch.Tensor],
     *,
     nodes: Iterable[Any] = (),
-    not_behind: Callable[[Any], bool] = lambda _: False,
+    not_behind: Callable[[Any], bool] | None = None,
     limit: int = WALK_LIMIT,
 ) -> GraphWalk:
     """Walk the autograd graph behind `roots`, and behind graph `nodes`, iteratively, up to `limit` nodes."""
@@ -237,7 +237,7 @@ def walk_graph(
         node = pending.pop()
         name = node.name()
         names.add(name)
-        if not_behind(node):
+        if not_behind is not None and not_behind(node):
             ends.append(node)
             continue
         if name.endswith("AccumulateGrad"):

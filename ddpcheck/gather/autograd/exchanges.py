@@ -22,7 +22,7 @@ from ddpcheck.gather.patching import Patch, patched
 
 _MOST_FRAMES = 12
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-_functions: set[type] = set()  # the nodes of functions that exchange
+functions: set[type] = set()  # the nodes of functions that exchange
 _patches: list[Patch] = []
 _parts: Any = WeakIdKeyDictionary()
 
@@ -50,12 +50,7 @@ def follow_exchanges() -> None:
 
 def _note(*_arguments: Any, **_named: Any) -> None:
     if (function := running_function(sys._getframe(1))) is not None:
-        _functions.add(function)
-
-
-def are_known() -> bool:
-    """Whether any function has exchanged."""
-    return bool(_functions)
+        functions.add(function)
 
 
 def note_parts(roots: Iterable[torch.Tensor], asked: Callable[[torch.Tensor], bool]) -> None:
@@ -66,6 +61,11 @@ def note_parts(roots: Iterable[torch.Tensor], asked: Callable[[torch.Tensor], bo
 def is_part(parameter: torch.Tensor) -> bool:
     """Whether a parameter is known as a part."""
     return parameter in _parts
+
+
+def part_of_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
+    """The part that a tensor is the gradient of."""
+    return next((part for part in list(_parts) if part.grad is gradient), None) if _parts else None
 
 
 def has_parts() -> bool:
@@ -82,4 +82,4 @@ def _parts_behind(roots: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _is_exchange(node: Any) -> bool:
-    return type(node) in _functions or "alltoall" in node.name().lower().replace("_", "")
+    return type(node) in functions or "alltoall" in node.name().lower().replace("_", "")

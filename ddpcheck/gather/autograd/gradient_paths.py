@@ -140,6 +140,7 @@ class PathRecorder(TensorRecorder):
         self._stack.enter_context(_after(nn.Parameter, "__new__", self._on_parameter))
         self._stack.enter_context(_after(torch.inference_mode, "__enter__", lambda *_: self._note_region()))
         self._stack.enter_context(replace_functions(_FILLS, self._noticed))
+        self._stack.enter_context(_after(torch, "normal", self._on_normal))
         return super().__enter__()
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
@@ -157,6 +158,12 @@ class PathRecorder(TensorRecorder):
         if before and made is not data:
             use = self._event("nn.Parameter()")
             self._follow([made], before, self._go_on([data], before, use), self._event("nn.Parameter(), a new leaf"))
+
+    def _on_normal(self, drawn: Any, *args: Any, **kwargs: Any) -> None:
+        """`torch.normal`, of which no mode is told either: `torch.distributions` draws with it."""
+        inputs = list(tree_tensors((args, kwargs)))
+        if before := self._merged(inputs):
+            self._spread(torch.normal, args, kwargs, before, inputs, drawn)
 
     def _noticed(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """A collective, which no mode is told of: what it fills is made of what it is given."""
@@ -243,7 +250,10 @@ class PathRecorder(TensorRecorder):
         given = {id(tensor) for tensor in tree_tensors((args, kwargs))}
         for output in (*outputs, *written):
             whole = output.requires_grad and (not output.is_leaf or id(output) in given)
-            self._follow([output], before, paths, None if whole else self._event(cut_reason(name, output)))
+            own = before
+            if len(outputs) > 1 and (seen := [one for one in inputs if _storage_key(one) == _storage_key(output)]):
+                own = self._merged(seen)  # a view of one of the inputs (`broadcast_tensors`) is made of that one alone
+            self._follow([output], own, paths, None if whole else self._event(cut_reason(name, output)))
         for target in written:
             self._written.setdefault(_storage_key(target), {}).update(before)
 

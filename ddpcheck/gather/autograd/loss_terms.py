@@ -65,6 +65,28 @@ def _kind(node: Any) -> str:
     return re.sub(r"(Backward)?\d*$", "", node.name().rpartition("::")[2])
 
 
+_MOST_FOLLOWED = 8
+_TAKES_ROWS = ("Select", "Slice", "Unbind", "Split", "Index")
+
+
+def rows_taken_from(node: Any) -> tuple[Any, int] | None:
+    """The tensor of which a term of a loss takes some rows, a sample of the batch, say; None where it takes all.
+
+    As a node and the number of its output. It is followed through operations of one input.
+    """
+    takes = False
+    for _ in range(_MOST_FOLLOWED):
+        inputs = [edge for edge in node.next_functions if edge[0] is not None]
+        if len(inputs) != 1:
+            break
+        ((node, index),) = inputs
+        if node.name().startswith(_TAKES_ROWS) and getattr(node, "_saved_dim", 0) == 0:
+            takes = True
+        elif takes:
+            return node, index
+    return None
+
+
 _Key = tuple[int, Location | None, str]  # the same term in another run: part of the loss, line, operation
 
 

@@ -162,6 +162,9 @@ def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> 
     return stack
 
 
+Group = tuple[str, tuple[int, ...]]
+"""The name of a process group, and its ranks."""
+
 _sink: Callable[[Call], object] | None = None
 _turn: Turn | None = None
 _on_overwritten: Callable[[Call, Mapping[str, Any]], object] | None = None
@@ -186,14 +189,18 @@ def record_started(sink: Callable[[Call, Mapping[str, Any], object], object]) ->
     _on_started = sink
 
 
-def note_collective(operation: str, payload: str, group: Any = None, *, place: str = "") -> None:
-    """Log what DDP is about to make in C++, as a collective that all ranks of its group have to join."""
-    if not _thread.depth:
-        name, members = _group_of(group)
-        caller = sys._getframe(1)
-        place = place or this_rank.own_slots()[0]
-        where, lines = line_and_lines(caller)
-        _write(Call(operation, name, members, payload, place, where, callers=lines))
+def note_collective(
+    operation: str, payload: str, group: Any = None, *, known: Group | None = None, place: str = ""
+) -> None:
+    """Log what DDP is about to make in C++, as a collective that all ranks of its group have to join.
+
+    `known`: what `named_group` gives for the group, where that has been asked before.
+    """
+    if _sink is not None and not _thread.depth:
+        name, members = known or named_group(group)
+        place = place or this_rank.own_slots().place
+        where, lines = line_and_lines(sys._getframe(1))
+        _sink(Call(operation, name, members, payload, place, where, callers=lines))
 
 
 def _given(made: Any, _original: Any) -> Any:
@@ -253,7 +260,7 @@ def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @passes_on
     def wait(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _thread.depth or this_rank.own_slots()[1]:
+        if torch.compiler.is_compiling() or _thread.depth or this_rank.own_slots().collective:
             return original(*args, **kwargs)
         with _inside(f"wait() at {user_location(sys._getframe(1))}"):
             return original(*args, **kwargs)
@@ -341,7 +348,7 @@ def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Ca
     root = next((given[key] for key in ("src", "dst", "group_src", "group_dst") if given.get(key) is not None), None)
     if root is not None:
         payload.append(f"root {root}")
-    group_name, members = _group_of(None if name == "new_group" else given.get("group", given.get("group_name")))
+    group_name, members = named_group(None if name == "new_group" else given.get("group", given.get("group_name")))
     where, lines = line_and_lines(sys._getframe(2))
     carries = any(tensor.requires_grad for tensor in tensors)
     return Call(
@@ -349,7 +356,7 @@ def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Ca
         group=group_name,
         members=members,
         payload=", ".join(payload),
-        place=_place_in_join(sys._getframe(2)) or this_rank.own_slots()[0],
+        place=_place_in_join(sys._getframe(2)) or this_rank.own_slots().place,
         location=where,
         elements=max((tensor.numel() for tensor in tensors if tensor.is_floating_point()), default=0),
         carries_gradient=carries,
@@ -377,7 +384,7 @@ def _place_in_join(frame: FrameType | None) -> str:
     return JOINING if of_torch and of_torch[0] in (_JOIN, _OF_DDP) else ""
 
 
-def _group_of(given: Any) -> tuple[str, tuple[int, ...]]:
+def named_group(given: Any) -> Group:
     """Name and members of a process group, given as such, by name, or as a mesh or a dimension of one."""
     import torch.distributed as dist
 
@@ -392,7 +399,7 @@ def _group_of(given: Any) -> tuple[str, tuple[int, ...]]:
             group = vars(dist.distributed_c10d)["_resolve_process_group"](group)  # private to torch
         if isinstance(group, list | tuple) and all(isinstance(member, int) for member in group):
             everyone = set(group) == set(range(dist.get_world_size()))
-            return _group_of(None)[0] if everyone else f"ranks {list(group)}", tuple(group)
+            return named_group(None)[0] if everyone else f"ranks {list(group)}", tuple(group)
         return name_of_group(group), tuple(dist.get_process_group_ranks(group))
     except Exception:  # what is no group, the call itself will complain of
         return "", ()

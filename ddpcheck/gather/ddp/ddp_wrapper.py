@@ -224,6 +224,13 @@ def _is_own(hook: object) -> bool:
     return own or any(callable(one) and _is_own(one) for one in inside)
 
 
+def are_apart(wrapper: nn.Module) -> bool:
+    """Whether ranks may have left the loop (`joins`), or train apart on purpose (`trains_apart`)."""
+    if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper._join_config.enable:
+        return True
+    return bool(getattr(wrapper, "_comm_hooks", ())) and trains_apart(wrapper)
+
+
 def trains_apart(wrapper: nn.Module) -> bool:
     """Whether a communication hook is to average the next gradients over a part of the ranks: post-local SGD."""
     for _hook, state in getattr(wrapper, "_comm_hooks", ()):
@@ -234,12 +241,21 @@ def trains_apart(wrapper: nn.Module) -> bool:
 
 
 def spelled_option(value: object) -> str:
-    """An option in words that are the same wherever it is the same."""
+    """An option in words that are the same wherever it is the same.
+
+    A tensor of several elements is no option, but what its owner works with: a buffer to fill, say.
+    """
     if isinstance(value, torch.Tensor):
-        return f"tensor {fingerprint(value):x}"
-    if isinstance(value, int | float | str | bool | type(None) | tuple | list | dict | torch.dtype):
-        return repr(value)
-    return repr(value) if dataclasses.is_dataclass(value) else type(value).__name__
+        return f"tensor {fingerprint(value):x}" if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = type(value).__name__, {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {spelled_option(one)}' for key, one in value.items())}}}"
+    if isinstance(value, tuple | list):
+        spelled = ", ".join(map(spelled_option, value))
+        return f"({spelled})" if isinstance(value, tuple) else f"[{spelled}]"
+    plain = isinstance(value, int | float | str | bool | type(None) | torch.dtype)
+    return repr(value) if plain else type(value).__name__
 
 
 def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:

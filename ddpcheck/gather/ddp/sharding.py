@@ -12,6 +12,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -95,12 +96,12 @@ def refuse_fsdp1(module: nn.Module, what: str, error: type[DdpcheckError] = Usag
         )
 
 
-def is_in_fsdp1(parameter: torch.Tensor) -> bool:
-    """Whether a `FullyShardedDataParallel` (FSDP1) holds a parameter: a part of it, or of several in one.
+def count_in_fsdp1(parameters: Iterable[torch.Tensor]) -> int:
+    """How many of these a `FullyShardedDataParallel` (FSDP1) holds, each a part of one or of several in one.
 
     The mark is private to torch; the parameters of such modules have it, and no others.
     """
-    return bool(getattr(parameter, "_fsdp_flattened", False))
+    return sum(map(hasattr, parameters, repeat("_fsdp_flattened")))
 
 
 # Gathering

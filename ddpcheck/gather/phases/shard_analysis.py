@@ -92,6 +92,7 @@ def _analyse(
         against_shards=_fit(compared, mean),
         rank_weights=WeightedFit(tuple(weights), residual),
         shard_losses=tuple(loss for _, loss in runs),
+        other_parameters=tuple(sorted(set().union(*(of for of, _ in runs)) ^ set(own.step.gradients))),
     )
     try:
         exactly, seen = _look_at_terms(own, batch, shards, step)

@@ -359,10 +359,13 @@ def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Differenc
     names = [name for name in trained if name in here and (name in data.gradients or name in averaged)]
     allowed = dict(data.tolerance)
     noisy = [n for n in names if allowed.get(n, 0.0) > _LARGEST_TOLERANCE and n in averaged and n in data.gradients]
-    # Where so much is lost to rounding that single numbers tell nothing, a factor common to all is seen all the same.
+    # Where so much is lost to rounding that single numbers tell nothing, a factor common to all is seen all the same:
+    # the more numbers, the less of it is rounding, which may be of any size in one that should be zero.
     if noisy:
         ratio, residual = fit({name: averaged[name] for name in noisy}, [data.gradients])
-        if abs(ratio[0] - 1) > _LARGEST_TOLERANCE and residual < abs(ratio[0] - 1) / 2:
+        numbers = sum(averaged[name].numel() for name in noisy)
+        least = max(_LARGEST_TOLERANCE, max(allowed[name] for name in noisy) / math.sqrt(numbers))
+        if abs(ratio[0] - 1) > least and residual < abs(ratio[0] - 1) / 2:
             allowed.update(dict.fromkeys(noisy, _LARGEST_TOLERANCE))
     return tuple(
         difference(

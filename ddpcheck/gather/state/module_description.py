@@ -8,7 +8,9 @@ import itertools
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import chain
+from operator import attrgetter, methodcaller
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -133,6 +135,59 @@ def parts_of(module: nn.Module) -> Parts:
     return Parts(modules, parameters, dict(buffers.values()), [*names.values()])
 
 
+class KnownParts:
+    """The parts of one module, and its structure, which are found again where something in it is another than before.
+
+    To see whether it is takes a third of the time.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._parts: Parts | None = None
+        self._marks: tuple[list[str], list[int]] = ([], [])  # names and identities of all that is in it
+        self._structure: tuple[Parts, Any, ModuleDescription] | None = None  # with what it was made of
+
+    def now(self) -> Parts:
+        """What it consists of now."""
+        if self._parts is None or _marked(self._parts) != self._marks:
+            self._parts = parts = parts_of(self.module)
+            self._marks = _marked(parts)
+            own = any(type(part).named_modules is not nn.Module.named_modules for part in parts.modules.values())
+            if own or type(self.module).named_parameters is not nn.Module.named_parameters:  # of which nothing is known
+                self._parts = None
+            return parts
+        return self._parts
+
+    def structure(self, parts: Parts) -> ModuleDescription:
+        """As `structure_of` gives it; `parts`: as they are now."""
+        looks = _looks_of(parts)
+        known = self._structure
+        if known is None or known[0] is not parts or known[1] != looks or looks is None:
+            known = self._structure = parts, looks, structure_of(self.module, parts)
+        return known[2]
+
+
+_HELD, _KEYS, _VALUES = attrgetter("_modules", "_parameters", "_buffers"), methodcaller("keys"), methodcaller("values")
+_LOOKS = attrgetter("shape", "dtype", "requires_grad", "device", "layout")
+_IN_TRAINING = attrgetter("training")
+
+
+def _marked(parts: Parts) -> tuple[list[str], list[int]]:
+    held = [*filter(None, chain.from_iterable(map(_HELD, parts.modules.values())))]
+    names, values = (chain.from_iterable(map(every, held)) for every in (_KEYS, _VALUES))
+    return [*names], [*map(id, held), *map(len, held), *map(id, values)]
+
+
+def _looks_of(parts: Parts) -> Any:
+    """What a description of these says beside names; `None` where a tensor is of a kind that does not tell."""
+    tensors, modules = [*parts.parameters.values(), *parts.buffers.values()], parts.modules.values()
+    try:
+        shown = [*map(_LOOKS, tensors)], [*map(torch.Tensor.stride, tensors)]
+    except (RuntimeError, AttributeError, TypeError):
+        return None
+    return shown, [*map(type, modules)], [*map(_IN_TRAINING, modules)], [*map(_options, modules)]
+
+
 def describe(module: nn.Module) -> ModuleDescription:
     """Describe everything about `module` that DDP takes to be the same on every rank."""
     return replace(
@@ -156,7 +211,7 @@ def structure_of(module: nn.Module, parts: Parts | None = None) -> ModuleDescrip
             (name, type(submodule).__qualname__, _options(submodule), submodule.training)
             for name, submodule in parts.modules.items()
         ),
-        uninitialised=tuple(name for name, tensor in tensors if isinstance(tensor, _LAZY)),
+        uninitialised=tuple(name for name, tensor in tensors if issubclass(type(tensor), _LAZY)),
     )
 
 
@@ -167,16 +222,17 @@ def layout_of(module: nn.Module) -> ModuleDescription:
 
 def _layout(parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> ModuleDescription:
     return ModuleDescription(
-        parameters=tuple(_record(n, p) for n, p in parameters.items() if not isinstance(p, _LAZY)),
-        buffers=tuple(_record(n, b) for n, b in buffers.items() if not isinstance(b, _LAZY)),
+        parameters=tuple(_record(n, p) for n, p in parameters.items() if not issubclass(type(p), _LAZY)),
+        buffers=tuple(_record(n, b) for n, b in buffers.items() if not issubclass(type(b), _LAZY)),
     )
 
 
 def _record(name: str, tensor: torch.Tensor) -> TensorRecord:
-    dense = tensor.layout == torch.strided and not tensor.is_nested
+    nested = tensor.is_nested
+    dense = tensor.layout == torch.strided and not nested
     return TensorRecord(
         name=name,
-        shape=shape_of(tensor),
+        shape=shape_of(tensor) if nested else tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
         stride=tuple(tensor.stride()) if dense else (),
         requires_grad=tensor.requires_grad,

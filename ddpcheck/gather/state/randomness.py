@@ -13,7 +13,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpcheck.findings.tracebacks import passes_on
+from ddpcheck.worlds.generators import generators, set_generators
 
 
 def seed_everything(seed: int) -> None:
@@ -121,29 +121,6 @@ def drawn_since(before: Mapping[tuple[str, int], Any], device: torch.device) -> 
     """The libraries from whose generators numbers were drawn since `before`."""
     now = generator_states(device)
     return frozenset(library for (library, key), state in before.items() if now.get((library, key)) != state)
-
-
-def generators(*, thorough: bool) -> dict[str, Any]:
-    """The states of torch's global generators, to be set again; `thorough`: those of Python's and numpy's, too."""
-    found: dict[str, Any] = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
-    if thorough:
-        found["random"] = random.getstate()
-        if "numpy" in sys.modules:
-            found["numpy"] = sys.modules["numpy"].random.get_state()
-    return found
-
-
-def set_generators(states: Mapping[str, Any]) -> None:
-    """Have the global generators go on from such states."""
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-    if "random" in states:
-        random.setstate(states["random"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
 
 
 @contextlib.contextmanager
@@ -300,21 +277,17 @@ _QUIET: dict[str, Callable[..., Any]] = {
 }
 
 
-class quiet_modules:
+@contextlib.contextmanager
+def quiet_modules(module: nn.Module) -> Iterator[None]:
     """While active, recurrent layers drop nothing (their fused kernels draw where no mode sees it)."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._saved = [(m, m.dropout) for m in module.modules() if isinstance(m, nn.RNNBase)]
-
-    def __enter__(self) -> None:
-        for module, _ in self._saved:
-            module.dropout = 0.0
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for module, dropout in self._saved:
-            module.dropout = dropout
+    saved = [(layer, layer.dropout) for layer in module.modules() if isinstance(layer, nn.RNNBase)]
+    for layer, _ in saved:
+        layer.dropout = 0.0
+    try:
+        yield
+    finally:
+        for layer, dropout in saved:
+            layer.dropout = dropout
 
 
 _MOST_SAMPLES = 4096

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,14 +68,14 @@ def first_coupling(
     `whole` and `part` run the loss; `rounding` is what is no difference, relative (0: by the dtype).
     """
     of_whole, of_part = _watch(module, whole), _watch(module, part)
-    given: dict[str, list[torch.Tensor]] = defaultdict(list)
-    made: dict[str, list[torch.Tensor]] = defaultdict(list)
-    lines: dict[Location, list[torch.Tensor]] = defaultdict(list)
+    given: dict[str, _ByShape] = defaultdict(dict)
+    made: dict[str, _ByShape] = defaultdict(dict)
+    lines: dict[Location, _ByShape] = defaultdict(dict)
     for called, inputs, outputs in of_whole.calls:
-        given[called] += inputs
-        made[called] += outputs
+        _add(given[called], inputs)
+        _add(made[called], outputs)
     for line, outputs in of_whole.operations:
-        lines[line] += outputs
+        _add(lines[line], outputs)
     name = next(
         (
             called
@@ -87,8 +87,17 @@ def first_coupling(
     kind = "" if name is None else type(module.get_submodule(name)).__name__
     for line, outputs in of_part.operations:
         if _meet(lines[line], outputs, rounding, pairs=True):
-            return Coupling(name, kind, line, _is_scaled(lines[line], outputs))
+            seen = [full for alike in lines[line].values() for full in alike]
+            return Coupling(name, kind, line, _is_scaled(seen, outputs))
     return Coupling(name, kind)
+
+
+_ByShape = dict[torch.Size, deque[torch.Tensor]]
+
+
+def _add(seen: _ByShape, tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        seen.setdefault(tensor.shape, deque()).append(tensor)
 
 
 def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> bool:
@@ -107,18 +116,31 @@ def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> b
     return False
 
 
-def _meet(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], rounding: float, *, pairs: bool = False) -> bool:
+def _meet(whole: _ByShape, part: Sequence[torch.Tensor], rounding: float, *, pairs: bool = False) -> bool:
     """Whether samples depend on each other in one of `part`: its rows are in none of `whole`, of which there may be
     several (micro-batches); or, where `pairs` are asked for, it has an element for every pair of samples.
     """
     for alone in part:
-        alike = [full for full in whole if full.shape == alone.shape]  # a micro-batch of the same size
-        grown = [full for full in whole if len(axes_that_grow(full, alone)) == 1]
-        if grown and all(_depends(full, alone, rounding) for full in (*grown, *alike)):
+        axes = {shape: len(axes_that_grow(alike[0], alone)) for shape, alike in whole.items()}
+        grown = [shape for shape, count in axes.items() if count == 1]
+        candidates = grown + [alone.shape] * (alone.shape in whole)  # a micro-batch of the same size
+        if grown and all(_depends_on_all(whole[shape], alone, rounding) for shape in candidates):
             return True
-        if pairs and any(len(axes_that_grow(full, alone)) > 1 for full in whole):
+        if pairs and any(count > 1 for count in axes.values()):
             return True
     return False
+
+
+def _depends_on_all(whole: deque[torch.Tensor], part: torch.Tensor, rounding: float) -> bool:
+    """Whether rows of `part` are among those of none of `whole`, of which those that were looked at go to the end.
+
+    So where a loop calls a line a thousand times, each result is looked for first in that of the same turn.
+    """
+    for _ in range(len(whole)):
+        whole.rotate(-1)
+        if not _depends(whole[-1], part, rounding):
+            return False
+    return True
 
 
 def _watch(module: nn.Module, forward: Callable[[], None]) -> _Pass:
@@ -223,7 +245,7 @@ class FirstActivations(TorchFunctionMode):
             given = list(tree_tensors([args, kwargs or {}])) if made else []
             if any(id(tensor) in self._later for tensor in given):
                 self._later.update((id(tensor), tensor) for tensor in made)
-            elif made and any(not tensor.requires_grad and tensor.dim() for tensor in given):
+            elif made and any(_is_data(tensor) for tensor in given):
                 first = result if isinstance(result, torch.Tensor) else result[0]
                 if isinstance(first, torch.Tensor) and first.requires_grad and first.dim():
                     changed = self._first(first)
@@ -240,6 +262,11 @@ class FirstActivations(TorchFunctionMode):
         result.register_hook(activation.arrived)
         self.found.append(activation)
         return result
+
+
+def _is_data(tensor: torch.Tensor) -> bool:
+    """Whether it is no parameter; what a penalty on the gradient of an input differentiates by is none."""
+    return bool(tensor.dim()) and not isinstance(tensor, nn.Parameter) and tensor.is_leaf
 
 
 def rows_of_part(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.replace import replace
@@ -44,8 +45,7 @@ def sketch(gradient: torch.Tensor) -> torch.Tensor:
     return _of_rows(torch.cat(rows, 1) if len(rows) > 1 else rows[0])[0]
 
 
-@dataclass(slots=True)
-class Kept:
+class Kept(Struct):
     """What is kept of a gradient until its step has ended: a copy of a small one, else its sketch."""
 
     value: torch.Tensor

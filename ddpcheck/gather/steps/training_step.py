@@ -78,6 +78,8 @@ def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, see
             raise TargetError(
                 f"{at} returned a tensor of shape {tuple(part.shape)}; reduce it to a scalar, as by .mean()"
             )
+        if part.requires_grad and part.is_complex():
+            raise TargetError(f"{at} returned a complex number, which has no gradient; take its .real or .abs()")
     names = [name for name, part in named_tensors(result, "loss") if part.requires_grad]
     terms = [part.reshape(()) for part in parts if part.requires_grad]  # the others are there to be logged
     if not terms:

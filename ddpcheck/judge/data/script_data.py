@@ -18,6 +18,7 @@ from ddpcheck.judge.data import script_rows
 from ddpcheck.judge.data.script_draws import judge_shared_draws, line_of_selection
 
 _LEFT_OUT = 0.05  # of the samples, before that is no rounding at the end
+_AS_OFTEN = 4
 FEWEST_INPUTS = 3  # steps in which ranks were given the same samples
 
 
@@ -49,7 +50,7 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
                 or script_rows.judge_labels(everyone)
             )
             found += judge_epoch_order(everyone) or script_rows.judge_stale_workers(everyone)
-            found += judge_shared_draws(everyone)
+            found += judge_shared_draws(everyone, same_data=same)
     return found
 
 
@@ -115,10 +116,10 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
             ranks=alike if len(alike) < len(lists) else (),
             evidence=[f"the first samples on each of them: {_first(most)}", _taken(first[0])],
         )
-    if any(one.replaces or not one.exhausted or len(set(one.indices)) < len(one.indices) for one in first):
-        return []
-    if not (shared := script_rows.shared_by_ranks(first, lists, size)):
-        return []
+    again = max(len(one.indices) - len(set(one.indices)) for one in first)  # in order to fill a batch
+    shared = script_rows.shared_by_ranks(first, lists, size)
+    if any(one.replaces or not _is_whole(one) for one in first) or shared <= _AS_OFTEN * again:
+        return []  # who draws each sample anew shares about twice as many as come again
     by_epoch = len({one.epoch for one in first}) > 1 and min(one.epoch for one in first) >= 0
     parts = "it shuffles all of the data, and each rank takes a part."
     return script_rows.finding_on_loader(
@@ -177,7 +178,7 @@ def judge_later_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
 
 def _has_parts(of_ranks: Sequence[LoaderPass]) -> bool:
     """Whether each rank has gone to the end of its share of the dataset, and has taken no sample twice."""
-    whole = all(one.indices and one.exhausted and not one.replaces for one in of_ranks)
+    whole = all(one.indices and _is_whole(one) and not one.replaces for one in of_ranks)
     once = all(len(set(one.indices)) == len(one.indices) == len(of_ranks[0].indices) for one in of_ranks)
     return whole and once and (len(of_ranks[0].indices) - 1) * len(of_ranks) < of_ranks[0].size
 
@@ -191,7 +192,7 @@ def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         return []
     if any(one.chooses for one in first):
         return []  # the rest is held out
-    if any(not one.exhausted or one.replaces for of_ranks in epochs for one in of_ranks):
+    if any(not _is_whole(one) or one.replaces for of_ranks in epochs for one in of_ranks):
         return []
     if any(one.size != size for one in first):
         return []
@@ -396,11 +397,19 @@ def _is_of_same_data(one: LoaderPass, other: LoaderPass) -> bool:
 def _hold_the_same(one: LoaderPass, other: LoaderPass) -> bool:
     """Whether datasets hold the same samples, and gave the same ones for indices that both ranks took.
 
-    A batch may be put together in another order than that of its indices, so no single row is that of an index.
+    A batch may be put together in another order than that of its indices, so no single row is that of an index. Where
+    random numbers were drawn for it, no row may be that of another rank.
     """
+    if one.holds_samples and one.draws and other.draws and one.samples == other.samples:
+        return True
     common = len({*one.indices} & {*other.indices})
     shared = len({*one.rows} & {*other.rows})
     return bool(one.samples) and one.samples == other.samples and 2 * shared >= common >= script_rows.FEWEST_ROWS
+
+
+def _is_whole(one: LoaderPass) -> bool:
+    """Whether all batches were taken: to the end of the loop, or as many as the loader has, one by one."""
+    return one.exhausted or one.batches == one.expected > 0
 
 
 def _taken(one: LoaderPass) -> str:

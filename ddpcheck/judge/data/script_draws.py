@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import Evaluated, Inputs, LoaderPass
-from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, format_steps, one_finding
 from ddpcheck.judge.data.script_rows import finding_on_loader
 
@@ -17,6 +17,7 @@ _FEWEST_DRAWS = 2  # batches that were made with the same random numbers
 _FEWEST = 2  # intervals between optimizer steps in which the same line draws
 _KEYS = 624  # a count is known up to a multiple of it
 _BLOCK = 16  # numbers that `randn` draws once more at the end
+_MOST_BEHIND, _FEWEST_BEHIND = 8, 2  # steps
 _FEWEST_AGAIN = 3  # steps on what another rank has been given before
 _FEWEST_ADDED = 3  # steps in which what is added to samples is known
 _ALIKE = 0.6  # the cosine of noise from which that of the samples has been taken away; of other noise it is near 0
@@ -26,8 +27,10 @@ _FIX = (
 )
 
 
-def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> list[Finding]:
     """DDP510: batches of other samples that every rank has made with the same random numbers.
+
+    `same_data`: An index is the same sample on every rank; else the same indices may be of each rank's own part.
 
     Ranks that draw from the same state are given the same numbers, also where one of them draws more of them.
     """
@@ -39,7 +42,7 @@ def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     batches = [state for each in passes[-1] for state in each.held if state in shared]
     held = bool(batches) and shared <= set(batches)
     several = len(shared) >= _FEWEST_DRAWS or (held and alike and len(batches) >= _FEWEST_DRAWS)  # workers have copies
-    if len(passes) < 2 or not several or len(orders) < 2:
+    if len(passes) < 2 or not several or (same_data and len(orders) < 2):
         return []
     where = ", in workers" if one.workers else ""
     when = "before and after" if alike else "before"
@@ -182,6 +185,32 @@ def judge_streams(
             ],
             fix="Seed the generator by which samples are chosen with seed + rank.",
         )
+    return []
+
+
+def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
+    """DDP505: a rank that is given what another one was given a fixed number of steps before, or is later.
+
+    `inputs`: By rank of a wrapper's group. Ranks that take turns with as many batches as there are ranks do so by
+    right: all see all of them.
+    """
+    given = {rank: {one.step: tuple(sorted(one.samples)) for one in of_rank} for rank, of_rank in inputs.items()}
+    if len({batch for own in given.values() for batch in own.values()}) <= len(given) + 1:
+        return []
+    for (rank, own), (ahead, other) in itertools.permutations(given.items(), 2):
+        for lag in range(1, _MOST_BEHIND + 1):
+            steps = [step for step in own if step + lag in other]
+            if len(steps) >= _FEWEST_BEHIND and all(own[step] == other[step + lag] for step in steps):
+                return one_finding(
+                    "DDP505",
+                    ("forward",),
+                    f"Rank {rank} is given what rank {ahead} is given {counted(lag, 'step')} later: the ranks go "
+                    "through the same samples, one behind the other.",
+                    location=inputs[rank][0].location,
+                    severity=Severity.WARNING,
+                    evidence=[f"in {format_steps(steps)}; others were not compared with that many later"],
+                    fix="Advance by the batches of all ranks in each step: by batch size times world size.",
+                )
     return []
 
 

@@ -15,6 +15,7 @@ from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, join_names, one_finding
 
 _SHARED = 0.2  # of a rank's samples that are on another rank, too, before that is chance
+_OF_CHANCE = 0.6  # of what two ranks share that take their parts at random, of all of the data
 _CHANCE = 1e-6  # that what agrees does so by chance
 OTHER_VALUES = "values by rank"  # tags a finding on samples of which a table that differs is the cause, if there is one
 FEWEST_ROWS = 8  # rows that tell samples apart
@@ -44,8 +45,9 @@ def judge_rows(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> li
     if not all(one.exhausted for one in first):
         return []
     size = min(map(len, rows))
-    if not (shared := shared_by_ranks(first, rows, size)):
-        return []
+    shared = shared_by_ranks(first, rows, size)
+    if not shared or (first[0].size > 0 and shared < _OF_CHANCE * size / len(first)):
+        return []  # samples that the data has twice, say: ranks with parts of other orders share more
     others = any((one.samples, one.digest) != (first[0].samples, first[0].digest) for one in first)
     message = f"The ranks share {shared} of the {size} samples that each takes from the loader in an epoch"
     if first[0].size < 0:

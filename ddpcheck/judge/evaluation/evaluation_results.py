@@ -246,12 +246,12 @@ def given_numbers(of_ranks: Sequence[Evaluated]) -> Iterator[Given]:
         numbers = [
             [(*one.numbers, *(() if one.total is None else (one.total,))) for one in of_rank] for of_rank in calls
         ]
-        if len({len(one) for of_rank in numbers for one in of_rank}) > 1:
-            continue
         if first.during:  # in each batch: the sums of them
-            numbers = [[tuple(map(sum, zip(*of_rank, strict=True)))] for of_rank in numbers]
-        for of_call in zip(*numbers, strict=True):
-            yield Given(first.operation, first.location, list(zip(*of_call, strict=True)))
+            several = len({len(one) for of_rank in numbers for one in of_rank}) > 1
+            numbers = [[] if several else [tuple(map(sum, zip(*of_rank, strict=True)))] for of_rank in numbers]
+        for of_call in zip(*numbers, strict=True):  # a function of the program's may reduce a number, and then a pair
+            if len(set(map(len, of_call))) == 1:
+                yield Given(first.operation, first.location, list(zip(*of_call, strict=True)))
 
 
 def _are_of_samples(of_ranks: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> bool:

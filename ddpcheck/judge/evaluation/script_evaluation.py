@@ -62,7 +62,7 @@ def judge_evaluations(
         known = {(one.loader, one.number): one for one in of_loaders}
         subsets = {one.loader: one.subset for one in of_loaders if len(one.subset)}
         theirs: dict[_Key, Evaluated] = {}
-        for held in of_passes:
+        for held in {(one.loader, one.number): one for one in of_passes}.values():  # one may be written once more
             if (loader := known.get((held.loader, held.number))) is not None and loader.exhausted:
                 place = (loader.location, loader.made, loader.dataset, loader.number)
                 theirs[*place, sum(key[:-1] == place for key in theirs)] = Evaluated(
@@ -184,22 +184,28 @@ def _divided_by_all(of_ranks: Sequence[Evaluated]) -> _Seen | None:
 
 
 def _rows_of_all(of_ranks: Sequence[Evaluated]) -> _Seen | None:
-    """What is shown is how many gathered labels are equal, of all that were gathered."""
+    """What is shown is how many gathered labels are equal, of all that were gathered; or the mean of numbers."""
     gathered = gathered_labels(of_ranks)
-    for number, first in enumerate(gathered):
-        for second in gathered[number + 1 :]:
-            equal = [equal_rows(a, b) for a, b in zip(first.rows, second.rows, strict=True)]
-            by_index: dict[int, bool] = {}
-            for one, of_rank in zip(of_ranks, equal, strict=True):
+    results: list[tuple[Location | None, list[list[float]]]] = [
+        (first.location, [[*map(float, equal_rows(*rows))] for rows in zip(first.rows, second.rows, strict=True)])
+        for first, second in itertools.combinations(gathered, 2)
+    ]
+    for given in gathered:  # a number for each sample: its loss, or whether it is right
+        if given.values and all(len(row) == 1 for of_rank in given.values for row in of_rank):
+            results.append((given.location, [[row[0] for row in of_rank] for of_rank in given.values]))
+    for where, of_each in results:
+        by_index: dict[int, float] = {}
+        for one, of_rank in zip(of_ranks, of_each, strict=True):
+            if len(of_rank) == len(one.loader.indices):
                 by_index |= dict(zip(one.loader.indices, of_rank, strict=True))
-            wrong = sum(map(sum, equal)) / sum(map(len, equal))
-            right = sum(by_index.values()) / len(by_index)
-            if (seen := first_shown(of_ranks, wrong, right)) is not None:
-                return (
-                    f"the {wrong:.6g} that is {seen.how} is that of all gathered rows; without those that are there "
-                    f"twice, it is {right:.6g}",
-                    first.location,
-                )
+        wrong = sum(map(sum, of_each)) / max(1, sum(map(len, of_each)))
+        right = sum(by_index.values()) / max(1, len(by_index))
+        if by_index and (seen := first_shown(of_ranks, wrong, right)) is not None:
+            return (
+                f"the {wrong:.6g} that is {seen.how} is that of all gathered rows; without those that are there twice, "
+                f"it is {right:.6g}",
+                where,
+            )
     return None
 
 

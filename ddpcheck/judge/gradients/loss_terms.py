@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.gradients import LossTerm
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import capitalized
+from ddpcheck.findings.wording import capitalized, join_names
 from ddpcheck.judge.judge_context import SingleProcessFacts
 
 
@@ -15,6 +15,10 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
 
     Last, for it takes the ranks' gradients for weighted sums of what their shards give, where it speaks of weights.
     """
+    if chosen := _chosen_by_batch(
+        facts
+    ):  # then the shards' gradients are those of other models than the global batch's
+        return chosen
     analysis = facts.analysis
     wrong = [term for term in analysis.terms if term.error > facts.tolerance]
     fitted = [term for term in wrong if term.is_normalised]
@@ -131,6 +135,24 @@ def judge_coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm] = ()) ->
         else coupling.line or where or known.loss_location,
         fix=_FIX_OF_BATCHNORM if "BatchNorm" in coupling.module_class else _FIX_OF_COUPLING,
         tags=(BY_NORMALISATION,) if "Norm" in coupling.module_class else (),
+    )
+
+
+def _chosen_by_batch(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP304: the batch that a sample is in decides which parts of the model compute it."""
+    if facts.world_changed or not facts.analysis.other_parameters:
+        return []
+    names = facts.known.names
+    subjects = names.subjects(facts.analysis.other_parameters)
+    return facts.one_finding(
+        "DDP304",
+        f"Which parts of the model compute a sample depends on its batch: {join_names(subjects)} take part for some "
+        "shards and not for the global batch, or the other way round.",
+        "a shard gives these gradients in a single process too",
+        subjects=subjects,
+        location=names.location(facts.analysis.other_parameters),
+        fix="Choose for each sample by itself, or by a value that is the same on every rank (of the step, or reduced "
+        "over ranks); if each rank is meant to choose by its own samples, ignore DDP304.",
     )
 
 

@@ -13,7 +13,7 @@ from statistics import median
 from ddpcheck.findings.evidence.loop import GradientsTaken, ModuleChanged
 from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import join_names, minority_ranks, one_finding, plural_verb
+from ddpcheck.findings.wording import counted, join_names, minority_ranks, one_finding, plural_verb
 
 _TOLERANCE = 1e-3  # relative, of norms and sketches that are equal but for rounding
 
@@ -57,10 +57,10 @@ def are_near(sketches: Sequence[Sequence[float]]) -> bool:
 
 def _not_scaled(names: Sequence[str], steps: Sequence[Steps]) -> list[str]:
     """Of parameters whose gradients differ between ranks, those that differ by more than one factor of each rank."""
-    return [name for name in names if not all(name in _scaled(names, one) for one in steps)]
+    return [name for name in names if not all(name in are_scaled(names, one) for one in steps)]
 
 
-def _scaled(names: Sequence[str], one: Steps) -> list[str]:
+def are_scaled(names: Sequence[str], one: Steps) -> list[str]:
     """The parameters whose gradients are alike on all ranks, but for the factor that most of them have on a rank."""
     sketches = {name: [each.gradients.get(name, ()) for each in one] for name in names}
     norms = {name: [math.hypot(*sketch) for sketch in of_ranks] for name, of_ranks in sketches.items()}
@@ -109,6 +109,7 @@ def short(name: str) -> str:
 
 
 _PARTED = "the values were the same on all ranks in the first step of the optimizer, and are not in the last"
+_AS_LONG = 3
 _FEWEST_TAKEN = 3  # looks at what torch.autograd.grad gives
 
 
@@ -139,7 +140,7 @@ def judge_alone(
         marks = [of_rank + end.marks for of_rank, end in zip(marks, ends, strict=True)]
     together = [len(set(at)) == 1 for at in zip(*marks, strict=False)]
     if any(later and not before for before, later in itertools.pairwise(together)):
-        return []  # averaged now and then
+        return _parted_for_good(of_ranks, together)
     if any(_are_alike(later[0]) and not _are_alike(one[-1]) for one, later in itertools.pairwise(others)):
         return []  # likewise, between two optimizers
     names = list(of_ranks[0][0].alone)
@@ -184,7 +185,12 @@ def judge_alone(
             fix,
         )
     other = [name for name in names if name not in began and not any(alike(one, name) for one in of_ranks)]
-    averaged = [short(name) for name in other if all(gradients_agree(one, name) for one in of_ranks)]
+    given = {name: [[each.gradients.get(name, ()) for each in one] for one in of_ranks] for name in other}
+    averaged = [  # a gradient may be zero in the first step: what follows begins with zeros
+        short(name)
+        for name, of_steps in given.items()
+        if all(all(there) and are_near(there) for there in of_steps) and any(any(there[0]) for there in of_steps)
+    ]
     if averaged:
         return _alone(
             "DDP208",
@@ -196,6 +202,30 @@ def judge_alone(
             "Broadcast the parameters from rank 0 before the first step, or seed their construction equally.",
         )
     return []
+
+
+def _parted_for_good(steps: Sequence[Steps], together: Sequence[bool]) -> list[Finding]:
+    """DDP306: parameters that are averaged now and then, until a step after which they are not the same any more.
+
+    `together`: Whether one of them was the same on all ranks, before each step and at the end.
+    """
+    met = [place for place, alike in enumerate(together) if alike]
+    longest = max(later - before for before, later in itertools.pairwise([0, *met]))
+    last = steps[-1]
+    names = [short(name) for name in last[0].alone if len({one.alone[name] for one in last}) > 1]
+    if len(together) - met[-1] <= _AS_LONG * longest or not names:
+        return []
+    return one_finding(
+        "DDP306",
+        names,
+        f"{join_names(names)} {plural_verb('was', 'were', names)} the same on every rank again after at most "
+        f"{counted(longest, 'step')} of the optimizer, and {plural_verb('is', 'are', names)} not any more since step "
+        f"{met[-1]}.",
+        location=last[0].location,
+        evidence=[f"{counted(len(together) - met[-1], 'step')} went by since then"],
+        fix="Average the parameters to the end of the training, and from the same values on every rank: what a rank "
+        "keeps of the last average has to be renewed on all ranks.",
+    )
 
 
 def _meets(name: str, before: Steps, later: Steps) -> bool:
@@ -278,6 +308,46 @@ def judge_taken(taken: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:
         ],
         fix="Call loss.backward(), whose gradients DDP averages into .grad; or all_reduce each gradient that "
         "torch.autograd.grad gives, and divide it by the world size, before it is used.",
+    )
+
+
+def judge_reduced_alike(steps: Sequence[Steps]) -> list[Finding]:
+    """DDP505: gradients that are the same on every rank before they are averaged by hand, in each step."""
+    known = [of_ranks for of_ranks in steps if all(one.given for one in of_ranks)]
+    given = [{one.given for one in of_ranks} for of_ranks in known]
+    if len(known) < _FEWEST_TAKEN or max(map(len, given)) > 1 or len(set.union(*given)) < 2 or len(known[0]) < 2:
+        return []
+    return one_finding(
+        "DDP505",
+        ("gradients",),
+        "Every rank has the same gradients already before they are averaged: the ranks compute on the same samples, "
+        "with the same random numbers; so together they do the work of one.",
+        location=known[0][0].location,
+        evidence=[f"their bits are equal on all ranks in all {len(known)} steps that were compared"],
+        fix="Take other samples on each rank: by rank and world size, or from generators and environments that are "
+        "seeded with seed + rank.",
+    )
+
+
+def judge_parts_reduced(steps: Sequence[Steps]) -> list[Finding]:
+    """DDP521: gradients of parameters that each rank has for itself, which are reduced as if they were replicas."""
+    known = [of_ranks for of_ranks in steps if all(one.parts_reduced for one in of_ranks)]
+    if len(known) < 2 or len(known[0]) < 2:
+        return []
+    first = known[0][0]
+    names = [*map(short, first.parts_reduced)]
+    return one_finding(
+        "DDP521",
+        names,
+        f"Each rank has {join_names(names)} for itself, and the gradients are all_reduced over all ranks: each of "
+        "these parts of the model is trained on what the others ask for.",
+        location=first.parts_reduced_at or first.location,
+        evidence=[
+            "the loss has them through an all_to_all only, so that each has its gradient of all ranks already",
+            f"the optimizer steps at {first.location}",
+        ],
+        fix="Reduce the gradients of replicas only. What a rank has for itself needs no all_reduce: divide its "
+        "gradient by the world size, where those of the replicas are averaged.",
     )
 
 

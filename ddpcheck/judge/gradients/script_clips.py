@@ -9,12 +9,14 @@ from ddpcheck.findings.evidence.loop import GradientsChanged
 from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import group_by_value, join_names, one_finding, plural_verb, told_by_rank
+from ddpcheck.findings.wording import group_by_value, join_names, minority_ranks, one_finding, plural_verb, told_by_rank
 from ddpcheck.judge.gradients.script_alone import (
     Steps,
     all_gradients_agree,
     are_close,
+    are_scaled,
     differing,
+    gradients_differ,
     minority_of,
     short,
     spelled,
@@ -58,6 +60,28 @@ def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
                 "has to be shared first.",
             )
             return [_at_clip(finding, clips) or _at_write(finding, of_ranks[0].changed_at) for finding in found]
+    return []
+
+
+def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Finding]:
+    """DDP301: gradients of parameters in no wrapper that are the same on all ranks, but for one factor of each rank."""
+    for of_ranks in steps:
+        names = [name for name in of_ranks[0].alone if gradients_differ(of_ranks, name)]
+        if len(names) < 2 or len(are_scaled(names, of_ranks)) < len(names):
+            continue
+        sizes = [math.hypot(*one.gradients[names[0]]) for one in of_ranks]
+        found = one_finding(
+            "DDP301",
+            [short(name) for name in names],
+            f"The gradients of {join_names([short(name) for name in names])} are those of the other ranks times a "
+            "factor: they were scaled after the ranks had averaged them, not alike on every rank.",
+            ranks=minority_ranks([round(size / max(sizes), 3) for size in sizes]) if len(sizes) > 2 else (),
+            steps=(of_ranks[0].count,),
+            location=of_ranks[0].location,
+            evidence=[f"norm of {short(names[0])}: {_by_rank(sizes)}"],
+            fix="Clip and scale in the same way on every rank; what is decided from local data has to be shared first.",
+        )
+        return [_at_clip(finding, clips) or finding for finding in found]
     return []
 
 

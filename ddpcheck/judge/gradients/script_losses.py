@@ -16,7 +16,8 @@ from statistics import median
 
 from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import counted, one_finding
+from ddpcheck.findings.wording import counted, group_by, one_finding
+from ddpcheck.judge.gradients.script_weights import judge_own_weights
 
 LEAST_OF_GRADIENT = 0.05
 """How far (relative) a gradient is from that of the global batch in some step where it is an error."""
@@ -65,12 +66,19 @@ def judge_losses(
     losses = [[one for one in of_rank if one.wrappers] for of_rank in losses]  # the last micro-batch of each step
     by_place = [{(one.step, one.number): one for one in of_rank} for of_rank in losses]
     common = sorted(set.intersection(*map(set, by_place))) if by_place else []
-    passes = [[of_rank[place] for of_rank in by_place] for place in common]
-    if len(passes) < FEWEST_PASSES:
-        return []
+    every = [[of_rank[place] for of_rank in by_place] for place in common]
+    for passes in group_by(every, lambda of_ranks: tuple(one.location for one in of_ranks)).values():
+        if len(passes) >= FEWEST_PASSES and (found := _judge_loss(passes, whole, together=together, summed=summed)):
+            return found
+    return []
+
+
+def _judge_loss(passes: Losses, whole: Sequence[Container[int]], *, together: int, summed: bool) -> list[Finding]:
+    """The same, of one of the losses of a script: that of a generator, or of a discriminator."""
     add_up = any(of_ranks[rank].step in steps for of_ranks in passes for rank, steps in enumerate(whole))
     found = [] if add_up or summed else _judge_scale(passes, together) or _judge_shared(passes)
-    return found or _judge_counted_again(passes, together, summed=summed) or _judge_counts(passes)
+    found = found or _judge_counted_again(passes, together, summed=summed)
+    return found or _judge_counts(passes) or judge_own_weights(passes)
 
 
 def are_for_sums(losses: Losses, wrapper: int) -> bool:
@@ -103,13 +111,15 @@ def _judge_scale(passes: Losses, together: int) -> list[Finding]:
     """
     every = [one for of_ranks in passes for one in of_ranks]
     kinds = {term.kind for one in every for term in one.terms}
-    if len(kinds) != 1 or not all(one.scaled and one.terms for one in every):
+    if not kinds or not all(one.scaled and one.terms for one in every):
         return []
-    scales = {round(abs(_total(term)) * (one.number + 1), 4) for one in every for term in one.terms}
+    known = "mean" if "mean" in kinds else "sum"
+    scales = {round(abs(_total(t)) * (one.number + 1), 4) for one in every for t in one.terms if t.kind == known}
     sizes = _sizes(len(passes[0]), together)
     for size in sizes:
-        divided = {round(1.0 / size, 4), *([float(size)] if kinds == {"mean"} else [])}  # of a sum by chance
-        if len(scales) == 1 and scales <= divided and not any(one.number + 1 == size for one in every):
+        divided = {round(1.0 / size, 4), *([float(size)] if known == "mean" else [])}  # of a sum by chance
+        by_it = len(kinds) == 1 or all(size in (*t.divisors, *t.multipliers) for one in every for t in one.terms)
+        if by_it and len(scales) == 1 and scales <= divided and not any(one.number + 1 == size for one in every):
             break  # else as many micro-batches as ranks may be what it is for
     else:
         return []
@@ -327,12 +337,23 @@ def _line_of_counts(passes: Losses) -> Location | None:
 
 def _own_counts(of_ranks: Sequence[LossDifferentiated], weight: float) -> list[float]:
     """What each rank divides a sum by, which counts so much in the loss, where these are whole numbers that differ."""
+    of_samples = set().union(*map(_of_samples, of_ranks))
     for terms in zip(*(one.terms for one in of_ranks), strict=False):
+        if any(term.rows_of in of_samples for term in terms):
+            continue
         counts = [_divisor(term, weight, terms[0].factor) for term in terms]
         if min(counts) >= 1 and max(counts) > min(counts) * (1 + _UNEQUAL):
             if max(counts) < _LARGEST and all(abs(count - round(count)) < _WHOLE for count in counts):
                 return counts
     return []
+
+
+def _of_samples(one: LossDifferentiated) -> set[int | None]:
+    """The tensors of whose rows, as those of a sample, each is divided by a number of its own."""
+    factors: dict[int | None, set[float]] = {}
+    for term in one.terms:
+        factors.setdefault(term.rows_of, set()).add(round(term.factor, 9))
+    return {rows_of for rows_of, own in factors.items() if rows_of is not None and len(own) > 1}
 
 
 def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:

@@ -299,6 +299,7 @@ def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> list[Findin
         "DDP303",
         f"Every gradient is {factor} times that of the same shards without a process group: the model or the loss "
         f"scales by the world size, and {named} averages already.",
+        *dict.fromkeys(f"called in forward: {call}" for call in facts.known.local.calls[:3] if call.elements > 0),
         location=(made[0] if len(made) == 1 else None) or facts.known.loss_location,
         fix=f"Take the factor {ratio:.4g} out of the loss (a division or multiplication by the world size, or an "
         f"all-reduce of the loss): {named} averages already.",

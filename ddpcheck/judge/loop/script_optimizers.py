@@ -47,7 +47,7 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
     for number, of_ranks in enumerate(steps):
         if len({one.reductions for one in of_ranks}) > 1:
             continue
-        found = judge_options("DDP223", [one.options for one in of_ranks], "The optimizer")
+        found = judge_options("DDP223", _without_ranks([one.options for one in of_ranks]), "The optimizer")
         if not found:
             continue
         finding, first = found[0], of_ranks[0]
@@ -73,8 +73,18 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
         evidence = (*finding.evidence, *((_told(restored, first),) if restored else noticed))
         ranks = tuple(restored) or finding.ranks
         fix, where = _LOAD_EVERYWHERE if restored else finding.fix, made or first.location
+        paces = [one.schedule.steps for one in of_ranks if one.schedule is not None]
+        if finding.code == "DDP507" and len(set(paces)) > 1:
+            fix = "Step the schedule as often on every rank."
+            evidence = (*evidence, f"steps of the schedule so far: {'; '.join(group_by_value(paces))}")
         return [replace(finding, ranks=ranks, steps=(first.count,), location=where, evidence=evidence, fix=fix)]
     return []
+
+
+def _without_ranks(options: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Without the options by which each rank keeps its own number."""
+    numbers = {name for name in options[0] if all(of.get(name) == str(rank) for rank, of in enumerate(options))}
+    return [{name: value for name, value in of.items() if name not in numbers} for of in options]
 
 
 def _restored_on_some(of_ranks: Steps) -> dict[int, Location]:
@@ -183,6 +193,7 @@ def _left_out(of_ranks: Steps, ranks: Sequence[int], what: str, evidence: Sequen
 
 def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
     """DDP306: momentum and the like that differ on ranks, whose gradients are the same."""
+    alike: int | None = None  # the last step in which there was one, and it did not differ
     for of_ranks in steps:
         if any_gradient_differs(of_ranks):
             return []  # ranks that train apart, whose parameters are averaged perhaps
@@ -191,12 +202,14 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             continue  # sharded
         names = differing(states)
         if not names:
+            alike = of_ranks[0].count if all(states) else alike
             continue
         keys = sorted({name.rpartition(": ")[2] for name in names})
         ranks = minority_of(states, names)
         orders = [one.held for one in of_ranks]
         reordered = len(set(orders)) > 1 and len({frozenset(one) for one in orders}) == 1
         restored = {} if reordered else _restored_on_some(of_ranks)
+        between = alike is not None and not reordered and not any(one.restored_at for one in of_ranks)
         return one_finding(
             "DDP306",
             keys,
@@ -207,6 +220,9 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             location=next(iter(restored.values()), (reordered and of_ranks[0].made) or of_ranks[0].location),
             evidence=[
                 _told(restored, of_ranks[0]) if restored else "",
+                f"it did not differ in step {alike}: the ranks have used other gradients in a step after that"
+                if between
+                else "",
                 *(
                     f"the optimizer of rank {rank} holds {join_names([short(name) for name in one])}, in this order"
                     for rank, one in enumerate(orders[:2] if reordered else ())
@@ -221,6 +237,9 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             fix="Give the optimizer its parameters in the same order on every rank: its state is saved and loaded by "
             "their numbers."
             if reordered
+            else "Average the gradients in every step, and wait for every asynchronous collective (work.wait()) before "
+            "the optimizer steps."
+            if between
             else _LOAD_EVERYWHERE,
         )
     return []

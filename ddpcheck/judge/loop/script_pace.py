@@ -6,11 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ddpcheck.findings.evidence.loop import GradientsLeft, PaceRun, WrapperPace
+from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, join_names, one_finding, plural_verb
+from ddpcheck.judge.gradients.script_alone import short
 
 _USUAL = 0.8  # of the reductions have the same before them, or there is no regular pace
 _MOST_LEFT_OUT = 3  # turns of a loop, one after the other
+_FEWEST_UNMOVED = 3  # steps
+_ZERO = {"0", "0.0", None}
 
 
 def judge_shifts(paces: Sequence[WrapperPace]) -> list[Finding]:
@@ -137,4 +141,34 @@ def judge_unheld(
         severity=Severity.WARNING,
         fix="Give them to the optimizer, and construct it after the module has its last parameter; if they are to stay "
         "as they are, freeze them with requires_grad_(False) before wrapping.",
+    )
+
+
+def judge_unmoved(steps: Sequence[Sequence[OptimizerStep]], moved: Mapping[str, bool]) -> list[Finding]:
+    """DDP504: parameters that an optimizer of the script's own holds, and leaves as they are whatever their gradients.
+
+    Args:
+        steps: Of one optimizer, each on all ranks.
+        moved: By name of a parameter that gets gradients, whether it has changed in the steps that were compared.
+    """
+    if len(steps) < _FEWEST_UNMOVED or steps[0][0].options.get("module", "").startswith("torch."):
+        return []
+    first, options = steps[0][0], [of_ranks[0].options for of_ranks in steps]
+    rates = {name for of_step in options for name in of_step if name.endswith(" lr")}
+    given = Counter(name for of_ranks in steps for name in first.held if all(one.norms.get(name) for one in of_ranks))
+    held = [name for name, times in given.items() if name in moved and times >= _FEWEST_UNMOVED]
+    left = [short(name) for name in held if not moved[name]]
+    if not left or len(left) == len(held) or any({of.get(name) for of in options} <= _ZERO for name in rates):
+        return []
+    kind = first.options.get("class", "the optimizer")
+    return one_finding(
+        "DDP504",
+        left,
+        f"{kind} holds {join_names(left)}, and never moves {plural_verb('it', 'them', left)}, although "
+        f"{plural_verb('it gets', 'they get', left)} gradients in each step.",
+        location=first.location,
+        evidence=[f"{len(left)} of the {len(held)} parameters that it holds and that get gradients", "on every rank"],
+        severity=Severity.WARNING,
+        fix=f"Where ranks share the work of {kind}, each parameter has to be updated on a rank, and its update has to "
+        "come to all: let every rank take its own share, by its rank, and wait for the last collective.",
     )

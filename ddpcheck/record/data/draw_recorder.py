@@ -8,7 +8,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.source_lines import is_user_file, user_location, variables_of
@@ -16,7 +15,7 @@ from ddpcheck.gather.patching import guarded
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.record.data.constructions import generators, seeded_at
 from ddpcheck.record.data.generator_history import generator_bytes, generators_there, state_of, state_of_own
-from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.loop.step_hooks import follow_steps, unfollow_steps
 
 _MOST_INTERVALS = (
     7  # from the first wrapper, and between optimizer steps, of which there may be two in a step of training
@@ -55,8 +54,7 @@ class DrawRecorder:
         self._own: list[bytes] = []  # the states of generators of the program's own, when it began
         self._pending: tuple[Any, Mapping[str, _State]] | None = None
         self._profile = guarded(self._note_event)
-        register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
-        register_optimizer_step_post_hook(UnpickledHook(self._after_step))
+        follow_steps(self)
 
     def begin(self) -> None:
         """A wrapper is there: what comes before the first step may draw the order of all that follow."""
@@ -72,8 +70,12 @@ class DrawRecorder:
         if self._began and sys.getprofile() is self._profile:
             sys.setprofile(None)
 
-    def _after_step(self, *_arguments: Any) -> None:
-        self._follow()
+    def after_step(self, *_arguments: Any) -> None:
+        """An optimizer has stepped."""
+        if self._intervals >= _MOST_INTERVALS and not self._began:
+            unfollow_steps(self)
+        else:
+            self._follow()
 
     def _follow(self) -> None:
         if self._intervals >= _MOST_INTERVALS or self._began or sys.getprofile() is not None:
@@ -85,7 +87,8 @@ class DrawRecorder:
         self._own = [state_of_own(generator) for generator, _ in generators]
         sys.setprofile(self._profile)
 
-    def _before_step(self, *_arguments: Any) -> None:
+    def before_step(self, *_arguments: Any) -> None:
+        """An optimizer is about to step."""
         began = self._began
         if not began:
             return

@@ -208,6 +208,7 @@ class LoaderRecorder:
             other.until = self._steps() if other.until < 0 else other.until
         sampler = _innermost_sampler(loader)
         subset = loader.dataset.indices if type(loader.dataset) is Subset and not number else ()
+        samples, whole = ({}, False) if number else samples_of(loader.dataset, size)
         entry = LoaderPass(
             loader=counts[0],
             number=number,
@@ -228,7 +229,8 @@ class LoaderRecorder:
             made=made_at(sampler) or made_at(loader),
             split=made_at(loader.dataset) or made_at(beneath),
             whole=rows_of_whole(beneath) if not number else 0,
-            samples=samples_of(loader.dataset, size) if not number else {},
+            samples=samples,
+            holds_samples=whole,
             drawn=next(filter(None, map(drawn_before, (beneath, loader.dataset, sampler, loader))), 0),
             replicas=sampler.num_replicas if isinstance(sampler, DistributedSampler) else 0,
             state=state_of(loader.dataset) if number < _MOST_PASSES else {},

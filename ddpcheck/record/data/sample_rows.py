@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import stat
 from array import array
 from typing import Any
 
@@ -18,6 +22,7 @@ _MOST_PLAIN = 256  # items of an attribute of a dataset
 _MOST_ITEMS = 64  # samples of a dataset
 _MOST_PARTS = 16  # of an item
 _FEWEST_ITEMS, _DISTINCT = 8, 0.9  # by which samples are told apart
+_MANY = 8  # numbers of a row, which is a sample then
 
 
 class SampleRows:
@@ -84,23 +89,43 @@ def digests_of(dataset: Any) -> dict[str, int]:
     return found
 
 
-def samples_of(dataset: Any, size: int, depth: int = 2) -> dict[str, tuple[int, ...]]:
+def samples_of(dataset: Any, size: int, depth: int = 2) -> tuple[dict[str, tuple[int, ...]], bool]:
     """Fingerprints of the first items of what has one for each sample, and another for most: rows, names, indices.
 
-    Datasets beneath are looked into; a loader may be given a list, too.
+    And whether some of these are the samples themselves: rows of many numbers, or files that are there. Datasets
+    beneath are looked into; a loader may be given a list, too.
     """
     held = {"": dataset} if isinstance(dataset, list) else getattr(dataset, "__dict__", {})
     found: dict[str, tuple[int, ...]] = {}
+    whole = False
     for name, value in held.items():
         for number, one in enumerate(value if isinstance(value, tuple) else (value,)):
             if isinstance(one, Dataset):
-                below = samples_of(one, size, depth - 1) if depth else {}
+                below, known = samples_of(one, size, depth - 1) if depth else ({}, False)
                 found.update({f"{name}.{number}{key}": items for key, items in below.items()})
+                whole = whole or known
             elif type(one) in (list, range, array, torch.Tensor) or (hasattr(one, "tobytes") and hasattr(one, "shape")):
                 items = _items(one) if size >= _FEWEST_ITEMS and _length(one) == size else ()
                 if len(set(items)) >= _DISTINCT * max(1, len(items)):
                     found[f"{name}.{number}"] = items
-    return {name: items for name, items in found.items() if items}
+                    whole = whole or _are_samples(one)
+    return {name: items for name, items in found.items() if items}, whole
+
+
+def _are_samples(values: Any) -> bool:
+    if hasattr(values, "shape"):
+        return bool(math.prod(values.shape[1:]) >= _MANY)
+    return all(_file_of(one) is not None for one in values[:_MOST_ITEMS])
+
+
+def _file_of(value: Any) -> tuple[str, int] | None:
+    """The name of a file that is there, which a sample is or begins with, and its size."""
+    first = value[0] if isinstance(value, tuple | list) and value else value
+    if isinstance(first, str | os.PathLike):
+        with contextlib.suppress(OSError, ValueError):
+            status = os.stat(first)
+            return (os.fspath(first), status.st_size) if stat.S_ISREG(status.st_mode) else None
+    return None
 
 
 def _length(value: Any) -> int:
@@ -126,6 +151,8 @@ def _item(value: Any) -> int | None:
     if isinstance(value, tuple | list | dict):
         parts = [_item(one) for one in list(value.values() if isinstance(value, dict) else value)[:_MOST_PARTS]]
         return None if None in parts else _number(tuple(parts))
+    if (file := _file_of(value)) is not None:
+        return _number(file)
     return _number(value) if _is_plain(value) else None
 
 

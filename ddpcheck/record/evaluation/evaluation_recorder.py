@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
-import functools
+import inspect
 import itertools
-import linecache
 import logging
 import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,9 +28,10 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import relative_path, user_location, variables_of
+from ddpcheck.findings.source_lines import is_installed, is_user_file, user_location
 from ddpcheck.gather.patching import patched
 from ddpcheck.recipe.pytree import tree_leaves
+from ddpcheck.record.evaluation.loop_source import lines_after, numbers_of_conditions
 from ddpcheck.record.evaluation.result_recorders import ComparisonRecorder
 from ddpcheck.record.source import program_numbers
 
@@ -64,6 +64,8 @@ class _Open:
 class EvaluationRecorder:
     """Follows the passes over loaders without backward, and what is exchanged and shown after them."""
 
+    awaits_backward = True
+
     def __init__(self, sink: Callable[[_Entry], object]) -> None:
         """Begin."""
         self._sink = sink
@@ -73,6 +75,7 @@ class EvaluationRecorder:
         self._left = [0, 0]  # exchanges and numbers shown that are still written in this round
         self._open: dict[tuple[int, int], _Open] = {}
         self._ended: tuple[int, int] | None = None  # the last evaluation
+        self._late: tuple[_Open, EvaluationPass] | None = None  # it, while its last batch may be on its way
         self._references: set[int] = set()  # loaders whose datasets have been looked at
         self._record: Any = None  # the last one of `logging`
         self._size = self._samples = 0  # of the dataset that was evaluated last, and how many of it this rank has
@@ -84,7 +87,9 @@ class EvaluationRecorder:
     def note_backward(self, _loss: Any) -> None:
         """A backward pass of the script begins: it trains."""
         self._backwards += 1
-        self._comparisons.close()
+        self._late = None
+        if self._comparisons.is_open:
+            self._comparisons.close()
         if self._evaluated:
             self._evaluated = False
             self._round += 1
@@ -94,6 +99,7 @@ class EvaluationRecorder:
     def note_pass(self, entry: LoaderPass, dataset: Any) -> None:
         """A pass over a loader has begun, or ended; `dataset`: what it is over."""
         if entry.number >= _MOST_PASSES or self._round >= _MOST_ROUNDS:
+            self._left = [0, 0]  # what comes may be of this one
             return
         key = (entry.loader, entry.number)
         one = self._open.pop(key, None)
@@ -109,18 +115,25 @@ class EvaluationRecorder:
         self._ended, self._size, self._samples = key, entry.size, len(entry.indices)
         if any(exchanged.rows for exchanged in one.exchanged):
             self._comparisons.open(self._round, entry.size)
-        held = program_numbers.numbers_of_program()
-        numbers = {name: value for name, value in held.items() if one.numbers.get(name) != value}
-        for name, counter in program_numbers.counters_of_program().items() if one.zeros else ():
-            if name in one.zeros and counter.any():
-                numbers |= program_numbers.parts_of_counter(name, counter, len(entry.indices))
-        numbers |= _agreements(program_numbers.rows_of_program(len(entry.indices)))
         held_by = {} if entry.loader in self._references else _held_by(dataset, entry.size)
         self._references.add(entry.loader)
         labels, floats = _labels_of(held_by, entry.size), _numbers_of(held_by, entry.size)
-        self._sink(EvaluationPass(self._round, entry.loader, entry.number, numbers, labels, _lines_after(), floats))
+        numbers = _counted_since(one, len(entry.indices))
+        written = EvaluationPass(self._round, entry.loader, entry.number, numbers, labels, lines_after(), floats)
+        self._sink(written)
+        self._late = (one, written) if _is_fetched_ahead() else None
         for exchanged in one.exchanged:
             self._sink(replace(exchanged, round=self._round))
+
+    def _write_late(self, call: Call | None = None) -> None:
+        """Write what the loop has counted when it is over: its loader had ended before the last batch was at work."""
+        if self._late is None:
+            return
+        one, written = self._late
+        if call is None or all(o.location != Location.parse(call.location) for o in one.exchanged):  # of the last batch
+            self._late = None
+            numbers = _counted_since(one, self._samples)
+            self._sink(replace(written, numbers=numbers))
 
     # Collectives
 
@@ -128,7 +141,7 @@ class EvaluationRecorder:
         """A collective is about to be made."""
         if not any(word in call.operation for word in _WITH_RESULTS):
             return
-        under_way = [key for key, one in self._open.items() if one.backwards == self._backwards]
+        under_way = self._under_way()
         if (not under_way and not self._evaluated) or self._round >= _MOST_ROUNDS:
             return
         value = next((given[name] for name in _GIVEN if given.get(name) is not None), None)
@@ -136,6 +149,8 @@ class EvaluationRecorder:
             return
         made = _described(value, self._round, call, during=bool(under_way))
         made = replace(made, evaluation=under_way[-1] if under_way else self._ended)
+        if not under_way:
+            self._write_late(call)
         if under_way:
             exchanged = self._open[under_way[-1]].exchanged
             if len(exchanged) < _MOST_EXCHANGED:
@@ -169,20 +184,46 @@ class EvaluationRecorder:
             return
         leaves = itertools.islice((leaf for leaf in tree_leaves(_without_states(held)) if type(leaf) is float), _FEW)
         self._show("saved", [ShownNumber("", (leaf,)) for leaf in leaves])
-        self._show("decides", [ShownNumber("", (value,)) for value in _conditions()])
+        self._show("decides", [ShownNumber("", (value,)) for value in numbers_of_conditions()])
 
     def _listens(self) -> bool:
-        return self._evaluated and self._left[1] > 0 and self._round < _MOST_ROUNDS
+        """Whether an evaluation has ended, and what is shown is not how far the next one is, batch by batch."""
+        return self._evaluated and self._left[1] > 0 and self._round < _MOST_ROUNDS and not self._under_way()
+
+    def _under_way(self) -> list[tuple[int, int]]:
+        """The passes that may be evaluations, and have not ended."""
+        return [key for key, one in self._open.items() if one.backwards == self._backwards]
 
     def _show(self, how: str, numbers: list[ShownNumber]) -> None:
         if not numbers:
             return
+        self._write_late()
         self._left[1] -= 1
         if any(one.text for one in numbers):
             held = set(program_numbers.numbers_of_program().values())
             alike = {one.text: _like(one.text, held) for one in numbers if one.text}
             numbers = [replace(o, values=tuple({*o.values, *alike[o.text]})) if o.text else o for o in numbers]
         self._sink(MetricShown(self._round, how, _line(), tuple(numbers[:_FEW])))
+
+
+def _counted_since(one: _Open, samples: int) -> dict[str, float]:
+    """The numbers of the program that have changed since a pass over so many samples began."""
+    held = program_numbers.numbers_of_program()
+    numbers = {name: value for name, value in held.items() if one.numbers.get(name) != value}
+    for name, counter in program_numbers.counters_of_program().items() if one.zeros else ():
+        if name in one.zeros and counter.any():
+            numbers |= program_numbers.parts_of_counter(name, counter, samples)
+    return numbers | _agreements(program_numbers.rows_of_program(samples))
+
+
+def _is_fetched_ahead() -> bool:
+    """Whether what takes batches from a loader hands them on to the loop of the program, and may be one ahead."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    return is_installed(frame.f_code.co_filename) or bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
 
 
 def _without_states(held: Any) -> Any:
@@ -320,65 +361,3 @@ def _like(text: str, held: Iterable[float]) -> tuple[float, ...]:
         return tuple(value for value in held if abs(value - float(text)) < 1e-3 * abs(value))
     places = len(text.partition(".")[2])
     return tuple(value for value in held if text in (f"{value:.{places}f}", f"{100 * value:.{places}f}"))
-
-
-def _conditions() -> list[float]:
-    """The numbers in the conditions of the `if`s in which the program is now."""
-    found: list[float] = []
-    for frame in itertools.islice(program_numbers.program_frames(), 3):
-        variables = {**frame.f_globals, **variables_of(frame)}
-        for test in _tests_around(frame.f_code.co_filename, frame.f_lineno):
-            for node in ast.walk(test):
-                if isinstance(node, ast.Name | ast.Attribute) and (number := _value_of(node, variables)) is not None:
-                    found.append(number)
-    return [number for number in found if number != int(number)]
-
-
-def _value_of(node: ast.expr, variables: Mapping[str, Any]) -> float | None:
-    """The number that a name or an attribute of an object is, as it is held."""
-    if isinstance(node, ast.Name):
-        return program_numbers.number_of(variables.get(node.id))
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return program_numbers.number_of((getattr(variables.get(node.value.id), "__dict__", None) or {}).get(node.attr))
-    return None
-
-
-def _lines_after() -> dict[str, Location]:
-    """By function of the program, the line that follows the loop in which it is now."""
-    found: dict[str, Location] = {}
-    for frame in program_numbers.program_frames():
-        code = frame.f_code
-        line = _line_after(code.co_filename, frame.f_lineno)
-        if line and code.co_name not in found:
-            found[code.co_name] = Location(relative_path(code.co_filename), line)
-    return found
-
-
-@functools.cache
-def _line_after(file: str, line: int) -> int:
-    """The line of the statement after the innermost `for` that begins at `line`; 0 where there is none."""
-    for node in ast.walk(_tree(file)):
-        for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
-            for one, following in itertools.pairwise(body if isinstance(body, list) else []):
-                if isinstance(one, ast.For) and one.lineno <= line <= (one.iter.end_lineno or one.lineno):
-                    return int(following.lineno)
-                if isinstance(one, ast.With) and one.body and isinstance(last := one.body[-1], ast.For):
-                    if last.lineno <= line <= (last.iter.end_lineno or last.lineno):
-                        return int(following.lineno)
-    return 0
-
-
-@functools.cache
-def _tree(file: str) -> ast.AST:
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return ast.Module([], [])
-
-
-@functools.cache
-def _tests_around(file: str, line: int) -> tuple[ast.expr, ...]:
-    around = [node for node in ast.walk(_tree(file)) if isinstance(node, ast.If)]
-    return tuple(
-        node.test for node in around if node.body[0].lineno <= line <= (node.body[-1].end_lineno or node.lineno)
-    )

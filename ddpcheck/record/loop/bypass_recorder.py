@@ -24,6 +24,7 @@ from ddpcheck.findings.source_lines import is_of_program, relative_path, user_lo
 from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, before_forward
 from ddpcheck.gather.patching import Patch, patched
 from ddpcheck.gather.state.fingerprints import version_of
+from ddpcheck.record.loop.step_tracker import inside
 from ddpcheck.record.module_hooks import Living, UnpickledHook, remove_hooks
 
 
@@ -58,11 +59,15 @@ def unfollow_forward(follower: Follower) -> None:
 
 
 def _enters(wrapper: nn.Module, /, *arguments: Any, **named: Any) -> None:
+    if id(wrapper) in inside:
+        return
     for follower in _followers:
         follower.forward_entered(wrapper, arguments, named)
 
 
 def _leaves(wrapper: nn.Module, *_arguments: Any) -> Generator[None, Any, None]:
+    if id(wrapper) in inside:
+        return
     output = yield
     for follower in _followers:
         follower.forward_left(wrapper, output)
@@ -79,6 +84,7 @@ class BypassRecorder:
     Attributes:
         event: That makes them so: the module inside of the wrapper is called, or backward inside of its forward; with
             the line, once it is known.
+        reductions: How many had ended when the backward pass that runs has begun.
     """
 
     def __init__(
@@ -90,7 +96,7 @@ class BypassRecorder:
         self._module = module
         self._some = [*parameters[:1], *parameters[-1:]]  # by which a backward pass is known to have come
         self._marks: _Marks = []
-        self._reductions = 0
+        self.reductions = 0
         self._in_forward = False
         self._listens = True
         self._handles: list[Any] = []
@@ -98,13 +104,12 @@ class BypassRecorder:
     def backward_begins(self, reductions: int, *, in_forward: bool) -> None:
         """Any backward pass of the script begins; so many reductions have ended, and the wrapper's forward runs."""
         self._in_forward = in_forward
-        self._marks, self._reductions = self._marked(), reductions
+        self._marks, self.reductions = self._marked(), reductions
 
-    def backward_ended(self, reductions: int, *, put_off: bool) -> None:
-        """It has ended; `put_off`: its gradients are to be reduced with those of a later one."""
+    def backward_ended(self) -> None:
+        """It has ended, no reduction has, and its gradients are not to be reduced with those of a later one."""
         marks, before = self._marked(), self._marks
-        grown = any(now is not None and now != then for now, then in zip(marks, before, strict=False))
-        if grown and reductions == self._reductions and not put_off:
+        if any(now is not None and now != then for now, then in zip(marks, before, strict=False)):
             if self._in_forward:
                 self.event = LoopEvent("backward inside", location=str(user_location() or ""))
             else:
@@ -117,7 +122,11 @@ class BypassRecorder:
         remove_hooks(self._handles)
 
     def _marked(self) -> _Marks:
-        return [None if p.grad is None else (id(p.grad), version_of(p.grad)) for p in self._some]
+        marks: _Marks = []
+        for parameter in self._some:
+            gradient = parameter.grad
+            marks.append(None if gradient is None else (id(gradient), version_of(gradient)))
+        return marks
 
     def _listen(self) -> None:
         if self._listens and not self._handles and not self.event.location:

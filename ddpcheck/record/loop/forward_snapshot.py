@@ -7,10 +7,10 @@ import copy
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import nn
 
 from ddpcheck.findings.evidence.steps import PathEnd
@@ -18,16 +18,15 @@ from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, walk_graph
 from ddpcheck.gather.autograd.gradient_paths import Explainer
 from ddpcheck.gather.collectives.fake_collectives import alone
 from ddpcheck.gather.state.module_state import capture_attributes
-from ddpcheck.gather.state.randomness import generators, set_generators
 from ddpcheck.gather.state.reachable import refill
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.worlds.compilation import running_as_written
+from ddpcheck.worlds.generators import generators, set_generators
 
 _DEPTH = 3  # of objects in objects
 
 
-@dataclass(slots=True)
-class Snapshot:
+class Snapshot(Struct):
     """A call of the wrapped module: references to its arguments, not copies, and the state of random generators."""
 
     arguments: tuple[Any, ...]  # positional ones
@@ -44,8 +43,10 @@ class Snapshot:
         cls, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any], *, thorough: bool
     ) -> Snapshot:
         """Record a call of `module` that is about to be made; `thorough` costs some 40 microseconds more."""
-        kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
-        autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+        autocast: tuple[tuple[str, torch.dtype], ...] = ()
+        for kind in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(kind):
+                autocast = (*autocast, (kind, torch.get_autocast_dtype(kind)))
         return cls(arguments, named, vars(module).get("forward"), generators(thorough=thorough), autocast)
 
     def explain(

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.steps.gradient_distance import has_gradient
 from ddpcheck.record.loop.loop_record import STEP, LoopRecord
+from ddpcheck.record.loop.step_hooks import follow_steps, unfollow_steps
 from ddpcheck.record.loop.step_tracker import StepTracker
-from ddpcheck.record.module_hooks import Living, UnpickledHook, remove_hooks
+from ddpcheck.record.module_hooks import Living
 from ddpcheck.stream.ledger import AROUND, Contribution
 from ddpcheck.stream.rank_report import is_probed
 
@@ -24,20 +23,28 @@ _MANY = 16  # likewise, of shards that have been reduced before: a loop may step
 _SPARING = LoopEvent("step", spares_unreduced=True)
 
 
-# One hook for all, which stays where objects are only dropped: torch goes through its hooks as it calls them, and must
-# not meet one that the garbage collector takes off meanwhile.
-_handles: list[Any] = []
-_living: Living[OptimizerSteps] = Living()
+class _Living:
+    """Those that follow steps, as long as they live."""
+
+    def __init__(self) -> None:
+        self.all: Living[OptimizerSteps] = Living()
+
+    def before_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """An optimizer is about to step, on gradients that DDP has averaged or not."""
+        if in_backward():  # on one parameter, say, by a hook that DDP calls when it has averaged that
+            return
+        has_closure = _has_closure(arguments, named)
+        for steps in self.all:
+            steps.before_step(optimizer, has_closure=has_closure)
+
+    def after_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """An optimizer has stepped; a closure that it was given has run the last passes of the step."""
+        if _has_closure(arguments, named) and not in_backward():
+            for steps in self.all:
+                steps.passes_ended(optimizer)
 
 
-def _before_steps(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    for steps in _living:
-        steps.before_step(optimizer, arguments, named)
-
-
-def _after_steps(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    for steps in _living:
-        steps.after_step(optimizer, arguments, named)
+_living = _Living()
 
 
 @dataclass(slots=True)
@@ -83,31 +90,23 @@ class OptimizerSteps:
 
     def attach(self) -> None:
         """Follow every optimizer of this process, as long as this object lives."""
-        _living.add(self)
-        if not _handles:
-            before, after = UnpickledHook(_before_steps), UnpickledHook(_after_steps)
-            _handles[:] = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        _living.all.add(self)
+        follow_steps(_living)
 
     def detach(self) -> None:
         """Follow them no more."""
-        _living.discard(self)
-        if not _living:
-            remove_hooks(_handles)
+        _living.all.discard(self)
+        if not _living.all:
+            unfollow_steps(_living)
 
-    def before_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """An optimizer is about to step, on gradients that DDP has averaged or not."""
-        if in_backward():  # on one parameter, say, by a hook that DDP calls when it has averaged that
-            return
+    def before_step(self, optimizer: Any, *, has_closure: bool) -> None:
+        """An optimizer is about to step; a closure runs the last passes before that."""
         self._tracker.settle()
-        if not _has_closure(arguments, named):
-            self._steps(optimizer)
+        if not has_closure:
+            self.passes_ended(optimizer)
 
-    def after_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """An optimizer has stepped; a closure that it was given has run the last passes of the step."""
-        if _has_closure(arguments, named) and not in_backward():
-            self._steps(optimizer)
-
-    def _steps(self, optimizer: Any) -> None:
+    def passes_ended(self, optimizer: Any) -> None:
+        """All passes before the step of an optimizer have run."""
         self._note_unanswered()
         known = self._known.get(optimizer)
         if known is None or known.groups != len(optimizer.param_groups):
@@ -118,7 +117,7 @@ class OptimizerSteps:
             return
         number, ledger = self._tracker.number, self._loop.ledger
         reductions, known.reductions = number - known.reductions, number
-        if not self._has_others() or (reductions and not ledger.unreduced):  # the healthy step, at no cost for
+        if (reductions and not ledger.unreduced) or not self._has_others():  # the healthy step, at no cost for
             self._alone = 0  # each parameter
             self._loop.add(STEP)
             return

@@ -18,25 +18,25 @@ Position = tuple[int, int, int]
 
 
 class PaceRecorder:
-    """The pace of one wrapper."""
+    """The pace of one wrapper.
+
+    Attributes:
+        forwards: Forward passes in training mode since the last reduction.
+    """
 
     def __init__(self, number: int, position: Callable[[], Position], sink: Callable[[PaceRun], object]) -> None:
         """Begin; `position` says where the script is in its loaders."""
         self._sink = sink
         self._number = number
         self._position = position
-        self._forwards = 0
+        self.forwards = 0
         self._last: Position = (-1, -1, 0)
         self._runs = 0
         self._now = (-1, -1)
 
-    def forward(self) -> None:
-        """A forward pass in training mode has returned."""
-        self._forwards += 1
-
     def reduced(self, step: int) -> None:
         """A reduction has ended."""
-        forwards, self._forwards = self._forwards, 0
+        forwards, self.forwards = self.forwards, 0
         now, last = self._position(), self._last
         self._last = now
         batches = now[2] - (last[2] if now[:2] == last[:2] else 0)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch import nn
 
 from ddpcheck.findings.evidence.modules import ShardedFacts
@@ -19,15 +20,16 @@ from ddpcheck.findings.wording import Names
 from ddpcheck.gather.autograd.autograd_graph import all_names, named_parameters
 from ddpcheck.gather.autograd.exchanges import follow_exchanges, note_parts
 from ddpcheck.gather.ddp.ddp_wrapper import (
+    are_apart,
     broadcasts_buffers,
     facts_of,
     inner_module,
     joins,
     parameters_in_wrappers,
     ranks_of,
-    trains_apart,
 )
 from ddpcheck.gather.ddp.sharding import mesh_of, split_of
+from ddpcheck.gather.state.module_description import KnownParts
 from ddpcheck.gather.steps.gradient_distance import KeptParts
 from ddpcheck.gather.steps.training_step import visible_tensors
 from ddpcheck.record.loop import shard_switches
@@ -63,11 +65,12 @@ class RecorderOptions:
     bypassed: Callable[[], LoopEvent] = lambda: LoopEvent("forward inside")
 
 
-@dataclass(frozen=True, slots=True)
-class EndedStep:
+class EndedStep(Struct, frozen=True):
     """A step whose gradients are averaged."""
 
     number: int  # counted from 0
+    is_due: bool  # whether it is one of those that are looked at, unless ranks are apart
+    incomplete: bool  # whether DDP waits for gradients that have not come
     probe: StepProbe | None  # of it, where there was one
     snapshot: Snapshot | None  # of its last forward pass, where that can be run again
     compares: bool  # whether it is one after which the replicas are compared
@@ -101,6 +104,7 @@ class StepRecorder(StepListener):
 
     Attributes:
         module: What is wrapped.
+        parts: Of what is wrapped.
         rank: In the default group.
         ranks: Of the wrapper's process group.
         loop: The events of the loop.
@@ -111,9 +115,13 @@ class StepRecorder(StepListener):
         history: Of the parameters.
         is_sharded: Whether the wrapper is a module that `fully_shard` has sharded.
         steps_alone: Whether several steps, one after the other, have used gradients that `no_sync` has left alone.
+        is_due: Whether something of the step that is under way is looked at, as its number says: decided when it
+            begins. Where it has not begun with a forward pass, this is not known, and true. Of shards it is true: loads
+            of files have more steps looked at.
     """
 
     steps_alone = False
+    is_due = True
 
     def __init__(
         self,
@@ -138,6 +146,7 @@ class StepRecorder(StepListener):
             listeners: Others that are told of the steps, after the recorder.
         """
         self.module = inner_module(wrapper)
+        self.parts = KnownParts(self.module)
         self.rank = dist.get_rank()
         self.ranks = ranks_of(wrapper)
         self._door = door
@@ -151,7 +160,7 @@ class StepRecorder(StepListener):
         self.context = _context_of(wrapper, synced.names, built or {}, began_alike=began_alike)
         self.history = ParameterHistory(self.rank, self.module, self.parameters, self.context.wrapper)
         self.replica = ReplicaCapture(
-            self.module,
+            self.parts,
             self.rank,
             keeps_start=keeps_start and not self.is_sharded,
             with_parameters=not options.parameters_later,
@@ -205,14 +214,14 @@ class StepRecorder(StepListener):
     @property
     def joins(self) -> bool:
         """Whether ranks without further batches may have left the loop (`Join`)."""
-        wrapper = self.wrapper
+        wrapper = self.tracker.parameters.wrapper()
         return wrapper is not None and joins(wrapper)
 
     @property
     def are_apart(self) -> bool:
         """Whether ranks may have left the loop, or all train apart on purpose (post-local SGD): none compares."""
-        wrapper = self.wrapper
-        return wrapper is not None and (joins(wrapper) or trains_apart(wrapper))
+        wrapper = self.tracker.parameters.wrapper()
+        return wrapper is not None and are_apart(wrapper)
 
     def unaveraged(self, used: Contribution | None) -> None:
         """Tell of optimizer steps on gradients that were not averaged; `used`: those of a forward of the wrapper."""
@@ -252,18 +261,25 @@ class StepRecorder(StepListener):
 
     def forward_begins(self) -> None:
         """Keep what a comparison needs of the time before it."""
-        self.replica.forward_begins()
-        if self.loop.ledger.unreduced and self.loop.ledger.unpaired and not self._optimizer_steps.follows:
+        if self.replica.awaits_forward:
+            self.replica.forward_begins()
+        ledger = self.loop.ledger
+        if ledger.open and ledger.unreduced and ledger.unpaired and not self._optimizer_steps.follows:
             self.loop.report(self.step)  # as far as is known, what is used
 
     def step_begins(self, step: int) -> None:
         """Probe the step, if it is its turn."""
+        options = self._options
+        self.is_due = self.is_sharded or is_probed(step) or options.keeps(step) or options.compares(step)
+        if not self.is_due:
+            return
         keeps = self._options.keeps(step) and not self.are_apart and self._in_few_parts
         if self._probe is not None:
             self._probe.attach()
         elif (self._options.parameters and self._reports(step)) or keeps:
             leaves = self.tracker.parameters.leaves
-            self._probe = StepProbe(self.module, self.parameters, leaves, keep=self._keep if keeps else None)
+            keep = self._keep if keeps else None
+            self._probe = StepProbe(self.module, self.parts, self.parameters, leaves, keep=keep)
 
     def _keep(self, name: str, gradient: torch.Tensor) -> Any:
         split = self._splits.get(name)
@@ -271,7 +287,7 @@ class StepRecorder(StepListener):
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
         """Measure the micro-batch, and probe a forward pass of the step."""
-        if self._compares(step):
+        if self.is_due and self._compares(step):
             if self.context.wrapper.ignored:
                 synchronised = {*map(id, self.parameters.values())}
                 note_parts(tensors, lambda leaf: id(leaf) not in synchronised)
@@ -339,8 +355,9 @@ class StepRecorder(StepListener):
             self.history.step_ended(step, probe, unused, missing, self.tracker.accumulated, self.tracker.late)
         reduced = self._options.completes or not awaited
         self.loop.step_ended(step, reduced=reduced)
-        compares = self._compares(step) and reduced
-        self._door.reduced(EndedStep(step, probe, snapshot, compares, self._reports(step)))
+        due, self.is_due = self.is_due, True
+        compares, reports = due and reduced and self._compares(step), due and self._reports(step)
+        self._door.reduced(EndedStep(step, due, bool(awaited), probe, snapshot, compares, reports))
 
     def _compares(self, step: int) -> bool:
         return (self._options.keeps(step) or self._options.compares(step)) and not self.are_apart

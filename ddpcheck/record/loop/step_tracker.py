@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,6 +43,9 @@ _FORWARDS_KEPT = 2
 
 class StepListener:
     """Is told what happens in the steps of a wrapper. `step` is the number of the step, counted from 0."""
+
+    def called(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """A forward pass is about to run, with gradients or without."""
 
     def forward_begins(self) -> None:
         """A forward pass with gradients is about to run, perhaps under `no_sync`."""
@@ -76,6 +81,9 @@ class StepListener:
         """The gradients are averaged; some were `unused`, DDP has `awaited` those; `snapshot`: of the last forward."""
 
 
+_OF_EACH_STEP = ("called", "forward_begins", "step_begins", "forward_returned", "backward_begins", "step_ended")
+
+
 class Backward(Enum):
     """The backward pass that runs now. One of `NO_SYNC` becomes `SYNCED` where a loss is made of both kinds."""
 
@@ -86,6 +94,12 @@ class Backward(Enum):
 
 
 _TO_DDP = (Backward.SYNCED, Backward.GRAD)
+_GRADIENT_NODE = attrgetter("grad_fn")
+_NO_NAMES: frozenset[str] = frozenset()
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+inside: set[int] = set()
+"""The wrappers, by identity, of which a forward pass runs that was noticed by hooks."""
 
 
 @dataclass(slots=True)
@@ -140,6 +154,11 @@ class StepTracker:
         self.hooks_parameters = False
         self._loop = loop
         self._listeners = listeners
+        # what each step calls: methods of the listeners that do something then
+        self._at_call, self._at_forward, self._at_begin, self._at_return, self._at_backward, self._at_step_end = (
+            [getattr(one, name) for one in listeners if getattr(type(one), name) is not getattr(StepListener, name)]
+            for name in _OF_EACH_STEP
+        )
         self._completes = completes
         self._step = _Step()
         self._last: Snapshot | None = None  # of the step that has ended last, while parameters are late
@@ -152,6 +171,8 @@ class StepTracker:
         self._has_end_callbacks = True  # torch has, for backward passes
         self._hook = UnpickledHook(self._on_gradient)
         self._no_sync_hook = UnpickledHook(self._on_no_sync_gradient)
+        self._end_hook = UnpickledHook(self._at_end)
+        self._after_hooks = [UnpickledHook(partial(self._after_callbacks, count)) for count in range(2)]
         self._handles: list[Any] = []
         self._pass_handles: list[Any] = []  # of hooks that go at the end of the backward pass
 
@@ -176,21 +197,25 @@ class StepTracker:
         remove_hooks(self._handles)
         self._step.roots.clear()
         self._step.snapshot = None
+        inside.discard(id(self.wrapper))
 
     # Forward
 
-    def before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """The wrapper is called."""
+    def before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] = _NOTHING) -> None:
+        """The wrapper is called. A hook that another one has just removed is called once more, and without `named`."""
         self.settle()
         self.in_forward = True
+        inside.add(id(wrapper))
         self._backward = Backward.NONE  # also where the last backward pass has raised
         self._expected_inside = False
         if not self._step.ready:
             self._step.roots.clear()
+        for tell in self._at_call:
+            tell(wrapper, arguments, named)
         if not torch.is_grad_enabled():
             return
-        for listener in self._listeners:
-            listener.forward_begins()
+        for tell in self._at_forward:
+            tell()
         if self.parameters.is_sharded or self.parameters.are_averaged:
             self._begin()
             self._step.snapshot = Snapshot.take(inner_module(wrapper), arguments, named, thorough=self.number < 1)
@@ -203,6 +228,7 @@ class StepTracker:
             return False
         self._by_name = True
         self.before_forward(wrapper, arguments, named)
+        inside.discard(id(wrapper))
         return True
 
     def leave_by_name(self, wrapper: Any, output: Any) -> None:
@@ -214,12 +240,13 @@ class StepTracker:
     def _begin(self) -> None:
         if len(self._step.unused) in (0, len(self.parameters.all)):  # no backward pass of the step has run yet
             self._step.unused = self.parameters.all
-            for listener in self._listeners:
-                listener.step_begins(self.number)
+            for tell in self._at_begin:
+                tell(self.number)
 
-    def after_forward(self, _wrapper: Any, _arguments: Any, output: Any) -> None:
+    def after_forward(self, wrapper: Any, _arguments: Any, output: Any) -> None:
         """It has returned."""
         self.in_forward = False
+        inside.discard(id(wrapper))
         synced = self.parameters.are_averaged
         if torch.is_grad_enabled() and (synced or not self._expected_inside):
             self._expect_backward(output, synced=synced)
@@ -242,10 +269,11 @@ class StepTracker:
             self._step.ready = True
             if not sharded:
                 self._loop.add(FORWARDS[True])
-            self._hook_leaves(output)
-            self._step.roots.append([tensor.grad_fn for tensor in tensors])
-        for listener in self._listeners:
-            listener.forward_returned(self.number, output, tensors, synced=synced)
+            if len(tensors) != 1 or tensors[0] is not output:  # else there are no others in it
+                self._hook_leaves(output)
+            self._step.roots.append([*map(_GRADIENT_NODE, tensors)])
+        for tell in self._at_return:
+            tell(self.number, output, tensors, synced=synced)
         if self._is_hidden:
             return
         for tensor in tensors:
@@ -279,7 +307,7 @@ class StepTracker:
     # Backward
 
     def _on_no_sync_gradient(self, _gradient: torch.Tensor) -> None:
-        if self._backward is not Backward.NONE or self._hides():
+        if self._backward is not Backward.NONE or self._is_hidden or (in_compiled_backward() and self._hide()):
             return
         added = self.parameters.reached()
         if added:  # and not torch.autograd.grad
@@ -299,7 +327,7 @@ class StepTracker:
             self._on_gradient(_leaf, is_grad=False)
 
     def _on_gradient(self, _gradient: torch.Tensor, *, is_grad: bool = True) -> None:
-        if self._backward in _TO_DDP or self._hides():
+        if self._backward in _TO_DDP or self._is_hidden or (in_compiled_backward() and self._hide()):
             return
         if sharded := self.parameters.is_sharded:
             self._step.ready = True
@@ -307,9 +335,9 @@ class StepTracker:
                 self._on_no_sync_gradient(_gradient)
                 return
         self._backward = Backward.SYNCED
-        self._has_end_callbacks = at_end_of_backward(UnpickledHook(self._at_end))
-        self._took_part = reached = self.parameters.reached(root for roots in self._step.roots for root in roots)
-        if unexpected := self.parameters.unexpected(reached):
+        self._has_end_callbacks = at_end_of_backward(self._end_hook)
+        self._took_part = reached = self.parameters.reached(self._step.roots)
+        if self.parameters.unused_first and (unexpected := self.parameters.unexpected(reached)):
             for listener in self._listeners:
                 listener.static_graph_broken(self.number, [self.parameters.names[index] for index in unexpected])
         everything = reached is self.parameters.all
@@ -324,8 +352,8 @@ class StepTracker:
                 self._loop.add(BACKWARD)
             else:
                 self._begin_unpaired(reached)
-            for listener in self._listeners:
-                listener.backward_begins()
+            for tell in self._at_backward:
+                tell()
         if everything:
             return
         self._note_arrivals(reached)
@@ -342,12 +370,12 @@ class StepTracker:
         for listener in self._listeners:
             listener.backward_unpaired(raises=self._waits)
 
-    def _hides(self) -> bool:
-        if not self._is_hidden and in_compiled_backward():
-            self._is_hidden = True
-            for listener in self._listeners:
-                listener.backward_hidden()
-        return self._is_hidden
+    def _hide(self) -> bool:
+        """Follow no step any more: a backward pass runs under compiled autograd."""
+        self._is_hidden = True
+        for listener in self._listeners:
+            listener.backward_hidden()
+        return True
 
     def _note_arrivals(self, reached: Set[int]) -> None:
         """Hang a hook on each parameter that the engine does not speak of: a re-entrant checkpoint may reach it."""
@@ -384,7 +412,8 @@ class StepTracker:
     def _at_end(self) -> None:
         backward, self._backward, step = self._backward, Backward.NONE, self._step
         step.roots.clear()
-        remove_hooks(self._pass_handles)
+        if self._pass_handles:
+            remove_hooks(self._pass_handles)
         if backward is Backward.GRAD and not self._took_part:
             return
         if not step.ready:
@@ -403,7 +432,7 @@ class StepTracker:
 
     def _complete(self, callbacks: int) -> None:
         """End the step, after so many callbacks, one in the other; where DDP waits for gradients, give it zeros."""
-        if missing := sorted(self.parameters.awaited(self._step.unused)):
+        if self._step.unused and (missing := sorted(self.parameters.awaited(self._step.unused))):
             if told := [self.parameters.names[index] for index in missing if index not in self._step.late]:
                 for listener in self._listeners:
                     listener.parameters_missing(self.number, told)
@@ -414,23 +443,26 @@ class StepTracker:
 
     def _after_callbacks(self, count: int) -> None:
         """DDP ends its reduction in a callback, under static_graph in one of a callback: finish after it."""
-        if not (count and at_end_of_backward(UnpickledHook(partial(self._after_callbacks, count - 1)))):
+        if not (count and at_end_of_backward(self._after_hooks[count - 1])):
             self._finish()
 
     def _finish(self) -> None:
         step, unused = self._step, self._step.unused
         if self.parameters.is_sharded:  # which reduces what earlier backward passes have left, whatever the last one is
             unused = unused - self.unreduced
-        number, snapshot, awaited = self.number, step.snapshot, self.parameters.awaited(unused)
-        self.parameters.step_ended(unused)
-        names_of = self.parameters.names_of
-        self.accumulated, self.late = names_of(self.unreduced), names_of(step.late & awaited)
+        number, snapshot, names_of = self.number, step.snapshot, self.parameters.names_of
+        self.accumulated = names_of(self.unreduced) if self.unreduced else _NO_NAMES
+        awaited, names, names_awaited, self.late = NONE, _NO_NAMES, _NO_NAMES, _NO_NAMES
+        if unused:
+            awaited = self.parameters.awaited(unused)
+            names, names_awaited, self.late = names_of(unused), names_of(awaited), names_of(step.late & awaited)
+        if self.parameters.unused_first is None:
+            self.parameters.unused_first = unused
         self._last, self._waits = snapshot if self.late else None, bool(awaited) and not self._completes
         self.number, step.ready, step.unused, step.late, step.snapshot = number + 1, False, NONE, NONE, None
         self.unreduced.clear()
-        names, names_awaited = names_of(unused), names_of(awaited)
-        for listener in self._listeners:
-            listener.step_ended(number, names, names_awaited, snapshot)
+        for tell in self._at_step_end:
+            tell(number, names, names_awaited, snapshot)
 
 
 def _add(indices: set[int], index: int, _parameter: torch.Tensor) -> None:

@@ -7,8 +7,9 @@ are in their place while a module that was sharded runs forward, and are the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -36,12 +37,13 @@ class SyncedParameters:
         leaves: What backward accumulates into: the parameters themselves, or the whole of each as far as it is known.
         all: Their indices.
         is_sharded: Whether they are shards.
+        unused_first: Those that had no part in the first step: `static_graph` expects the same of all others.
     """
 
     def __init__(self, wrapper: nn.Module) -> None:
         self.wrapper = ref(wrapper)  # which holds this by its hooks, and is freed when nobody else holds it
         self._finds_unused = bool(getattr(wrapper, "find_unused_parameters", False))
-        self._unused_first: Set[int] | None = None  # in the first step: static_graph expects the same of all others
+        self.unused_first: Set[int] | None = None  # no step has ended yet
         self.is_sharded = not is_ddp(wrapper)
         module = inner_module(wrapper)
         ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
@@ -94,16 +96,17 @@ class SyncedParameters:
         """The names of the parameters with these indices."""
         return frozenset(map(self.names.__getitem__, indices))
 
-    def reached(self, roots: Iterable[Any] | None = None) -> Set[int]:
+    def reached(self, roots: Iterable[Sequence[Any]] | None = None) -> Set[int]:
         """The parameters that the backward pass that has just begun will reach; `all` itself where it reaches all.
 
-        Where the engine cannot tell, the graph of `roots` (what forward passes have returned) is walked; without, all.
+        Where the engine cannot tell, the graph of `roots` (of what each forward pass has returned) is walked; without
+        them, it is all.
         """
         reached = will_be_reached(self._nodes)
         if reached is None:
             if roots is None:
                 return self.all
-            leaves = {id(leaf) for leaf in walk_graph([], nodes=roots).leaves}
+            leaves = {id(leaf) for leaf in walk_graph([], nodes=chain.from_iterable(roots)).leaves}
             reached = [id(leaf) in leaves for leaf in self.leaves]
         return self.all if all(reached) else {index for index, yes in enumerate(reached) if yes}
 
@@ -156,14 +159,9 @@ class SyncedParameters:
         if not unused or self._finds_unused or self.is_sharded:
             return NONE
         if self.is_static_graph:
-            return NONE if self._unused_first is None else unused - self._unused_first
+            return NONE if self.unused_first is None else unused - self.unused_first
         return unused
 
     def unexpected(self, used: Set[int]) -> list[int]:
         """The parameters in `used` that had no part in the first step, under `static_graph`: DDP is about to raise."""
-        return sorted(used & self._unused_first) if self._unused_first and self.is_static_graph else []
-
-    def step_ended(self, unused: Set[int]) -> None:
-        """Note what had no part in a step, if it was the first one."""
-        if self._unused_first is None:
-            self._unused_first = unused
+        return sorted(used & self.unused_first) if self.unused_first and self.is_static_graph else []

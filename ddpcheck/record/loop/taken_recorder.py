@@ -49,8 +49,8 @@ class TakenRecorder:
                 self._note(watch, one, {}, one.location)
 
     def _engine(self, *arguments: Any, **named: Any) -> Generator[None, Any, None]:
-        result = yield
         if named.get("accumulate_grad") is False:
+            result = yield
             self._taken(arguments[4] if len(arguments) > 4 else (), result)
 
     def _taken(self, inputs: Any, gradients: Any) -> None:

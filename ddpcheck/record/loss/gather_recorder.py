@@ -20,7 +20,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.patching import guarded
 from ddpcheck.gather.steps.gradient_distance import sketch
 from ddpcheck.record.module_hooks import UnpickledHook
-from ddpcheck.stream.rank_report import is_probed
+from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
 
 _MOST_NODES = 256
 _MOST_GATHERED = 64  # tensors in a step
@@ -58,21 +58,23 @@ class _Parts:
 class GatherRecorder:
     """Looks at what has been gathered in some of the optimizer steps, and at the losses of these; tells `sink`."""
 
-    def __init__(self, sink: Callable[[GatheredConstant | OwnPartPutBack], object], steps: Callable[[], int]) -> None:
-        """Begin; `steps` says how often optimizers have stepped."""
+    def __init__(
+        self, sink: Callable[[GatheredConstant | OwnPartPutBack], object], optimizers: OptimizerRecorder
+    ) -> None:
+        """Begin; `optimizers` say how often they have stepped."""
         self._sink = sink
-        self._steps = steps
+        self._optimizers = optimizers
         self._gathered: list[_Gathered] = []
         self._parts: list[_Parts] = []
         self._step = -1  # in which that was
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
         """A collective is about to be made."""
-        step = self._steps()
+        step = self._optimizers.steps
         if self._step != step:
             self._gathered, self._parts, self._step = [], [], step
         tensor = given.get(_INPUTS.get(call.operation, ""))
-        if not is_probed(step) or not isinstance(tensor, torch.Tensor) or not tensor.dim():
+        if not self._optimizers.are_probed() or not isinstance(tensor, torch.Tensor) or not tensor.dim():
             return
         count, where = len(call.members), Location.parse(call.location)
         node = tensor.grad_fn if call.differentiable else None
@@ -87,14 +89,19 @@ class GatherRecorder:
             shape = tensor.numel() // tensor.shape[-1] * count, tensor.shape[-1]
             self._gathered.append(_Gathered(call.operation, where, shape, rows, tensor.grad_fn))
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether something was gathered, or exchanged by a function of autograd."""
+        return bool(self._parts or self._gathered or exchanges.functions)
+
     def note_backward(self, losses: Any) -> None:
         """A backward pass of the script begins: what has become of the parts that were gathered?"""
         (gathered, self._gathered), (parts, self._parts) = (self._gathered, []), (self._parts, [])
-        if exchanges.are_known() and is_probed(self._steps()):
+        if exchanges.functions and self._optimizers.are_probed():
             wrapped = parameters_in_wrappers()
             roots = [losses] if isinstance(losses, torch.Tensor) else losses
             exchanges.note_parts(roots, lambda leaf: id(leaf) not in wrapped)
-        if not parts or self._step != self._steps() or not isinstance(losses, torch.Tensor):
+        if not parts or self._step != self._optimizers.steps or not isinstance(losses, torch.Tensor):
             return
         ends = {one.node for one in gathered}
         found = ((node, _put_back(node, parts, ends)) for node in _nodes(losses.grad_fn, ends))

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import last_assignment, relative_path, user_frame, user_location, variables_of
 from ddpcheck.gather.autograd.autograd_graph import in_backward, kept_tensor, made_shapes
+from ddpcheck.gather.autograd.loss_terms import rows_taken_from
 from ddpcheck.gather.patching import guarded, patched
 from ddpcheck.gather.state.fingerprints import own_part
 from ddpcheck.record.loss.loss_source import LossSource, loss_source
@@ -37,6 +38,17 @@ _MOST_A_NUMBER = 4  # elements of a tensor that is one, or a few of them
 _MOST_NUMBERS = 16  # that are reduced, between two backward passes
 
 
+class BackwardFollower(Protocol):
+    """Is told of backward passes of the script."""
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether it is to be told of the next one."""
+
+    def note_backward(self, losses: Any, /) -> None:
+        """One begins from these."""
+
+
 class LossRecorder:
     """Follows backward passes in some of the optimizer steps; hands what it sees of the loss to `sink`."""
 
@@ -45,7 +57,7 @@ class LossRecorder:
         sink: Callable[[LossDifferentiated], object],
         optimizers: OptimizerRecorder,
         batches: Callable[[], int],
-        others: Sequence[Callable[[Any], object]],
+        others: Sequence[BackwardFollower],
     ) -> None:
         """Begin; `optimizers` and `others` are told of each backward pass, `batches` says how many were taken."""
         self._batches = batches
@@ -55,6 +67,7 @@ class LossRecorder:
         self._optimizers = optimizers
         self._counted = (-1, 0)  # a step, and its backward passes so far
         self._wrapped = (0, 0)  # the number of the newest wrapper, and the step in which it was seen first
+        self._watches: tuple[Any, ...] = ()  # of the wrappers that were there then
         self._reduced: list[NumberReduced] = []
         self._used: int | None = None  # the step whose backward passes have come after that
         self._sources: dict[tuple[CodeType, int], LossSource] = {}  # by line that calls backward
@@ -62,8 +75,11 @@ class LossRecorder:
         patched(torch.amp.GradScaler, "scale", self._scales)
 
     def _backward(self, losses: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
-        for note in self._others:
-            note(losses)
+        for other in self._others:
+            if other.awaits_backward:
+                other.note_backward(losses)
+        if in_backward():  # of a checkpoint, whose gradients are part of those of the pass around it
+            return
         ended = self._begins(losses)
         self._optimizers.before_backward(losses)
         yield
@@ -88,7 +104,7 @@ class LossRecorder:
 
     def _is_probed(self, step: int) -> bool:
         """Also in the first steps of the newest wrapper."""
-        return is_probed(step) or is_probed(step - self._wrapped[1])
+        return self._optimizers.are_probed() or is_probed(step - self._wrapped[1])
 
     def _scales(self, scaler: Any, _outputs: Any) -> Generator[None, Any, None]:
         result = yield
@@ -96,21 +112,18 @@ class LossRecorder:
 
     def _begins(self, losses: Any) -> Callable[[], object] | None:
         """Listen to the terms of a loss; what is returned is to be called when the backward pass has ended."""
-        if in_backward():  # of a checkpoint
-            return None
         step = self._optimizers.steps
         before = self._counted[1] if self._counted[0] == step else 0
         self._counted = (step, before + 1)
-        reductions = self._optimizers.reductions()
-        if (newest := max(reductions, default=0)) > self._wrapped[0]:  # whose first steps are looked at, too
-            self._wrapped = newest, step
-        reduced, self._used = tuple(self._reduced), step
-        if (
-            not self._is_probed(step)
-            or before >= _MOST_A_STEP
-            or not isinstance(losses, torch.Tensor)
-            or losses.numel() > 1
-        ):
+        if self._watches is not self._optimizers.watches.refs:
+            self._watches = self._optimizers.watches.refs
+            if (newest := max(self._optimizers.reductions(), default=0)) > self._wrapped[0]:
+                self._wrapped = newest, step  # whose first steps are looked at, too
+        self._used = step
+        if not self._is_probed(step):
+            return None
+        reductions, reduced = self._optimizers.reductions(), tuple(self._reduced)
+        if before >= _MOST_A_STEP or not isinstance(losses, torch.Tensor) or losses.numel() > 1:
             return None
         hooked = bool(reduced) and self._optimizers.have_hooks()
         where = user_location()
@@ -121,8 +134,11 @@ class LossRecorder:
         scale = 1.0 if scaler is None else scaler.get_scale()
         terms = list(_terms(losses.grad_fn))
         lines_of_terms = _lines_of_terms(losses, len(terms))
+        taken: dict[Any, int] = {}
         for number, (node, kind, scales) in enumerate(terms):
-            note = _note_of(arrived, number, kind, node, scales, lines_of_terms.get(node))
+            rows = rows_taken_from(node)
+            rows_of = None if rows is None else taken.setdefault(rows, len(taken))
+            note = _note_of(arrived, number, kind, node, scales, lines_of_terms.get(node), rows_of)
             handles.append(node.register_prehook(UnpickledHook(note)))
 
         def ended() -> None:
@@ -180,7 +196,13 @@ def _lines_of_terms(loss: torch.Tensor, count: int) -> dict[Any, Location]:
 
 
 def _note_of(
-    arrived: dict[int, ScaledTerm], number: int, kind: str, node: Any, scales: _Scales, line: Location | None
+    arrived: dict[int, ScaledTerm],
+    number: int,
+    kind: str,
+    node: Any,
+    scales: _Scales,
+    line: Location | None,
+    rows_of: int | None,
 ) -> Callable[[Any], None]:
     count, chosen = _count(node)
 
@@ -188,7 +210,7 @@ def _note_of(
         if given[0] is not None and given[0].numel():
             factor = float(own_part(given[0]).flatten()[0])  # a DTensor where a loss is that of a split model
             by = [tuple(value for name, value in scales if name == kind_of_scale) for kind_of_scale in ("Div", "Mul")]
-            arrived[number] = ScaledTerm(kind, factor, count, chosen, by[0], by[1], line)
+            arrived[number] = ScaledTerm(kind, factor, count, chosen, by[0], by[1], line, rows_of)
 
     return note
 
@@ -217,9 +239,9 @@ def _terms(root: Any) -> Iterator[tuple[Any, str, _Scales]]:
 
 
 def _scale(node: Any, name: str, edge: int) -> _Scales:
-    """The number by which an operation multiplies or divides what comes from an edge."""
+    """The number by which an operation multiplies or divides what comes from an edge, if that is not learned."""
     other = kept_tensor(node, "self" if edge else "other") if name in ("Mul", "Div") else None
-    if other is None or other.numel() != 1 or other.is_complex():
+    if other is None or other.numel() != 1 or other.is_complex() or other.requires_grad:
         return ()
     return ((name, float(own_part(other))),)
 

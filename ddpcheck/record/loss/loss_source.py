@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import types
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
@@ -160,12 +159,24 @@ def _follow_name(trace: _Trace, scope: Scope, name: str, before: Place, part: in
             return _follow(trace, scope, target.value, at, None)
         if isinstance(target, int):
             part = target
-        if _follow(trace, scope, value, at, part):
-            return True
-        if not isinstance(value, ast.Constant):
+        if _is_constant(scope, value):  # to which losses are added
+            continue
+        if not _follow(trace, scope, value, at, part):
             trace.made = location_in(scope, value.lineno)
-            return True
+        return True
     return False
+
+
+def _is_constant(scope: Scope, node: ast.expr) -> bool:
+    """Whether it is one, or what a library makes of constants: `torch.zeros(1, device=device)`."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        of_library = isinstance(resolved(scope, node.func.value), types.ModuleType)
+        return of_library and function_of(resolved(scope, node.func))[0] is None and all(map(_is_literal, node.args))
+    return _is_literal(node)
+
+
+def _is_literal(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant)
 
 
 def _follow_operation(trace: _Trace, scope: Scope, node: ast.BinOp, before: Place) -> bool:
@@ -300,10 +311,7 @@ def called_in(scope: Scope, lines: Container[int] | None = None) -> Iterator[tup
     """The functions of the script that a function calls (in these lines), each with what it is given, by name."""
     for node in ast.walk(scope.body):
         if isinstance(node, ast.Call) and (lines is None or node.lineno in lines):
-            called = resolved(scope, node.func)
-            code, outer = function_of(called)
-            if code is None:  # an object that can be called
-                code, outer = function_of(inspect.getattr_static(type(called), "__call__", None))
+            code, outer = function_of(resolved(scope, node.func))
             body = None if code is None else body_of(code)
             if code is not None and body is not None:
                 names = code.co_varnames[: code.co_argcount]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpcheck.gather.autograd.loss_terms import rows_taken_from
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.module_hooks import remove_hooks
 from ddpcheck.stream.rank_report import MicroBatch, is_probed
@@ -28,6 +29,7 @@ _SAMPLED = 16  # parameters that are asked whether an optimizer has moved them
 _NODES = 2000  # of the graph: the loss stands close to its end
 _ELEMENTS = 1 << 22  # of logits that are kept for the backward pass: some rows of them, where there are more
 _LEAST_ROWS = 16
+_VERSION = attrgetter("_version")
 _TOLERANCE = 0.02  # half-precision gradients have 8 bits
 _Measured = tuple[int, int, str, int, int, torch.Tensor]  # a MicroBatch, its last three as a tensor
 
@@ -57,7 +59,8 @@ class MicroBatches:
                 self._index += 1
                 self._seen = 0
                 self._unread.clear()
-                remove_hooks(self._handles)
+                if self._handles:
+                    remove_hooks(self._handles)
         if is_probed(self._index) and self._seen < _MOST_A_STEP:
             hooks = len(self._handles)
             with contextlib.suppress(Exception):  # an output of an unknown kind
@@ -69,7 +72,7 @@ class MicroBatches:
     def step_ended(self) -> None:
         """The gradients have been averaged."""
         self._reduced = True
-        self._versions = self._version()
+        self._versions = sum(map(_VERSION, self._some))
 
     def measured(self) -> tuple[MicroBatch, ...]:
         """The micro-batches of the last optimizer steps that were measured."""
@@ -92,13 +95,10 @@ class MicroBatches:
 
         That is so only where parameters are known to move between reductions, and gradients of the last one are left.
         """
-        if self._version() != self._versions:
+        if sum(map(_VERSION, self._some)) != self._versions:
             self._has_moved = True
             return False
         return self._has_moved and self._has_gradients()
-
-    def _version(self) -> int:
-        return sum(map(attrgetter("_version"), self._some))
 
     def _has_gradients(self) -> bool:
         left = (parameter.grad for parameter in self._parameters if parameter.grad is not None)
@@ -109,7 +109,11 @@ class MicroBatches:
     def _hook(self, step: int, position: int, output: Any) -> None:
         tensors = _tensors(output)
         sequences = next((len(tensor) for tensor in tensors if tensor.ndim == 3), 0)
-        for count, node in enumerate(_log_softmaxes(tensor.grad_fn for tensor in tensors)):
+        nodes = _log_softmaxes(tensor.grad_fn for tensor in tensors)
+        sources = [rows_taken_from(node) for node in nodes]
+        for count, (node, source) in enumerate(zip(nodes, sources, strict=True)):
+            if source is not None and sources.count(source) > 1:
+                continue  # a loss for each sample, which is divided by what the sample has
             measure = self._note((step, f"log_softmax {count}", position, sequences), _of_log_probabilities)
             self._handles.append(node.register_prehook(lambda given, measure=measure: measure(given[0])))
         for count, logits in enumerate(tensors):

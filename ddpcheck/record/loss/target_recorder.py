@@ -11,7 +11,7 @@ from ddpcheck.findings.evidence.evaluation import GatheredTargets
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.gather.autograd.autograd_graph import kept_tensor
-from ddpcheck.stream.rank_report import is_probed
+from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
 
 _MOST_NODES = 64
 _MOST_GATHERED = 4  # tensors since the last backward pass
@@ -27,23 +27,25 @@ _KEEPS_COLUMNS = (
 class TargetRecorder:
     """Follows what is gathered before a backward pass, and the cross entropies that it begins from."""
 
-    def __init__(self, sink: Callable[[GatheredTargets], object], steps: Callable[[], int]) -> None:
-        """Begin; `steps` says how often optimizers have stepped."""
+    def __init__(self, sink: Callable[[GatheredTargets], object], optimizers: OptimizerRecorder) -> None:
+        """Begin; `optimizers` say how often they have stepped."""
         self._sink = sink
-        self._steps = steps
+        self._optimizers = optimizers
         self._gathered: list[tuple[torch.Tensor, Call]] = []
+        self.awaits_backward = False
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
         """A collective is about to be made."""
-        if "all_gather" not in call.operation or not is_probed(self._steps()) or len(call.members) < 2:
+        if "all_gather" not in call.operation or not self._optimizers.are_probed() or len(call.members) < 2:
             return
         tensor = next((given[name] for name in _GIVEN if isinstance(given.get(name), torch.Tensor)), None)
         if tensor is not None and tensor.is_floating_point() and tensor.dim() == 2 and tensor.numel() <= _MOST_ELEMENTS:
             self._gathered = [*self._gathered, (tensor.detach(), call)][-_MOST_GATHERED:]
+            self.awaits_backward = True
 
     def note_backward(self, loss: Any) -> None:
         """A backward pass of the script begins: are what was gathered the classes of its cross entropy?"""
-        gathered, self._gathered = self._gathered, []
+        gathered, self._gathered, self.awaits_backward = self._gathered, [], False
         if not gathered or not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
             return
         for targets, columns in _cross_entropies(loss.grad_fn):
@@ -53,7 +55,13 @@ class TargetRecorder:
                     different = tuple(targets.unique().tolist())
                     where, classes = Location.parse(call.location), columns.shape[1]
                     made = GatheredTargets(
-                        self._steps(), where, call.members, own, len(tensor), classes, different[: 2 * len(tensor)]
+                        self._optimizers.steps,
+                        where,
+                        call.members,
+                        own,
+                        len(tensor),
+                        classes,
+                        different[: 2 * len(tensor)],
                     )
                     self._sink(made)
 

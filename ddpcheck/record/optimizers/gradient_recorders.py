@@ -7,43 +7,58 @@ in the events of a wrapper's loop, does not know of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad
 
 from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsLeft
 from ddpcheck.findings.evidence.script import GradientsClipped, GradientsZeroed
+from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.autograd.autograd_graph import walk_graph
-from ddpcheck.gather.autograd.exchanges import has_parts
+from ddpcheck.gather.autograd.exchanges import has_parts, part_of_gradient
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import InRows, fingerprint, in_rows, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, has_gradient, norms
+from ddpcheck.record.module_hooks import Living
 from ddpcheck.record.rank.script_watch import ScriptWatch
 
 _WITH_NORM = "_clip_grads_with_norm_"  # private to torch; what clip_grad_norm_ calls, however it was imported
 _SAME = 1e-4
+_FEW = 4  # elements: numbers that are reduced, and no gradients
+_MOST_GIVEN = 4096  # tensors of a step
 
 
 class ClipRecorder:
-    """Follows clips, and in some steps the norm of all gradients from one backward pass to the next."""
+    """Follows clips, and in some steps the norm of all gradients from one backward pass to the next.
+
+    Attributes:
+        follows: Whether it has seen something since an optimizer's step, or the beginning of a backward pass.
+    """
 
     def __init__(
         self,
         sink: Callable[[GradientsClipped | GradientsChanged], object],
         watches: Iterable[ScriptWatch],
         is_written: Callable[[int], bool],
+        steps: Callable[[], int],
         after: Callable[[], object],
     ) -> None:
-        """Begin; `is_written` says whether the step or clip of a number is, `after` is called after each clip."""
-        self.step = 0  # of all optimizers
+        """Begin; `is_written` says whether the clip of a number is, `after` is called after each clip.
+
+        `steps` says how often optimizers have stepped.
+        """
+        self.follows = False
+        self._steps = steps
         self._sink = sink
         self._watches = watches
         self._is_written = is_written
@@ -72,18 +87,18 @@ class ClipRecorder:
     def _clipped(self, name: str, norm: Any, limit: Any = 0.0) -> None:
         if norm is math.inf:
             return
-        self._last = name, user_location()
+        self._last, self.follows = (name, user_location()), True
         if type(norm) in (torch.Tensor, float) and self._is_written(self._clips) and not math.isnan(norm):
             of_parts = has_parts()
             self._sink(
-                GradientsClipped(self._clips, float(norm), self._last[1], self.step, name, float(limit), of_parts)
+                GradientsClipped(self._clips, float(norm), self._last[1], self._steps(), name, float(limit), of_parts)
             )
         self._clips += 1
         self._after()
 
     def backward_begins(self) -> None:
         """A backward pass of the script begins: what have gradients become since the last one?"""
-        known, self._norms = self._norms, {}
+        known = self._norms
         here = user_location() if known else None
         for watch in list(self._watches) if known else ():
             before = known.get(watch.number)
@@ -94,22 +109,21 @@ class ClipRecorder:
                 name, where = self._last
                 put_off = watch.has_unreduced
                 if put_off or here == self._line:  # else the next loss may be of other parameters
-                    self._sink(GradientsChanged(watch.number, self.step, name, now / before, where or here, put_off))
-        self._last = "", None
+                    change = now / before
+                    self._sink(GradientsChanged(watch.number, self._steps(), name, change, where or here, put_off))
+        self.forget()
 
     def backward_ended(self) -> None:
-        """It has ended."""
-        if not self._is_written(self.step):
-            return
-        self._line = user_location()
+        """It has ended, in a step that is looked at."""
+        self._line, self.follows = user_location(), True
         for watch in list(self._watches):
             norm = _norm(watch.parameters.values(), watch.reduced_gradients)
             if norm is not None and 0.0 < norm < math.inf:
                 self._norms[watch.number] = norm
 
-    def steps(self, count: int) -> None:
-        """An optimizer is about to make the last of so many steps: what comes now is no change on the way to it."""
-        self.step, self._norms, self._last = count, {}, ("", None)
+    def forget(self) -> None:
+        """An optimizer is about to step: what comes now is no change on the way to it."""
+        self._norms, self._last, self.follows = {}, ("", None), False
 
 
 def _norm_given(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -163,32 +177,37 @@ class _Followed:
 
 
 class ZeroingRecorder:
-    """Follows a parameter of each optimizer; hands what it finds to `sink`."""
+    """Follows a parameter of each optimizer, in its first steps; hands what it finds to `sink`.
+
+    Attributes:
+        follows: Whether it looks at one of them.
+    """
 
     def __init__(self, sink: Callable[[GradientsLeft | GradientsZeroed], object]) -> None:
         self._sink = sink
         self._steps = 0
         self._known: WeakKeyDictionary[Any, _Followed] = WeakKeyDictionary()
-        self._looks = False  # at one of them, still
+        self.follows = False
 
-    def begins_to_step(self, optimizer: Any, number: int) -> None:
-        """An optimizer is about to step."""
+    def begins_to_step(self, optimizer: Any, number: int) -> bool:
+        """An optimizer is about to step; returns whether it is one of those that are looked at no more."""
         one = self._known.get(optimizer)
         if one is None:
             held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             if held:
                 plain = type(held[0].grad) is torch.Tensor
                 self._known[optimizer] = _Followed(number, tensor_ref(held[0]), plain)
-                self._looks = True
-            return
+                self.follows = True
+            return False
         self._tell_left(one)
         self._tell_zeroed(one)
+        return one.steps >= _MOST_LOOKED_AT
 
-    def has_stepped(self, optimizer: Any) -> None:
-        """It has stepped: what do all of them leave behind?"""
-        self._steps += 1
+    def has_stepped(self, optimizer: Any, steps: int) -> None:
+        """It has stepped, of all optimizers the last of so many times: what do all of them leave behind?"""
+        self._steps = steps
         living = self._living()
-        self._looks = bool(living)
+        self.follows = bool(living)
         for other, one in living:
             one.steps += other is optimizer
             if one.plain and (other is optimizer or not one.left):
@@ -257,7 +276,7 @@ class ZeroingRecorder:
         one.for_inputs = False
 
     def _living(self) -> list[tuple[Any, _Followed]]:
-        if not self._looks or self._steps >= _MOST_STEPS:
+        if not self.follows or self._steps >= _MOST_STEPS:
             return []
         return [(other, one) for other, one in list(self._known.items()) if one.steps < _MOST_LOOKED_AT]
 
@@ -281,3 +300,45 @@ def _mark(parameter: Any) -> int:
     if parameter is None or not has_gradient(parameter):
         return 0
     return fingerprint(dense(parameter.grad)) or 1
+
+
+class GivenRecorder:
+    """What the all_reduces of all ranks are given in a step that is looked at.
+
+    Attributes:
+        of_a_part: The line of one that is given the gradient of a parameter which this rank has for itself.
+    """
+
+    def __init__(self, is_looked_at: Callable[[], bool], watches: Living[ScriptWatch]) -> None:
+        """Begin; gradients are averaged by hand where there are no `watches` on wrappers."""
+        self.of_a_part: Location | None = None
+        self._is_looked_at = is_looked_at
+        self._watches = watches
+        self._given: list[tuple[int, int]] = []  # elements, fingerprint
+        self._parts: Counter[int] = Counter()  # by identity, how often its gradient was given
+
+    def note(self, call: Call, given: Mapping[str, Any]) -> None:
+        """A collective is about to be made."""
+        tensor = given.get("tensor")
+        of_all = call.operation == "all_reduce" and len(call.members) == dist.get_world_size()
+        if not of_all or type(tensor) is not torch.Tensor or not tensor.is_floating_point():
+            return
+        if (part := part_of_gradient(tensor)) is not None:
+            self._parts[id(part)] += 1
+            self.of_a_part = Location.parse(call.location)
+        if self._is_looked_at() and tensor.numel() > _FEW and len(self._given) < _MOST_GIVEN:
+            if next(iter(self._watches), None) is None:
+                self._given.append((tensor.numel(), fingerprint(tensor)))
+
+    def of(self, gradients: list[torch.Tensor]) -> tuple[int, ...]:
+        """Fingerprints, if they are of as many elements as these gradients have."""
+        elements = sum(gradient.numel() for gradient in gradients)
+        return tuple(one for _, one in self._given) if sum(size for size, _ in self._given) == elements else ()
+
+    def is_reduced(self, parameter: torch.Tensor) -> bool:
+        """Whether the gradient of a parameter that this rank has for itself was given again and again."""
+        return self._parts[id(parameter)] > 1
+
+    def clear(self) -> None:
+        """A step has been made."""
+        self._given.clear()

@@ -7,12 +7,12 @@ import math
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from operator import call
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddpcheck.findings.evidence.loop import ScheduleState
 from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
@@ -23,14 +23,15 @@ from ddpcheck.gather.autograd.exchanges import is_part
 from ddpcheck.gather.autograd.gradient_hooks import hooks_on
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
-from ddpcheck.gather.ddp.sharding import is_in_fsdp1, shard_states
+from ddpcheck.gather.ddp.sharding import count_in_fsdp1, shard_states
 from ddpcheck.gather.patching import patched
-from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard, version_of
+from ddpcheck.gather.state.fingerprints import PLAIN, fingerprint, fingerprints, is_shard, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
+from ddpcheck.record.loop.step_hooks import follow_steps
 from ddpcheck.record.loss.loss_source import gradients_changed_at, gradients_scaled_at
 from ddpcheck.record.module_hooks import Living, UnpickledHook
-from ddpcheck.record.optimizers.gradient_recorders import ClipRecorder, ZeroingRecorder
+from ddpcheck.record.optimizers.gradient_recorders import ClipRecorder, GivenRecorder, ZeroingRecorder
 from ddpcheck.record.optimizers.part_recorder import shard_norm_at
 from ddpcheck.record.optimizers.schedule_recorder import ScheduleRecorder
 from ddpcheck.record.rank.line_recorder import LineRecorder, lines_left_out_by
@@ -44,7 +45,7 @@ from ddpcheck.record.replicas.program_state import (
 from ddpcheck.record.replicas.state_uses import LoadRecorder, UseRecorder
 from ddpcheck.record.replicas.write_recorder import WriteRecorder
 from ddpcheck.record.source.source_scope import assignment_in_program
-from ddpcheck.stream.rank_report import is_sampled
+from ddpcheck.stream.rank_report import is_probed, is_sampled
 
 _MOST_MARKS = _MOST_SUMS = 4096
 _MOST_LOOKED_AT = 16  # optimizers, whose gradients may be averaged after the step
@@ -59,7 +60,8 @@ class _Optimizer:
     alone: dict[int, str] = field(default_factory=dict)  # the names of its parameters in no wrapper, by identity
     in_no_module: set[int] = field(default_factory=set)  # of these, by identity
     marks: list[int] = field(default_factory=list)
-    marked: Callable[[], Any] = lambda: None  # a small parameter that is in no wrapper
+    marked: Callable[[], Any] | None = None  # a small parameter that is in no wrapper
+    is_settled: bool = False  # no zeroing of its gradients is followed any more
     inside: bool = False  # of `step`
     schedule: ScheduleState | None = None  # at the last step
     apart: bool = False  # ranks may have run out of batches, or train apart: steps do not pair up by their number
@@ -77,6 +79,7 @@ class OptimizerRecorder:
 
     Attributes:
         steps: How often any of them has stepped.
+        watches: On the wrappers.
         states: What it looks at before some of these steps: models that no optimizer holds.
     """
 
@@ -100,8 +103,9 @@ class OptimizerRecorder:
             writes: Where parameters are written; they are told when an optimizer does that.
         """
         self.steps = 0
+        self._rounds = 0  # how often the one has stepped that has done so most
         self._sink = sink
-        self._watches = watches
+        self.watches = watches
         self._every = every
         self._collectives = collectives
         self._lines = lines
@@ -109,17 +113,19 @@ class OptimizerRecorder:
         self._known: WeakKeyDictionary[Any, _Optimizer] = WeakKeyDictionary()
         self._all: list[_Optimizer] = []  # in the order of their numbers; the optimizers themselves may be gone
         self._backwards = 0
-        self._differentiated: tuple[str, ...] = ()  # the lines that have led to the last one
+        self._differentiated: tuple[str, ...] = ()  # the lines that have led to the last one, if a step is due
+        self._due: set[int] = set()  # the numbers of optimizers whose next step is described
+        self._stepped = 0  # optimizers that have, of those whose construction was seen
         self._schedules = ScheduleRecorder(sink, lambda: self._backwards + self.steps, self._number_of)
-        register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
-        register_optimizer_step_post_hook(UnpickledHook(self._after_step))
+        follow_steps(self)
         patched(torch.optim.Optimizer, "zero_grad", self._before_zero_grad)
         patched(nn.Module, "zero_grad", self._before_module_zero_grad)
         self._zeroings = ZeroingRecorder(sink)
-        self._clips = ClipRecorder(sink, watches, self._is_written, self._zeroings.note_changed)
+        self._clips = ClipRecorder(sink, watches, self._is_written, lambda: self.steps, self._zeroings.note_changed)
         self._loads = LoadRecorder(sink)
         uses = UseRecorder(sink, watches, lambda: self.steps, self._held)
         self.states = StateRecorder(sink, watches, uses, writes.copied)
+        self.given = GivenRecorder(lambda: self._is_written(self.steps), watches)
         self._flat: list[tuple[int, float, Location | None]] = []  # elements, squared norm, line
         self._sums: dict[int, tuple[Callable[[], Any], int, Location | None]] = {}  # version, line, by identity
 
@@ -148,6 +154,10 @@ class OptimizerRecorder:
         """Whether any of these addresses is that of the gradient of a parameter."""
         return any(p.grad is not None and p.grad.data_ptr() in places for p in self._held())
 
+    def are_probed(self) -> bool:
+        """Whether losses are looked at in this step; of two that take turns, one would only come to uneven steps."""
+        return is_probed(self.steps) or is_probed(self._rounds)
+
     def steps_of(self, optimizer: Any) -> int:
         """How often an optimizer has stepped in this process."""
         known = self._known.get(optimizer)
@@ -165,50 +175,63 @@ class OptimizerRecorder:
 
     # Steps
 
-    def _before_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
+    def before_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
+        """An optimizer is about to step."""
         self.steps += 1
-        self._loads.before_step()
+        if self._loads.waits:
+            self._loads.before_step()
         self._writes.stepping = True
-        self._writes.write()
-        self._clips.steps(self.steps)
+        if self._writes.seen:
+            self._writes.write()
+        if self._clips.follows:
+            self._clips.forget()
         known = self._known.get(optimizer)
         if known is None:
             known = self._known[optimizer] = _Optimizer(len(self._all))
             self._all.append(known)
             self._look_at(optimizer, known)
         known.inside = True
-        known.schedule = self._schedules.of(optimizer)
+        known.schedule = self._schedules.of(optimizer) if self._schedules.followed else None
         watches = self._watches_of(optimizer, known)
         if watches and in_backward():
             return
-        self._zeroings.begins_to_step(optimizer, known.number)
+        if not known.is_settled:
+            known.is_settled = self._zeroings.begins_to_step(optimizer, known.number)
         for watch in watches:
             known.apart |= watch.are_apart
             watch.optimizer_steps()
-        if (marked := known.marked()) is not None and len(known.marks) < _MOST_MARKS:
+        if known.marked is not None and (marked := known.marked()) is not None and len(known.marks) < _MOST_MARKS:
             known.marks.append(fingerprint(marked))
-        if self._is_written(known.steps):
+        if is_sampled(known.steps, self._every):
             self._sink(self._described(optimizer, known, watches))
             known.marks = []
             if known.steps or not known.number:  # others may be made anew in each step, for an inner loop
                 self.states.look(known.number, known.steps, self._held())
         self._sums.clear()
         self._flat.clear()
-        known.reduced = {watch.number: watch.step for watch in watches}
+        self.given.clear()
+        known.reduced = {}
+        for watch in watches:
+            known.reduced[watch.number] = watch.step
         known.reductions = sum(known.reduced.values())
         known.steps += 1
+        self._rounds = max(self._rounds, known.steps)
+        (self._due.add if is_sampled(known.steps, self._every) else self._due.discard)(known.number)
 
-    def _after_step(self, optimizer: Any, *_arguments: Any) -> None:
+    def after_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
+        """It has stepped."""
         self._writes.stepping = False
         if (known := self._known.get(optimizer)) is not None:
             known.inside = False
-            self._zeroings.has_stepped(optimizer)
+            if self._zeroings.follows or not known.is_settled:
+                self._zeroings.has_stepped(optimizer, self.steps)
 
     def _described(self, optimizer: Any, known: _Optimizer, watches: list[ScriptWatch]) -> OptimizerStep:
         held = _parameters_of(optimizer)
+        shards = {id(p): p for p in held if type(p) not in PLAIN and is_shard(p)}
         wrapped = {key: name for watch in watches for key, name in watch.numbered.items()}
         inside = {wrapped[id(p)]: p for p in held if id(p) in wrapped}
-        whole = {name: p for name, p in inside.items() if not is_shard(p)}
+        whole = {name: p for name, p in inside.items() if id(p) not in shards} if shards else inside
         alone = {known.alone[id(p)]: p for p in held if id(p) in known.alone and not is_part(p)}
         reductions = sum(watch.step for watch in watches)
         idle_watches = [watch for watch in watches if watch.step == known.reduced.get(watch.number, 0)]
@@ -223,7 +246,7 @@ class OptimizerRecorder:
         if not known.steps:
             known.rescaled_at = gradients_scaled_at(user_frame(sys._getframe(1)))
             known.changed_at = gradients_changed_at(user_frame(sys._getframe(1)))
-            known.norm_at = shard_norm_at(user_frame(sys._getframe(1))) if any(map(is_shard, held)) else None
+            known.norm_at = shard_norm_at(user_frame(sys._getframe(1))) if shards else None
         known.used = self._backwards, lines
         others = [one for one in self._lines.optimizers() if one not in self._known]
         idle = {wrapped[id(p)] for one in others for p in _parameters_of(one) if id(p) in wrapped}
@@ -237,7 +260,7 @@ class OptimizerRecorder:
             reductions=reductions if watches and not known.apart else -1,
             averaged=reductions > known.reductions and settled,
             unaveraged=tuple(f"{watch.number}/{n}" for watch in idle_watches for n in watch.parameters),
-            norms=norms({name: p.grad for name, p in whole.items() if p.grad is not None}),
+            norms=norms({name: gradient for name, p in whole.items() if (gradient := p.grad) is not None}),
             states=norms(
                 {
                     f"{names[id(p)]}: {key}": value
@@ -264,11 +287,14 @@ class OptimizerRecorder:
             rescaled_at=known.rescaled_at,
             norm_at=known.norm_at,
             changed_at=known.changed_at,
-            shards=sum(p.requires_grad and is_shard(p) for p in held),
+            shards=sum(p.requires_grad for p in shards.values()),
             shard_scales={name: scale for watch in watches for name, scale in watch.shard_scales().items()},
-            in_fsdp1=sum(map(is_in_fsdp1, held)),
+            in_fsdp1=count_in_fsdp1(held),
             made_with=self._lines.rates_of(optimizer),
-            shard_states=shard_states(optimizer, {n: p for n, p in inside.items() if is_shard(p)}),
+            given=self.given.of([p.grad for p in alone.values() if p.grad is not None]),
+            parts_reduced=tuple(known.alone.get(id(p), "?") for p in held if self.given.is_reduced(p)),
+            parts_reduced_at=self.given.of_a_part,
+            shard_states=shard_states(optimizer, {n: p for n, p in inside.items() if id(p) in shards}),
         )
 
     def _sums_in_one(self, gradients: list[tuple[str, torch.Tensor]]) -> dict[str, Location | None]:
@@ -287,25 +313,26 @@ class OptimizerRecorder:
 
     def _watches_of(self, optimizer: Any, known: _Optimizer) -> list[ScriptWatch]:
         """The watches on wrappers of its parameters; looked for again where there are others, or it has more groups."""
-        key = len(optimizer.param_groups), self._watches.refs
+        key = len(optimizer.param_groups), self.watches.refs
         if known.watches[0] != key:
             held = {id(p) for p in _parameters_of(optimizer)}
             theirs = []
-            for last in sorted(self._watches, key=lambda watch: -watch.number):  # that wraps a parameter
+            for last in sorted(self.watches, key=lambda watch: -watch.number):  # that wraps a parameter
                 if ours := held & {id(p) for p in last.parameters.values()}:
                     theirs.append(last)
                     held -= ours
             known.watches = key, list(map(ref, theirs))
-        return [watch for one in known.watches[1] if (watch := one()) is not None]
+        return [*filter(None, map(call, known.watches[1]))]
 
     def _look_at(self, optimizer: Any, known: _Optimizer) -> None:
         """At its first step: name its parameters that are in no wrapper, and look at what the script has derived."""
         known.sample = tensor_ref(_parameters_of(optimizer)[0])
+        self._stepped += self._lines.of_optimizer(optimizer) is not None
         self._schedules.look_for(optimizer)
         if not known.number:
             for table in tables_of_program():
                 self._sink(table)
-        watches = list(self._watches)
+        watches = list(self.watches)
         watched = {id(p) for watch in watches for p in watch.parameters.values()}
         loose = [p for p in _parameters_of(optimizer) if id(p) not in watched and _is_whole(p)]
         later: dict[int, str] = {}  # of which the wrapper that they are in knows nothing
@@ -325,36 +352,37 @@ class OptimizerRecorder:
 
     def reductions(self) -> dict[int, int]:
         """By number of a wrapper, how many averaged backward passes it has ended."""
-        return {watch.number: watch.step for watch in list(self._watches)}
+        return {watch.number: watch.step for watch in list(self.watches)}
 
     def have_hooks(self) -> bool:
         """Whether the script has hooks on the gradients of parameters of wrappers."""
-        every = itertools.chain.from_iterable(watch.parameters.values() for watch in self._watches)
+        every = itertools.chain.from_iterable(watch.parameters.values() for watch in self.watches)
         return any(not isinstance(hook, UnpickledHook) for hook in hooks_on(every))
 
     def put_off(self) -> set[int]:
         """The numbers of the wrappers that hold gradients which a later backward pass is to average."""
-        return {watch.number for watch in list(self._watches) if watch.has_unreduced}
+        return {watch.number for watch in list(self.watches) if watch.has_unreduced}
 
     def before_backward(self, loss: Any) -> None:
-        """A backward pass begins from `loss`."""
-        if in_backward():  # of a checkpoint, whose gradients are part of those of the pass around it
-            return
+        """A backward pass of the script begins from `loss`."""
         self._backwards += 1
-        self._differentiated = lines_of_program(sys._getframe(1))
-        for watch in list(self._watches):
+        described = self._due or self._stepped < self._lines.made  # the step after it, perhaps
+        self._differentiated = lines_of_program(sys._getframe(1)) if described else ()
+        for watch in self.watches:
             watch.any_backward_begins()
-        self._clips.backward_begins()
-        self._zeroings.backward_begins(loss)
+        if self._clips.follows:
+            self._clips.backward_begins()
+        if self._zeroings.follows:
+            self._zeroings.backward_begins(loss)
 
     def after_backward(self) -> None:
         """It has ended."""
-        if in_backward():
-            return
-        self._clips.backward_ended()
-        for watch in list(self._watches):
+        if is_sampled(self.steps, self._every):
+            self._clips.backward_ended()
+        for watch in self.watches:
             watch.any_backward_ended()
-        self._zeroings.backward_ended()
+        if self._zeroings.follows:
+            self._zeroings.backward_ended()
 
     def _before_zero_grad(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
         known = self._known.get(optimizer)
@@ -362,7 +390,8 @@ class OptimizerRecorder:
             return
         for watch in self._watches_of(optimizer, known):
             watch.gradients_zeroed()
-        self._zeroings.zeroes(optimizer)
+        if not known.is_settled:
+            self._zeroings.zeroes(optimizer)
 
     def _before_module_zero_grad(self, module: nn.Module, *arguments: Any, **named: Any) -> None:
         theirs = {id(p) for p in module.parameters()}
@@ -379,4 +408,4 @@ def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
 def _is_whole(parameter: torch.Tensor) -> bool:
     """Whether a parameter is a plain tensor, and not this rank's shard of one (DTensor, ShardedTensor, FSDP1)."""
     plain = type(parameter) in (torch.Tensor, nn.Parameter) and parameter.layout == torch.strided
-    return plain and not is_in_fsdp1(parameter)
+    return plain and not count_in_fsdp1([parameter])

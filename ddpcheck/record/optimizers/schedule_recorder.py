@@ -67,7 +67,7 @@ class ScheduleRecorder:
         self._numbers = itertools.count()
         self._metrics: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # number, metrics so far
         self._known: WeakKeyDictionary[Any, _Schedule] = WeakKeyDictionary()
-        self._followed: set[type] = set()
+        self.followed: set[type] = set()
         bases = (getattr(torch.optim.lr_scheduler, name, None) for name in _BASES)
         for base in dict.fromkeys(filter(None, bases)):
             patched(base, "__init__", self._made)
@@ -75,7 +75,7 @@ class ScheduleRecorder:
 
     def of(self, optimizer: Any) -> ScheduleState | None:
         """The schedule of its learning rate: of several, the one that has made the most steps; else the last one."""
-        if not self._followed:
+        if not self.followed:
             return None
         groups = optimizer.param_groups  # which a wrapper around an optimizer has, too
         ours = [one for one in list(self._known.values()) if getattr(one.optimizer(), "param_groups", None) is groups]
@@ -101,8 +101,8 @@ class ScheduleRecorder:
     def _follow(self, schedule: Any, known: _Schedule) -> None:
         self._known[schedule] = known
         kind = next(one for one in type(schedule).__mro__ if "step" in vars(one))
-        if kind not in self._followed:
-            self._followed.add(kind)
+        if kind not in self.followed:
+            self.followed.add(kind)
             patched(kind, "step", self._steps)
 
     def _before_plateau(self, schedule: Any, metrics: Any, *_arguments: Any, **_named: Any) -> None:

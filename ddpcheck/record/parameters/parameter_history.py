@@ -22,6 +22,7 @@ from ddpcheck.gather.autograd.gradient_paths import COMPILED_CODE, function_retu
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, changes, parameters_in_wrappers
 from ddpcheck.gather.ddp.sharding import gathered_twice, is_gathered, shards_in_use
 from ddpcheck.gather.state.fingerprints import fingerprint, is_shard, own_part
+from ddpcheck.gather.state.module_description import KnownParts
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.record.loop.forward_snapshot import Snapshot
 from ddpcheck.record.module_hooks import remove_hooks
@@ -243,6 +244,7 @@ class StepProbe:
     def __init__(
         self,
         module: nn.Module,
+        parts: KnownParts,
         parameters: Mapping[str, nn.Parameter],
         leaves: Sequence[torch.Tensor],
         *,
@@ -250,8 +252,8 @@ class StepProbe:
     ) -> None:
         """Look at the step of `module` that begins, at these of its parameters.
 
-        `leaves` is what backward accumulates into, in their order. It may come to be known in the forward pass only;
-        then `attach` is called again.
+        `parts` are those of the module; `leaves` is what backward accumulates into, in their order. It may come to be
+        known in the forward pass only; then `attach` is called again.
         """
         self.arrivals: dict[str, int] = {}
         self.lost: dict[str, PathEnd] = {}
@@ -262,11 +264,12 @@ class StepProbe:
         self.held: dict[str, torch.Tensor] = {}
         self.beside: set[str] = set()
         self._module = module
+        self._parts = parts
         self._parameters = parameters
         self._leaves = leaves
         self.keep = keep
         self._arrived_none: set[str] = set()
-        self._before = {name for name, _ in module.named_parameters()}
+        self._before = parts.now().parameters
         self._roots: list[Any] = []
         self._handles: list[Any] = []
         self.attach()
@@ -304,12 +307,13 @@ class StepProbe:
                 self._arrived_none.add(name)
                 return
             self.arrivals[name] = self.arrivals.get(name, 0) + 1
-            if is_shard(gradient) and gradient.placements != leaf.placements:
+            plain = type(gradient) is torch.Tensor and gradient.layout == torch.strided
+            if not plain and is_shard(gradient) and gradient.placements != leaf.placements:
                 self.beside.add(name)  # under tensor parallelism
             if self.keep is not None:
                 if parameter.grad is not None:
                     self._keep_held(name)
-                came = self.keep(name, dense(gradient))
+                came = self.keep(name, gradient.detach() if plain else dense(gradient))
                 self.local[name] = self.local[name] + came if name in self.local else came
 
         return arrived
@@ -335,8 +339,9 @@ class StepProbe:
         walk = walk_graph(tensors)
         self.reentrant |= any("CheckpointFunctionBackward" in name for name in walk.node_names)
         self._roots = [tensor.grad_fn for tensor in tensors] if walk.functions else []
-        now = dict(self._module.named_parameters())
-        if new := {name: p for name, p in now.items() if name not in self._before}:
+        now = self._parts.now().parameters
+        new = {} if now is self._before else {name: p for name, p in now.items() if name not in self._before}
+        if new:
             gathered = shards_in_use(self._module)  # of two names of one shard, each has a whole of its own
             self.created_in_forward |= {
                 name: UnregisteredTensor(name, tuple(parameter.shape), created_in_forward=True)

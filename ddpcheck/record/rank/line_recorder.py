@@ -39,6 +39,7 @@ class LineRecorder:
         self._optimizers: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
         self._rates: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self._restored: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
+        self.made = 0
         patched(torch.optim.Optimizer, "__init__", self._optimizer_made)
         patched(torch.optim.Optimizer, "load_state_dict", self._optimizer_restored)
         patched(nn.Module, "load_state_dict", functools.partial(self._values_changed, "load_state_dict"))
@@ -78,6 +79,7 @@ class LineRecorder:
     def _optimizer_made(self, optimizer: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
         if (where := user_location()) is not None:
             self._optimizers[optimizer] = where
+            self.made += 1
         yield
         self._rates[optimizer] = digest_of([float(group["lr"]) for group in optimizer.param_groups if "lr" in group])
 

@@ -135,7 +135,7 @@ class _WatchedRank:
         WorkRecorder(log.add, self._optimizers.are_gradients)
         PartRecorder(log.add, self._watches, options.every, lines).follow_script()
         evaluations = EvaluationRecorder(log.add)
-        targets = TargetRecorder(log.add, lambda: self._optimizers.steps)
+        targets = TargetRecorder(log.add, self._optimizers)
         self._loaders = LoaderRecorder(
             log.add,
             lambda: self._optimizers.steps,
@@ -146,8 +146,8 @@ class _WatchedRank:
             evaluations.note_pass,
         )
         self._draws = DrawRecorder(log.add, lambda: self._optimizers.steps)
-        gathers = GatherRecorder(log.add, lambda: self._optimizers.steps)
-        others = [recorder.note_backward for recorder in (evaluations, targets, gathers)]
+        gathers = GatherRecorder(log.add, self._optimizers)
+        others = (evaluations, targets, gathers)
         losses = LossRecorder(log.add, self._optimizers, lambda: self._loaders.taken, others)
         self._taken = TakenRecorder(log.add, self._watches)
         self._compilations = CompilationRecorder(log.add, self._trains, lambda: self._optimizers.steps)
@@ -161,6 +161,7 @@ class _WatchedRank:
         )
         for recorder in (evaluations, targets, gathers, losses, self._statistics):
             collective_log.record_given(guarded(recorder.note_collective))
+        collective_log.record_given(guarded(self._optimizers.given.note))
         self._sums = SumRecorder(log.add)
         collective_log.record_given(guarded(self._sums.note_given))
         collective_log.record_overwritten(guarded(self._overwritten))
@@ -193,13 +194,18 @@ class _WatchedRank:
                 watch.expects(reducer, outputs)
 
     def _record_calls(self, replacements: dict[str, Callable[..., Any]]) -> None:
-        collective_log.record_calls(lambda call: self._log.add_call(_while_handling(call)), self._log.turn)
+        collective_log.record_calls(self._called, self._log.turn)
         self._record_waits()
         for name, function in vars(dist.distributed_c10d).items():
             if name in collective_log.COLLECTIVES and (original := getattr(function, "__wrapped__", None)) is not None:
                 replacements[name] = collective_log.logged(name, getattr(original, "__wrapped__", original))
         if (stand_in := getattr(dist.destroy_process_group, "__wrapped__", None)) is not None:
             replacements["destroy_process_group"] = accompanied(stand_in, self._destroying)
+
+    def _called(self, call: Call) -> None:
+        """A collective is about to be made: write it, with the exception that is being handled where it is called."""
+        error = sys.exc_info()[1]
+        self._log.add_call(call if error is None or call.place else _while_handling(call, error))
 
     def _destroying(self, group: Any = None) -> Iterator[None]:
         of_all = os.getpid() == self._process and group in (None, dist.group.WORLD)
@@ -350,10 +356,9 @@ class _WatchedRank:
         time.sleep(_LAST_WORK)
 
 
-def _while_handling(call: Call) -> Call:
-    """A collective, with the exception that is being handled where it is called: in an `except` or a `finally`."""
-    error = sys.exc_info()[1]
-    if call.place or not isinstance(error, Exception) or isinstance(error, StopIteration | StopAsyncIteration):
+def _while_handling(call: Call, error: BaseException) -> Call:
+    """A collective that is called while an exception is handled: in an `except` or a `finally`."""
+    if not isinstance(error, Exception) or isinstance(error, StopIteration | StopAsyncIteration):
         return call
     with contextlib.suppress(Exception):  # an exception whose __str__ raises
         kind, text, where = type(error).__qualname__, str(error), exception_location(error)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,17 +20,16 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, user_location
 from ddpcheck.gather.ddp.sharding import mesh_of
 from ddpcheck.gather.state.fingerprints import InRows, is_shard
-from ddpcheck.gather.state.module_description import class_name, classes_of_program, module_entries, parts_of
+from ddpcheck.gather.state.module_description import class_name, classes_of_program, module_entries
 from ddpcheck.gather.steps.gradient_distance import Kept, has_gradient, norms
 from ddpcheck.record.data.input_recorder import InputRecorder
 from ddpcheck.record.loop.apart_marks import ApartMarks
 from ddpcheck.record.loop.bypass_recorder import BypassRecorder, follow_forward, unfollow_forward
-from ddpcheck.record.loop.forward_snapshot import Snapshot
 from ddpcheck.record.loop.loop_record import ZEROED
 from ddpcheck.record.loop.pace_recorder import PaceRecorder, Position
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
 from ddpcheck.record.loop.step_tracker import StepListener
-from ddpcheck.record.module_hooks import UnpickledHook, hold, release
+from ddpcheck.record.module_hooks import hold, release
 from ddpcheck.record.rank.wrapper_collectives import WrapperCollectives
 from ddpcheck.record.replicas.replica_recorder import ReplicaRecorder
 from ddpcheck.stream.entries import NotCompared, StepsReported, WrapperMade
@@ -44,7 +42,6 @@ _JOINED = "under Join, ranks without further batches may have left the loop"
 _APART = "the communication hook lets ranks train apart for some steps"
 _HIDDEN = "backward passes run under compiled autograd, in which steps cannot be followed"
 _SINCE = ("added", "replaced", "unfrozen")
-_NONE: Mapping[str, Any] = MappingProxyType({})
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
 
 
@@ -124,7 +121,6 @@ class ScriptWatch(StepListener):
         self._recorder.attach()
         hold(self.module, self)
         follow_forward(self)
-        self._handle = wrapper.register_forward_pre_hook(UnpickledHook(self._forward_runs), with_kwargs=True)
         log.add(
             WrapperMade(
                 class_name(self.module),
@@ -149,16 +145,7 @@ class ScriptWatch(StepListener):
 
     def forward_entered(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """DDP's own forward of a wrapper has begun; hooks are not called where the script calls it by its name."""
-        if self._recorder.tracker.enter_by_name(wrapper, arguments, named):
-            self._forward_runs(wrapper, arguments, named)
-
-    def _forward_runs(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any] = _NONE) -> None:
-        """Forward begins. A hook that another one has just removed is called once more, and without `named`."""
-        if not self._attached:
-            return
-        self._collectives.broadcasts(wrapper)
-        if not torch.is_grad_enabled():
-            self._inputs.evaluates(self.step, (arguments, dict(named)))
+        self._recorder.tracker.enter_by_name(wrapper, arguments, named)
 
     def forward_left(self, wrapper: nn.Module, output: Any) -> None:
         """It returns."""
@@ -228,7 +215,7 @@ class ScriptWatch(StepListener):
 
     def module_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All parameters of the wrapped module as it is now, by name."""
-        return self.module.named_parameters()
+        return iter(self._recorder.parts.now().parameters.items())
 
     def later_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those that the wrapped module has, and that were added, replaced or unfrozen after the wrapper was made."""
@@ -286,13 +273,16 @@ class ScriptWatch(StepListener):
         self._through_forward = False
         self._replica.reduced = None  # of one that has raised
         if not self.is_sharded:
-            self._bypass.backward_begins(self.step, in_forward=self._recorder.tracker.in_forward)
+            tracker = self._recorder.tracker
+            self._bypass.backward_begins(tracker.number, in_forward=tracker.in_forward)
 
     def any_backward_ended(self) -> None:
         """It has ended; shards are reduced whichever module's forward it comes through."""
         self._replica.reduced = None
-        if not self.is_sharded:
-            self._bypass.backward_ended(self.step, put_off=self._through_forward or self.has_unreduced or self.joins)
+        if self._through_forward or self.is_sharded or self._recorder.tracker.number != self._bypass.reductions:
+            return
+        if not self.has_unreduced and not self.joins:
+            self._bypass.backward_ended()
 
     def parameters_written(self) -> None:
         """The script has written parameters by itself."""
@@ -300,7 +290,8 @@ class ScriptWatch(StepListener):
 
     def optimizer_steps(self) -> None:
         """An optimizer with parameters of the wrapper is about to step."""
-        self._replica.write()
+        if self._replica.waits:
+            self._replica.write()
         self._is_fresh = False
         fresh, self._fresh = self._fresh, {}
         loop = self._recorder.loop
@@ -322,7 +313,6 @@ class ScriptWatch(StepListener):
             self._replica.write_buffers()
         if was_attached and (apart := self._marks.at_last()) is not None:
             self._log.add(apart)
-        self._handle.remove()
         unfollow_forward(self)
         self._bypass.close()
         self._recorder.detach()
@@ -353,20 +343,31 @@ class ScriptWatch(StepListener):
         self._log.add(StepsReported(self.number, report, begun=True))
 
     def reduced(self, ended: EndedStep) -> None:
-        """Write the report, and the replica, if it is their turn."""
+        """Write the report, the replica, and what the forward pass was given, if it is their turn; and count."""
         step = ended.number
         alarmed, self._alarmed = self._alarmed, False
         if (step < _ALWAYS_FOR or step % _THEN_EVERY == 0) and self._recorder.notices_unfrozen(ended):
             self._alarmed = True
-        parts = parts_of(self.module) if ended.compares else None
+        parts = self._recorder.parts.now() if ended.compares else None
         if ended.compares or ended.reports or alarmed:
             self._report(self._recorder.report(ended, parts and parts.parameters))
         if parts is not None:
             self._replica.capture(step, ended.probe, parts)
-        elif self._is_due(step) and self.are_apart and not self._told_apart:
+        elif ended.is_due and not self._told_apart and self._is_due(step) and self.are_apart:
             self._told_apart = True
             self._log.add(NotCompared(self.number, _JOINED if self.joins else _APART))
         self._loads = self._log.loads
+        self._incomplete = ended.incomplete
+        self._reduced = {}
+        if not self._recorder.joins:
+            self._pace.reduced(step)
+        if ended.is_due and self._is_sampled(step):
+            self._is_fresh = True
+            if self.is_sharded:
+                self._reduced = {name: size for name, size in self._norms().items() if 0 < size < math.inf}
+            if (given := ended.snapshot) is not None:
+                self._inputs.trained(step, (given.arguments, dict(given.named)), self._collectives.line)
+        self._log.count(self.number, step + 1, step + 1)
 
     def _report(self, mine: RankReport) -> None:
         self._recorder.history.note_reported([mine])
@@ -376,17 +377,27 @@ class ScriptWatch(StepListener):
 
     # As a listener
 
+    def called(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Note what the forward pass has the ranks exchange; and what it is given, where it is to train nothing."""
+        if not self._attached:
+            return
+        self._collectives.broadcasts(wrapper)
+        if not torch.is_grad_enabled():
+            self._inputs.evaluates(self.step, (arguments, dict(named)))
+
     def forward_begins(self) -> None:
         """Write what was captured in the last step, where no optimizer has stepped, and what is kept of its buffers."""
-        self._replica.write()
-        self._replica.write_buffers()
-        self._marks.forward_begins()
+        if self._replica.waits:
+            self._replica.write()
+            self._replica.write_buffers()
+        if self._recorder.are_apart:
+            self._marks.forward_begins()
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
         """Count it, by its line."""
         self._collectives.forward_returned(synced=synced)
-        if (wrapper := self._recorder.wrapper) is not None and wrapper.training:
-            self._pace.forward()
+        if (wrapper := self._recorder.tracker.parameters.wrapper()) is not None and wrapper.training:
+            self._pace.forwards += 1
 
     def cannot_follow(self) -> None:
         """Write that its steps are not compared."""
@@ -403,21 +414,7 @@ class ScriptWatch(StepListener):
     def backward_begins(self) -> None:
         """Note the collectives of the reduction that comes."""
         self._through_forward = True
-        wrapper, step = self._recorder.wrapper, self.step
+        wrapper, step = self._recorder.tracker.parameters.wrapper(), self._recorder.tracker.number
         if wrapper is not None:
             self._collectives.reduces(wrapper)
         self._log.count(self.number, step + 1, step)
-
-    def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
-        """Write what the forward pass was given, in steps that are looked at."""
-        self._incomplete = bool(awaited)
-        self._reduced = {}
-        if not self.joins:
-            self._pace.reduced(step)
-        if self._is_sampled(step):
-            self._is_fresh = True
-            if self.is_sharded:
-                self._reduced = {name: size for name, size in self._norms().items() if 0 < size < math.inf}
-            if snapshot is not None:
-                self._inputs.trained(step, (snapshot.arguments, dict(snapshot.named)), self._collectives.line)
-        self._log.count(self.number, step + 1, step + 1)

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import sys
+from types import CodeType
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import user_location
-from ddpcheck.gather.collectives.collective_log import note_collective
-from ddpcheck.gather.ddp.ddp_wrapper import group_of, is_ddp, joins
+from ddpcheck.findings.source_lines import user_frame, user_location
+from ddpcheck.gather.collectives.collective_log import Group, named_group, note_collective
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, place_of_backward
 from ddpcheck.stream.rank_log import RankLog
 
 WITH_BUCKETS = "with the order of buckets"  # of a forward pass of DDP's, beside its broadcast of buffers
+_MOST_LINES = 256
+
+
+class _Line:
+    """A line that calls the wrapper."""
+
+    def __init__(self, location: Location | None) -> None:
+        self.location = location
+        self.number, self.text = (0, "") if location is None else (location.line, str(location))
+        self.forwards = 0  # that may train
 
 
 class WrapperCollectives:
@@ -21,27 +34,41 @@ class WrapperCollectives:
 
     Attributes:
         forwards: How many there have been.
-        line: Of the last one.
     """
 
     def __init__(self, log: RankLog, number: int, which: str) -> None:
         """Begin; `which` says in the log which wrapper of its process group it is, where there are several."""
         self.forwards = 0
-        self.line: Location | None = None
         self._log = log
         self._number = number
         self._which = which
-        self._by_line: dict[Location | None, int] = {}
+        self._lines: dict[tuple[CodeType, int] | None, _Line] = {}  # by what the innermost frame of the program runs
+        self._by_location: dict[Location | None, _Line] = {}  # functions may share one
+        self._last = _Line(None)
+        self._group: tuple[Any, Group] | None = None  # of the last reduction
         self._unsynced = 0  # of them, under no_sync
         self._has_reduced = False
 
     def forward_returned(self, *, synced: bool) -> None:
         """A forward pass that may train has returned."""
+        frame = user_frame(sys._getframe(1))
+        key = None if frame is None else (frame.f_code, frame.f_lineno)
+        line = self._lines.get(key)
+        if line is None:
+            where = user_location(frame) if frame is not None else None
+            if len(self._lines) >= _MOST_LINES:  # of code that is made anew
+                self._lines.clear()
+            line = self._lines[key] = self._by_location.setdefault(where, _Line(where))
         self.forwards += 1
-        self.line = line = user_location()
-        made = self._by_line[line] = self._by_line.get(line, 0) + 1
-        self._log.count_forward(self._number, line.line if line is not None else 0, made)
+        line.forwards += 1
+        self._last = line
+        self._log.count_forward(self._number, line.number, line.forwards)
         self._unsynced += not synced
+
+    @property
+    def line(self) -> Location | None:
+        """Of the last forward pass that may train."""
+        return self._last.location
 
     def broadcasts(self, wrapper: nn.Module) -> None:
         """A forward pass of DDP's begins, perhaps with a broadcast of buffers."""
@@ -58,16 +85,21 @@ class WrapperCollectives:
 
     def gathers(self, group: dist.ProcessGroup | None) -> None:
         """A forward pass of a sharded module begins, which gathers its parameters."""
-        line = user_location()
-        place = self._place(self._by_line.get(line, 0) + 1, line) if torch.is_grad_enabled() else ""
+        where = user_location()
+        line = self._by_location.get(where, _Line(where))
+        place = self._place(line, line.forwards + 1) if torch.is_grad_enabled() else ""
         note_collective(SHARD_FORWARD, self._which, group, place=place)
 
     def reduces(self, wrapper: nn.Module) -> None:
         """A backward pass that DDP averages begins; what is of shards, torch does in Python."""
-        if is_ddp(wrapper) and not joins(wrapper):
-            place = self._place(self._by_line.get(self.line, 0), self.line)
-            self._has_reduced = True
-            note_collective(DDP_BACKWARD, self._which, group_of(wrapper), place=place)
+        if not isinstance(wrapper, nn.parallel.DistributedDataParallel) or wrapper._join_config.enable:
+            return
+        self._has_reduced = True
+        group = wrapper.process_group
+        if self._group is None or self._group[0] is not group:
+            self._group = group, named_group(group)
+        place = self._place(self._last, self._last.forwards)
+        note_collective(DDP_BACKWARD, self._which, known=self._group[1], place=place)
 
-    def _place(self, number: int, line: Location | None) -> str:
-        return place_of_backward(number, line, self._unsynced, self._log.batch)
+    def _place(self, line: _Line, number: int) -> str:
+        return place_of_backward(number, line.text, self._unsynced, self._log.batch)

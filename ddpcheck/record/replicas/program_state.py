@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import gc
@@ -21,7 +20,7 @@ from torch.nn.modules.loss import _Loss
 
 from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, StateHeld
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_user_file, last_assignment, parsed_source, relative_path, variables_of
+from ddpcheck.findings.source_lines import is_user_file, last_assignment, relative_path, variables_of
 from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, after_forward
 from ddpcheck.gather.state.fingerprints import fingerprints, is_shard
 from ddpcheck.gather.state.tensor_file import tensor_ref
@@ -31,7 +30,7 @@ from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.replicas.replica_recorder import batch_statistics
 from ddpcheck.record.replicas.set_order import is_order_of_a_set
 from ddpcheck.record.replicas.state_uses import UseRecorder
-from ddpcheck.record.source.source_scope import program_files, writing_line
+from ddpcheck.record.source.source_scope import asked_for_places, program_files, writing_line
 
 _FEWEST, _MOST = 2, 4096  # items of a dictionary
 _FEWEST_TEXTS, _MOST_TEXTS = 3, 1024  # of a list
@@ -79,18 +78,10 @@ def _places_in(path: str, value: Any, where: Location | None) -> list[DerivedTab
     texts = list(value)
     if not all(type(text) is str for text in texts) or len(set(texts)) < len(texts) or not is_order_of_a_set(texts):
         return []
-    if not any(path.rpartition(".")[2] in _asked_for_places(file) for file in program_files()):
+    if not any(path.rpartition(".")[2] in asked_for_places(file) for file in program_files()):
         return []
     places = {repr(text): str(place) for place, text in enumerate(texts)}
     return [DerivedTable(f"{path}{OF_A_LIST}", places, _line_of(path, where))]
-
-
-@functools.cache
-def _asked_for_places(file: str) -> frozenset[str]:
-    """The names whose method `index` a file calls."""
-    called = (node.func for node in ast.walk(parsed_source(file) or ast.Module([], [])) if isinstance(node, ast.Call))
-    owners = (one.value for one in called if isinstance(one, ast.Attribute) and one.attr == "index")
-    return frozenset(ast.unparse(one).rpartition(".")[2] for one in owners)
 
 
 def _table(value: Any) -> dict[str, str] | None:
@@ -135,13 +126,16 @@ class StateRecorder:
 
     def look(self, optimizer: int, count: int, held: Iterable[torch.Tensor]) -> None:
         """Write down what variables hold before step `count` of an optimizer; all optimizers together hold `held`."""
+        steps = {*map(id, held)}
         watched = [(watch, dict(watch.module_parameters())) for watch in self._watches]
+        # a teacher is wrapped at times, for its buffers, and frozen then: it is compared in no step of its own
+        watched = [(w, every) for w, every in watched if any(p.requires_grad or id(p) in steps for p in every.values())]
         wrapped = [one for watch, every in watched if not watch.is_sharded for one in _of_wrapped(watch, every)]
         wrapped.sort(key=len, reverse=True)  # one may hold a part of what another one does
-        trained = {*map(id, held), *(id(p) for of_one in wrapped for p in of_one.values())}
+        trained = steps | {id(p) for of_one in wrapped for p in of_one.values()}
         trained.update(id(p) for _, every in watched for p in every.values())
         seen: set[int] = set()
-        parts = functools.cache(lambda: _parts_of(self._watches))
+        parts = functools.cache(lambda: _parts_of(watch for watch, _ in watched))
         self._uses.follow_wrapped()
         for path, value, where in program_variables(depth=2, nested=_MOST_NESTED) if wrapped else ():
             if id(value) in seen or not issubclass(type(value), nn.Module | dict | list):

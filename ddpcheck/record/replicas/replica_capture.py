@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
-from ddpcheck.gather.autograd.exchanges import is_part
-from ddpcheck.gather.state.fingerprints import InRows, fingerprints, in_rows, is_shard
-from ddpcheck.gather.state.module_description import Parts, describe, parts_of, structure_of
+from ddpcheck.gather.autograd.exchanges import has_parts, is_part
+from ddpcheck.gather.state.fingerprints import PLAIN, InRows, fingerprints, in_rows, is_shard
+from ddpcheck.gather.state.module_description import KnownParts, Parts, describe
 from ddpcheck.stream.rank_report import ReplicaState
+
+_PLAIN: frozenset[type] = frozenset(PLAIN)
 
 
 class ReplicaCapture:
@@ -19,11 +21,12 @@ class ReplicaCapture:
 
     Attributes:
         count: How often they have been captured.
+        awaits_forward: Whether the values before the first forward pass are still to be kept.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        known: KnownParts,
         rank: int,
         *,
         keeps_start: bool,
@@ -34,7 +37,7 @@ class ReplicaCapture:
         """Begin where the wrapper has just been made.
 
         Args:
-            module: In the wrapper.
+            known: The parts of the module in the wrapper.
             rank: This one.
             keeps_start: Whether the fingerprints that parameters have now are kept.
             with_parameters: Whether those that they have in a step are captured with the rest.
@@ -45,16 +48,18 @@ class ReplicaCapture:
         self._with_shards = with_shards
         self.count = 0
         self._with_parameters = with_parameters
-        self._module = module
+        self._known = known
         self._rank = rank
         self._constructed = self.parameters() if keeps_start else {}
         self._at_first_forward: dict[str, int] = {}
+        self.awaits_forward = bool(self._constructed)
         self._in_step: dict[str, int] | None = None
 
     def forward_begins(self) -> None:
         """Keep the fingerprints before the first forward pass, where those of the construction are kept."""
-        if self._constructed and not self._at_first_forward:
+        if self.awaits_forward:
             self._at_first_forward = self.parameters()
+            self.awaits_forward = not self._at_first_forward
 
     def forward_returned(self) -> None:
         """Keep those after the first pass of a step that is compared: some move parameters in it, and put them back."""
@@ -66,7 +71,9 @@ class ReplicaCapture:
         return fingerprints(self._tensors(parameters).items())
 
     def _tensors(self, parameters: Mapping[str, nn.Parameter] | None = None) -> dict[str, nn.Parameter]:
-        found = dict(self._module.named_parameters()) if parameters is None else parameters
+        found = self._known.now().parameters if parameters is None else parameters
+        if not self._shards and not has_parts() and _PLAIN.issuperset(map(type, found.values())):  # as a rule
+            return {**found}
         whole = {n: p for n, p in found.items() if not (n in self._shards or is_shard(p) or is_part(p))}
         return {**whole, **self._shards} if self._with_shards else whole
 
@@ -82,7 +89,7 @@ class ReplicaCapture:
 
         `parts` of the module, and `reduced` parameters with their gradients in rows, are given where they are known.
         """
-        parts = parts or parts_of(self._module)
+        parts = parts or self._known.now()
         parameters, self._in_step = self._in_step, None
         if self._with_parameters and (parameters is None or not after_backward):
             parameters = self.parameters()
@@ -96,7 +103,7 @@ class ReplicaCapture:
         )
         # Once it has run, tensors that are not registered (metrics, its last outputs) may differ by right.
         changing = step or after_backward or self.count
-        description = structure_of(self._module, parts) if changing else describe(self._module)
+        description = self._known.structure(parts) if changing else describe(self._known.module)
         self.count += 1
         if step:
             return ReplicaState(description, values)

@@ -19,7 +19,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_loss
 from ddpcheck.gather.ddp.sharding import mesh_of, mixed_precision, shard_number, uneven, uneven_parts
 from ddpcheck.gather.state.fingerprints import InRows, fingerprints, in_rows, is_shard, own_part
-from ddpcheck.gather.state.module_description import Parts, parts_of
+from ddpcheck.gather.state.module_description import Parts
 from ddpcheck.gather.steps.gradient_distance import KeptParts, eps_of, short_sketches, sketches
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.record.parameters.parameter_history import StepProbe
@@ -35,9 +35,10 @@ class ReplicaRecorder:
     Attributes:
         reduced: The gradients that the last reduction has left, until the backward pass has ended.
         changed: Whether something else than an optimizer's step has changed parameters since the first forward pass.
+        waits: Whether something is there to be written.
     """
 
-    changed = False
+    changed = waits = False
 
     def __init__(self, recorder: StepRecorder, log: RankLog, number: int) -> None:
         """Of the `number`-th wrapper."""
@@ -48,7 +49,7 @@ class ReplicaRecorder:
         self._mesh = mesh_of(self._module) if recorder.is_sharded else None
         self._captured: tuple[ReplicaCaptured, Mapping[str, nn.Parameter]] | None = None
         self.reduced: InRows | None = None
-        parts = parts_of(self._module)
+        parts = recorder.parts.now()
         self._buffers = self._own_buffers(fingerprints(parts.buffers.items()), parts)
         self._written: set[str] = set()  # those of them that have changed
         self._begun = -1  # the captured step after which no forward pass has begun yet
@@ -74,8 +75,8 @@ class ReplicaRecorder:
 
     def write_buffers(self) -> None:
         """Write the buffers with which the rank goes on after a captured step."""
-        step, self._begun = self._begun, -1
-        parts = parts_of(self._module) if step >= 0 else None
+        step, self._begun, self.waits = self._begun, -1, False
+        parts = self._recorder.parts.now() if step >= 0 else None
         if parts is not None and (buffers := self._own_buffers(fingerprints(parts.buffers.items()), parts)):
             self._log.add(BuffersKept(self._number, step, buffers))
 
@@ -105,7 +106,7 @@ class ReplicaRecorder:
             )
             captured = replace(captured, own=own, averaged=averaged, eps=eps, hook=hook, own_hook=own_hook)
         self.write()
-        self._captured, self._begun = (captured, parts.parameters), step
+        self._captured, self._begun, self.waits = (captured, parts.parameters), step, True
 
     def write_statistics(self, step: int) -> None:
         """Write the running statistics that normalisation layers have after so many steps: the last ones.

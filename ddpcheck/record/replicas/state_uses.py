@@ -15,7 +15,7 @@ from torch import nn
 from ddpcheck.findings.evidence.replicas import NothingLoaded, StateUsed, digest_of_values
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import lines_of_program, user_location
-from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, after_forward
+from ddpcheck.gather.forward_hooks import OutsideOfTraining, after_forward
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
 from ddpcheck.record.module_hooks import UnpickledHook
@@ -29,10 +29,14 @@ class LoadRecorder:
     """Follows `load_state_dict`; hands to `sink`, before the optimizer step after it, what has loaded nothing.
 
     A script that then loads the state with other keys, or another one, has meant the first load as a trial.
+
+    Attributes:
+        waits: Whether there may be something to hand over.
     """
 
     def __init__(self, sink: Callable[[NothingLoaded], object]) -> None:
         self._sink = sink
+        self.waits = False
         self._in_vain: WeakKeyDictionary[nn.Module, NothingLoaded] = WeakKeyDictionary()
         patched(nn.Module, "load_state_dict", self._loads)
 
@@ -45,14 +49,15 @@ class LoadRecorder:
                 del self._in_vain[other]
         elif (prefix := common_prefix(missing, unexpected)) is not None and len(self._in_vain) < _MOST:
             name, of_state, keys = type(module).__name__, prefix[0], prefix[1]
+            self.waits = True
             self._in_vain[module] = NothingLoaded(name, user_location(), keys, of_state, len(missing))
 
     def before_step(self) -> None:
         """An optimizer is about to step."""
-        if self._in_vain:
-            for one in list(self._in_vain.values()):
-                self._sink(one)
-            self._in_vain.clear()
+        for one in list(self._in_vain.values()):
+            self._sink(one)
+        self._in_vain.clear()
+        self.waits = False
 
 
 def _holds(module: nn.Module, other: nn.Module) -> bool:
@@ -130,7 +135,7 @@ class UseRecorder:
             for layer in _layers(module):
                 if layer not in self._followed:
                     self._followed[layer] = one
-                    after_forward(layer, OutsideOfCompiledCode(UnpickledHook(self._called)))
+                    after_forward(layer, OutsideOfTraining(UnpickledHook(self._called)))
 
     def follow_wrapped(self) -> None:
         """Listen to those of the modules that are wrapped, too."""

@@ -37,6 +37,7 @@ class WriteRecorder:
 
     Attributes:
         stepping: Whether an optimizer does, by whose step parameters are to change.
+        seen: What was written since the last step began, and by which line.
     """
 
     def __init__(self, sink: Callable[[ModuleChanged], object], watches: Iterable[ScriptWatch]) -> None:
@@ -46,7 +47,7 @@ class WriteRecorder:
         self._watches = watches
         self._wrapped: dict[int, tuple[Callable[[], Any], int, str]] = {}  # by identity: a parameter, wrapper, name
         self._lines: dict[tuple[Any, int], int] = {}  # by code and number: how often it was come to
-        self._open: dict[_Key, ModuleChanged] = {}
+        self.seen: dict[_Key, ModuleChanged] = {}
         self._told: set[_Key] = set()
         self._early: dict[Location, list[tuple[Callable[[], Any], str]]] = {}  # what was written there, and how
         self._follow(nn.Parameter)
@@ -77,20 +78,20 @@ class WriteRecorder:
                 self._sink(ModuleChanged(watch.number, "written", next(iter(how.values())), (*how,), where))
 
     def copied(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """A variable holds the parameters of a copy of a wrapped module."""
+        """A variable holds the parameters of a copy of a wrapped module, which may be wrapped itself."""
         for tensor in tensors:
             known = self._wrapped.get(id(tensor))
-            if known is None or known[0]() is not tensor:
+            if known is None or known[0]() is not tensor or known[1] != OF_A_COPY:
                 self._wrapped[id(tensor)] = tensor_ref(tensor), OF_A_COPY, name
 
     def write(self) -> None:
         """Hand on what has been seen: a step begins, or the script has ended."""
-        if self._open:
-            for key, one in self._open.items():
+        if self.seen:
+            for key, one in self.seen.items():
                 if key not in self._told:
                     self._told.add(key)
                     self._sink(one)
-            self._open.clear()
+            self.seen.clear()
 
     def _followed(self, name: str, original: Any) -> Any:
         note, wrapped = guarded(self._written), self._wrapped
@@ -146,7 +147,7 @@ class WriteRecorder:
             return
         if (key := (number, where)) in self._told:
             return
-        before = self._open.get(key)
+        before = self.seen.get(key)
         names = (name,) if before is None else tuple(dict.fromkeys((*before.names, name)))
         watch = next((one for one in list(self._watches) if one.number == number), None)
         if watch is not None or number == OF_A_COPY:
@@ -154,7 +155,7 @@ class WriteRecorder:
                 watch.parameters_written()
             when = (0, 0) if watch is None else (watch.forwards, watch.step)
             what = "ignored" if how == _IGNORED else "written"
-            self._open[key] = ModuleChanged(number, what, how, names, where, *when)
+            self.seen[key] = ModuleChanged(number, what, how, names, where, *when)
 
 
 _CALLER = 3  # frames from what notes a write to the line that makes it

@@ -17,6 +17,7 @@ import sys
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType, NoneType
 from typing import Any
 
@@ -58,6 +59,8 @@ def function_of(called: Any) -> tuple[CodeType | None, Mapping[str, Any]]:
     called = getattr(called, "func", called) if isinstance(called, functools.partial) else called
     called = inspect.unwrap(called) if isinstance(called, types.FunctionType) else called
     called = getattr(called, "__func__", called)
+    if not isinstance(called, types.FunctionType):  # an object that can be called
+        called = inspect.getattr_static(type(called), "__call__", None)
     code = getattr(called, "__code__", None)
     return (code, called.__globals__) if isinstance(code, CodeType) and is_users(code) else (None, {})
 
@@ -190,6 +193,26 @@ def _program_files(_modules: int) -> tuple[str, ...]:
     return tuple(file for file in files if file.endswith(".py") and is_of_program(file))
 
 
+def _files_with(name: str) -> Iterator[str]:
+    """Those in which a name occurs: to parse all files of a large program takes long."""
+    wanted = re.compile(rf"\b{re.escape(name)}\b".encode())
+    return (file for file in program_files() if wanted.search(_text_of(file)))
+
+
+def _text_of(file: str) -> bytes:
+    try:
+        return Path(file).read_bytes()
+    except OSError:  # of a zip archive, say
+        return b""
+
+
+@functools.cache
+def asked_for_places(file: str) -> frozenset[str]:
+    """The names whose method `index` a file calls."""
+    return frozenset(name.decode() for name in _ASKED_FOR_PLACES.findall(_text_of(file)))
+
+
+_ASKED_FOR_PLACES = re.compile(rb"(\w+)\s*\.\s*index\s*\(")
 _BY_NAME = (FunctionType, ModuleType, NoneType)  # what holds variables, and no attributes or items; none: a function
 _BY_ITEM = (dict, list, tuple)
 
@@ -225,7 +248,7 @@ def assignment_in_program(name: str, value: bool | None = None) -> Location | No
     """
     found = {
         Location(relative_path(file), node.lineno)
-        for file in program_files()
+        for file in _files_with(name)
         for node in ast.walk(parsed_source(file) or ast.Module([], []))
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
@@ -235,7 +258,7 @@ def assignment_in_program(name: str, value: bool | None = None) -> Location | No
 
 
 def _assignments(name: str, holder: type) -> Iterator[tuple[tuple[bool, bool, bool], Location]]:
-    for file in program_files():
+    for file in _files_with(name):
         for node, repeats, of_class in _statements(parsed_source(file) or ast.Module([], []), repeats=False):
             if (reads := _updates(node, name, holder)) is not None:
                 own = of_class in ("", *(kind.__name__ for kind in holder.__mro__))

@@ -74,7 +74,7 @@ class CollectiveMismatchWatch:
         self._since: dict[tuple[int, ...], float] = {}
 
     def __call__(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
-        if not running or not all(this_rank.read_slots(world.directory, rank)[1] for rank in running):
+        if not running or not all(this_rank.read_slots(world.directory, rank).collective for rank in running):
             self._since.clear()  # somebody is at work: it may still come
             return None
         logs = [log_path(world.directory, rank) for rank in range(world.world_size)]

@@ -300,7 +300,7 @@ def _ranks_of(group: dist.ProcessGroup | None, what: str) -> list[int]:
 def _exchange(what: str, group: Any, purpose: str, timeout: float | None) -> Iterator[StoreExchange]:
     """An exchange, in a block in which the other ranks are waited for."""
     exchange = StoreExchange.over(group, purpose, timeout)
-    before = this_rank.own_slots()[1]
+    before = this_rank.own_slots().collective
     this_rank.set_collective(what)
     try:
         yield exchange

@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.worlds.wire import NO_LAUNCH
 
-_PATIENCE = 10.0  # seconds for scontrol, which looks into SLURM's configuration only
 _FIRST_PORT = 20_000
 _PORTS = 10_000  # up to where the ports begin that the kernel gives to anybody
 _STEPS = 101  # a prime: steps of jobs with neighbouring numbers get ports of their own
@@ -30,40 +27,18 @@ _STEPS = 101  # a prime: steps of jobs with neighbouring numbers get ports of th
 def first_host(nodes: str) -> str:
     """Return the first machine of a compressed list of hosts such as `rack[1-3,7]-gpu[01-16],login`.
 
-    It is what `scontrol show hostnames` says, and where that is missing or fails, what can be read from the list.
+    It is the one that `scontrol show hostnames` names first.
 
     Raises:
         UsageError: The list makes no sense.
     """
-    said, complaint = _ask_scontrol(nodes)
-    if found := said or read_first_host(nodes):
-        return found
-    raise UsageError(
-        f"The first machine of SLURM's list of nodes {nodes!r} cannot be told ({complaint}); "
-        "export MASTER_ADDR, the machine of rank 0."
-    )
-
-
-def _ask_scontrol(nodes: str) -> tuple[str, str]:
-    """The first host, empty where there is no answer, and why there is none."""
-    if (scontrol := shutil.which("scontrol")) is None:
-        return "", "scontrol is not installed here"
-    try:
-        done = subprocess.run(
-            [scontrol, "show", "hostnames", nodes], capture_output=True, text=True, timeout=_PATIENCE, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return "", f"scontrol: {error}"
-    hosts = done.stdout.split()
-    if done.returncode == 0 and hosts:
-        return hosts[0], ""
-    return "", f"scontrol: {' '.join((done.stderr or 'no answer').split())[:200]}"
-
-
-def read_first_host(nodes: str) -> str:
-    """Return the first host of a compressed list without help, empty where the list makes no sense."""
     whole = re.match(r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?=,|$)", nodes)
-    return re.sub(r"\[(\d+)[^]]*\]", r"\1", whole[0]) if whole else ""
+    if whole is None:
+        raise UsageError(
+            f"The first machine of SLURM's list of nodes {nodes!r} cannot be told; export MASTER_ADDR, the machine of "
+            "rank 0."
+        )
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", whole[0])
 
 
 def tasks_of_node(layout: str, node: str) -> int | None:

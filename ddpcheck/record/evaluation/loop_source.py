@@ -1,0 +1,76 @@
+"""The source of a program around where it is now: what comes after a loop, and the conditions that it is in."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import linecache
+from collections.abc import Mapping
+from typing import Any
+
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import relative_path, variables_of
+from ddpcheck.record.source import program_numbers
+
+
+def numbers_of_conditions() -> list[float]:
+    """The numbers in the conditions of the `if`s in which the program is now."""
+    found: list[float] = []
+    for frame in itertools.islice(program_numbers.program_frames(), 3):
+        variables = {**frame.f_globals, **variables_of(frame)}
+        for test in _tests_around(frame.f_code.co_filename, frame.f_lineno):
+            for node in ast.walk(test):
+                if isinstance(node, ast.Name | ast.Attribute) and (number := _value_of(node, variables)) is not None:
+                    found.append(number)
+    return [number for number in found if number != int(number)]
+
+
+def _value_of(node: ast.expr, variables: Mapping[str, Any]) -> float | None:
+    """The number that a name or an attribute of an object is, as it is held."""
+    if isinstance(node, ast.Name):
+        return program_numbers.number_of(variables.get(node.id))
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return program_numbers.number_of((getattr(variables.get(node.value.id), "__dict__", None) or {}).get(node.attr))
+    return None
+
+
+def lines_after() -> dict[str, Location]:
+    """By function of the program, the line that follows the loop in which it is now."""
+    found: dict[str, Location] = {}
+    for frame in program_numbers.program_frames():
+        code = frame.f_code
+        line = _line_after(code.co_filename, frame.f_lineno)
+        if line and code.co_name not in found:
+            found[code.co_name] = Location(relative_path(code.co_filename), line)
+    return found
+
+
+@functools.cache
+def _line_after(file: str, line: int) -> int:
+    """The line of the statement after the innermost `for` that begins at `line`; 0 where there is none."""
+    for node in ast.walk(_tree(file)):
+        for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
+            for one, following in itertools.pairwise(body if isinstance(body, list) else []):
+                if isinstance(one, ast.For) and one.lineno <= line <= (one.iter.end_lineno or one.lineno):
+                    return int(following.lineno)
+                if isinstance(one, ast.With) and one.body and isinstance(last := one.body[-1], ast.For):
+                    if last.lineno <= line <= (last.iter.end_lineno or last.lineno):
+                        return int(following.lineno)
+    return 0
+
+
+@functools.cache
+def _tree(file: str) -> ast.AST:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+@functools.cache
+def _tests_around(file: str, line: int) -> tuple[ast.expr, ...]:
+    around = [node for node in ast.walk(_tree(file)) if isinstance(node, ast.If)]
+    return tuple(
+        node.test for node in around if node.body[0].lineno <= line <= (node.body[-1].end_lineno or node.lineno)
+    )
