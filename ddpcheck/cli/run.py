@@ -35,6 +35,7 @@ from ddpcheck.run.hang_watch import Hang, HangWatch, Unended, end_agent
 from ddpcheck.run.node_link import NodeLink
 from ddpcheck.run.run_record import prepare, write_flight_records
 from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, rank_processes, read_logs
+from ddpcheck.worlds.failures import has_lost_another
 
 
 def examine_options(given: argparse.Namespace) -> None:
@@ -87,8 +88,7 @@ def run_agent(run: Any, given: argparse.Namespace, folder: Path, nodes: NodeLink
         if watch.hang is not None:  # and another node has ended its ranks before
             return Ending(EXIT_HANG, hang=watch.hang)
         print(error, file=sys.stderr)
-        _, first = error.get_first_failure()
-        code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+        code = code_of_first(error.failures)
         own = rank_processes(folder)  # what the agent has started may be a process that starts the ranks
         known = {rank: failure for rank, failure in error.failures.items() if own.get(rank, failure.pid) == failure.pid}
         return Ending(code, {rank: failure.exitcode for rank, failure in known.items()})
@@ -107,6 +107,20 @@ def run_agent(run: Any, given: argparse.Namespace, folder: Path, nodes: NodeLink
         complain(f"the agent of torchrun has stopped: {named(error)}")
         return Ending(EXIT_FINDINGS)  # torchrun's own exit code then
     return Ending()
+
+
+def code_of_first(found: Mapping[int, Any]) -> int:
+    """The exit code of the rank that failed first; not of one that raised because it had lost another one.
+
+    A rank that has raised and then was ended by the agent has failed with the exception.
+    """
+    ordered = sorted(found.values(), key=lambda one: one.timestamp)
+    raised = {one.pid: str(one.message) for one in ordered if isinstance(one.message, dict)}  # of an error file
+    lost = [one.pid for one in ordered if has_lost_another(raised.get(one.pid, ""))]
+    by_itself = [one for one in ordered if one.pid not in lost and one.exitcode != -signal.SIGTERM]
+    first = (by_itself or ordered)[0]
+    code = EXIT_FINDINGS if first.exitcode == -signal.SIGTERM and first.pid in raised else first.exitcode
+    return int(code if code > 0 else 128 - code)
 
 
 def _is_refused_option(error: Exception) -> bool:

@@ -122,7 +122,9 @@ class RankFailure:
         exit_code: Of the process, where it ended: negative for a signal, as in `subprocess`.
         output: The last lines that the rank printed.
         bug: The sentence that asks to report it, where it is a bug of ddpcheck that the rank has met; else empty.
-        noticed: In which worker or thread it was raised and which line waited for that, in words; "" where it was none.
+        noticed: In which worker or thread it was raised and which line waited for that, or in the handling of which
+            exception, in words; "" where it was none.
+        cause: That exception, the first one of its chain; "" where there is none.
     """
 
     rank: int
@@ -140,6 +142,7 @@ class RankFailure:
     output: str = ""
     bug: str = ""
     noticed: str = ""
+    cause: str = ""
 
 
 class RankError(DdpcheckError):

@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import textwrap
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,15 @@ _LIBRARY_FOLDERS = tuple(
 
 def relative_path(path: str) -> str:
     """`path` relative to the working folder, else to the folder of installed packages, else its last part."""
-    return _relative_path(path, os.getcwd())
+    global _working_folder
+    try:
+        _working_folder = os.getcwd()
+    except OSError:  # the script has deleted it: the last one that was there
+        pass
+    return _relative_path(path, _working_folder)
+
+
+_working_folder = os.sep
 
 
 @functools.cache
@@ -181,6 +189,12 @@ def is_of_program(path: str) -> bool:
     return is_user_file(path) and not is_installed(path)
 
 
+def file_of_module(module: Any) -> str:
+    """The source file of a module; "" where it has none. One that is loaded when it is asked for more is not asked."""
+    file = getattr(module, "__dict__", {}).get("__file__")
+    return file if isinstance(file, str) else ""
+
+
 def defined_at(function: Any) -> Location | None:
     """The line at which the definition of a function begins, with its decorators; `None` for one without code."""
     while isinstance(function, functools.partial):
@@ -300,6 +314,7 @@ def last_assignment(at: Location, name: str) -> Location | None:
     return None
 
 
+@functools.cache
 def _computed_for(tree: ast.AST, name: str) -> int | None:
     """The one line of a call that is given an argument by this name, and what is more than a variable or a number."""
     plain = (ast.Name, ast.Attribute, ast.Constant)
@@ -322,7 +337,8 @@ def call_of(names: Sequence[str], files: Mapping[str, str]) -> Location | None:
     return None
 
 
-def _targets(tree: ast.AST) -> Iterator[tuple[int, str]]:
+@functools.cache
+def _targets(tree: ast.AST) -> tuple[tuple[int, str], ...]:
     """What is assigned in `tree`, each name with its line; not what a class declares, of which no variable is made."""
     declared = {
         target
@@ -333,9 +349,8 @@ def _targets(tree: ast.AST) -> Iterator[tuple[int, str]]:
         for target in (one.targets if isinstance(one, ast.Assign) else [one.target])
     }
     declared |= {one.target for one in ast.walk(tree) if isinstance(one, ast.AnnAssign) and one.value is None}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store) and node not in declared:
-            yield node.lineno, ast.unparse(node)
+    stored = (n for n in ast.walk(tree) if isinstance(n, ast.Name | ast.Attribute) and isinstance(n.ctx, ast.Store))
+    return tuple((node.lineno, ast.unparse(node)) for node in stored if node not in declared)
 
 
 @functools.cache

@@ -22,7 +22,6 @@ from ddpcheck.findings.evidence.loop import (
     OF_A_COPY,
     FunctionCompiled,
     GatheredConstant,
-    GradientsChanged,
     GradientsLeft,
     GradientsTaken,
     ModuleChanged,
@@ -40,11 +39,9 @@ from ddpcheck.findings.evidence.script import (
     Evaluated,
     FilesLeft,
     FileUsed,
-    GradientsClipped,
     GradientsZeroed,
     Inputs,
     LossDifferentiated,
-    MetricUsed,
     OptimizerStep,
     ReducedInPlace,
     StateHeld,
@@ -58,51 +55,25 @@ from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved, to
 from ddpcheck.judge.data.script_rows import OTHER_VALUES
 from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
 from ddpcheck.judge.evaluation.script_order import judge_sums_again, judge_targets
-from ddpcheck.judge.gradients.script_alone import (
-    all_gradients_agree,
-    are_local,
-    judge_alone,
-    judge_parts_reduced,
-    judge_reduced_alike,
-    judge_taken,
-)
-from ddpcheck.judge.gradients.script_clips import (
-    judge_changed,
-    judge_clips,
-    judge_rescaled,
-    judge_scaled_by_hand,
-    judge_step_gradients,
-)
+from ddpcheck.judge.gradients.script_alone import all_gradients_agree, judge_reduced_alike, judge_taken
 from ddpcheck.judge.gradients.script_gathers import judge_gathers, judge_own_parts
-from ddpcheck.judge.gradients.script_losses import (
-    FEWEST_PASSES,
-    SCALE_FREE,
-    judge_accumulated,
-    judge_losses,
-    judge_summed_again,
-    judge_sums,
-)
-from ddpcheck.judge.gradients.sharded import judge_shard_scales
+from ddpcheck.judge.gradients.script_losses import FEWEST_PASSES, SCALE_FREE, judge_accumulated, judge_losses
 from ddpcheck.judge.loop.script_compilations import judge_graphs, judge_recompilations, trained_functions
-from ddpcheck.judge.loop.script_optimizers import (
-    judge_metrics,
-    judge_optimizer_options,
-    judge_optimizer_state,
-    judge_pace,
-    judge_parts,
-    judge_reduced_in_place,
-    judge_schedule,
-    judge_shard_states,
-    judge_stale,
-    judge_zeroed,
-)
-from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld, judge_unmoved
+from ddpcheck.judge.loop.script_optimizers import judge_reduced_in_place, judge_zeroed
+from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts
 from ddpcheck.judge.loop.script_works import judge_works
 from ddpcheck.judge.loop.script_wrappers import are_rounded, sums_rightly
+from ddpcheck.judge.optimizer_lines import (
+    judge_all_clips,
+    judge_all_of_optimizers,
+    judge_metrics_used,
+    judge_parameters_unheld,
+    judge_states_of_optimizers,
+)
 from ddpcheck.judge.replicas.hand_split import compare_hand_split
 from ddpcheck.judge.replicas.model_parts import compare_groups
 from ddpcheck.judge.replicas.script_states import judge_loads, judge_states, judge_statistics, judge_uses
-from ddpcheck.judge.script_facts import Optimizer, ScriptFacts, entries_of, first_steps, used_by
+from ddpcheck.judge.script_facts import ScriptFacts, entries_of, used_by
 from ddpcheck.judge.verdict import Row, Verdict, Verdicts
 from ddpcheck.judge.wrapper_lines import PARTS, judge_all_of_wrappers, judge_constructions
 from ddpcheck.stream.rank_log import WatchedRank
@@ -197,100 +168,6 @@ def _graphs(facts: ScriptFacts) -> Verdicts:
 def _have_one_model(facts: ScriptFacts) -> bool:
     """Whether all ranks train the same model: no stages of a pipeline, and no parts of one."""
     return not facts.model_groups and any(len(one.made.ranks) == len(facts.ranks) for one in facts.wrappers)
-
-
-# Optimizers
-
-
-def _optimizer_state(facts: ScriptFacts) -> Verdicts:
-    found = [finding for one in facts.optimizers for finding in judge_optimizer_state(one.steps)]
-    return {"optimizers": Verdict(found)}
-
-
-def _optimizers(facts: ScriptFacts) -> Verdicts:
-    found: list[Finding] = []
-    known = facts.optimizers
-    wrapped, clips, losses = bool(facts.wrappers), facts.of(GradientsClipped), facts.of(LossDifferentiated)
-    held = {name for one in entries_of(facts.ranks[0], OptimizerStep) for name in one.held}
-    sharded_at = next((one.made.location for one in facts.wrappers if one.made.context.sharded is not None), None)
-    assigned = [one for one in entries_of(facts.ranks[0], ModuleChanged) if one.what == "module"]
-    for one in known:
-        of_one = judge_optimizer_options(one.steps) + judge_pace(one.steps, one.ends) + judge_shard_scales(one.steps)
-        of_one += judge_shard_states(one.steps)
-        apart = bool(judge_optimizer_state(one.steps))
-        of_one += [] if apart else judge_step_gradients(one.steps, clips)
-        if not apart and not of_one:
-            others = [other.steps for other in known if _are_of_same(one, other)]
-            alone = (
-                []
-                if facts.model_groups
-                else judge_scaled_by_hand(one.steps, clips)
-                or judge_alone(one.steps, one.ends, others, wrapped=wrapped, sharded_at=sharded_at, assigned=assigned)
-            )
-            of_one += alone or judge_sums(one.steps, losses)
-        found += of_one + _with_model(judge_stale(one.steps, facts.moved, held), facts)
-        found += judge_unmoved(one.steps, facts.moved) + judge_parts_reduced(one.steps)
-        found += judge_schedule(one.ends, len(facts.ranks))
-        found += judge_summed_again(one.steps, len(facts.ranks))
-    firsts = [first_steps(rank) for rank in facts.ranks]
-    if not found and len({len(of_rank) for of_rank in firsts}) == 1:  # ranks may have given them other parameters
-        for first in zip(*firsts, strict=True):
-            found += judge_optimizer_options([first]) or (judge_parts(first) if facts.parameters_part else [])
-    steps = sum(len(one.steps) for one in known)
-    of_shards = "options and pace, and scale of the shards' gradients,"
-    compared = of_shards if facts.shards else "options, state and gradients"
-    what = f"{compared} of {counted(len(known), 'optimizer')}, in {counted(steps, 'step')}" if steps else ""
-    return {"optimizers": Verdict(found, what, facts.why_unwatched)}
-
-
-def _are_of_same(one: Optimizer, other: Optimizer) -> bool:
-    """Whether two optimizers are of the same parameters in no wrapper, by their names."""
-    return bool(one.steps and other.steps) and one.steps[0][0].alone.keys() == other.steps[0][0].alone.keys()
-
-
-def _clips(facts: ScriptFacts) -> Verdicts:
-    clips, steps = facts.of(GradientsClipped), [one.steps for one in facts.optimizers]
-    found = judge_clips(clips, steps) or judge_changed(facts.of(GradientsChanged))
-    for of_ranks in () if found else steps:
-        if all(len(of_step) == len(facts.ranks) for of_step in of_ranks):
-            theirs = [(rank, [of_step[n] for of_step in of_ranks]) for n, rank in enumerate(facts.ranks)]
-            used = [list(used_by(rank, of_rank)) for rank, of_rank in theirs]
-            found += judge_rescaled(used, facts.of(LossDifferentiated), len(facts.ranks))
-    return {"optimizers": Verdict(found)}
-
-
-def _metrics(facts: ScriptFacts) -> Verdicts:
-    local = {one.steps[0][0].optimizer for one in facts.optimizers if one.steps and are_local(one.steps)}
-    used = [[one for one in of_rank if one.optimizer not in local] for of_rank in facts.of(MetricUsed)]
-    return {"optimizers": Verdict(judge_metrics(used))}
-
-
-def _unheld(facts: ScriptFacts) -> Verdicts:
-    if not facts.wrappers:
-        return {}
-    every = [one for of_rank in facts.of(OptimizerStep) for one in of_rank]
-    named = [name for one in every for name in (*one.held, *one.idle)]
-    made = next((one.made for one in every if one.held or not named), None)
-    in_vain = bool(every) and not any(one.norms or one.gradients for one in every)
-    found = judge_unheld(facts.moved, named, made=made, in_vain=in_vain)
-    return {"optimizers": Verdict(_with_model(found, facts))}
-
-
-def _with_model(found: Sequence[Finding], facts: ScriptFacts) -> list[Finding]:
-    """Findings on parameters that never move, with the one of several wrapped modules that they are of."""
-    models = [
-        [
-            f"of {one.made.module}, which is wrapped at {one.made.location}"
-            for one in facts.wrappers
-            if all(facts.moved.get(f"{one.number}/{name}") is False for name in finding.subjects)
-        ]
-        for finding in found
-    ]
-    several = len(facts.wrappers) > 1
-    return [
-        replace(finding, evidence=(*of_model, *finding.evidence)) if several and len(of_model) == 1 else finding
-        for finding, of_model in zip(found, models, strict=True)
-    ]
 
 
 # Losses
@@ -445,16 +322,16 @@ _OF_OTHER_MODULES = (*_OF_MODULES, "DDP101", "DDP102", "DDP103", "DDP104", "DDP1
 _OF_PARTS = ("DDP208", "DDP301", "DDP306", "DDP504", "DDP516")
 
 ROWS: tuple[Row[ScriptFacts], ...] = (
-    Row(_by_files(_over_ranks(_optimizer_state)), ("optimizers",), ("DDP306",)),
+    Row(_by_files(_over_ranks(judge_states_of_optimizers)), ("optimizers",), ("DDP306",)),
     Row(_works, ("collectives",), ("DDP408",)),
     Row(_over_ranks(judge_constructions), ("replicas", "collectives"), (*_OF_MODULES, "DDP403")),
     Row(_by_files(judge_all_of_wrappers), tuple(PARTS), _OF_A_WATCH, yields=("DDP306",)),
     Row(_over_ranks(compare_groups), ("replicas", "data"), _OF_PARTS, yields=_OF_PARTS),
     Row(_over_ranks(compare_hand_split), ("replicas",), ("DDP301",), unless=("DDP301",)),
     Row(_over_ranks(_losses), ("loss",), ("DDP303", "DDP305", "DDP309", "DDP514"), yields=("DDP305", "DDP514")),
-    Row(_over_ranks(_clips), ("optimizers",), ("DDP301", "DDP303", "DDP310"), yields=("DDP301",)),
-    Row(_over_ranks(_optimizers), ("optimizers",), _OF_OPTIMIZERS, yields=("DDP301", "DDP305")),
-    Row(_over_ranks(_metrics), ("optimizers",), ("DDP518",)),
+    Row(_over_ranks(judge_all_clips), ("optimizers",), ("DDP301", "DDP303", "DDP310"), yields=("DDP301",)),
+    Row(_over_ranks(judge_all_of_optimizers), ("optimizers",), _OF_OPTIMIZERS, yields=("DDP301", "DDP305")),
+    Row(_over_ranks(judge_metrics_used), ("optimizers",), ("DDP518",)),
     Row(_over_ranks(_loop), ("loop",), ("DDP309", "DDP501", "DDP508", "DDP517", "DDP520")),
     Row(_over_ranks(_compilations), ("loop",), ("DDP522",)),
     Row(_over_ranks(_graphs), ("loop",), ("DDP522",), unless=_OF_OTHER_MODULES),
@@ -466,7 +343,7 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
         ("evaluation",),
         ("DDP516", "DDP801", "DDP802", "DDP803", "DDP804", "DDP805", "DDP806"),
     ),
-    Row(_over_ranks(_unheld), ("optimizers",), ("DDP504",), unless=("DDP504",)),
+    Row(_over_ranks(judge_parameters_unheld), ("optimizers",), ("DDP504",), unless=("DDP504",)),
     Row(_over_ranks(_copies), ("replicas",), ("DDP214", "DDP306"), unless=_REPLICAS_PART),
 )
 """In the order in which they are asked: what says more comes first."""

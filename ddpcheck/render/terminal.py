@@ -87,16 +87,12 @@ class TerminalRenderer(TextRenderer):
         room = max((self.medium.width or UNBROKEN) - _OTHER_COLUMNS, 16)
         for reference, entries in sorted(group_by(report.parity, lambda entry: entry.reference).items()):
             worst = max(entries, key=lambda entry: entry.excess)
+            error = "inf" if worst.relative_error >= 1e30 else f"{worst.relative_error:.1e}"
             table.add_row(
                 styled(reference),
                 broken(worst.parameter, room),
                 str(worst.step),
-                styled(
-                    (
-                        f"{worst.relative_error:.1e}" if worst.relative_error < 1e30 else "inf",
-                        "red" if worst.is_beyond else "green",
-                    )
-                ),
+                styled((error, "red" if worst.is_beyond else "green")),
                 f"{worst.tolerance:.1e}" if worst.tells else "any",
                 str(len(entries)),
             )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpcheck.findings.errors import RankFailure
-from ddpcheck.findings.evidence.endings import RankAtEnd
+from ddpcheck.findings.evidence.endings import SYSTEM_EXIT, RankAtEnd
 from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.replicas import WrapperBegun
 from ddpcheck.findings.evidence.steps import Call
@@ -38,7 +38,7 @@ from ddpcheck.judge.endings.timelines import those_that_differ, timelines
 from ddpcheck.judge.endings.torch_errors import RaisedFacts, judge_torch_errors
 from ddpcheck.judge.replicas.script_changes import REPLACED
 from ddpcheck.run.hang_watch import Hang, Unended
-from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, ExitCalled, RankRaised, lines_in
+from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, RankRaised, lines_in
 from ddpcheck.stream.rank_log import WatchedRank, comparable_logs
 from ddpcheck.worlds import failures
 
@@ -134,7 +134,7 @@ _CHECKPOINTS = ("checkpoint", "checkpoint_sequential", "gradient_checkpointing_e
 
 
 def _with_option_of_run(finding: Finding) -> Finding:
-    advice = finding.what_to_do.replace("--timeout", "--check-timeout")
+    advice = finding.what_to_do.replace("--timeout", "--check-timeout").replace(", --world-size 2", "")
     return finding if advice == finding.what_to_do else replace(finding, fix=advice)
 
 
@@ -170,10 +170,11 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
             log = _with_forward(log, failure, lines)
             if for_worker := region_of(own_stack(stacks.get(failure.rank, ""))) == WORKERS:
                 doing = f"waits for a worker of its data loader{f' at {lines[0]}' if lines else ''}"
-        elif rank.has_ended:
-            left = [entry.lines for entry in rank.entries if isinstance(entry, ExitCalled)]
-            exit_at = left[-1][0] if left and left[-1] else ""
-            doing = f"has called sys.exit at {exit_at}" if exit_at else "has run to its end"
+        elif rank.has_ended or rank.exit is not None:
+            exit_at = f"{rank.exit.function} at {rank.exit.lines[0]}" if rank.exit and rank.exit.lines else ""
+            doing = f"has called {exit_at}" if exit_at else "has run to its end"
+            if rank.exit is None and ending.exit_codes.get(rank.started.rank, 0) > 0:  # nothing else has such a code
+                exit_at, doing = SYSTEM_EXIT, f"has raised {SYSTEM_EXIT}"
         elif lines and not waits_for_others(own_stack(rank.stack)):  # when it was ended
             doing, follows = f"was at work at {lines[0]}", False
         else:
@@ -181,7 +182,7 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
         if failure is not None and failure.kind != "stuck" and follows and log:
             doing = f"was in {described_call(log[-1])}, until it {doing.partition(':')[0]}"
         earlier = max(one.first_call for one in ranks)
-        ended = rank.has_ended and (failure is None or failure.kind != "stuck")
+        ended = (rank.has_ended or rank.exit is not None) and (failure is None or failure.kind != "stuck")
         waits = follows and not (failure is not None and failure.kind == "stuck" and not is_waiting(failure))
         number, passes = rank.started.rank, rank.passes
         story = (doing, lines, waits, ended, passes, exit_at, for_worker, rank.forwards, waits_for)
@@ -238,11 +239,25 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
         elif ending.hang is not None and number in ending.hang.stacks:
             stack = ending.hang.stacks[number]
             found.append(failures.stuck(number, 0.0, stack, "", call_of_ddp(rank, stack)))
+        elif code is not None and rank.exit is not None and rank.exit.handled is not None:
+            found.append(failures.raised(number, dict(rank.exit.handled)))
         elif code is not None and not rank.has_ended:
-            found.append(failures.died(number, code, 0.0))
+            found.append(_died(rank, code))
     if ending.hang is None and all(one.kind == "died" and (one.exit_code or 0) > 0 for one in found):
         return []  # the script ends its processes itself
-    return [one for one in found if not _was_ended(one, found)]
+    known = {one.rank for one in found}
+    lost_alone = sum(one.kind == "died" for one in found) == 1 and len(known) == len(ranks)
+    return [one for one in found if not _was_ended(one, found, lost_alone=lost_alone)]
+
+
+def _died(rank: WatchedRank, code: int) -> RankFailure:
+    """A rank whose process has ended with a code: by a signal, of which its stack may tell, or by `os._exit`."""
+    number = rank.started.rank
+    failure = failures.died(number, code, 0.0, dump=rank.stack if code < 0 else "")
+    if code < 0 or rank.exit is None or not rank.exit.lines:
+        return failure
+    said = f"rank {number} called {rank.exit.function}, and ended with exit code {code}"
+    return replace(failure, message=said, location=rank.exit.lines[0])
 
 
 def call_of_ddp(rank: WatchedRank, stack: str) -> str:
@@ -286,9 +301,14 @@ def timelines_of(
     return made if ending.hang is not None else those_that_differ(made)
 
 
-def _was_ended(failure: RankFailure, found: Sequence[RankFailure]) -> bool:
-    """Whether a rank was ended by torchrun, after another one had failed."""
+def _was_ended(failure: RankFailure, found: Sequence[RankFailure], *, lost_alone: bool) -> bool:
+    """Whether a rank was ended by torchrun, after another one had failed.
+
+    `lost_alone`: no other rank has ended, so that where others have lost a connection this was the first to go.
+    """
     others = [one for one in found if one.exit_code not in (-15, -9)]
     if failure.exit_code == -9:  # else it may be the first that failed: the connection of the others is lost by it
         return any(not follows_from_another_rank(one) for one in others)
+    if others and lost_alone and all(map(failures.looks_fallen, others)):
+        return False
     return failure.exit_code == -15 and len(others) + sum(one.exit_code == -9 for one in found) > 0

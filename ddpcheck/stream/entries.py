@@ -198,9 +198,11 @@ class CallersSeen(Entry, frozen=True):
 
 
 class ExitCalled(Entry, frozen=True):
-    """The script has called `sys.exit`; the lines that led to it, innermost first."""
+    """The script has called `sys.exit`, or `os._exit`, which nothing can catch; with the lines that led to it."""
 
-    lines: tuple[str, ...]
+    lines: tuple[str, ...]  # innermost first
+    function: str = "sys.exit"
+    handled: Mapping[str, Any] | None = None  # the exception that was handled there, as in `RankRaised`
 
 
 class RankRaised(Entry, frozen=True):

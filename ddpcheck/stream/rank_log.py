@@ -24,6 +24,7 @@ from ddpcheck.findings.source_lines import file_of
 from ddpcheck.stream.codec import decoded, encoded
 from ddpcheck.stream.entries import (
     CallersSeen,
+    ExitCalled,
     GroupDestroyed,
     GroupUsed,
     ProgramEnded,
@@ -225,6 +226,12 @@ class WatchedRank(Struct, frozen=True):
     def has_ended(self) -> bool:
         """Whether all of the script has run on it."""
         return any(isinstance(entry, ProgramEnded) for entry in self.entries)
+
+    @property
+    def exit(self) -> ExitCalled | None:
+        """The call that has ended it, where the script has called one: `sys.exit` raises, and may have been caught."""
+        calls = [entry for entry in self.entries if isinstance(entry, ExitCalled)]
+        return calls[-1] if calls and (self.has_ended or calls[-1].function != "sys.exit") else None
 
     @property
     def has_left(self) -> bool:

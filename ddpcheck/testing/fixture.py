@@ -114,7 +114,11 @@ class DdpWorld:
         ours = {name: getattr(self._settings, name) for name in _CHECKED}
         ours |= {name: self._lease.options[name] for name in _CHECKED if name in self._lease.options}
         ours["backend"] = self._settings.backend  # `None` leaves it to the check
-        report: Report = self._lease.ranks.once("ddp_world.check", lambda: check(recipe, **{**ours, **options}))
+        report: Report
+        try:
+            report = self._lease.ranks.once("ddp_world.check", lambda: check(recipe, **{**ours, **options}))
+        except DdpcheckError as error:
+            raise error.with_traceback(None) from None
         if report.exit_code(self._settings.fail_on):
             path = self._lease.ranks.once("the report of ddp_world.check", lambda: self._reports.keep(report))
             page = f"as a page: {path}\n" if path is not None else ""

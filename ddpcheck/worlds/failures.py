@@ -59,6 +59,12 @@ def described(error: BaseException, place: str, collective: str) -> dict[str, An
     if (original := original_of(error)) is not None:
         noticed = f"raised {original.where}{f', for which {where} waited' if where else ''}"
         name, text, where = original.type, original.text, original.location or where
+    first, cause = _first_of(error), ""
+    if first is not error:
+        with contextlib.suppress(Exception):  # its __str__ may raise, too
+            cause = shortened(f"{type(first).__qualname__}: {first}", LONGEST_TRACEBACK)
+        if cause and not noticed and (began := exception_location(first)) not in (None, where):
+            noticed = f"raised in the handling of {_first_line(cause)}, at {began}"
     bug = as_bug(error, place) if is_ours(error) and not _FELL.search(f"{name} {text}") else None
     return {
         "when": when,
@@ -73,8 +79,20 @@ def described(error: BaseException, place: str, collective: str) -> dict[str, An
         "traceback": _format(error) if bug is None else f"{bug.detail}\n",
         "location": str(where or ""),
         "noticed": noticed,
+        "cause": cause,
         "exception": _pickled(error),
     }
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """The exception in the handling of which `error` was raised, as far back as Python tells of it."""
+    seen = [error]
+    while True:
+        last = seen[-1]
+        before = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if before is None or any(before is one for one in seen):
+            return last
+        seen.append(before)
 
 
 def _format(error: BaseException) -> str:
@@ -109,6 +127,7 @@ def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
         rank,
         message=message,
         exception=exception if isinstance(exception, BaseException) else None,
+        cause=reply.get("cause", ""),
         **{name: reply[name] for name in as_told},
     )
 
@@ -118,7 +137,7 @@ def died(rank: int, code: int | None, when: float, output: str = "", dump: str =
 
     `output` may hold what C++ said about it, and `dump` what `faulthandler` wrote; that may be older than the end.
     """
-    frames = own_stack(dump[dump.index(_FATAL) :]) if _FATAL in dump else ()
+    frames = own_stack(dump[dump.rindex(_FATAL) :]) if _FATAL in dump else ()
     if code is None:
         message = f"rank {rank} was lost: the process that the launcher had started for it has ended"
     elif code < 0:
@@ -164,10 +183,10 @@ def stuck(rank: int, when: float, dump: str, place: str, collective: str) -> Ran
 
 def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
     """Sort by time, with those that only fell with another one marked, and after it."""
-    causes = [one for one in failures if one.kind != "stuck" and not _looks_fallen(one)]
+    causes = [one for one in failures if one.kind != "stuck" and not looks_fallen(one)]
     marked = []
     for one in failures:
-        if causes and _looks_fallen(one) and any(cause.when <= one.when + 0.5 for cause in causes):
+        if causes and looks_fallen(one) and any(cause.when <= one.when + 0.5 for cause in causes):
             message = one.message.replace(f"rank {one.rank} raised", f"rank {one.rank} fell with it:", 1)
             one = replace(one, kind="fell", message=message)
         marked.append(one)
@@ -175,8 +194,14 @@ def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
     return sorted(marked, key=lambda one: (one.kind in late and bool(causes), one.when, one.rank))
 
 
-def _looks_fallen(failure: RankFailure) -> bool:
-    return failure.kind == "raised" and bool(_FELL.search(f"{failure.type} {failure.message}"))
+def looks_fallen(failure: RankFailure) -> bool:
+    """Whether a rank has failed since another one was gone."""
+    return failure.kind == "raised" and has_lost_another(f"{failure.type} {failure.message} {failure.cause}")
+
+
+def has_lost_another(text: str) -> bool:
+    """Whether the text of an exception says that another rank was gone."""
+    return bool(_FELL.search(text))
 
 
 def error(failures: Sequence[RankFailure]) -> RankError:

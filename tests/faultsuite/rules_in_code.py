@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "rules-in-code.md"
 PACKAGE = ROOT / "ddpcheck"
 FACTS = ("findings/evidence/", "stream/entries.py", "stream/rank_report.py")
 GATHER = ("gather/", "record/", "run/", "report/", "monitor/", "harness.py", "worlds/")
-TABLES = ("judge/script_table.py", "judge/wrapper_lines.py", "judge/causes.py", "judge/verdict.py")
+TABLES = tuple(f"judge/{name}.py" for name in ("script_table", "optimizer_lines", "wrapper_lines", "causes", "verdict"))
 """Files that name codes which others give."""
 CODE = re.compile(r"DDP\d{3}")
 HEAD = """<!-- From the source, by `python -m tests.faultsuite.rules_in_code`. -->

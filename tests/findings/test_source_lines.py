@@ -5,7 +5,7 @@ import os
 import sys
 import sysconfig
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
     assignment_of,
     exception_location,
+    file_of_module,
     is_user_file,
     last_assignment,
     relative_path,
@@ -245,3 +246,24 @@ def test_to_ask_for_variables_in_a_profile_function_leaves_them_as_they_are() ->
         return one + two + length
 
     assert added() == 5
+
+
+def test_a_module_that_is_loaded_when_it_is_asked_is_not_asked() -> None:
+    class Lazy(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise ImportError(name)
+
+    assert file_of_module(Lazy("later")) == "" == file_of_module(None)
+    assert file_of_module(sys.modules[__name__]) == __file__
+
+
+def test_a_path_is_told_where_the_script_has_deleted_its_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "work").mkdir()
+    monkeypatch.chdir(folder)
+    assert relative_path(f"{folder}/train.py") == "train.py"
+    folder.rmdir()
+    with pytest.raises(FileNotFoundError):
+        os.getcwd()
+    assert relative_path(f"{folder}/other.py") == "other.py"

@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import Names, make_finding
 from ddpcheck.gather.ddp.ddp_wrapper import has_own_hook, hook_loss, trains_apart
-from ddpcheck.judge import script_table
+from ddpcheck.judge import optimizer_lines
 from ddpcheck.judge.gradients.reducer import judge_reducer
 from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.loop.script_wrappers import judge_apart
@@ -73,7 +73,7 @@ def test_a_hook_that_does_not_divide_is_an_error_of_its_own():
 def test_a_hook_that_returns_the_ranks_own_is_no_change_after_backward(monkeypatch: pytest.MonkeyPatch):
     """What is seen before the optimizer's step was there when backward ended."""
     later = make_finding("DDP301", ["body.weight"], "changed after backward")
-    monkeypatch.setattr(script_table, "judge_clips", lambda *_, **__: [later])
+    monkeypatch.setattr(optimizer_lines, "judge_clips", lambda *_, **__: [later])
     ranks = []
     for rank in range(2):
         made = WrapperMade(

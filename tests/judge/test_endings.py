@@ -291,12 +291,18 @@ def test_a_rank_that_has_ended_before_the_others() -> None:
 
 def test_a_rank_that_calls_exit_where_the_others_go_on() -> None:
     def gone(line: int) -> RankAtEnd:
-        return RankAtEnd(1, (backward(1),), doing="has ended", ended=True, exit_at=f"train.py:{line}")
+        return RankAtEnd(1, (backward(1),), doing="has ended", ended=True, exit_at=f"sys.exit at train.py:{line}")
 
     finding = only(judge([backward(1), backward(2)], gone(13)))
     assert (finding.code, finding.ranks, finding.location) == ("DDP404", (1,), Location("train.py", 13))
     finding = only(judge([backward(1), backward(2)], gone(MAIN)))  # sys.exit(main())
     assert finding.code == "DDP405"
+
+
+def test_a_rank_that_raises_system_exit_has_not_run_to_its_end() -> None:
+    gone = RankAtEnd(1, (backward(1),), doing="has raised SystemExit", ended=True, exit_at="SystemExit")
+    finding = only(judge([backward(1), backward(2)], gone))
+    assert (finding.code, finding.ranks) == ("DDP404", (1,)) and "raises SystemExit while rank 0" in finding.message
 
 
 def test_a_pass_over_a_loader_that_a_rank_has_dropped() -> None:

@@ -80,7 +80,7 @@ def _test_of(judge: str) -> str:
     return f"test_script_{own}" if own in _OWN else "test_script_judges"
 
 
-ON_RECORDS = ("script_table.", "script_wrappers.", "script_replicas.", "watched_steps.")
+ON_RECORDS = ("script_table.", "optimizer_lines.", "script_wrappers.", "script_replicas.", "watched_steps.")
 """Judges of loops, which test_scripts_on_records.py disables one by one."""
 
 NO_FAULT_NEEDS = {

@@ -157,6 +157,7 @@ def test_what_arrives_at_a_gather_of_the_scripts_own_and_what_goes_on() -> None:
     (whole,) = _arrival(1.0, own_rows=False)
     (own,) = _arrival(1.0, own_rows=True)
     assert whole.factor == own.factor == 1.0 and whole.arrived and own.arrived
+    assert own.besides and not whole.besides
     assert whole.location is not None and whole.location.path.endswith("test_script_gathers.py")
     assert not _arrival(2.0, own_rows=False)  # as much as the ranks' backward adds up
 

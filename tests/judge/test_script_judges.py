@@ -62,9 +62,9 @@ from ddpcheck.judge.loop.script_wrappers import (
     note_more_buffers,
     with_buffers,
 )
+from ddpcheck.judge.optimizer_lines import _with_model
 from ddpcheck.judge.replicas.script_replicas import without_alike_later, without_rounding
 from ddpcheck.judge.replicas.script_states import judge_states
-from ddpcheck.judge.script_table import _with_model
 from ddpcheck.stream.entries import ReplicaCaptured, Sketch
 from ddpcheck.stream.rank_report import ReplicaState
 
@@ -576,6 +576,8 @@ def test_gradients_that_are_averaged_by_hand_and_clipped_on_one_rank() -> None:
     assert (found.code, found.subjects, found.location) == ("DDP301", ("body", "head"), LINE)
     clips = [[GradientsClipped(0, 5.0, OTHER_LINE, 1, limit=limit)] for limit in (9.0, 1.0)]
     assert judge_scaled_by_hand([of_ranks(0.2)], clips)[0].location == OTHER_LINE
+    written = [replace(one, changed_at=OTHER_LINE) for one in of_ranks(0.2)]
+    assert judge_scaled_by_hand([written])[0].location == OTHER_LINE
     assert not judge_scaled_by_hand([of_ranks(1.0)]) and not judge_scaled_by_hand([of_ranks(0.2, turned=3.0)])
 
 

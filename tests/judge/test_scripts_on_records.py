@@ -35,6 +35,7 @@ FAULTS = [run for run in RUNS if run.has_fault]
 ONE_OF_EACH_CODE = first_of_each(FAULTS, lambda run: [expected_of(path_of(run))["code"]])
 OF_SCRIPTS = (
     "script_",
+    "optimizer_lines",
     "watched_steps",
     "stories",
     "loop_endings",

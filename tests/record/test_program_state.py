@@ -175,6 +175,14 @@ def test_a_module_that_is_no_copy_is_looked_at_once_it_is_called_and_some_times_
     assert [list(recorder._of_other("teacher", teacher)) for _ in range(4)] == [["weight", "bias"]] * 3 + [[]]
 
 
+def test_of_a_module_that_is_called_by_another_method_the_parts_that_are_called_are_looked_at() -> None:
+    recorder = StateRecorder(lambda _: None, [], Mock(), lambda *_: None)
+    online = Online()
+    for found in ([], [], ["predictor.weight", "predictor.bias"]):  # until it has been there twice, it may be called
+        assert list(recorder._of_other("clip", online)) == found
+        online.predictor(torch.zeros(1, 8))
+
+
 def test_tensors_that_no_module_has_are_named_by_the_variables_that_hold_them() -> None:
     scale, outer, by_name = torch.ones(1), [torch.ones(2), torch.ones(3)], {"head": torch.ones(4)}
     wanted = {id(scale), id(outer[1]), id(by_name["head"])}

@@ -8,20 +8,23 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddpcheck.cli.run import code_of_first
 from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.gather.steps.gradient_distance import sketch
 from ddpcheck.run.ending import Ending, judge_ending
 from ddpcheck.run.hang_watch import Hang
 from ddpcheck.run.script_report import report_on_script
-from ddpcheck.stream.entries import DDP_BACKWARD, ProgramEnded, RankRaised, RankStarted
+from ddpcheck.stream.entries import DDP_BACKWARD, ExitCalled, ProgramEnded, RankRaised, RankStarted
 from ddpcheck.stream.rank_log import RankLog, read_logs
 from ddpcheck.worlds.failures import described
 from tests.faultsuite.scripts_page import assert_expected, expected_of
@@ -448,3 +451,113 @@ def test_a_rank_that_dies_is_a_finding_and_one_that_ends_itself_is_none(
     findings = judge_ending(read_logs(tmp_path), Ending(1, codes), [])
     assert [finding.code for finding in findings] == found
     assert all(finding.ranks == (1,) for finding in findings)
+
+
+FAULT = """Fatal Python error: Aborted
+
+Current thread 0x1 (most recent call first):
+  File "{}", line 41 in {}
+"""
+ENGINE = f"{os.path.dirname(torch.__file__)}/autograd/graph.py"
+
+
+@pytest.mark.parametrize(
+    ("code", "stack", "found"),
+    [
+        (-6, FAULT.format("/x/train.py", "main"), "DDP404"),
+        (-6, FAULT.format(ENGINE, "_engine_run_backward"), "DDP403"),  # gloo, on what does not match
+        (-6, FAULT.format("/x/train.py", "main").replace("Current thread", "Thread"), "DDP403"),  # or a thread of it
+        (-15, AT_WORK, "DDP404"),  # nothing else can have closed the connection
+    ],
+)
+def test_a_rank_that_a_signal_ends_at_its_work_is_the_cause(tmp_path: Path, code: int, stack: str, found: str) -> None:
+    fell = described(RuntimeError("Connection closed by peer"), "", "")
+    rank_log(tmp_path, 0, "barrier", "all_reduce").add(RankRaised(fell))
+    rank_log(tmp_path, 1, "barrier").path.with_suffix(".stack").write_text(stack)
+    (finding,) = judge_ending(read_logs(tmp_path), Ending(1, {0: 1, 1: code}), [])
+    assert finding.code == found and (found == "DDP403" or finding.ranks == (1,))
+    assert (finding.location is not None and finding.location.line == 41) == (code == -6 and found == "DDP404")
+
+
+def test_a_rank_that_torchrun_ends_is_no_cause(tmp_path: Path) -> None:
+    rank_log(tmp_path, 0, "barrier").add(ProgramEnded())
+    for rank, error in ((1, "Connection closed by peer"), (2, "")):
+        log = RankLog(tmp_path, RankStarted(rank, 3, "gloo"))
+        log.add_call(Call("barrier", "0", (0, 1, 2)))
+        if error:
+            log.add(RankRaised(described(RuntimeError(error), "", "")))
+    ranks = [replace(rank, started=RankStarted(rank.started.rank, 3, "gloo")) for rank in read_logs(tmp_path)]
+    assert all(one.ranks != (2,) for one in judge_ending(ranks, Ending(1, {1: 1, 2: -15}), []))
+
+
+@pytest.mark.parametrize(("codes", "found"), [({0: 1}, "calls os._exit"), ({0: 1, 1: 5}, "called os._exit")])
+def test_a_rank_that_calls_os_exit_is_told_with_its_line(tmp_path: Path, codes: dict[int, int], found: str) -> None:
+    fell = described(RuntimeError("Connection closed by peer"), "", "")
+    rank_log(tmp_path, 0, "barrier", "all_reduce").add(RankRaised(fell))
+    rank_log(tmp_path, 1, "barrier").add(ExitCalled(("train.py:99",), "os._exit"))
+    (finding,) = judge_ending(read_logs(tmp_path), Ending(1, codes), [])
+    assert (finding.code, finding.ranks, finding.location) == ("DDP404", (1,), Location("train.py", 99))
+    assert found in finding.message
+
+
+@pytest.mark.parametrize(("code", "found"), [(1, ["DDP401"]), (None, [])])
+def test_an_exception_that_is_handled_where_the_script_exits_is_the_cause(
+    tmp_path: Path, code: int | None, found: list[str]
+) -> None:
+    for rank, error in enumerate([RuntimeError("Connection closed by peer"), ValueError("of the script")]):
+        log = rank_log(tmp_path, rank, "all_reduce")
+        log.add(ExitCalled(("train.py:99",), handled={**described(error, "", ""), "exception": None}))
+        log.add(ProgramEnded())
+    codes = {} if code is None else {0: code, 1: code}
+    judged = judge_ending(read_logs(tmp_path), Ending(code or 0, codes), [])
+    assert [one.code for one in judged] == found
+    assert all(one.ranks == (1,) and "ValueError: of the script" in one.message for one in judged)
+
+
+def test_an_exception_that_wraps_another_one_hides_neither_the_cause_nor_the_rank(tmp_path: Path) -> None:
+    def wrapped(error: Exception) -> BaseException:
+        try:
+            raise RuntimeError("training failed") from error
+        except RuntimeError as raised:
+            return raised
+
+    for rank, error in enumerate([RuntimeError("Connection closed by peer"), ValueError("of the script")]):
+        rank_log(tmp_path, rank, "all_reduce").add(RankRaised({**described(wrapped(error), "", ""), "exception": None}))
+    (finding,) = judge_ending(read_logs(tmp_path), Ending(1, {0: 1, 1: 1}), [])
+    assert (finding.code, finding.ranks) == ("DDP401", (1,))
+
+
+def test_who_had_finished_is_looked_at_where_the_last_rank_only_lost_it(tmp_path: Path) -> None:
+    fell = described(RuntimeError("Connection closed by peer"), "", "")
+    rank_log(tmp_path, 0, "all_reduce").add(RankRaised(fell))
+    rank_log(tmp_path, 1, "all_reduce").add(ProgramEnded())
+    (finding,) = judge_ending(read_logs(tmp_path), Ending(1, {0: 1}), [])
+    assert "rank 1 did not do" in finding.what_to_do
+
+
+def test_a_call_of_sys_exit_that_was_caught_ends_nothing(tmp_path: Path) -> None:
+    rank_log(tmp_path, 0).add(ExitCalled(("train.py:99",)))
+    (rank,) = read_logs(tmp_path)
+    assert rank.exit is None
+
+
+class Failed(NamedTuple):
+    pid: int
+    exitcode: int
+    message: object
+    timestamp: int = 7
+
+
+@pytest.mark.parametrize(
+    ("of_lost", "of_other", "expected"),
+    [
+        (-15, Failed(1, -11, "Signal 11 received"), 139),  # the agent ended who had lost it
+        (1, Failed(1, -9, "Signal 9 received", 8), 137),
+        (-15, Failed(1, 3, "To enable traceback see"), 3),
+        (1, Failed(1, 1, {"message": "ValueError: of the script"}), 1),
+        (-15, Failed(1, -15, "Signal 15 received"), 1),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(of_lost: int, of_other: Failed, expected: int) -> None:
+    lost = Failed(0, of_lost, {"message": "RuntimeError: Connection closed by peer"})
+    assert code_of_first({0: lost, 1: of_other}) == expected

@@ -206,10 +206,15 @@ def test_a_real_check_passes_a_healthy_model_and_fails_its_broken_twin(inner, py
 
         def test_broken(ddp_world):
             ddp_world.check(recipe(unused=True), steps=1)
+
+        def test_no_recipe(ddp_world):
+            ddp_world.check(3)
         """,
         "--ddp-report=reports",
     )
-    done.assert_outcomes(passed=1, failed=1)
+    done.assert_outcomes(passed=1, failed=2)
+    done.stdout.fnmatch_lines(["*must be a ddpcheck.Recipe or a string that names one*"])
+    done.stdout.no_fnmatch_line("*leases.py*")
     (page,) = pytester.path.joinpath("reports").iterdir()
     done.stdout.fnmatch_lines(["DDP101 unused-parameter  error", "*extra.weight*", f"as a page: reports/{page.name}"])
     assert page.name.endswith(".py.test_broken.html")

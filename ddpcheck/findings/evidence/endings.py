@@ -47,6 +47,9 @@ class PeerWait(Struct, frozen=True):
         return f"{self.operation} {to} {peer}{tag}{f' at {self.location}' if self.location else ''}"
 
 
+SYSTEM_EXIT = "SystemExit"  # the `exit_at` of a rank that has raised it itself, at a line that is not known
+
+
 class RankAtEnd(Struct, frozen=True):
     """One rank when the job had stopped."""
 
@@ -59,7 +62,7 @@ class RankAtEnd(Struct, frozen=True):
     waits: bool = True  # whether it waits for others, or has failed because another rank did not come
     ended: bool = False  # whether all of its script has run
     passes: Sequence[LoaderPass] = field(default_factory=tuple)  # over data loaders
-    exit_at: str = ""  # the line that has called `sys.exit`; "" where none has
+    exit_at: str = ""  # the call that has ended it, with its line: "sys.exit at train.py:41"; "" where none has
     for_worker: bool = False  # whether it waits for a worker of its data loader
     # by the number of its line, how many forward passes a wrapper has made there, where it is called last
     forwards: Mapping[int, int] = field(default_factory=dict)

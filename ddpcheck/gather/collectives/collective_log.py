@@ -120,6 +120,10 @@ def record_collectives(directory: Path, rank: int) -> None:
     record_calls(lambda call: os.write(file, (json.dumps(structs.asdict(call)) + "\n").encode()))
 
 
+Group = tuple[str, tuple[int, ...]]
+"""The name of a process group, and its ranks."""
+
+
 class Turn(Protocol):
     """Is told that this thread comes into a collective, or a wait for one, or out of it."""
 
@@ -161,9 +165,6 @@ def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> 
                     stack.enter_context(Patch(holder, name, functools.partial(_given, made)))
     return stack
 
-
-Group = tuple[str, tuple[int, ...]]
-"""The name of a process group, and its ranks."""
 
 _sink: Callable[[Call], object] | None = None
 _turn: Turn | None = None

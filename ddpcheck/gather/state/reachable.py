@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ddpcheck.findings.source_lines import is_user_file
+from ddpcheck.findings.source_lines import file_of_module, is_user_file
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None))  # values that hold nothing else
 
@@ -77,8 +77,8 @@ def is_user_function(function: FunctionType) -> bool:
 def is_user_namespace(holder: type | ModuleType) -> bool:
     """Whether a class or a module comes from a file of the user's, and not from an installed package."""
     source = sys.modules.get(holder.__module__) if isinstance(holder, type) else holder
-    file = getattr(source, "__file__", None)
-    return file is not None and is_user_file(file) and "-packages" not in file
+    file = file_of_module(source)
+    return bool(file) and is_user_file(file) and "-packages" not in file
 
 
 def is_user_object(value: Any) -> bool:

@@ -137,7 +137,11 @@ def calls_there(one: Position, other: Position) -> list[str]:
     """The collectives at which two ranks part, and what each does at the end."""
     sides = sorted((one, other), key=lambda side: side.of.rank)
     return [
-        *(f"rank {side.of.rank} comes to {side.call or 'no collective any more'}" for side in sides),
+        *(
+            f"rank {side.of.rank} comes to {side.call or 'no collective any more'}"
+            for side in sides
+            if side.call is not None or side.of.ended or not side.of.waits  # else in one that is in no log
+        ),
         *(f"rank {side.of.rank}: {side.of.doing}" for side in sides),
     ]
 

@@ -71,7 +71,7 @@ def explain_by_collectives(facts: FailureFacts) -> list[Finding]:
     """
     at_work = {failure.rank for failure in facts.stuck if not failure.collective}
     mismatch = judge_partings(facts.logs, at_work)
-    if not mismatch or (facts.ended and not _is_of_communication(facts.ended[0].message)):
+    if not mismatch or (facts.ended and not _is_of_backend(facts.ended[0])):
         return []
     return [replace(mismatch[0], evidence=(*mismatch[0].evidence, *facts.evidence))]
 
@@ -90,7 +90,7 @@ def explain_by_hang(facts: FailureFacts) -> list[Finding]:
     return one_finding(
         "DDP402",
         (lead.place or "run",),
-        f"{ranks.capitalize()} did not finish {lead.place or 'the run'}: {describe_failure(lead)}.",
+        f"{ranks.capitalize()} did not finish {lead.place or 'the run'}: {_all_or_one(stuck, lead)}.",
         ranks=unless_all([failure.rank for failure in busy or stuck], facts.world_size),
         location=Location.parse(lead.location),
         evidence=[*facts.evidence, *_stack_lines(stuck)],
@@ -121,7 +121,7 @@ def explain_by_first_failure(facts: FailureFacts) -> list[Finding]:
             *(evidence if len(evidence) > 1 else []),
             *_stack_lines([first] if died else []),
         ],
-        fix=_FIX_OF_DEATH.get(first.exit_code or 0, "") if died else "" if others else "Fix the exception shown.",
+        fix=_fix_of_death(first) if died else _fix_of_exception(facts, others),
     )
 
 
@@ -137,11 +137,36 @@ _FIX_OF_DEATH = {  # by exit code; a signal's is negative
         "Read the last output of the rank: C or C++ code gave up there and says why. Where it is the backend "
         "(gloo::EnforceNotMet), ranks have sent each other tensors that do not match."
     ),
+    -signal.SIGTERM: (
+        "Find out who has sent the signal to this process alone: a scheduler (preemption, a limit), a `kill`, or the "
+        "script itself. To end a job, signal the launcher, which ends all ranks."
+    ),
     -signal.SIGKILL: (
         "Use less memory (a smaller batch, fewer ranks, --world-size 2), if that has run out: the kernel's log "
         "(dmesg) says so. Else find out who has sent the signal."
     ),
 }
+
+
+def _fix_of_death(failure: RankFailure) -> str:
+    """The advice on a rank whose process has ended; empty, for that of the rule, where no more is known."""
+    if failure.kind == "died" and failure.location and (failure.exit_code or 0) > 0:
+        return "Raise an exception at that line, which torchrun shows, in place of the exit without a word."
+    if failure.exit_code == -signal.SIGSEGV and not failure.location:
+        return ""  # there is no line to look at
+    return _FIX_OF_DEATH.get(failure.exit_code or 0, "")
+
+
+def _fix_of_exception(facts: FailureFacts, others: Sequence[RankFailure]) -> str:
+    """The advice on a rank that has raised; empty, for that of the rule, where others have failed after it."""
+    if facts.finished and all(map(follows_from_another_rank, facts.failures)):
+        return (
+            f"Look at what {format_ranks(facts.finished)} did not do before the end of the script: the line that "
+            "raised was still waiting for it. Let every send have its recv, and every rank make the same calls."
+        )
+    return "" if others else "Fix the exception shown."
+
+
 _BEFORE_THE_FIRST_STEP = ("starting up", "loading the target", "building the model")
 
 
@@ -162,6 +187,14 @@ def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
         f"The others wait for {format_ranks(busy)}: end the loop or the wait at that place, and come to the collective "
         f"that the others are in; if it is only slow, {longer}."
     )
+
+
+def _all_or_one(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
+    """What ranks do, in the plural where all do the same; else what one of them does."""
+    text = describe_failure(lead)
+    if len(stuck) > 1 and all(describe_failure(one) == text for one in stuck):
+        return f"all {agreeing(text, [one.rank for one in stuck])}"
+    return f"rank {lead.rank} {text}" if len(stuck) > 1 else text
 
 
 def judge_empty_shards(failures: Sequence[RankFailure], world_size: int) -> list[Finding]:
@@ -215,10 +248,16 @@ def _is_of_communication(message: str) -> bool:
     return any(word in message.lower() for word in _COMMUNICATION_WORDS)
 
 
+def _is_of_backend(failure: RankFailure) -> bool:
+    """Whether a rank has failed in what a backend does; one that was aborted at a line of its own has not."""
+    aborted_at_work = failure.kind == "died" and bool(failure.stack) and not is_waiting(failure)
+    return not aborted_at_work and _is_of_communication(f"{failure.message}\n{failure.traceback}")
+
+
 def follows_from_another_rank(failure: RankFailure) -> bool:
     """Whether a failure may only show what has gone wrong before: ranks wait, lose each other, or DDP complains."""
     text = f"{failure.message}\n{failure.traceback}"
-    return failure.kind == "stuck" or _is_of_communication(text) or any(sentence in text for sentence in _SENTENCES)
+    return failure.kind == "stuck" or _is_of_backend(failure) or any(sentence in text for sentence in _SENTENCES)
 
 
 def describe_failure(failure: RankFailure) -> str:

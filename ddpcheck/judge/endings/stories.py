@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ddpcheck.findings.evidence.endings import PeerWait, RankAtEnd
+from ddpcheck.findings.evidence.endings import SYSTEM_EXIT, PeerWait, RankAtEnd
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.replace import replace
@@ -127,18 +127,24 @@ def _of_peers(
 
 
 def explain_by_exit(facts: EndingFacts, left: Position, stays: Position) -> list[Finding]:
-    """DDP404: a rank has called `sys.exit`, not where the others will end, too. First, for it comes to nothing more."""
-    where = left.of.exit_at
+    """DDP404: a rank has called `sys.exit` or `os._exit`, not where the others will end, too.
+
+    First, for it comes to nothing more.
+    """
+    called, where, verbs = left.of.exit_at, left.of.exit_at.rpartition(" ")[2], ("calls", "call")
     if not (left.of.ended and where and left.call is None and stays.call is not None):
         return []
+    if called == SYSTEM_EXIT:
+        raises = [block.head for block in facts.around(stays.lines, "rest") if block.word == "raise"]
+        where, verbs = raises[0] if len(raises) == 1 else "", ("raises", "raise")
     if where in stays.lines:
         return []  # sys.exit(main()), in which the other rank is
-    gone = [rank.rank for rank in facts.ranks if rank.exit_at == where and rank.ended]
+    gone = [rank.rank for rank in facts.ranks if rank.exit_at == called and rank.ended]
     others = [rank.rank for rank in facts.ranks if rank.rank not in gone]
     return one_finding(
         "DDP404",
         ("exit",),
-        f"{format_ranks(gone).capitalize()} {plural_verb('calls', 'call', gone)} sys.exit at {where} while "
+        f"{format_ranks(gone).capitalize()} {plural_verb(*verbs, gone)} {called} while "
         f"{format_ranks(others)} {plural_verb('goes', 'go', others)} on: {told(facts, others)}.",
         ranks=gone if len(gone) < len(facts.ranks) else (),
         location=Location.parse(where),
@@ -229,7 +235,7 @@ def _called_alone(
     verb = plural_verb("comes", "come", calling)
     return one_finding(
         "DDP403",
-        (one.call.operation if one.call is not None else what.partition("(")[0].partition(" ")[0],),
+        (one.call.operation if one.call is not None else what.partition("(")[0].rpartition(" ")[2],),
         f"{format_ranks(calling).capitalize()} {verb} to {what} at {where}{test}, and {format_ranks(missing)} "
         f"{plural_verb('does', 'do', missing)} not: {told(facts, missing)}.",
         ranks=missing if len(missing) < len(calling) or never else calling,
@@ -283,6 +289,7 @@ def _different(facts: EndingFacts, one: Position, other: Position) -> list[Findi
         sorted({first.call.operation, second.call.operation}),
         f"{format_ranks([first.of.rank]).capitalize()} comes to {first.call} where {format_ranks(alike)} "
         f"{plural_verb('comes', 'come', alike)} to {second.call}"
+        + (", in another process group" if first.call.group != second.call.group else "")
         + (f", in the other branch of the `if` at {min(heads)}" if heads else "")
         + ".",
         ranks=alike if len(alike) * 2 <= len(facts.ranks) else (),

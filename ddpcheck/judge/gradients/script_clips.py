@@ -81,7 +81,7 @@ def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
             evidence=[f"norm of {short(names[0])}: {_by_rank(sizes)}"],
             fix="Clip and scale in the same way on every rank; what is decided from local data has to be shared first.",
         )
-        return [_at_clip(finding, clips) or finding for finding in found]
+        return [_at_clip(finding, clips) or _at_write(finding, of_ranks[0].changed_at) for finding in found]
     return []
 
 

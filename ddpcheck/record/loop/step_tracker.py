@@ -146,6 +146,7 @@ class StepTracker:
     ) -> None:
         """Follow `wrapper`; `completes` gives zeros to DDP where it waits for gradients that do not come."""
         self.parameters = SyncedParameters(wrapper)
+        inside.discard(id(wrapper))  # of one that has raised in its forward pass, and was freed
         self.number = 0
         self.late: frozenset[str] = frozenset()
         self.unreduced: set[int] = set()

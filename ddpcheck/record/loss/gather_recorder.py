@@ -107,8 +107,9 @@ class GatherRecorder:
         found = ((node, _put_back(node, parts, ends)) for node in _nodes(losses.grad_fn, ends))
         joins = {node: joined for node, joined in found if joined is not None}
         for node, joined in itertools.islice(joins.items(), 1):
-            others = _nodes(losses.grad_fn, ends | joins.keys())
-            self._follow(node, joined, besides=any(to in ends for other in others for to, _ in other.next_functions))
+            own = ends if joined.node is None else {*ends, joined.node}
+            others = _nodes(losses.grad_fn, own | joins.keys())
+            self._follow(node, joined, besides=any(to in own for other in others for to, _ in other.next_functions))
         for one in gathered:
             alike = sum(other.shape == one.shape for other in gathered)  # views, say, which may have been joined
             shapes = [(one.shape[0] * count, one.shape[1]) for count in range(1, alike + 1)]

@@ -83,4 +83,5 @@ def _announcing(original: Any) -> Any:
             if collects:
                 gc.enable()
 
+    stand_ins.append(init_process_group)
     return init_process_group

@@ -6,6 +6,7 @@ Nothing here raises into the script: what fails in ddpcheck ends the watching, a
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import faulthandler
 import functools
@@ -85,6 +86,7 @@ inside C++, which aborts the process ("terminate called without an active except
 the group was destroyed, its reducer has the last reference to that, and joins the threads while it holds the GIL: the
 process never ends (`hang_watch` sees that). Comparisons at the end would make both more frequent."""
 _rank: _WatchedRank | None = None
+_takes_faults = False  # whether `faulthandler` writes for ddpcheck where a signal such as SIGSEGV has come from
 
 
 def begin(replacements: dict[str, Callable[..., Any]], stand_ins: Iterable[Callable[..., Any]]) -> None:
@@ -208,7 +210,7 @@ class _WatchedRank:
         self._log.add_call(call if error is None or call.place else _while_handling(call, error))
 
     def _destroying(self, group: Any = None) -> Iterator[None]:
-        of_all = os.getpid() == self._process and group in (None, dist.group.WORLD)
+        of_all = os.getpid() == self._process and dist.is_initialized() and group in (None, dist.group.WORLD)
         if of_all and "gloo" in dist.get_backend():
             time.sleep(_LAST_WORK)
         yield
@@ -244,14 +246,24 @@ class _WatchedRank:
 
         def make(then: Callable[..., object]) -> Callable[..., object]:
             def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-                self._raised(error)
+                with contextlib.suppress(Exception):
+                    self._raised(error)
                 then(kind, error, trace)
 
             return excepthook
 
         Patch(sys, "excepthook", make)
-        patched(sys, "exit", lambda *_status: self._log.add(ExitCalled(lines_of_program(sys._getframe(CALLER)))))
+        for module, name in ((sys, "exit"), (os, "_exit")):
+            patched(module, name, functools.partial(self._exits, f"{module.__name__}.{name}"))
+        if (quitter := getattr(builtins, "exit", None)) is not None:  # of `site`; `quit` is of the same class
+            patched(type(quitter), "__call__", functools.partial(self._exits, "exit"))
         on_end.append(self._process_ended)
+
+    def _exits(self, function: str, *_status: object) -> None:
+        error, handled = sys.exc_info()[1], None
+        if os.getpid() == self._process and isinstance(error, Exception):
+            handled = {**described(error, "", ""), "exception": None}
+        self._log.add(ExitCalled(lines_of_program(sys._getframe(CALLER)), function, handled))
 
     def _raised(self, error: BaseException) -> None:
         if os.getpid() == self._process:
@@ -370,6 +382,10 @@ def _while_handling(call: Call, error: BaseException) -> Call:
 
 
 def _write_stacks_to(descriptor: int) -> None:
+    global _takes_faults
+    _takes_faults = _takes_faults or not faulthandler.is_enabled()  # else the script has it write where it wants
+    if _takes_faults:
+        faulthandler.enable(file=descriptor, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
     for number in _ENDING:
         faulthandler.register(number, file=descriptor, all_threads=True, chain=True)

@@ -20,7 +20,7 @@ from torch.nn.modules.loss import _Loss
 
 from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, StateHeld
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_user_file, last_assignment, relative_path, variables_of
+from ddpcheck.findings.source_lines import file_of_module, is_user_file, last_assignment, relative_path, variables_of
 from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, after_forward
 from ddpcheck.gather.state.fingerprints import fingerprints, is_shard
 from ddpcheck.gather.state.tensor_file import tensor_ref
@@ -52,7 +52,7 @@ def tables_of(holder: Any, location: Location | None) -> list[DerivedTable]:
     name = type(holder).__name__
     held = getattr(holder, "__dict__", {})
     found = [DerivedTable(f"{name}.{key}", table, location) for key, item in held.items() if (table := _table(item))]
-    file = getattr(sys.modules.get(type(holder).__module__), "__file__", None)
+    file = file_of_module(sys.modules.get(type(holder).__module__))
     where = Location(relative_path(file), sys.maxsize) if file and _is_of_user(type(holder)) else None
     return found + [one for key, item in held.items() for one in _places_in(f"{name}.{key}", item, where)]
 
@@ -173,7 +173,7 @@ class StateRecorder:
         *,
         copies: bool = True,
     ) -> StateHeld:
-        used = isinstance(value, nn.Module) and bool(self._use_of(value))
+        used = isinstance(value, nn.Module) and bool(self._in_use(value))
         values = fingerprints((name, tensor.detach()) for name, tensor in state.items())
         together = min(self._together[tensor.data_ptr()] for tensor in state.values())
         kind, line = type(value).__name__, _line_of(path, where)
@@ -236,9 +236,10 @@ class StateRecorder:
     def _of_other(self, path: str, module: nn.Module) -> Mapping[str, torch.Tensor]:
         """The parameters of a module that has been called, for some looks: nothing is to change them."""
         tensors = _parameters(module)
-        if not tensors or any(map(is_shard, tensors.values())) or not self._use_of(module):
+        if not tensors or any(map(is_shard, tensors.values())):
             return {}
-        self._called[path] += 1
+        tensors = {f"{name}{n}": p for name, part in self._in_use(module) for n, p in _parameters(part).items()}
+        self._called[path] += bool(tensors)
         return tensors if self._called[path] <= _MOST_LOOKS else {}
 
     def _use_of(self, module: nn.Module) -> str:
@@ -246,6 +247,16 @@ class StateRecorder:
             self._used[module] = ""
             after_forward(module, OutsideOfCompiledCode(UnpickledHook(self._after_forward)))
         return self._used[module]
+
+    def _in_use(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """It, if its forward has been called, or else those of its parts that other methods call (`encode_image`)."""
+        seen = module in self._used
+        if self._use_of(module):
+            return [("", module)]
+        parts = nn.Module.named_children(module) if seen else ()
+        return [
+            (f"{n}.", part) for n, part in parts if not isinstance(part, torch.jit.ScriptModule) and self._use_of(part)
+        ]
 
     def _after_forward(self, module: nn.Module, _arguments: Any, output: Any) -> None:
         trains = any(tensor.requires_grad for tensor in tree_tensors(output))
@@ -421,8 +432,8 @@ def _is_of_user(kind: type) -> bool:
 
 
 def _is_user_module(module: Any) -> bool:
-    file = getattr(module, "__dict__", {}).get("__file__")  # what is built in has none; to ask may import it
-    return isinstance(file, str) and is_user_file(file)
+    file = file_of_module(module)
+    return bool(file) and is_user_file(file)
 
 
 def _line_of(path: str, where: Location) -> Location:

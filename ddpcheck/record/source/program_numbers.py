@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.findings.source_lines import is_installed, is_of_program, is_user_file, variables_of
+from ddpcheck.findings.source_lines import file_of_module, is_installed, is_of_program, is_user_file, variables_of
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS
 from ddpcheck.record.source.source_scope import body_of, own_nodes
 
@@ -283,7 +283,7 @@ def held_in(name: str, value: Any) -> list[tuple[str, Any]]:
     if issubclass(kind, Mapping) and kind.__module__ in ("builtins", "collections"):
         items = itertools.islice(value.items(), _MOST_NUMBERS)
         return [(f"{name}[{key!r}]", item) for key, item in items if isinstance(key, str | int)]
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    file = file_of_module(sys.modules.get(kind.__module__))
     if issubclass(kind, nn.Module | type) or not file or not is_user_file(file) or is_installed(file):
         return []
     held = dict(getattr(value, "__dict__", None) or {})
@@ -308,7 +308,7 @@ def _inside_widely(name: str, value: Any) -> list[tuple[str, Any]]:
     elif issubclass(kind, ModuleType | type | nn.Module):
         made_in = vars(value if issubclass(kind, type) else kind).get("__module__")
         module = value if kind is ModuleType else sys.modules.get(str(made_in))
-        if _is_of_program(getattr(module, "__dict__", {}).get("__file__") or ""):
+        if _is_of_program(file_of_module(module)):
             held = {key: item for key, item in vars(value).items() if key not in MODULE_INTERNALS}
             held |= vars(value).get("_buffers", {})
     return [(f"{name}.{key}", item) for key, item in held.items() if isinstance(key, str) and key[:2] != "__"]

@@ -25,6 +25,7 @@ from torch import nn
 
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
+    file_of_module,
     is_of_program,
     is_user_file,
     parsed_source,
@@ -189,7 +190,7 @@ def program_files() -> tuple[str, ...]:
 
 @functools.lru_cache(1)
 def _program_files(_modules: int) -> tuple[str, ...]:
-    files = (getattr(module, "__file__", None) or "" for module in list(sys.modules.values()))
+    files = map(file_of_module, list(sys.modules.values()))
     return tuple(file for file in files if file.endswith(".py") and is_of_program(file))
 
 

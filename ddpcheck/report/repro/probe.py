@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ddpcheck.findings.source_lines import file_of_module
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.state.randomness import drawn_since, generator_states, seed_everything
 from ddpcheck.gather.state.training_mode import into_training
@@ -63,7 +64,7 @@ def look(target: str, seed: int, run: str) -> TargetInfo:
         loaded=tuple(
             (name, os.path.abspath(loaded))
             for name, item in list(sys.modules.items())
-            if name not in before and (loaded := getattr(item, "__file__", None)) and loaded.endswith(".py")
+            if name not in before and (loaded := file_of_module(item)).endswith(".py")
         ),
     )
 
@@ -74,5 +75,5 @@ def _module_of(place: str) -> tuple[str, Any]:
         module = sys.modules[place]
         return str(module.__file__), module
     path = str(find_file(place))
-    loaded = [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == path]
+    loaded = [m for m in list(sys.modules.values()) if file_of_module(m) == path]
     return path, loaded[-1]
