@@ -366,9 +366,12 @@ def test_a_rank_that_died_or_left(kind: str) -> None:
 
 
 def test_the_advice_on_a_death_fits_the_signal() -> None:
-    advice = {code: judge(failure(1, "died", exit_code=code)).fix for code in (-11, -6, -9, 3)}
+    died = {code: failure(1, "died", exit_code=code, location="train.py:3") for code in (-11, -6, -9, 3)}
+    advice = {code: judge(one).fix for code, one in died.items()}
     assert "memory" in advice[-9] and "last output" in advice[-6] and "C or C++" in advice[-11]
-    assert advice[3] in ("", RULES["DDP404"].fix)
+    assert "exception" in advice[3]
+    for code in (-11, 3):  # no line to look at
+        assert judge(replace(died[code], location="")).fix in ("", RULES["DDP404"].fix)
 
 
 def test_the_rank_that_hangs_is_the_one_in_no_collective() -> None:
