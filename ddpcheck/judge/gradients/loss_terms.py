@@ -15,9 +15,7 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
 
     Last, for it takes the ranks' gradients for weighted sums of what their shards give, where it speaks of weights.
     """
-    if chosen := _chosen_by_batch(
-        facts
-    ):  # then the shards' gradients are those of other models than the global batch's
+    if chosen := _chosen_by_batch(facts):  # then shards are computed by other models than the global batch
         return chosen
     analysis = facts.analysis
     wrong = [term for term in analysis.terms if term.error > facts.tolerance]
