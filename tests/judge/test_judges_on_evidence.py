@@ -228,7 +228,7 @@ def test_a_fault_is_told_otherwise_without_any_one_of_the_causes(monkeypatch: py
     by_hand = {"DDP111", "DDP112", "DDP309", "DDP406", "DDP518"}  # in test_parity.py
     by_hand |= {"DDP501", "DDP502"}  # in test_script_changes.py, test_script_taken.py; each relation in test_causes.py
     by_hand |= {"DDP101", "DDP102", "DDP103", "DDP105", "DDP202", "DDP209", "DDP301", "DDP303", "DDP306", "DDP507"}
-    by_hand |= {"DDP108", "DDP405", "DDP508"}
+    by_hand |= {"DDP108", "DDP405", "DDP408", "DDP508"}
     merging = [case for case in CASES if "causes.find_causes" in finding_in(case)]
     idle = set()
     for code, rule in RULES.items():

@@ -22,6 +22,16 @@ def dropped(gradient: torch.Tensor) -> None:
     dist.all_reduce(gradient.data, async_op=True)
 
 
+def of_a_number(gradient: torch.Tensor) -> None:
+    number = torch.ones(1)
+    dist.all_reduce(number, async_op=True)
+    number += 1
+
+
+def of_what_nobody_reads(gradient: torch.Tensor) -> None:
+    dist.all_reduce(torch.ones(1), async_op=True)
+
+
 def waited_late(gradient: torch.Tensor) -> None:
     work = started(gradient)
     gradient /= 2
@@ -57,6 +67,8 @@ def then(gradient: torch.Tensor) -> None:
 
 CASES: list[tuple[Callable[[torch.Tensor], None], list[type[Entry]]]] = [
     (dropped, [WorkDropped]),
+    (of_a_number, [WorkDropped]),
+    (of_what_nobody_reads, []),
     (waited_late, [WorkUsed, TensorOfWorkWritten]),
     *((healthy, [WorkUsed]) for healthy in (waited, asked_in_turn, parts, then)),
 ]
@@ -76,6 +88,7 @@ def test_what_becomes_of_asynchronous_collectives() -> None:
         recorder._told.clear()
         case(gradient)
         assert [type(one) for one in seen] == kinds, case
-        assert all(one.of_gradients for one in seen if isinstance(one, WorkDropped | TensorOfWorkWritten)), case
+        told = [one.of_gradients for one in seen if isinstance(one, WorkDropped | TensorOfWorkWritten)]
+        assert all(of_gradients == (case is not of_a_number) for of_gradients in told), case
         dist.barrier()
         dist.barrier(async_op=True)

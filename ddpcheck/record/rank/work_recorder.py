@@ -10,7 +10,7 @@ import functools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,7 +22,7 @@ from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, WorkUsed
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_of_program, user_location
+from ddpcheck.findings.source_lines import is_of_program, user_frame, user_location, variables_of
 from ddpcheck.gather.collectives.collective_log import record_started, tensors_of
 from ddpcheck.gather.patching import CALLER, guarded, patched
 from ddpcheck.gather.state.fingerprints import version_of
@@ -45,6 +45,7 @@ class _Pending(Struct):
     operation: str
     location: Location
     on_cpu: bool  # whether its tensors are there
+    tensors: list[weakref.ref[torch.Tensor]]
     places: set[int]  # the addresses of its tensors
     versions: list[tuple[Callable[[], Any], int]]  # of what was given to it, when it was started
 
@@ -80,7 +81,9 @@ class WorkRecorder:
         whole = (one for one in map(given.get, _GIVEN) if isinstance(one, torch.Tensor) and not one._is_view())
         versions = [(tensor_ref(tensor), version_of(tensor)) for tensor in whole]  # all views of one have it in common
         places = {tensor.data_ptr() for tensor in tensors}
-        self._pending[id(work)] = _Pending(handle, call.operation, where, on_cpu, places, versions)
+        self._pending[id(work)] = _Pending(
+            handle, call.operation, where, on_cpu, [*map(weakref.ref, tensors)], places, versions
+        )
 
     def _uses(self, work: object, *_arguments: Any, **_named: Any) -> None:
         pending = self._pending.pop(id(work), None)
@@ -93,9 +96,12 @@ class WorkRecorder:
                 self._tell(TensorOfWorkWritten, pending, waits_at)
 
     def _dropped(self, number: int, _handle: object) -> None:
-        """On a GPU, a later wait in the same stream may be one for this result, too."""
+        """What no variable refers to may be read by nobody. On a GPU, a later wait in the stream may be for it, too."""
         pending = self._pending.pop(number, None)
-        if pending is not None and pending.on_cpu:
+        if pending is None or not pending.on_cpu:
+            return
+        alive = [tensor for one in pending.tensors if (tensor := one()) is not None]
+        if _are_held(alive, user_frame(sys._getframe())) or self._are_gradients(pending.places):
             self._tell(WorkDropped, pending)
 
     def _tell(self, kind: Callable[..., Entry], pending: _Pending, *more: object) -> None:
@@ -108,6 +114,16 @@ class WorkRecorder:
         if entry not in self._told:
             self._told.add(entry)
             self._sink(entry)
+
+
+def _are_held(tensors: Sequence[torch.Tensor], frame: FrameType | None) -> bool:
+    """Whether a variable of the program refers to a tensor, or an object or a container that is one."""
+    for value in () if frame is None else [*variables_of(frame).values()]:
+        inside = value if isinstance(value, list | tuple) else vars(value) if hasattr(value, "__dict__") else value
+        within = inside.values() if isinstance(inside, dict) else inside if isinstance(inside, list | tuple) else ()
+        if any(one is tensor for one in (value, *within) for tensor in tensors):
+            return True
+    return False
 
 
 def _is_of_program(frame: FrameType | None) -> bool:

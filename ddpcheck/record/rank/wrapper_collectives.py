@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import CodeType
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,8 @@ class WrapperCollectives:
         self._lines: dict[tuple[CodeType, int] | None, _Line] = {}  # by what the innermost frame of the program runs
         self._by_location: dict[Location | None, _Line] = {}  # functions may share one
         self._last = _Line(None)
-        self._group: tuple[Any, Group] | None = None  # of the last reduction
+        # of the last reduction; who holds a group keeps its threads
+        self._group: tuple[ref[Any], Group] | None = None
         self._unsynced = 0  # of them, under no_sync
         self._has_reduced = False
 
@@ -96,8 +98,8 @@ class WrapperCollectives:
             return
         self._has_reduced = True
         group = wrapper.process_group
-        if self._group is None or self._group[0] is not group:
-            self._group = group, named_group(group)
+        if self._group is None or self._group[0]() is not group:
+            self._group = ref(group), named_group(group)
         place = self._place(self._last, self._last.forwards)
         note_collective(DDP_BACKWARD, self._which, known=self._group[1], place=place)
 
