@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from ddpcheck.gather.autograd.autograd_graph import gradient_node, gradient_nodes  # noqa: E402
 from ddpcheck.gather.state import fingerprints as module  # noqa: E402
-from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints  # noqa: E402
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, place_of  # noqa: E402
 from ddpcheck.gather.steps.gradient_distance import Kept, norm, norms, short_sketches, sketch, sketches  # noqa: E402  # noqa: E402
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64)
@@ -67,6 +67,13 @@ def test_what_is_kept_of_two_gradients_adds_up_and_does_not_change_with_them() -
         kept, want = Kept.of(one) + Kept.of(other), sketch(one + other)
         one.zero_()
         assert torch.allclose(torch.tensor(short_sketches({"w": kept})["w"]), want, rtol=1e-3, atol=1e-2)
+
+
+def test_what_shares_memory_is_at_one_place_and_what_has_none_is_where_it_is_itself() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    assert place_of(weight) == place_of(weight.data) == weight.data_ptr()
+    for other in (torch.eye(2).to_sparse(), torch.ones(2, device="meta")):
+        assert place_of(other) == id(other)
 
 
 def test_the_layout_of_a_tensor_does_not_count() -> None:

@@ -28,6 +28,22 @@ def of_a_number(gradient: torch.Tensor) -> None:
     number += 1
 
 
+def of_an_item(gradient: torch.Tensor) -> None:
+    numbers = {"loss": torch.ones(1)}
+    dist.all_reduce(numbers["loss"], async_op=True)
+    numbers["loss"] += 1
+
+
+def of_a_buffer(gradient: torch.Tensor) -> None:
+    norm = torch.nn.BatchNorm1d(2)
+    dist.all_reduce(norm.running_mean, async_op=True)
+    norm.reset_running_stats()
+
+
+def of_sparse_numbers(gradient: torch.Tensor) -> None:
+    started(torch.eye(2).to_sparse()).wait()
+
+
 def of_what_nobody_reads(gradient: torch.Tensor) -> None:
     dist.all_reduce(torch.ones(1), async_op=True)
 
@@ -68,9 +84,11 @@ def then(gradient: torch.Tensor) -> None:
 CASES: list[tuple[Callable[[torch.Tensor], None], list[type[Entry]]]] = [
     (dropped, [WorkDropped]),
     (of_a_number, [WorkDropped]),
+    (of_an_item, [WorkDropped]),
+    (of_a_buffer, [WorkDropped]),
     (of_what_nobody_reads, []),
     (waited_late, [WorkUsed, TensorOfWorkWritten]),
-    *((healthy, [WorkUsed]) for healthy in (waited, asked_in_turn, parts, then)),
+    *((healthy, [WorkUsed]) for healthy in (waited, asked_in_turn, parts, then, of_sparse_numbers)),
 ]
 
 
@@ -89,6 +107,6 @@ def test_what_becomes_of_asynchronous_collectives() -> None:
         case(gradient)
         assert [type(one) for one in seen] == kinds, case
         told = [one.of_gradients for one in seen if isinstance(one, WorkDropped | TensorOfWorkWritten)]
-        assert all(of_gradients == (case is not of_a_number) for of_gradients in told), case
+        assert all(of_gradients == (case not in (of_a_number, of_an_item, of_a_buffer)) for of_gradients in told), case
         dist.barrier()
         dist.barrier(async_op=True)

@@ -79,6 +79,12 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= needed
 
 
+def place_of(tensor: torch.Tensor) -> int:
+    """The address of the memory of a tensor, which others may share; of one without, as a sparse one, the object's."""
+    has_address = type(tensor) in PLAIN and tensor.layout == torch.strided and has_memory(tensor)
+    return tensor.data_ptr() if has_address else id(tensor)
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor has been written in place; -1 for one of inference mode, of which torch does not know."""
     return -1 if tensor.is_inference() else tensor._version

@@ -25,7 +25,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.gather.ddp.sharding import count_in_fsdp1, shard_states
 from ddpcheck.gather.patching import patched
-from ddpcheck.gather.state.fingerprints import PLAIN, fingerprint, fingerprints, is_shard, version_of
+from ddpcheck.gather.state.fingerprints import PLAIN, fingerprint, fingerprints, is_shard, place_of, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
 from ddpcheck.record.loop.step_hooks import follow_steps
@@ -151,8 +151,8 @@ class OptimizerRecorder:
                 self._flat += [(tensor.numel(), float(tensor.norm()) ** 2, location)]
 
     def are_gradients(self, places: Collection[int]) -> bool:
-        """Whether any of these addresses is that of the gradient of a parameter."""
-        return any(p.grad is not None and p.grad.data_ptr() in places for p in self._held())
+        """Whether the gradient of a parameter is at any of these places (`place_of`)."""
+        return any(p.grad is not None and place_of(p.grad) in places for p in self._held())
 
     def are_probed(self) -> bool:
         """Whether losses are looked at in this step; of two that take turns, one would only come to uneven steps."""

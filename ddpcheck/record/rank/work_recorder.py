@@ -7,26 +7,29 @@ docs, torch.distributed, "Synchronous and asynchronous collective operations").
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from msgspec import Struct
+from torch import nn
 from torch.distributed import distributed_c10d
 
 from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, WorkUsed
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_of_program, user_frame, user_location, variables_of
+from ddpcheck.findings.source_lines import is_of_program, user_location
 from ddpcheck.gather.collectives.collective_log import record_started, tensors_of
 from ddpcheck.gather.patching import CALLER, guarded, patched
-from ddpcheck.gather.state.fingerprints import version_of
+from ddpcheck.gather.state.fingerprints import place_of, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
+from ddpcheck.record.replicas.program_state import program_variables
 
 _WAYS = (
     *("wait", "get_future", "get_future_result", "is_completed", "is_success", "exception", "result", "synchronize"),
@@ -35,7 +38,7 @@ _WAYS = (
 """Methods of a `Work` by which a script may learn that it is done."""
 
 _GIVEN = ("tensor", "input", "input_tensor")  # what a collective overwrites or reads; outputs torch writes itself
-_MOST_TOLD = 64  # times that a line is looked at
+_MOST_LOOKS = 64  # at what a line has started
 
 
 class _Pending(Struct):
@@ -46,7 +49,7 @@ class _Pending(Struct):
     location: Location
     on_cpu: bool  # whether its tensors are there
     tensors: list[weakref.ref[torch.Tensor]]
-    places: set[int]  # the addresses of its tensors
+    places: set[int]  # of its tensors
     versions: list[tuple[Callable[[], Any], int]]  # of what was given to it, when it was started
 
 
@@ -57,10 +60,10 @@ class WorkRecorder:
     """
 
     def __init__(self, sink: Callable[[Entry], object], are_gradients: Callable[[Collection[int]], bool]) -> None:
-        """Begin; `are_gradients` says whether any of the addresses is that of a gradient of what optimizers hold."""
+        """Begin; `are_gradients` says whether a gradient of what optimizers hold is at any of these places."""
         self._sink = sink
         self._are_gradients = are_gradients
-        self._told_of: Counter[Location] = Counter()
+        self._looked_at: Counter[Location] = Counter()
         self._pending: dict[int, _Pending] = {}  # by the identity of the handle
         self._told: set[Entry] = set()
         self._follows = False
@@ -77,12 +80,16 @@ class WorkRecorder:
                 if hasattr(distributed_c10d.Work, name):
                     patched(distributed_c10d.Work, name, self._uses)
         handle = weakref.ref(work, functools.partial(guarded(self._dropped), id(work)))
-        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
         whole = (one for one in map(given.get, _GIVEN) if isinstance(one, torch.Tensor) and not one._is_view())
         versions = [(tensor_ref(tensor), version_of(tensor)) for tensor in whole]  # all views of one have it in common
-        places = {tensor.data_ptr() for tensor in tensors}
         self._pending[id(work)] = _Pending(
-            handle, call.operation, where, on_cpu, [*map(weakref.ref, tensors)], places, versions
+            handle,
+            call.operation,
+            where,
+            all(tensor.device.type == "cpu" for tensor in tensors),
+            [*map(weakref.ref, tensors)],
+            {*map(place_of, tensors)},
+            versions,
         )
 
     def _uses(self, work: object, *_arguments: Any, **_named: Any) -> None:
@@ -101,14 +108,17 @@ class WorkRecorder:
         if pending is None or not pending.on_cpu:
             return
         alive = [tensor for one in pending.tensors if (tensor := one()) is not None]
-        if _are_held(alive, user_frame(sys._getframe())) or self._are_gradients(pending.places):
-            self._tell(WorkDropped, pending)
+        self._tell(WorkDropped, pending, when=lambda: _are_held(alive))
 
-    def _tell(self, kind: Callable[..., Entry], pending: _Pending, *more: object) -> None:
-        self._told_of[pending.location] += 1
-        if self._told_of[pending.location] <= _MOST_TOLD:  # the first are before optimizers are known
+    def _tell(
+        self, kind: Callable[..., Entry], pending: _Pending, *more: object, when: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Tell it of gradients, or else `when` that holds."""
+        self._looked_at[pending.location] += 1
+        if self._looked_at[pending.location] <= _MOST_LOOKS:  # the first are before optimizers are known
             of_gradients = self._are_gradients(pending.places)
-            self._add(kind(pending.operation, pending.location, of_gradients, *more))
+            if of_gradients or when():
+                self._add(kind(pending.operation, pending.location, of_gradients, *more))
 
     def _add(self, entry: Entry) -> None:
         if entry not in self._told:
@@ -116,12 +126,16 @@ class WorkRecorder:
             self._sink(entry)
 
 
-def _are_held(tensors: Sequence[torch.Tensor], frame: FrameType | None) -> bool:
-    """Whether a variable of the program refers to a tensor, or an object or a container that is one."""
-    for value in () if frame is None else [*variables_of(frame).values()]:
-        inside = value if isinstance(value, list | tuple) else vars(value) if hasattr(value, "__dict__") else value
-        within = inside.values() if isinstance(inside, dict) else inside if isinstance(inside, list | tuple) else ()
-        if any(one is tensor for one in (value, *within) for tensor in tensors):
+def _are_held(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a variable of the program refers to one of the tensors: by itself, or as a container or a module."""
+    wanted = set(map(id, tensors))
+    for _, value, _ in program_variables(depth=1) if wanted else ():
+        held: Iterable[object] = (value,)
+        if type(value) in (list, tuple, dict):
+            held = list(value.values() if type(value) is dict else value)
+        elif issubclass(type(value), nn.Module):
+            held = itertools.chain(nn.Module.buffers(value), nn.Module.parameters(value))
+        if not wanted.isdisjoint(map(id, held)):
             return True
     return False
 

@@ -22,7 +22,7 @@ from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, StateHeld
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import file_of_module, is_user_file, last_assignment, relative_path, variables_of
 from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, after_forward
-from ddpcheck.gather.state.fingerprints import fingerprints, is_shard
+from ddpcheck.gather.state.fingerprints import fingerprints, is_shard, place_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.module_hooks import UnpickledHook
@@ -175,7 +175,7 @@ class StateRecorder:
     ) -> StateHeld:
         used = isinstance(value, nn.Module) and bool(self._in_use(value))
         values = fingerprints((name, tensor.detach()) for name, tensor in state.items())
-        together = min(self._together[tensor.data_ptr()] for tensor in state.values())
+        together = min(self._together[place_of(tensor)] for tensor in state.values())
         kind, line = type(value).__name__, _line_of(path, where)
         if not copies:
             line = next((at for name in state if (at := writing_line(value, name)) is not None), line)
@@ -185,7 +185,7 @@ class StateRecorder:
     def note_together(self, tensor: Any) -> None:
         """A collective has given a tensor the same values on all ranks."""
         if type(tensor) in (torch.Tensor, nn.Parameter) and len(self._together) < _MOST_TOGETHER:
-            self._together[tensor.data_ptr()] += 1
+            self._together[place_of(tensor)] += 1
 
     def _copied(
         self,
