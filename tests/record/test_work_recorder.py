@@ -40,6 +40,12 @@ def of_a_buffer(gradient: torch.Tensor) -> None:
     norm.reset_running_stats()
 
 
+def coalesced(gradient: torch.Tensor) -> None:
+    with dist._coalescing_manager(async_ops=True) as handles:
+        dist.all_reduce(gradient, async_op=True)
+    handles.wait()
+
+
 def of_sparse_numbers(gradient: torch.Tensor) -> None:
     started(torch.eye(2).to_sparse()).wait()
 
@@ -86,7 +92,7 @@ CASES: list[tuple[Callable[[torch.Tensor], None], list[type[Entry]]]] = [
     (of_a_number, [WorkDropped]),
     (of_an_item, [WorkDropped]),
     (of_a_buffer, [WorkDropped]),
-    (of_what_nobody_reads, []),
+    *((healthy, []) for healthy in (of_what_nobody_reads, coalesced)),
     (waited_late, [WorkUsed, TensorOfWorkWritten]),
     *((healthy, [WorkUsed]) for healthy in (waited, asked_in_turn, parts, then, of_sparse_numbers)),
 ]

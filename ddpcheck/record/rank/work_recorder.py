@@ -38,6 +38,8 @@ _WAYS = (
 """Methods of a `Work` by which a script may learn that it is done."""
 
 _GIVEN = ("tensor", "input", "input_tensor")  # what a collective overwrites or reads; outputs torch writes itself
+# what one of several coalesced collectives returns, whose handle their manager has; private to torch
+_COALESCED: Any = getattr(distributed_c10d, "_IllegalWork", ())
 _MOST_LOOKS = 64  # at what a line has started
 
 
@@ -72,7 +74,7 @@ class WorkRecorder:
     def _started(self, call: Call, given: Mapping[str, Any], work: object) -> None:
         where = Location.parse(call.location)
         tensors = tensors_of(given)
-        if not tensors or where is None or not _is_of_program(sys._getframe(1)):
+        if not tensors or where is None or isinstance(work, _COALESCED) or not _is_of_program(sys._getframe(1)):
             return
         if not self._follows:
             self._follows = True
