@@ -8,8 +8,8 @@ import torch
 
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
+from ddpcheck.record.loop.step_listener import StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
-from ddpcheck.record.loop.step_tracker import StepListener
 from ddpcheck.stream.entries import TrainedApart
 
 _MOST = 4096

@@ -15,8 +15,8 @@ from ddpcheck.findings.source_lines import is_user_file, relative_path
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch, guarded
 from ddpcheck.gather.state.fingerprints import is_shard, own_part
+from ddpcheck.record.loop.step_listener import StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
-from ddpcheck.record.loop.step_tracker import StepListener
 
 _CALLER = 3  # frames from what notes an assignment to the line that makes it
 

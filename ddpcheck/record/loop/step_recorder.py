@@ -36,7 +36,8 @@ from ddpcheck.record.loop import shard_switches
 from ddpcheck.record.loop.forward_snapshot import Snapshot
 from ddpcheck.record.loop.loop_record import LoopRecord
 from ddpcheck.record.loop.optimizer_steps import OptimizerSteps
-from ddpcheck.record.loop.step_tracker import StepListener, StepTracker
+from ddpcheck.record.loop.step_listener import StepListener
+from ddpcheck.record.loop.step_tracker import StepTracker
 from ddpcheck.record.loss.micro_batches import MicroBatches
 from ddpcheck.record.parameters.parameter_history import ParameterHistory, StepProbe
 from ddpcheck.record.replicas.replica_capture import ReplicaCapture

@@ -27,8 +27,8 @@ from ddpcheck.record.loop.apart_marks import ApartMarks
 from ddpcheck.record.loop.bypass_recorder import BypassRecorder, follow_forward, unfollow_forward
 from ddpcheck.record.loop.loop_record import ZEROED
 from ddpcheck.record.loop.pace_recorder import PaceRecorder, Position
+from ddpcheck.record.loop.step_listener import StepListener
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
-from ddpcheck.record.loop.step_tracker import StepListener
 from ddpcheck.record.module_hooks import hold, release
 from ddpcheck.record.rank.wrapper_collectives import WrapperCollectives
 from ddpcheck.record.replicas.replica_recorder import ReplicaRecorder

@@ -65,7 +65,7 @@ class WorkRecorder:
         """Begin; `are_gradients` says whether a gradient of what optimizers hold is at any of these places."""
         self._sink = sink
         self._are_gradients = are_gradients
-        self._looked_at: Counter[Location] = Counter()
+        self._looks: Counter[Location] = Counter()
         self._pending: dict[int, _Pending] = {}  # by the identity of the handle
         self._told: set[Entry] = set()
         self._follows = False
@@ -99,28 +99,27 @@ class WorkRecorder:
         if pending is None:
             return
         self._add(WorkUsed(pending.location))
-        for ref, version in pending.versions:
-            if (tensor := ref()) is not None and version_of(tensor) != version:
-                waits_at = user_location(sys._getframe(CALLER))
-                self._tell(TensorOfWorkWritten, pending, waits_at)
+        written = [
+            ref for ref, version in pending.versions if (tensor := ref()) is not None and version_of(tensor) != version
+        ]
+        if written and self._looks_at(pending):
+            waits_at = user_location(sys._getframe(CALLER))
+            of_gradients = self._are_gradients(pending.places)
+            self._add(TensorOfWorkWritten(pending.operation, pending.location, of_gradients, waits_at))
 
     def _dropped(self, number: int, _handle: object) -> None:
         """What no variable refers to may be read by nobody. On a GPU, a later wait in the stream may be for it, too."""
         pending = self._pending.pop(number, None)
-        if pending is None or not pending.on_cpu:
+        if pending is None or not pending.on_cpu or not self._looks_at(pending):
             return
-        alive = [tensor for one in pending.tensors if (tensor := one()) is not None]
-        self._tell(WorkDropped, pending, when=lambda: _are_held(alive))
+        of_gradients = self._are_gradients(pending.places)
+        if of_gradients or _are_held([tensor for one in pending.tensors if (tensor := one()) is not None]):
+            self._add(WorkDropped(pending.operation, pending.location, of_gradients))
 
-    def _tell(
-        self, kind: Callable[..., Entry], pending: _Pending, *more: object, when: Callable[[], bool] = lambda: True
-    ) -> None:
-        """Tell it of gradients, or else `when` that holds."""
-        self._looked_at[pending.location] += 1
-        if self._looked_at[pending.location] <= _MOST_LOOKS:  # the first are before optimizers are known
-            of_gradients = self._are_gradients(pending.places)
-            if of_gradients or when():
-                self._add(kind(pending.operation, pending.location, of_gradients, *more))
+    def _looks_at(self, pending: _Pending) -> bool:
+        """Whether a line is looked at once more: more than once, since its optimizer may not be known at first."""
+        self._looks[pending.location] += 1
+        return self._looks[pending.location] <= _MOST_LOOKS
 
     def _add(self, entry: Entry) -> None:
         if entry not in self._told:
