@@ -36,7 +36,7 @@ if dist.get_rank() == 0:
     print("calls", calls)
 dist.destroy_process_group()
 """
-MOST = 170
+MOST = 180  # 166 with torch 2.13, 174 with 2.4, which comes through more functions that stand in the place of its own
 
 
 def test_a_step_that_is_not_sampled_makes_few_calls(tmp_path: Path) -> None:
