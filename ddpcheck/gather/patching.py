@@ -62,7 +62,12 @@ class Patch(AbstractContextManager[None]):
         self._owner, self._name = owner, name
         self._original = vars(owner).get(name, _INHERITED)
         made = make(getattr(owner, name))
-        setattr(owner, name, staticmethod(made) if isinstance(self._original, staticmethod) else made)
+        self._made = staticmethod(made) if isinstance(self._original, staticmethod) else made
+        self.redo()
+
+    def redo(self) -> None:
+        """Put what was made in the place of the original once more."""
+        setattr(self._owner, self._name, self._made)
 
     def undo(self) -> None:
         """Put the original back."""

@@ -163,9 +163,9 @@ def test_the_writes_of_wrapped_parameters_are_followed() -> None:
         copy.deepcopy(layer)
         other.weight.data.copy_(layer.weight.data)
         other.weight.data.zero_()
-        recorder.stepping = True
+        recorder.step(begins=True)
         layer.weight.data.zero_()
-        recorder.stepping = False
+        recorder.step(begins=False)
         recorder.write()
         assert not found
         with torch.no_grad():

@@ -180,7 +180,7 @@ class OptimizerRecorder:
         self.steps += 1
         if self._loads.waits:
             self._loads.before_step()
-        self._writes.stepping = True
+        self._writes.step(begins=True)
         if self._writes.seen:
             self._writes.write()
         if self._clips.follows:
@@ -220,7 +220,7 @@ class OptimizerRecorder:
 
     def after_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
         """It has stepped."""
-        self._writes.stepping = False
+        self._writes.step(begins=False)
         if (known := self._known.get(optimizer)) is not None:
             known.inside = False
             if self._zeroings.follows or not known.is_settled:

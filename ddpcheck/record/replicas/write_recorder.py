@@ -36,7 +36,7 @@ class WriteRecorder:
     """Follows the methods of parameters and shards that write in place, and their `data`; hands it all to `sink`.
 
     Attributes:
-        stepping: Whether an optimizer does, by whose step parameters are to change.
+        stepping: Whether an optimizer does, by whose step parameters are to change. Set by `step`.
         seen: What was written since the last step began, and by which line.
     """
 
@@ -50,6 +50,8 @@ class WriteRecorder:
         self.seen: dict[_Key, ModuleChanged] = {}
         self._told: set[_Key] = set()
         self._early: dict[Location, list[tuple[Callable[[], Any], str]]] = {}  # what was written there, and how
+        self._patches: dict[str, list[Patch]] = {}  # by method
+        self._of_steps: dict[str, list[Patch]] = {}  # those of them that optimizers have called
         self._follow(nn.Parameter)
         when_imported(("torch.distributed.tensor",), lambda home: self._follow(vars(home).get("DTensor")))
 
@@ -58,8 +60,20 @@ class WriteRecorder:
             return
         for name in dir(torch.Tensor):
             if name in _OPERATORS or (name.endswith("_") and not name.startswith("_") and name not in _NO_VALUES):
-                Patch(kind, name, functools.partial(self._followed, name))
+                patch = Patch(kind, name, functools.partial(self._followed, name))
+                self._patches.setdefault(name, []).append(patch)
         Patch(kind, "data", self._followed_data)
+
+    def step(self, *, begins: bool) -> None:
+        """The step of an optimizer begins, or ends: what it calls for each parameter is not followed meanwhile."""
+        if begins is self.stepping:  # a step has raised, or one is inside of another
+            return
+        self.stepping = begins
+        for patch in itertools.chain.from_iterable(self._of_steps.values()):
+            if begins:
+                patch.undo()
+            else:
+                patch.redo()
 
     def sharded(self, shard: torch.Tensor) -> None:
         """A parameter was sharded, of a module that is watched from its first forward pass on."""
@@ -99,7 +113,8 @@ class WriteRecorder:
         @functools.wraps(original)
         @passes_on
         def method(*arguments: Any, **named: Any) -> Any:
-            if self.stepping:  # first: some optimizers call this for each parameter in each step
+            if self.stepping:
+                self._of_steps[name] = self._patches[name]
                 return original(*arguments, **named)
             result = original(*arguments, **named)
             if id(arguments[0]) in wrapped:
