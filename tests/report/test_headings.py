@@ -500,3 +500,15 @@ def test_a_difference_near_to_rounding_is_not_judged_where_the_shards_could_not_
     if status == "skipped":
         assert "which may be rounding" in parity.detail and "(that failed)" in parity.detail
         assert not report.findings and report.status == "incomplete"
+
+
+def test_a_difference_is_no_finding_where_there_was_no_time_to_find_out_why() -> None:
+    state = CheckState(CheckOptions("t", 2, "gloo", "cpu", 1, 0, 30.0))
+    with state.log.in_part("parity"):
+        state.single.differences[0] = (Difference("a", 0.5, 1e-6, absolute_error=0.5, reference_norm=1.0),)
+        state.single.analysis = ShardAnalysis(error="that failed")
+    state.single.hang = "the single process did not finish within 5 s"
+    judge(state, {})
+    report = report_of(state)
+    assert not report.findings and next(check for check in report.checks if check.name == "parity").status == "skipped"
+    assert "5.0e-01 (relative) away" in state.log.notes[-1] and "did not finish within 5 s" in state.log.notes[-1]

@@ -189,7 +189,8 @@ class CheckWorlds:
             elif first is not None and "silenced" in first.place:
                 skipped = f"not comparable with random numbers silenced: {skipped}"
             elif isinstance(error, errors.HangError):
-                skipped = self.state.single.hang = f"the single process hung: {error}"
+                late = str(error).removeprefix("rank 0 ").replace("rank 0", "it")
+                skipped = self.state.single.hang = f"the single process {late}; a longer timeout gives it more time"
             elif not self._alone_in_group and any(words in said for words in _NO_GROUP):
                 retried: Result | None = self._retry_in_group()
                 return retried

@@ -182,10 +182,18 @@ def _is_of_parts(finding: Finding) -> bool:
 
 
 def _comparable(state: CheckState, found: list[Finding], local: LocalFacts) -> list[Finding]:
-    """Without DDP312 where all that differs may be numbers that no two runs can share, or rounding."""
+    """Without DDP312 where all that differs may be numbers that no two runs can share, or rounding; or is not known."""
     kept = [finding for finding in found if finding.code != "DDP312"]
     if len(kept) == len(found):
         return found
+    if state.single.hang:
+        far = max(item.error for items in state.single.differences.values() for item in items if item.bad)
+        state.single.incomparable = (
+            f"gradients are up to {far:.1e} (relative) away from those of the global batch, and there was no time to "
+            f"find out why: {state.single.hang}"
+        )
+        state.log.notes.append(state.single.incomparable)
+        return kept
     wrong = [item for items in state.single.differences.values() for item in items if item.bad]
     analysis = state.single.analysis
     if analysis is not None and analysis.error and all(item.error < _NEAR * item.tolerance for item in wrong):
