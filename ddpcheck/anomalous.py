@@ -74,7 +74,7 @@ def detect_anomalous_params(
     total = sum(losses[1:], losses[0])
     parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     reached = reached_by(total, list(parameters.values()))
-    missing = [] if reached is None else [name for name, yes in zip(parameters, reached, strict=True) if not yes]
+    missing = [name for name, yes in zip(parameters, reached, strict=True) if not yes]
     leaves = unregistered_leaves(walk_graph([total]).leaves, model)
     ends = dict.fromkeys(missing, PathEnd("unused"))
     if missing and (forward := replay) is not None:

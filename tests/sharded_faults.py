@@ -186,6 +186,21 @@ def sync_left_off() -> Iterator[nn.Module]:
         yield model
 
 
+@fault("DDP502", "model.set_requires_gradient_sync(number == int(FIXED))")
+def sync_of_the_first() -> Iterator[nn.Module]:
+    """The first micro-batch of a step is reduced, and not the last one."""
+    model = shard(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in batches():
+        optimizer.zero_grad()
+        for number, (part, wanted) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
+            if _sharding:
+                model.set_requires_gradient_sync(number == int(FIXED))
+            (cross_entropy(model(part), wanted) / 2).backward()
+        optimizer.step()
+        yield model
+
+
 @fault("DDP502", "model.set_requires_all_reduce(FIXED)", ranks=4)
 def all_reduce_left_off() -> Iterator[nn.Module]:
     """The all-reduce between the replicas is switched off, and never on again."""

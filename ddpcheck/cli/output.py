@@ -84,10 +84,15 @@ class ReportOutput(OutputFile):
             report = replace(report, command=self._command)
         text = self._renderer().render(report)
         if self._path is not None:
-            self.write(text.encode("utf-8", "backslashreplace"))
+            try:
+                self.write(text.encode("utf-8", "backslashreplace"))
+            except UsageError:
+                if self._to_stderr and isinstance(report, Report):  # a script does not run again for its report
+                    print_error(renderer_for("text", medium=Medium.of(sys.stderr)).render(report), end="")
+                raise
             say(f"{report.summary}, written to {self._path}")
         elif self._to_stderr:
-            print(text, end="", file=sys.stderr)
+            print_error(text, end="")
         else:
             print_out(text.removesuffix("\n"))
 
@@ -139,6 +144,16 @@ def print_out(text: str) -> None:
         raise UsageError(f"cannot write to standard output: {reason_of(error)}") from error
 
 
+def print_error(text: str, end: str = "\n") -> None:
+    """Print to standard error, if that can be: where nobody reads it, or its disk is full, the exit code stays."""
+    if sys.stderr is None:
+        return
+    try:
+        print(text, end=end, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # else Python would fail again at its end
+
+
 def say(text: str) -> None:
     """Print a sentence on what was done to standard error."""
     _tell(f"ddpcheck: {text}")
@@ -167,7 +182,7 @@ def _tell(sentence: str, more: str = "") -> None:
     """Print to standard error; in a log a sentence is one line."""
     medium = Medium.of(sys.stderr)
     text = wrapped(sentence, medium.width if medium.interactive else None) + (f"\n{more}" if more else "")
-    print(medium.fitted(text), file=sys.stderr)
+    print_error(medium.fitted(text))
 
 
 def wrapped(text: str, width: int | None, indent: str = "  ") -> str:

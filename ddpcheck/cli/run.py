@@ -8,7 +8,6 @@ import json
 import os
 import shlex
 import signal
-import sys
 import tempfile
 import threading
 import traceback
@@ -18,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ddpcheck.cli.output import ReportOutput, complain, complain_of, named, reason_of, say
+from ddpcheck.cli.output import ReportOutput, complain, complain_of, named, print_error, reason_of, say
 from ddpcheck.cli.parsing import HelpFormatter, Parser, examples_of, near_option
 from ddpcheck.cli.saved import load_report
 from ddpcheck.findings.errors import EXIT_FINDINGS, EXIT_HANG, EXIT_USAGE, UsageError
@@ -32,9 +31,10 @@ from ddpcheck.report.settings import Settings
 from ddpcheck.run.check_options import add_check_options, examine, split_at_script
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import Hang, HangWatch, Unended, end_agent
+from ddpcheck.run.meeting_watch import unmet
 from ddpcheck.run.node_link import NodeLink
 from ddpcheck.run.run_record import prepare, write_flight_records
-from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, rank_processes, read_logs
+from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, last_restart, rank_processes, read_logs
 from ddpcheck.worlds.failures import has_lost_another
 
 
@@ -87,7 +87,7 @@ def run_agent(run: Any, given: argparse.Namespace, folder: Path, nodes: NodeLink
     except ChildFailedError as error:
         if watch.hang is not None:  # and another node has ended its ranks before
             return Ending(EXIT_HANG, hang=watch.hang)
-        print(error, file=sys.stderr)
+        print_error(str(error))
         code = code_of_first(error.failures)
         own = rank_processes(folder)  # what the agent has started may be a process that starts the ranks
         known = {rank: failure for rank, failure in error.failures.items() if own.get(rank, failure.pid) == failure.pid}
@@ -97,7 +97,7 @@ def run_agent(run: Any, given: argparse.Namespace, folder: Path, nodes: NodeLink
             return Ending(unended=watch.unended)
         if watch.hang is not None:
             return Ending(EXIT_HANG, hang=watch.hang)
-        print(f"ddpcheck run: {error}", file=sys.stderr)
+        print_error(f"ddpcheck run: {error}")
         return Ending(128 + int(error.sigval), interrupted=True)
     except Exception as error:
         if _is_refused_option(error):
@@ -251,8 +251,12 @@ def show_report(
     from ddpcheck.run.script_report import report_on_script
 
     ranks = read_logs(folder)
+    ending = replace(ending, unmet=() if ranks else unmet(folder), restart=last_restart(folder))
     if given.check_flight_recorder is not None:
-        write_flight_records(Path(given.check_flight_recorder), ranks, ending)
+        try:
+            write_flight_records(Path(given.check_flight_recorder), ranks, ending)
+        except OSError as error:
+            complain(f"cannot write to {given.check_flight_recorder}: {reason_of(error)}")
     wanted = {name: getattr(settings, name) for name in ("select", "ignore", "suppress")}
     source = ProgramSource()
     report = report_on_script(script, ending, ranks, **wanted, baseline=baseline, source=source)

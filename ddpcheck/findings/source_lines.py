@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import textwrap
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -71,7 +71,7 @@ _REAL_STDLIB = os.path.realpath(_STDLIB) + os.sep
 @functools.cache
 def is_user_file(name: str) -> bool:
     """Whether the source file `name` belongs neither to torch or pytest, nor to Python itself, nor to ddpcheck."""
-    if name.startswith(("<", _OWN_FOLDER)):
+    if not name or name.startswith(("<", _OWN_FOLDER)):
         return False
     parts = name.replace("\\", "/").split("/")
     for folder in ("site-packages", "dist-packages"):
@@ -83,21 +83,33 @@ def is_user_file(name: str) -> bool:
 def user_location(frame: FrameType | None = None) -> Location | None:
     """The innermost line on the stack that belongs neither to torch, nor to Python itself, nor to ddpcheck."""
     found = user_frame(frame or sys._getframe(1))
-    return None if found is None else Location(relative_path(found.f_code.co_filename), found.f_lineno)
+    return None if found is None else location_of(found)
 
 
-def user_frame(frame: FrameType) -> FrameType | None:
-    """The frame of the line that `user_location` gives."""
+def user_frame(frame: FrameType | None, *, over_packages: bool | None = None) -> FrameType | None:
+    """The frame of the line that `user_location` gives; `over_packages`: passing over them or not, whatever it does."""
+    over_packages = _passes_over_packages if over_packages is None else over_packages
     innermost: FrameType | None = None
-    current: FrameType | None = frame
-    while current is not None:
-        file = current.f_code.co_filename
+    while frame is not None:
+        file = frame.f_code.co_filename
         if is_user_file(file):
-            innermost = innermost or current
-            if not (_passes_over_packages and is_installed(file)):
-                return current
-        current = current.f_back
+            innermost = innermost or frame
+            if not (over_packages and is_installed(file)):
+                return frame
+        frame = frame.f_back
     return innermost
+
+
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame, and those that lead to it: from the innermost on."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def location_of(frame: FrameType) -> Location:
+    """The line at which a frame is."""
+    return Location(relative_path(frame.f_code.co_filename), frame.f_lineno)
 
 
 def lines_of_program(frame: FrameType) -> tuple[str, ...]:
@@ -159,10 +171,8 @@ _ONLY_THE_FRAME = 3  # references: of the frame, of `held`, and of the argument 
 
 def is_called_by_a_package() -> bool:
     """Whether the innermost frame of that kind is one of an installed package, and not of the user's program."""
-    current: FrameType | None = sys._getframe(1)
-    while current is not None and not is_user_file(current.f_code.co_filename):
-        current = current.f_back
-    return current is not None and is_installed(current.f_code.co_filename)
+    files = (frame.f_code.co_filename for frame in frames_from(sys._getframe(1)))
+    return is_installed(next(filter(is_user_file, files), ""))
 
 
 _passes_over_packages = False
@@ -193,6 +203,11 @@ def file_of_module(module: Any) -> str:
     """The source file of a module; "" where it has none. One that is loaded when it is asked for more is not asked."""
     file = getattr(module, "__dict__", {}).get("__file__")
     return file if isinstance(file, str) else ""
+
+
+def file_of_class(kind: type) -> str:
+    """The source file of the module of a class; "" where it has none."""
+    return file_of_module(sys.modules.get(kind.__module__))
 
 
 def defined_at(function: Any) -> Location | None:
@@ -292,8 +307,6 @@ def last_assignment(at: Location, name: str) -> Location | None:
     argument, or an attribute that a constructor is given, the one line that computes it for a call by that name.
     """
     tree = parsed_source(_files.get(at.path, at.path))
-    if tree is None:
-        return None
     first, *attributes = name.split(".")
     if attributes and (lines := [line for line, target in _targets(tree) if target.endswith(f".{attributes[-1]}")]):
         return Location(at.path, lines[0])
@@ -331,10 +344,20 @@ def _computed_for(tree: ast.AST, name: str) -> int | None:
 def call_of(names: Sequence[str], files: Mapping[str, str]) -> Location | None:
     """The first line that calls a function of one of these names, in `files` (by the path that is shown)."""
     for shown, file in files.items():
-        for node in ast.walk(parsed_source(file) or ast.Module([], [])):
+        for node in ast.walk(parsed_source(file)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names:
                 return Location(shown, node.lineno)
     return None
+
+
+def exits_raised(files: Mapping[str, str]) -> tuple[Location, ...]:
+    """The lines of `files` that raise SystemExit; those that call `sys.exit` are known otherwise."""
+    found = []
+    for shown, file in files.items():
+        for node in ast.walk(parsed_source(file) or ast.Module([], [])):
+            if isinstance(node, ast.Raise) and node.exc is not None and "SystemExit" in ast.unparse(node.exc):
+                found.append(Location(shown, node.lineno))
+    return tuple(found)
 
 
 @functools.cache
@@ -345,8 +368,8 @@ def _targets(tree: ast.AST) -> tuple[tuple[int, str], ...]:
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
         for one in node.body
-        if isinstance(one, ast.Assign | ast.AnnAssign)
-        for target in (one.targets if isinstance(one, ast.Assign) else [one.target])
+        if not isinstance(one, ast.AugAssign)
+        for target in targets_of(one)
     }
     declared |= {one.target for one in ast.walk(tree) if isinstance(one, ast.AnnAssign) and one.value is None}
     stored = (n for n in ast.walk(tree) if isinstance(n, ast.Name | ast.Attribute) and isinstance(n.ctx, ast.Store))
@@ -354,12 +377,19 @@ def _targets(tree: ast.AST) -> tuple[tuple[int, str], ...]:
 
 
 @functools.cache
-def parsed_source(file: str) -> ast.Module | None:
-    """The tree of a file; `None` where it is no Python."""
+def parsed_source(file: str) -> ast.Module:
+    """The tree of a file; an empty one where it is no Python."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return None
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+def targets_of(node: ast.AST) -> list[ast.expr]:
+    """What a statement assigns, or an assignment in an expression does."""
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr) else []
 
 
 def making_of(module: nn.Module, name: str) -> Location | None:
@@ -392,8 +422,6 @@ def _assignment_in(source: type | str, name: str, owner: str) -> Location | None
 def _assigned(tree: ast.AST, wanted: str, path: str, before: int, *, deep: bool = True) -> Location | None:
     """The line that assigns `wanted` in `tree`, which stands after so many lines of the file `path`."""
     for node in ast.walk(tree) if deep else [tree]:
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if wanted in map(ast.unparse, targets):
-                return Location(relative_path(path), node.lineno + before)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and wanted in map(ast.unparse, targets_of(node)):
+            return Location(relative_path(path), node.lineno + before)
     return None

@@ -60,6 +60,13 @@ def has_other_threads(dump: str) -> bool:
     return any(frames and _loop_at(frames) is None for frames in map(_frames, _threads(dump)))
 
 
+def program_threads(dump: str) -> list[tuple[Frame, ...]]:
+    """The stacks of other threads than the one that wrote a dump, in which the program runs, without our frames."""
+    others = (_frames(block) for block in _threads(dump) if not block.lstrip().startswith("Current thread"))
+    of_program = (stack for stack in others if any(is_of_program(frame.file) for frame in stack))
+    return [tuple(frame for frame in stack if not frame.file.startswith(_PACKAGE)) for stack in of_program]
+
+
 def _threads(dump: str) -> list[str]:
     return re.split(r"\n\s*\n", dump)
 
@@ -97,10 +104,20 @@ def collective_of(frames: Sequence[Frame]) -> str:
     return name
 
 
+def traceback_stack(text: str) -> tuple[Frame, ...]:
+    """The stack of the last traceback in a text, most recent call first."""
+    return _frames(text.rpartition("(most recent call last)")[2])[::-1]
+
+
+def collectives_of_threads(dump: str) -> list[str]:
+    """The collectives that threads beside the one that wrote a dump are in, each with the line of the call."""
+    return [call for stack in program_threads(dump) if (call := collective_of(stack))]
+
+
 def program_lines(text: str) -> tuple[str, ...]:
     """The lines of the user's program in a dump of `faulthandler` or in a traceback, innermost first."""
     is_traceback = "(most recent call last)" in text
-    frames = _frames(text.rpartition("(most recent call last)")[2])[::-1] if is_traceback else own_stack(text)
+    frames = traceback_stack(text) if is_traceback else own_stack(text)
     return tuple(_where(frame) for frame in frames if is_of_program(frame.file))
 
 
@@ -140,6 +157,20 @@ def waits_for_others(frames: Sequence[Frame]) -> bool:
         f"/{frames[0].file}".replace("\\", "/").endswith(f"/{file}") and name in (None, frames[0].name)
         for file, name in _WAITING
     )
+
+
+_LOCKS = ("threading.py", "queue.py")
+
+
+def lock_waited_for(frames: Sequence[Frame]) -> str:
+    """Which function of Python's threads a stack waits in, with the line that has called it; "" for none.
+
+    What waits there goes on when another thread of its process has it go on.
+    """
+    own = next((at for at, frame in enumerate(frames) if is_user_file(frame.file)), 0)
+    if not own or any(os.path.basename(frame.file) not in _LOCKS for frame in frames[:own]):
+        return ""
+    return f"{frames[own - 1].name}() at {_where(frames[own])}"
 
 
 _PICKLING = ("_object_to_tensor", "_tensor_to_object")

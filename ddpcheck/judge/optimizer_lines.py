@@ -49,7 +49,8 @@ def judge_all_of_optimizers(facts: ScriptFacts) -> Verdicts:
     sharded_at = next((one.made.location for one in facts.wrappers if one.made.context.sharded is not None), None)
     assigned = [one for one in entries_of(facts.ranks[0], ModuleChanged) if one.what == "module"]
     for one in known:
-        of_one = judge_optimizer_options(one.steps) + judge_pace(one.steps, one.ends) + judge_shard_scales(one.steps)
+        of_one = judge_optimizer_options(one.steps) + judge_shard_scales(one.steps)
+        of_one += judge_pace(one.steps, one.ends if facts.ended else ())  # a rank that raises makes no step any more
         of_one += judge_shard_states(one.steps)
         apart = bool(judge_optimizer_state(one.steps))
         of_one += [] if apart else judge_step_gradients(one.steps, clips)

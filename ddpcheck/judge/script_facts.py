@@ -15,9 +15,9 @@ from ddpcheck.findings.program_blocks import ProgramSource
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import group_by
-from ddpcheck.judge.gradients.script_alone import all_gradients_agree, are_apart
+from ddpcheck.judge.gradients.script_alone import all_gradients_agree, are_apart, are_near
 from ddpcheck.judge.replicas.descriptions import differing_names
-from ddpcheck.stream.entries import ReplicaCaptured, WrapperMade
+from ddpcheck.stream.entries import PeerReceived, ReplicaCaptured, WrapperMade
 from ddpcheck.stream.rank_log import WatchedRank
 
 _Kind = TypeVar("_Kind")
@@ -161,9 +161,31 @@ class ScriptFacts:
             by_number = {rank.started.rank: rank for rank in self.ranks}
             return [[by_number[number] for number in same] for same in zip(*self.model_groups, strict=False)]
         members = {wrapper.made.ranks for wrapper in self.wrappers}
+        if not members and self.stages:
+            members = {*zip(*self.stages, strict=False)}
         if not members or any(len(group) == len(self.ranks) for group in members):
             return [list(self.ranks)]
         return [[rank for rank in self.ranks if rank.started.rank in group] for group in sorted(members)]
+
+    @cached_property
+    def stages(self) -> list[tuple[int, ...]]:
+        """The ranks that have a stage of one model each, of each model, as far as no wrapper says more; else empty.
+
+        They receive tensors from each other while they train, and step by gradients of their own.
+        """
+        received = {
+            rank.started.rank: {one.peer for one in entries_of(rank, PeerReceived) if one.training}
+            for rank in self.ranks
+        }
+        models = {rank: {rank} for rank in received}
+        by_number = {rank.started.rank: rank for rank in self.ranks}
+        for rank, peers in received.items():
+            for peer in sorted(peers & received.keys()):
+                if models[rank] is not models[peer] and not _step_alike(by_number[rank], by_number[peer]):
+                    models[rank] |= models[peer]
+                    models |= dict.fromkeys(models[peer], models[rank])
+        whole = {tuple(sorted(model)) for model in models.values()}
+        return sorted(whole) if len(whole) < len(received) else []
 
     @cached_property
     def moved(self) -> Mapping[str, bool]:
@@ -210,7 +232,7 @@ class ScriptFacts:
                 named = (*first.held, *(name for name in first.alone if "/" in name))
                 numbers = {int(name.partition("/")[0]) for name in named}
                 groups = {rank.wrappers[number].ranks for number in numbers}
-                members = next(iter(groups)) if len(groups) == 1 else tuple(range(rank.started.world_size))
+                members = next(iter(groups)) if len(groups) == 1 else self._replicas_of(rank)
                 same = [one for one in entries_of(rank, OptimizerStep) if one.optimizer == first.optimizer]
                 key = (members, first.location, tuple(sorted((*first.held, *first.alone))))
                 known.setdefault((*key, times[key]), {})[rank.started.rank] = same
@@ -224,6 +246,12 @@ class ScriptFacts:
                     if end.optimizer == same[0].optimizer
                 ]
                 yield Optimizer(_in_step(list(theirs.values())), ends)
+
+    def _replicas_of(self, rank: WatchedRank) -> tuple[int, ...]:
+        """The ranks that train with a rank what is in no wrapper, this one too."""
+        groups = self.training_groups if self.stages and not self.wrappers and not self.model_groups else []
+        theirs = (tuple(one.started.rank for one in group) for group in groups if rank in group)
+        return next(theirs, tuple(range(rank.started.world_size)))
 
     def part_steps(self, group: Sequence[int]) -> list[Sequence[PartSteps]]:
         """The steps that ranks have written down which compute one model together, by optimizer."""
@@ -288,6 +316,17 @@ class ScriptFacts:
         of_hook = [same for same in self.captured(wrapper).values() if same[0].hook]
         parted = (same for same in of_hook if differing_names([one.state.values.gradients for one in same]))
         return next((same[0].hook for same in parted), "")
+
+
+def _step_alike(one: WatchedRank, other: WatchedRank) -> bool:
+    """Whether two ranks step by the same gradients in a step: what averages them is theirs."""
+    steps = {(step.optimizer, step.count): step.gradients for step in entries_of(other, OptimizerStep)}
+    pairs = ((step.gradients, steps.get((step.optimizer, step.count), {})) for step in entries_of(one, OptimizerStep))
+    return any(
+        any(mine[name]) and are_near([mine[name], theirs[name]])
+        for mine, theirs in pairs
+        for name in mine.keys() & theirs
+    )
 
 
 def used_by(rank: WatchedRank, steps: Sequence[OptimizerStep]) -> Iterator[tuple[OptimizerStep, ReplicaCaptured]]:

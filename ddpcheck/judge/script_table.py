@@ -50,11 +50,18 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
 from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
-from ddpcheck.judge.data.script_draws import judge_added_noise, judge_behind, judge_step_draws, judge_streams
+from ddpcheck.judge.data.script_draws import (
+    judge_added_noise,
+    judge_behind,
+    judge_step_draws,
+    judge_streams,
+    judge_targets,
+)
 from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved, told_by_files
 from ddpcheck.judge.data.script_rows import OTHER_VALUES
 from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
-from ddpcheck.judge.evaluation.script_order import judge_sums_again, judge_targets
+from ddpcheck.judge.evaluation.script_order import judge_sums_again
+from ddpcheck.judge.evaluation.script_order import judge_targets as judge_gathered_targets
 from ddpcheck.judge.gradients.script_alone import all_gradients_agree, judge_reduced_alike, judge_taken
 from ddpcheck.judge.gradients.script_gathers import judge_gathers, judge_own_parts
 from ddpcheck.judge.gradients.script_losses import FEWEST_PASSES, SCALE_FREE, judge_accumulated, judge_losses
@@ -215,11 +222,12 @@ def _data(facts: ScriptFacts) -> Verdicts:
             of_loaders = [finding for finding in of_loaders if finding.code not in ("DDP505", "DDP519")]
         found += [finding for finding in of_loaders if finding not in found]
     orders = [tuple(tuple(one.indices) for one in of_rank if one.trains) for of_rank in passes]
-    if facts.model_groups:  # ranks that compute one model together have all of this alike
+    if facts.model_groups or facts.stages:  # ranks that compute one model together have all of this alike
         places = [place for place, rank in enumerate(facts.ranks) if rank in facts.training_groups[0]]
         draws, inputs = [draws[place] for place in places], [inputs[place] for place in places]
         orders = [orders[place] for place in places]
-    of_draws = judge_step_draws(draws, inputs, loads_others=len(set(orders)) == len(orders))
+    others = len(set(orders)) == len(orders)  # which a loader gives the ranks
+    of_draws = judge_step_draws(draws, inputs, loads_others=others)
     of_draws = of_draws or judge_added_noise(draws, inputs)
     found += of_draws
     if not of_draws and not any(finding.code == "DDP505" for finding in found):
@@ -228,6 +236,8 @@ def _data(facts: ScriptFacts) -> Verdicts:
             given = dict(zip(by_number, wrapper.of(Inputs), strict=True))
             evaluated = dict(zip(by_number, wrapper.of(Evaluated), strict=True))
             found += judge_inputs(given, by_number) or judge_streams(by_number, given, evaluated) or judge_behind(given)
+    if not others and not facts.model_groups and not any(finding.code in ("DDP505", "DDP510") for finding in found):
+        found += judge_targets(facts.of(LossDifferentiated), inputs, draws)
     by_hand = not facts.wrappers and not facts.model_groups
     if by_hand and not any(finding.code == "DDP505" for finding in found):
         found += [finding for one in facts.optimizers for finding in judge_reduced_alike(one.steps)][:1]
@@ -269,7 +279,7 @@ def _evaluation(facts: ScriptFacts) -> Verdicts:
     exchanged, shown, compared = facts.of(ResultExchanged), facts.of(MetricShown), facts.of(RowsCompared)
     found = judge_evaluations(facts.passes, passes, exchanged, shown, compared)
     found += judge_sums_again(facts.of(SumsReduced))
-    found += judge_targets(facts.of(GatheredTargets), facts.of(LossDifferentiated))
+    found += judge_gathered_targets(facts.of(GatheredTargets), facts.of(LossDifferentiated))
     loops = f"after {counted(len(passes[0]), 'loop')} without backward"
     what = f"the numbers and labels that were exchanged and shown, {loops}"
     return {"evaluation": _compared(found, what, len(passes[0]))}

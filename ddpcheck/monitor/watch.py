@@ -6,7 +6,7 @@ import atexit
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakSet
@@ -30,7 +30,6 @@ from ddpcheck.monitor.other_meshes import OtherMeshes
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.reporting import FindingReporter, FindingWarning
 from ddpcheck.record.loop.apart_marks import ApartMarks
-from ddpcheck.record.loop.bypass_recorder import follow_forward, unfollow_forward
 from ddpcheck.record.loop.ignored_data import IgnoredData
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
 from ddpcheck.record.module_hooks import hold, release
@@ -154,7 +153,6 @@ class Watch:
         self._compilations.begin()
         if self._recorder.is_sharded:
             self._ignored.begin()
-        follow_forward(self)
         _at_exit.add(self)
         hold(self._recorder.module, self)
 
@@ -180,7 +178,6 @@ class Watch:
         self._compilations.close()
         self._parts.close()
         self._ignored.close()
-        unfollow_forward(self)
         release(self._recorder.module, self)
         if not was_attached:
             return
@@ -242,14 +239,6 @@ class Watch:
     def expect(self, loss: Any) -> None:
         """Take `loss` for the output of the forward pass: for frameworks that call backward inside of it."""
         self._recorder.tracker.expect(loss)
-
-    def forward_entered(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """DDP's own forward of a wrapper has begun; hooks are not called where the loop calls it by its name."""
-        self._recorder.tracker.enter_by_name(wrapper, arguments, named)
-
-    def forward_left(self, wrapper: nn.Module, output: Any) -> None:
-        """It returns."""
-        self._recorder.tracker.leave_by_name(wrapper, output)
 
     def settle(self) -> None:
         """No further backward pass will come: an optimizer is about to use the gradients.

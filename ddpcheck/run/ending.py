@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpcheck.findings.errors import RankFailure
-from ddpcheck.findings.evidence.endings import SYSTEM_EXIT, RankAtEnd
+from ddpcheck.findings.evidence.endings import SYSTEM_EXIT, Joining, RankAtEnd
 from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.replicas import WrapperBegun
 from ddpcheck.findings.evidence.steps import Call
@@ -16,24 +16,29 @@ from ddpcheck.findings.program_blocks import Block, ProgramSource, blocks_of_lin
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules.rule import Severity
-from ddpcheck.findings.source_lines import call_of
+from ddpcheck.findings.source_lines import call_of, exits_raised
 from ddpcheck.findings.stacks import (
     CONSTRUCTOR,
     FORWARD,
     WORKERS,
     collective_of,
+    collectives_of_threads,
     is_waiting,
+    lock_waited_for,
     own_stack,
     program_lines,
+    program_threads,
     region_of,
+    traceback_stack,
     waits_for_others,
 )
-from ddpcheck.findings.wording import format_ranks
+from ddpcheck.findings.wording import format_ranks, join_names
 from ddpcheck.judge.endings.branch_endings import described_call, lines_of
 from ddpcheck.judge.endings.collective_order import judge_collectives, place_of_parting
-from ddpcheck.judge.endings.meetings import judge_meeting
+from ddpcheck.judge.endings.meetings import judge_meeting, judge_unmet
 from ddpcheck.judge.endings.rank_failure import describe_failure, follows_from_another_rank, judge_failure
 from ddpcheck.judge.endings.stories import judge_endings
+from ddpcheck.judge.endings.threads import EndedThread, judge_left_by_thread, judge_threads, told_of_threads
 from ddpcheck.judge.endings.timelines import those_that_differ, timelines
 from ddpcheck.judge.endings.torch_errors import RaisedFacts, judge_torch_errors
 from ddpcheck.judge.replicas.script_changes import REPLACED
@@ -66,6 +71,9 @@ class Ending:
     hang: Hang | None = None  # what was seen when the ranks waited for each other, if they did
     interrupted: bool = False  # whether a user or a scheduler has ended it by a signal
     unended: Unended | None = None  # ranks that had run all of the script, and did not end by themselves
+    # processes that have not come out of `init_process_group`, where one has raised there and none has joined a group
+    unmet: tuple[Joining, ...] = ()
+    restart: int = 0  # how often torchrun has started the ranks again
     # what each rank does, in words that come after its name, where the script has not ended
     doing: Mapping[int, str] = field(default_factory=dict)
 
@@ -77,12 +85,33 @@ def judge_ending(
     source = source or ProgramSource()
     if ending.hang is not None and ending.hang.joining:
         return judge_meeting(ending.hang.joining, ending.hang.seconds)
+    if not ranks:
+        return judge_unmet(ending.unmet)
     known = [one for one in known if one.severity is Severity.ERROR and one.code.startswith(_MAY_END)]
     found = failures_of(ranks, ending)
-    if not ranks or [rank.started.rank for rank in ranks] != list(range(ranks[0].started.world_size)):
+    if [rank.started.rank for rank in ranks] != list(range(ranks[0].started.world_size)):
         return []  # of ranks on other machines there is no log here
     if not found:
         return [] if known else _judge_silent_mismatch(ranks, ending, source)
+    threads = _ended_threads(ranks, ending)
+    if (ending.hang is not None or ending.interrupted) and (told_of := judge_threads(threads, found, len(ranks))):
+        return told_of
+    more = told_of_threads(threads)
+    for rank, dump in ({} if ending.hang is None else ending.hang.stacks).items():
+        more += [f"another thread of rank {rank} waits in {call}" for call in collectives_of_threads(dump)]
+    judged = _judge_failures(ranks, ending, known, found, source)
+    if in_thread := [cause for one in judged for cause in judge_left_by_thread(threads, one)]:
+        return in_thread
+    return [replace(one, evidence=(*one.evidence, *more)) for one in judged]
+
+
+def _judge_failures(
+    ranks: Sequence[WatchedRank],
+    ending: Ending,
+    known: Sequence[Finding],
+    found: Sequence[RankFailure],
+    source: ProgramSource,
+) -> list[Finding]:
     ordered = failures.in_order(found)
     constructs = {rank.started.rank for rank in ranks if rank.constructs}  # DDP raises there on what is not alike
     if known and all(follows_from_another_rank(failure) or failure.rank in constructs for failure in ordered):
@@ -102,6 +131,16 @@ def judge_ending(
         if story := _story(ranks, ending, judged, source):
             return story
     return [_with_option_of_run(finding) for finding in judged]
+
+
+def _ended_threads(ranks: Sequence[WatchedRank], ending: Ending) -> list[EndedThread]:
+    ended = []
+    for rank in ranks:
+        dump = rank.stack if ending.hang is None else ending.hang.stacks.get(rank.started.rank, "")
+        waits_in = "" if program_threads(dump) else lock_waited_for(own_stack(dump))
+        for error in rank.thread_errors:
+            ended.append(EndedThread(error.thread, failures.raised(rank.started.rank, dict(error.reply)), waits_in))
+    return ended
 
 
 def _is_of_gloo(failure: RankFailure) -> bool:
@@ -142,7 +181,7 @@ def _story(
     ranks: Sequence[WatchedRank], ending: Ending, judged: Sequence[Finding], source: ProgramSource
 ) -> list[Finding]:
     """What one rank did and the others did not; what the numbers of their collectives say is evidence of it."""
-    at_end = ranks_at_end(ranks, ending)
+    at_end = ranks_at_end(ranks, ending, source)
     numbers = [f"by the collectives of the ranks: {one.message}" for one in judged if one.code == "DDP403"][:1]
     return [
         replace(story, evidence=(*filter(None, story.evidence), *numbers), tags=(*story.tags, *judged[0].tags))
@@ -150,7 +189,7 @@ def _story(
     ]
 
 
-def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd]:
+def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSource) -> list[RankAtEnd]:
     """Where each rank was when the job had stopped."""
     found = {one.rank: one for one in failures_of(ranks, ending)}
     at_end = []
@@ -164,6 +203,7 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
             if failure.traceback:  # of which only the program's own files are known
                 raised_at = program_lines(failure.traceback)
                 lines = tuple(line for line in raised_at if line.rpartition(":")[0] in rank.files)
+                lines = lines or tuple(filter(None, [failure.location]))
             doing = describe_failure(failure)
             if failure.kind == "stuck" and rank.waits_for is not None:
                 waits_for, doing = rank.waits_for, f"waits in {rank.waits_for}"
@@ -171,10 +211,13 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
             if for_worker := region_of(own_stack(stacks.get(failure.rank, ""))) == WORKERS:
                 doing = f"waits for a worker of its data loader{f' at {lines[0]}' if lines else ''}"
         elif rank.has_ended or rank.exit is not None:
-            exit_at = f"{rank.exit.function} at {rank.exit.lines[0]}" if rank.exit and rank.exit.lines else ""
-            doing = f"has called {exit_at}" if exit_at else "has run to its end"
-            if rank.exit is None and ending.exit_codes.get(rank.started.rank, 0) > 0:  # nothing else has such a code
-                exit_at, doing = SYSTEM_EXIT, f"has raised {SYSTEM_EXIT}"
+            exit_at = _exit_of(rank, ending, source)
+            verb = "raised" if exit_at.startswith(SYSTEM_EXIT) else "called"
+            doing = f"has {verb} {exit_at}" if exit_at else "has run to its end"
+            if exit_at == SYSTEM_EXIT and (places := source.ask(exits_raised, rank.files)):
+                doing += f", as {join_names(list(map(str, places)), most=4)} may"
+            for error in rank.thread_errors[-1:]:
+                doing = f"raised {error.reply['type']} in a thread at {error.reply['location']}, and {doing}"
         elif lines and not waits_for_others(own_stack(rank.stack)):  # when it was ended
             doing, follows = f"was at work at {lines[0]}", False
         else:
@@ -190,10 +233,26 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
     return at_end
 
 
+def _exit_of(rank: WatchedRank, ending: Ending, source: ProgramSource) -> str:
+    """What has ended a rank, with its line where that is known; "" where its last line has run."""
+    if rank.exit is None:
+        return SYSTEM_EXIT if ending.exit_codes.get(rank.started.rank, 0) > 0 else ""  # nothing else has such a code
+    lines = rank.exit.lines
+    if not lines and rank.exit.function == SYSTEM_EXIT:
+        lines = tuple(map(str, source.ask(exits_raised, rank.files) or ()))
+    if rank.exit.lines or len(lines) == 1:
+        return f"{rank.exit.function} at {lines[0]}"
+    return SYSTEM_EXIT if rank.exit.function == SYSTEM_EXIT else ""
+
+
 def _with_forward(log: Sequence[Call], failure: RankFailure, lines: tuple[str, ...]) -> Sequence[Call]:
     """A log, with the forward pass in which a rank waits: what DDP exchanges there without buffers is in no log."""
     before = [call for call in log if call.operation == DDP_BACKWARD]
-    if not failure.collective.startswith(FORWARD) or not before or not lines or log[-1].operation == DDP_FORWARD:
+    in_forward = failure.collective.startswith(FORWARD)
+    if failure.kind == "raised" and follows_from_another_rank(failure):
+        frames = traceback_stack(failure.traceback)
+        in_forward = region_of(frames) == FORWARD and waits_for_others(frames)
+    if not in_forward or not before or not lines or log[-1].operation == DDP_FORWARD:
         return log
     return [*log, replace(before[-1], operation=DDP_FORWARD, place="", location=lines[0], callers=lines)]
 
@@ -227,7 +286,7 @@ def _judge_silent_mismatch(ranks: Sequence[WatchedRank], ending: Ending, source:
 
 def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailure]:
     """How ranks have failed, but for those that torchrun has ended."""
-    found = []
+    found, silent = list[RankFailure](), list[RankFailure]()
     for rank in ranks:
         number = rank.started.rank
         raised = [entry for entry in rank.entries if isinstance(entry, RankRaised)]
@@ -243,6 +302,10 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
             found.append(failures.raised(number, dict(rank.exit.handled)))
         elif code is not None and not rank.has_ended:
             found.append(_died(rank, code))
+        elif ending.exit_code and not ending.exit_codes and ending.hang is None and _left_no_word(rank):
+            silent.append(_with_last_call(failures.vanished(number), rank))
+    if len(silent) < len(ranks):  # else nobody knows which was the first
+        found = sorted([*found, *silent], key=lambda one: one.rank)
     if ending.hang is None and all(one.kind == "died" and (one.exit_code or 0) > 0 for one in found):
         return []  # the script ends its processes itself
     known = {one.rank for one in found}
@@ -250,14 +313,29 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
     return [one for one in found if not _was_ended(one, found, lost_alone=lost_alone)]
 
 
+def _left_no_word(rank: WatchedRank) -> bool:
+    """Whether a rank that the script has started has ended as by SIGKILL: others leave a stack, an exception, an exit.
+
+    Those that torchrun has started have a code instead.
+    """
+    return not rank.has_ended and rank.exit is None and not rank.stack
+
+
 def _died(rank: WatchedRank, code: int) -> RankFailure:
     """A rank whose process has ended with a code: by a signal, of which its stack may tell, or by `os._exit`."""
     number = rank.started.rank
-    failure = failures.died(number, code, 0.0, dump=rank.stack if code < 0 else "")
+    failure = _with_last_call(failures.died(number, code, 0.0, dump=rank.stack if code < 0 else ""), rank)
     if code < 0 or rank.exit is None or not rank.exit.lines:
         return failure
     said = f"rank {number} called {rank.exit.function}, and ended with exit code {code}"
     return replace(failure, message=said, location=rank.exit.lines[0])
+
+
+def _with_last_call(failure: RankFailure, rank: WatchedRank) -> RankFailure:
+    """A rank whose process has ended under it, at a line that is not known: the last one that is."""
+    if failure.location or not rank.calls:
+        return failure
+    return replace(failure, noticed=f"the last collective of rank {failure.rank} was {described_call(rank.calls[-1])}")
 
 
 def call_of_ddp(rank: WatchedRank, stack: str) -> str:
@@ -306,9 +384,10 @@ def _was_ended(failure: RankFailure, found: Sequence[RankFailure], *, lost_alone
 
     `lost_alone`: no other rank has ended, so that where others have lost a connection this was the first to go.
     """
-    others = [one for one in found if one.exit_code not in (-15, -9)]
-    if failure.exit_code == -9:  # else it may be the first that failed: the connection of the others is lost by it
+    killed = [one for one in found if one.kind == "died" and one.exit_code in (-9, None)]
+    others = [one for one in found if one not in killed and one.exit_code != -15]
+    if failure in killed:  # else it may be the first that failed: the connection of the others is lost by it
         return any(not follows_from_another_rank(one) for one in others)
     if others and lost_alone and all(map(failures.looks_fallen, others)):
         return False
-    return failure.exit_code == -15 and len(others) + sum(one.exit_code == -9 for one in found) > 0
+    return failure.exit_code == -15 and len(others) + len(killed) > 0

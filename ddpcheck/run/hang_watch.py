@@ -20,16 +20,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpcheck.findings.evidence.endings import Joining
-from ddpcheck.findings.stacks import WORKERS, has_no_python_left, own_stack, region_of
-from ddpcheck.findings.wording import format_ranks
+from ddpcheck.findings.stacks import (
+    WORKERS,
+    has_no_python_left,
+    lock_waited_for,
+    own_stack,
+    program_threads,
+    region_of,
+    waits_for_others,
+)
+from ddpcheck.findings.wording import agreeing, format_ranks
 from ddpcheck.judge.endings.collective_order import judge_collectives
-from ddpcheck.run.living_ranks import LivingRanks, RankFacts, Used, is_idle, lives, used
+from ddpcheck.run.living_ranks import LivingRanks, RankFacts, Used, is_idle, is_stopped, lives, used
 from ddpcheck.run.meeting_watch import MeetingWatch
 from ddpcheck.run.node_link import NodeLink, Standing
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.rank_log import comparable_logs, rank_processes, read_logs
 from ddpcheck.worlds import failures
-from ddpcheck.worlds.deadlock import gloo_wants_gil, locked_children, processor_seconds
+from ddpcheck.worlds.deadlock import gloo_wants_gil, locked_children, processor_seconds, switches
 
 _INTERVAL = 0.5  # seconds between two looks
 _FOR_STACKS = 1.0  # seconds
@@ -98,6 +106,7 @@ class HangWatch:
         self._tell = tell
         self._nodes = nodes
         self._stuck: _Stuck | None = None
+        self._told_stopped = False
         self._failed_since = 0.0
         self._over = threading.Event()
         self._ending = threading.Lock()
@@ -133,6 +142,7 @@ class HangWatch:
                     parted = is_late and are_all_here and self._part_now(ranks)
                     facts = self._ranks.facts(ranks, before, now - since, parted=parted)
                     is_stuck = self._cannot_get_on(ranks, facts, now - progress, are_all_here)
+                    self._tell_what_is_stopped(ranks)
                     since, before = now, used(ranks)
                 if not ranks and (waiting := meeting.in_vain(now, self._timeout)):
                     self.hang = Hang(self._timeout, {}, waiting)
@@ -160,6 +170,17 @@ class HangWatch:
                         tell(f"{raised.message}{where}; torchrun waits for {format_ranks(living)} to end")
                         return
 
+    def _tell_what_is_stopped(self, living: dict[int, int]) -> None:
+        """Say once which rank was stopped by a signal: it may go on, so that this is no hang."""
+        stopped = {rank: pid for rank, pid in living.items() if is_stopped(pid)}
+        if self._tell is None or self._told_stopped or not stopped:
+            return
+        self._told_stopped = True
+        pids = " ".join(map(str, stopped.values()))
+        self._tell(
+            f"{format_ranks(stopped)} {agreeing('was', [*stopped])} stopped by a signal; `kill -CONT {pids}` ends that"
+        )
+
     def _cannot_get_on(
         self, ranks: dict[int, int], facts: dict[int, RankFacts], seconds: float, are_all_here: bool
     ) -> bool:
@@ -180,8 +201,10 @@ class HangWatch:
         }
         waiting = {rank: stacks.get(rank, "") for rank in ranks if rank not in unended}
         elsewhere = [rank for rank, stack in waiting.items() if not facts[rank].waits(own_stack(stack))]
-        if not all(self._waits_for_locked_worker(ranks[rank], waiting[rank]) for rank in elsewhere):
-            return False  # a slow read of a file is no hang
+        for rank in elsewhere:
+            by_thread = self._waits_for_threads(ranks[rank], waiting[rank], has_lost_one=bool(logs[rank].thread_errors))
+            if not by_thread and not self._waits_for_locked_worker(ranks[rank], waiting[rank]):
+                return False  # a slow read of a file is no hang
         if not waiting:
             self.unended = Unended(seconds, tuple(sorted(unended)))
         elif are_all_here:
@@ -225,6 +248,20 @@ class HangWatch:
         before = locked_children(pid)
         self._over.wait(_LOCKED if before else 0.0)
         return bool(before.items() & locked_children(pid).items())
+
+    def _waits_for_threads(self, pid: int, stack: str, *, has_lost_one: bool) -> bool:
+        """Whether the main thread of a rank waits for its other threads, has not woken up, and each of them waits.
+
+        One of them waits for other ranks, or an exception has ended one (`has_lost_one`).
+        """
+        others = program_threads(stack)
+        if not lock_waited_for(own_stack(stack)) or not (has_lost_one or any(map(waits_for_others, others))):
+            return False
+        if not all(waits_for_others(other) or lock_waited_for(other) for other in others):
+            return False
+        before = switches(f"{pid}/task/{pid}")
+        self._over.wait(_LOCKED)
+        return switches(f"{pid}/task/{pid}") == before
 
     def _end_ranks(self, ranks: dict[int, int]) -> None:
         """End them; those that do not heed it, and do not work either, are killed. A handler in Python needs a rank

@@ -123,6 +123,14 @@ def lives(pid: int) -> bool:
         return False
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal, and waits to be continued. On Linux."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
 class Used(NamedTuple):
     """The processor seconds that a rank has used: of its process, and of the threads beside its main one."""
 

@@ -5,26 +5,39 @@ None can where all that torchrun has started are there, or have ended.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import msgspec
 
 from ddpcheck.findings.evidence.endings import Joining
-from ddpcheck.record.rank.meeting import SUFFIX
+from ddpcheck.record.rank.meeting import RAISED, SUFFIX
 from ddpcheck.run.living_ranks import is_idle, lives
 from ddpcheck.worlds.deadlock import children_of, processor_seconds
 
 
 def joining(folder: Path) -> tuple[Joining, ...]:
     """The living processes that are in `init_process_group`, by rank."""
+    return tuple(one for one in _notes(folder, SUFFIX) if lives(one.pid))
+
+
+def unmet(folder: Path) -> tuple[Joining, ...]:
+    """The processes that have not come out of `init_process_group`, by rank, where one has raised there."""
+    raised = _notes(folder, RAISED)
+    return tuple(sorted([*raised, *_notes(folder, SUFFIX)], key=_by_rank)) if raised else ()
+
+
+def _notes(folder: Path, suffix: str) -> list[Joining]:
     found = []
-    for file in folder.glob(f"*{SUFFIX}"):
-        try:
+    for file in folder.glob(f"*{suffix}"):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # it has just come out
             found.append(msgspec.json.decode(file.read_bytes(), type=Joining))
-        except OSError:  # it has just come out
-            continue
-    return tuple(sorted((one for one in found if lives(one.pid)), key=lambda one: (one.rank, one.pid)))
+    return sorted(found, key=_by_rank)
+
+
+def _by_rank(one: Joining) -> tuple[int, int]:
+    return one.rank, one.pid
 
 
 class MeetingWatch:

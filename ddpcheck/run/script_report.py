@@ -106,8 +106,14 @@ def report_on_script(
         "world_size": facts.world_size,
         "steps": facts.steps if facts.wrappers else facts.optimizer_steps,
     }
-    if ending.unended is not None:
-        world["notes"] = [_of_unended(ending.unended)]
+    notes = [] if ending.unended is None else [_of_unended(ending.unended)]
+    if ranks and (restart := ranks[0].started.restart) < ending.restart:
+        notes.append(
+            f"torchrun has started the ranks {counted(ending.restart + 1, 'time')}: this is the report on start "
+            f"{restart + 1}, and after that no rank joined a process group where ddpcheck could see it"
+        )
+    if notes:
+        world["notes"] = notes
     report = Report(
         target=script,
         tool={"name": "ddpcheck", "version": __version__},

@@ -18,7 +18,7 @@ from ddpcheck.findings.evidence import Entry
 from ddpcheck.stream.entries import KINDS, Sketch
 
 _LENGTH = struct.Struct("<I")
-_LARGEST = 1 << 63
+_SMALLEST, _LARGEST = -(1 << 63), (1 << 64) - 1  # that msgpack has; a fingerprint may be as large
 _EXACTLY: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 
 
@@ -94,7 +94,7 @@ def _writable(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, int):
-        return max(-_LARGEST, min(value, _LARGEST - 1))
+        return max(_SMALLEST, min(value, _LARGEST))
     if isinstance(value, dict):
         return {_writable(key): _writable(item) for key, item in value.items()}
     return [_writable(item) for item in value] if isinstance(value, list | tuple) else value

@@ -10,7 +10,7 @@ import re
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import field
 
@@ -187,6 +187,7 @@ class GroupUsed(Entry, frozen=True):
     name: str
     members: tuple[int, ...]
     differentiated_at: Location | None = None
+    words: str = ""  # as in `Call`
 
 
 class CallersSeen(Entry, frozen=True):
@@ -211,6 +212,13 @@ class RankRaised(Entry, frozen=True):
     reply: Mapping[str, Any]
 
 
+class ThreadRaised(Entry, frozen=True):
+    """An exception has ended a thread beside the main one; `reply` as in `RankRaised`."""
+
+    thread: str  # its name
+    reply: Mapping[str, Any]
+
+
 class WatchingFailed(Entry, frozen=True):
     """An error, of ddpcheck's own or of writing the log, after which this rank is not watched any more."""
 
@@ -218,7 +226,10 @@ class WatchingFailed(Entry, frozen=True):
 
 
 class PeerReceived(Entry, frozen=True):
-    """The script has received a tensor or an object from one other rank, for the first time."""
+    """The script receives a tensor or an object from one other rank, for the first time, or while it trains."""
+
+    peer: int = -1  # that rank; -1 where it takes what comes first
+    training: bool = False  # whether an optimizer has stepped before
 
 
 class GroupDestroyed(Entry, frozen=True):
@@ -227,6 +238,11 @@ class GroupDestroyed(Entry, frozen=True):
 
 class ProgramEnded(Entry, frozen=True):
     """Python has come to the end of the program; no entry after a signal or `os._exit`."""
+
+    # whether that was its last line; else `line`, of the main module, has raised SystemExit, or what that has called
+    # ("raise", "call"); "" where it is not known
+    how: Literal["", "end", "raise", "call"] = ""
+    line: str = ""
 
 
 KINDS: Mapping[str, type[Entry]] = {kind.__name__: kind for kind in Entry.__subclasses__()}

@@ -13,6 +13,7 @@ import struct
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from ddpcheck.findings.evidence.endings import PeerWait
 from ddpcheck.findings.evidence.steps import Call
@@ -135,6 +136,18 @@ def read_counters(path: Path) -> tuple[list[tuple[int, int]], int]:
     return pairs, error
 
 
+class Group(Protocol):
+    """A process group that a rank has used."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks in it."""
+
+    @property
+    def words(self) -> str:
+        """Which one it is, to a reader."""
+
+
 _KEPT = 2048
 _WIDTH = 384  # bytes of a call
 _HEAD = struct.Struct("<qq")  # how many there have been; how often the main thread has come into one, or out of it
@@ -186,13 +199,13 @@ def is_inside(path: Path) -> bool:
 
 
 def read_calls(
-    path: Path, members: Mapping[str, tuple[int, ...]], callers: Mapping[str, tuple[str, ...]]
+    path: Path, groups: Mapping[str, Group], callers: Mapping[str, tuple[str, ...]]
 ) -> tuple[int, list[Call]]:
     """The number of the first call that is still there, and the calls from it on.
 
     Args:
         path: Of the ring.
-        members: Of each group.
+        groups: By name.
         callers: The lines that have led to calls, by their number.
     """
     data = path.read_bytes()
@@ -204,5 +217,7 @@ def read_calls(
         words = data[start : start + _WIDTH].rstrip(b"\0").decode("utf-8", "replace").split(_SEPARATOR)
         operation, group, payload, lines, location, place = (*words, "", "", "", "", "", "")[:6]
         whence = callers.get(lines, ())
-        calls.append(Call(operation, group, members.get(group, ()), payload, place, location, callers=whence))
+        used = groups.get(group)
+        members, of = ((), "") if used is None else (used.members, used.words)
+        calls.append(Call(operation, group, members, payload, place, location, callers=whence, group_words=of))
     return first, calls

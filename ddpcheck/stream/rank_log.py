@@ -14,7 +14,7 @@ from pathlib import Path
 from msgspec import Struct, field
 
 from ddpcheck.findings.evidence import Entry
-from ddpcheck.findings.evidence.endings import PeerWait
+from ddpcheck.findings.evidence.endings import SYSTEM_EXIT, PeerWait
 from ddpcheck.findings.evidence.replicas import WrapperBegun
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
@@ -29,6 +29,7 @@ from ddpcheck.stream.entries import (
     GroupUsed,
     ProgramEnded,
     RankStarted,
+    ThreadRaised,
     WatchingFailed,
     WrapperMade,
 )
@@ -91,7 +92,7 @@ class RankLog:
         self.waited = not of_all
         if (call.group, False) not in self._groups:
             self._groups.add((call.group, False))
-            self.add(GroupUsed(call.group, call.members))
+            self.add(GroupUsed(call.group, call.members, words=call.group_words))
         if call.differentiable and (call.group, True) not in self._groups:
             self._groups.add((call.group, True))
             self.add(GroupUsed(call.group, call.members, Location.parse(call.location)))
@@ -176,6 +177,8 @@ class ReceivedFolder:
 
 FOLDER = "ddpcheck-run-"  # how the name of a run's folder begins, in the directory for temporary files
 
+RESTARTED = "restarted-"  # how the name of an empty file begins that says which restart there was
+
 SCRIPT = "script"  # the file in it that holds the command line of the script
 
 
@@ -229,9 +232,24 @@ class WatchedRank(Struct, frozen=True):
 
     @property
     def exit(self) -> ExitCalled | None:
-        """The call that has ended it, where the script has called one: `sys.exit` raises, and may have been caught."""
-        calls = [entry for entry in self.entries if isinstance(entry, ExitCalled)]
-        return calls[-1] if calls and (self.has_ended or calls[-1].function != "sys.exit") else None
+        """What has ended it, where the script has: `sys.exit` raises, and may have been caught.
+
+        Without a line where `SystemExit` was raised in what the main module has called.
+        """
+        called = next((entry for entry in reversed(self.entries) if isinstance(entry, ExitCalled)), None)
+        ended = next((entry for entry in self.entries if isinstance(entry, ProgramEnded)), None)
+        if called is not None and called.function == "os._exit":
+            return called
+        if ended is None:
+            return called if called is not None and called.function != "sys.exit" else None
+        if ended.how in ("raise", "call") and (called is None or ended.line not in called.lines):
+            return ExitCalled((ended.line,) if ended.how == "raise" else (), SYSTEM_EXIT)
+        return called if ended.how != "end" else None
+
+    @property
+    def thread_errors(self) -> list[ThreadRaised]:
+        """What has ended threads beside its main one."""
+        return [entry for entry in self.entries if isinstance(entry, ThreadRaised)]
 
     @property
     def has_left(self) -> bool:
@@ -244,6 +262,11 @@ def rank_processes(folder: Path) -> dict[int, int]:
     names = [tuple(map(int, path.stem.split("-"))) for path in folder.glob("*.log")]
     last = max((restart for restart, *_ in names), default=0)
     return {rank: pid for restart, rank, _, pid in names if restart == last}
+
+
+def last_restart(folder: Path) -> int:
+    """How often torchrun has started the ranks again, whether or not they have come to a process group then."""
+    return max((int(path.name.removeprefix(RESTARTED)) for path in folder.glob(f"{RESTARTED}*")), default=0)
 
 
 def read_logs(folder: Path) -> list[WatchedRank]:
@@ -274,9 +297,9 @@ def _read(path: Path) -> WatchedRank | None:
     forwards, _ = read_counters(path.with_suffix(".forwards"))
     if lost:
         entries.append(WatchingFailed(f"its log was lost: {os.strerror(lost)}"))
-    members = {entry.name: entry.members for entry in entries if isinstance(entry, GroupUsed)}
+    groups = {entry.name: entry for entry in reversed(entries) if isinstance(entry, GroupUsed)}
     callers = {str(entry.number): entry.lines for entry in entries if isinstance(entry, CallersSeen)}
-    first, calls = read_calls(path.with_suffix(".calls"), members, callers)
+    first, calls = read_calls(path.with_suffix(".calls"), groups, callers)
     stack = path.with_suffix(".stack")
     text = stack.read_text("utf-8", "replace") if stack.exists() else ""
     lines = [line for line, made in forwards if made]

@@ -126,9 +126,9 @@ def _ticks(task: str) -> int:
 def gloo_wants_gil(pid: int) -> bool:
     """Whether a thread of gloo's waits for the GIL: Python has it look every 5 ms, while one without work sleeps."""
     threads = [thread for thread in os.listdir(f"/proc/{pid}/task") if _read(f"{pid}/task/{thread}/comm") == _GLOO]
-    before = [_switches(f"{pid}/task/{thread}") for thread in threads]
+    before = [switches(f"{pid}/task/{thread}") for thread in threads]
     time.sleep(_FOR_GIL)
-    after = [_switches(f"{pid}/task/{thread}") for thread in threads]
+    after = [switches(f"{pid}/task/{thread}") for thread in threads]
     return any(late - early >= _LOOKS_FOR_GIL for early, late in zip(before, after, strict=True))
 
 
@@ -137,7 +137,7 @@ _FOR_GIL = 0.5  # seconds, in which it looks 100 times where nothing else runs
 _LOOKS_FOR_GIL = 10
 
 
-def _switches(task: str) -> int:
+def switches(task: str) -> int:
     """How often a thread has gone to sleep."""
     for line in _read(f"{task}/status").splitlines():
         if line.startswith("voluntary_ctxt_switches:"):
@@ -162,7 +162,7 @@ def locked_children(pid: int) -> dict[int, int]:
         waits = {thread: _read(f"{thread}/wchan") for thread in threads}
         main = waits.get(f"{child}/task/{child}", "")
         if "futex" in main and all("futex" in one or one == _LOCAL_SOCKET for one in waits.values()):
-            found[child] = sum(map(_switches, threads))
+            found[child] = sum(map(switches, threads))
     return found
 
 

@@ -157,6 +157,12 @@ def died(rank: int, code: int | None, when: float, output: str = "", dump: str =
     )
 
 
+def vanished(rank: int) -> RankFailure:
+    """Describe a rank whose process has ended under it, of which no exit code is known, and without a word."""
+    message = f"rank {rank} ended without an exception, an exit or a stack, as by SIGKILL"
+    return RankFailure(rank, "died", f"{message} (the system sends that when memory runs out)", 0.0)
+
+
 def stuck(rank: int, when: float, dump: str, place: str, collective: str) -> RankFailure:
     """Describe a rank that was still at work."""
     frames = own_stack(dump)

@@ -84,22 +84,6 @@ def test_the_engine_the_walk_and_backward_agree(case: tuple[list[Any], Any]) -> 
     assert asked == [leaf.grad is not None for leaf in leaves]
 
 
-@settings(deadline=None, max_examples=30)
-@given(small_graphs())
-def test_without_the_private_question_the_answer_is_the_same(case: tuple[list[Any], Any]) -> None:
-    leaves, loss = case
-    asked = reached_by(loss, leaves)
-    known, graph.ENGINE_CAN_TELL = graph.ENGINE_CAN_TELL, False
-    try:
-        assert reached_by(loss, leaves) == asked
-    finally:
-        graph.ENGINE_CAN_TELL = known
-
-
-def test_this_torch_answers_the_private_question() -> None:
-    assert graph.ENGINE_CAN_TELL
-
-
 def test_a_hook_is_told_whether_the_graph_is_kept() -> None:
     weight, kept = nn.Parameter(torch.ones(2)), []
     loss = (weight * weight).sum()

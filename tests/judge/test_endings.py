@@ -13,6 +13,7 @@ from ddpcheck.findings.evidence.endings import PeerWait, RankAtEnd
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block, blocks_around
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.endings.stories import judge_endings
 from ddpcheck.stream.entries import (
@@ -303,6 +304,28 @@ def test_a_rank_that_raises_system_exit_has_not_run_to_its_end() -> None:
     gone = RankAtEnd(1, (backward(1),), doing="has raised SystemExit", ended=True, exit_at="SystemExit")
     finding = only(judge([backward(1), backward(2)], gone))
     assert (finding.code, finding.ranks) == ("DDP404", (1,)) and "raises SystemExit while rank 0" in finding.message
+
+
+def test_a_rank_that_exits_is_the_cause_where_the_other_loses_it_in_what_is_in_no_log() -> None:
+    gone = RankAtEnd(1, (backward(1),), doing="has ended", ended=True, exit_at="os._exit at train.py:13")
+    lost = RankAtEnd(0, (backward(1),), doing="raised RuntimeError", lines=("train.py:6",), ended=True)
+    finding = only(judge(lost, gone))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP404", (1,), Location("train.py", 13))
+    assert "calls os._exit at train.py:13 while rank 0 goes on" in finding.message
+
+
+def test_collectives_of_two_groups_in_another_order_are_told_with_their_groups() -> None:
+    one, other = (replace(call("|", 16), group=name, group_words=f"the group {name}") for name in ("eval", "train"))
+    finding = only(judge([one, other], [other, one]))
+    assert finding.code == "DDP403" and "in the same order" in finding.what_to_do
+    assert "in the group eval where rank 1" in finding.message and finding.message.endswith("in the group train.")
+
+
+def test_a_rank_that_waits_for_a_peer_which_is_in_a_collective() -> None:
+    wait = PeerWait("irecv", 1, 0, "train.py:13")
+    gone = RankAtEnd(0, (backward(1),), doing=f"waits in {wait}", lines=("train.py:13",), waits_for=wait)
+    finding = only(judge(gone, [backward(1), call("|", 16)]))
+    assert (finding.code, finding.subjects, finding.location) == ("DDP402", ("irecv",), Location("train.py", 13))
 
 
 def test_a_pass_over_a_loader_that_a_rank_has_dropped() -> None:

@@ -58,6 +58,8 @@ _TEST_OF_SCRIPT = {
     "script_changes.judge_written_alone": "test_script_changes",
     "script_changes.replaced_after_sharding": "test_script_changes",
     "script_clips.judge_changed": "test_script_steps",
+    "script_clips.judge_hooked": "test_script_steps",
+    "script_clips._finding_of_hooks": "test_script_steps",
     "script_alone.judge_taken": "test_script_taken",
     "script_states._finding_of_statistics": "test_script_states",
     "script_states.judge_uses": "test_script_states",
@@ -76,7 +78,7 @@ _OWN = ("compilations", "draws", "evaluation", "gathers", "rows", "steps", "work
 def _test_of(judge: str) -> str:
     """The tests of a judge of scripts, by its module."""
     module = judge.partition(".")[0].removeprefix("script_")
-    own = {"order": "evaluation", "pace": "steps"}.get(module, module)
+    own = {"order": "evaluation", "pace": "steps", "shares": "evaluation"}.get(module, module)
     return f"test_script_{own}" if own in _OWN else "test_script_judges"
 
 
@@ -91,7 +93,8 @@ NO_FAULT_NEEDS = {
         if name.startswith("script_") and not name.startswith(ON_RECORDS)
     },
     **{name: "test_loss_normalisation" for name in judges() if name.startswith("target_weights.")},
-    "meetings.judge_meeting": "test_meetings",
+    **{name: "test_meetings" for name in judges() if name.startswith("meetings.")},
+    **{name: "test_threads" for name in judges() if name.startswith("threads.")},
     **{name: "test_endings" for name in judges() if name.partition(".")[0].endswith(("endings", "stories"))},
     "skipped_endings.explain_by_skipped_end": "test_skipped_endings",
     **{name: "test_wrapper_construction" for name in judges() if name.startswith("wrapper_construction.")},

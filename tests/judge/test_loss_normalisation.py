@@ -156,6 +156,32 @@ def test_losses_that_weigh_targets_on_purpose_are_left_alone(rank):
             assert found("step", loss_of=loss, inside=inside) == []
 
 
+class OneByOne(Net):
+    """Puts the samples through its head one by one, as detectors do, and returns the loss of each, or its logits."""
+
+    def forward(self, tokens, targets, inside):
+        heads = [self.head(row) for row in self.embedding(tokens)]
+        return torch.stack(list(map(mean_of_sample, heads, targets))).mean() if inside else heads
+
+
+def mean_of_sample(logits, targets):
+    return F.cross_entropy(logits, targets, ignore_index=-100)
+
+
+@ranks
+def test_a_mean_over_samples_of_the_mean_over_the_targets_of_each_is_the_same_with_any_batch(rank):
+    for inside in (True, False):
+        model = nn.parallel.DistributedDataParallel(OneByOne())
+        generator = torch.Generator().manual_seed(rank)
+        with ddpcheck.watch(model, on_finding=lambda _: None) as watch:
+            for tokens, targets in batches(6, generator, equal=False, sizes=None):
+                given = model(tokens, targets, inside)
+                loss = given if inside else torch.stack(list(map(mean_of_sample, given, targets))).mean()
+                loss.backward()
+                model.zero_grad()
+        assert watch.findings == (), inside
+
+
 @ranks
 def test_two_forwards_in_one_loss_are_no_micro_batches(rank):
     model = nn.parallel.DistributedDataParallel(Net())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ddpcheck.findings.evidence.endings import Joining
-from ddpcheck.judge.endings.meetings import judge_meeting
+from ddpcheck.findings.replace import replace
+from ddpcheck.judge.endings.meetings import judge_meeting, judge_unmet
 
 AT = "node:29500"
 
@@ -43,3 +44,20 @@ def test_why_those_that_wait_do_not_meet(waiting: list[Joining], ranks: tuple[in
 
 def test_nobody_who_waits_is_no_finding() -> None:
     assert judge_meeting([], 60.0) == []
+
+
+TIMED_OUT = "DistStoreError: wait timeout after 5000ms"
+
+
+@pytest.mark.parametrize(
+    ("error", "started", "code", "words"),
+    [
+        (TIMED_OUT, 2, "DDP402", "the world size is 2: rank 1 is not there."),
+        (TIMED_OUT, 0, "DDP401", "Rank 0 raised DistStoreError: wait timeout after 5000ms, in init_process_group."),
+        ("ValueError: no backend glo", 2, "DDP401", "Rank 0 raised ValueError: no backend glo, in init_process_group."),
+    ],
+)
+def test_what_is_raised_in_init_process_group(error: str, started: int, code: str, words: str) -> None:
+    (finding,) = judge_unmet([replace(waits(0), error=error, started=started)])
+    assert (finding.code, str(finding.location)) == (code, "train.py:7") and finding.message.endswith(words)
+    assert judge_unmet([waits(0)]) == judge_unmet([]) == []

@@ -20,6 +20,7 @@ from ddpcheck.judge.loop.script_optimizers import judge_optimizer_options, judge
 from ddpcheck.judge.replicas.descriptions import MODE
 from ddpcheck.judge.replicas.script_changes import at_the_change, judge_ignored, judge_replaced, judge_written_alone
 from ddpcheck.record.rank.line_recorder import LineRecorder
+from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.write_recorder import WriteRecorder
 
 WRAPS, LOADS, RESETS, THAWS = (Location("train.py", line) for line in (5, 9, 12, 40))
@@ -158,7 +159,9 @@ def test_the_writes_of_wrapped_parameters_are_followed() -> None:
         parameters_written=lambda: written.append(True),
     )
     try:
-        recorder = WriteRecorder(found.append, [watch])
+        run: Any = Recording(found.append)
+        run.watches = [watch]
+        recorder = WriteRecorder(run)
         recorder.wrapped(watch)
         copy.deepcopy(layer)
         other.weight.data.copy_(layer.weight.data)
@@ -216,8 +219,10 @@ def test_the_calls_of_eval_that_are_written_down() -> None:
     module = nn.Sequential(nn.Linear(2, 1))
     paths = {id(part): path for path, part in module.named_modules()}
     watch: Any = SimpleNamespace(number=0, module=module, forwards=3, step=2, path_of=lambda part: paths.get(id(part)))
+    run: Any = Recording(made.append)
+    run.watches = [watch]
     recorder = LineRecorder.__new__(LineRecorder)
-    vars(recorder).update(_sink=made.append, _watches=[watch], _seen=set(), _evaluated={})
+    vars(recorder).update(_run=run, _seen=set(), _evaluated={})
     for part in (nn.ModuleList([module]), module[0], nn.Linear(2, 1)):
         for _ in range(2):
             recorder._evaluates(part)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddpcheck.findings.evidence.loop import StepDraw
-from ddpcheck.findings.evidence.script import Evaluated, Inputs
+from ddpcheck.findings.evidence.script import Evaluated, Inputs, LossDifferentiated, LossTarget
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.data.script_draws import (
@@ -18,6 +18,7 @@ from ddpcheck.judge.data.script_draws import (
     judge_behind,
     judge_step_draws,
     judge_streams,
+    judge_targets,
     line_of_selection,
 )
 from ddpcheck.record.data.added_noise import added_to, kept_samples
@@ -182,3 +183,49 @@ def test_ranks_that_follow_each_other(batches: Callable[[int, int], int], found:
     steps = (0, 1, 2, 4, 8)
     inputs = {rank: [Inputs(0, step, (batches(rank, step), -1), FORWARD) for step in steps] for rank in range(2)}
     assert [(one.code, one.location) for one in judge_behind(inputs)] == ([("DDP505", FORWARD)] if found else [])
+
+
+def targets(*of_steps: int, rows: int = 4, elements: int = 4, bits: float = 8.0, wrapped: bool = True) -> Any:
+    """The losses of a rank in some steps, by the fingerprint of the targets of each."""
+    return [
+        LossDifferentiated(
+            step, 0, (), LOSS, wrappers=(0,) * wrapped, targets=(LossTarget(digest, rows, elements, bits),)
+        )
+        for step, digest in enumerate(of_steps)
+    ]
+
+
+LOSS = Location("train.py", 31)
+SAME = targets(7, 8, 9)
+
+
+@pytest.mark.parametrize(
+    ("losses", "inputs", "found"),
+    [
+        ([SAME, SAME], given(), True),
+        ([SAME, targets(7, 8, 1)], given(), False),  # not in each step
+        ([SAME, SAME], given(alike=True), False),  # then the inputs say it
+        ([targets(7, 7, 7)] * 2, given(), False),  # places in the batch, or real and false
+        ([targets(7, 8)] * 2, given(), False),
+        ([targets(7, 8, 9, bits=0.0)] * 2, given(), False),  # in order of their classes, which ranks may choose alike
+        ([targets(7, 8, 9, bits=2.0)] * 2, given(), False),  # so by chance
+        ([targets(7, 8, 9, rows=8, elements=8)] * 2, given(), False),  # of both ranks together
+        ([targets(7, 8, 9, rows=32, elements=32)] * 2, given(), True),  # a token for each that forward is given
+        ([targets(7, 8, 9, wrapped=False)] * 2, given(), False),
+        ([SAME, [replace(one, targets=()) for one in SAME]], given(), False),
+    ],
+)
+def test_targets_that_are_the_same_on_every_rank(losses: Any, inputs: Given, found: bool) -> None:
+    findings = judge_targets(losses, inputs, [[], []])
+    assert [(one.code, one.severity.value, one.location) for one in findings] == [("DDP505", "warning", LOSS)] * found
+
+
+def test_targets_of_the_shape_of_the_inputs_may_be_noise() -> None:
+    (of_classes,) = judge_targets([SAME, SAME], given(), [[], []])
+    (of_values,) = judge_targets([targets(7, 8, 9, elements=32)] * 2, given(), [[], []])
+    assert ["noise" in one.message for one in (of_classes, of_values)] == [False, True]
+
+
+def test_the_line_that_chooses_the_samples_comes_first() -> None:
+    (found,) = judge_targets([SAME, SAME], given(), drawn(64, "choice"))
+    assert found.location == SEED

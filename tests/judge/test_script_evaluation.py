@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -37,7 +38,7 @@ from ddpcheck.record.evaluation.evaluation_recorder import (
 )
 from ddpcheck.record.evaluation.result_recorders import ComparisonRecorder
 from ddpcheck.record.loss.target_recorder import _cross_entropies, _place_of
-from ddpcheck.record.source.program_numbers import columns_of, labels_in, number_of
+from ddpcheck.record.source.program_numbers import array_of, columns_of, labels_in, number_of, rows_of_program
 
 LOOP, LINE, REDUCE = Location("train.py", 30), Location("train.py", 34), Location("train.py", 33)
 
@@ -74,6 +75,33 @@ def strided(size: int, *, pad: bool = True) -> list[list[int]]:
     """What a `DistributedSampler` gives two ranks."""
     indices = [*range(size), *range(size % 2 if pad else 0)]
     return [indices[0::2], indices[1::2]]
+
+
+def lone(
+    *, others: Sequence[LoaderPass] = (), replicas: int = 2, of: int = 41, mean: float = 0.5625, how: str = "printed"
+) -> list[Finding]:
+    """Rank 0 alone evaluates 21 of the samples, and shows a mean."""
+    loader = LoaderPass(3, 0, LOOP, "Photos", of, indices=strided(41)[0], exhausted=True, batches=3, replicas=replicas)
+    held = EvaluationPass(0, 3, 0, {"evaluate.total": 21 * 0.5625}, {}, {"evaluate": LINE})
+    return judge_evaluations([[loader], others], [[held], []], [[], []], [prints(mean, how=how), []])
+
+
+@pytest.mark.parametrize("how", ["printed", "broadcast", "decides"])
+def test_one_rank_alone_evaluates_its_share(how: str) -> None:
+    (found,) = lone(how=how)
+    assert (found.code, found.subjects, found.ranks, found.location) == ("DDP802", ("total",), (0,), LOOP)
+    assert how in found.evidence[0]
+
+
+def test_one_rank_alone_evaluates_what_is_no_share_or_others_evaluate_theirs() -> None:
+    theirs = LoaderPass(4, 0, LINE, "Photos", 41, indices=strided(41)[1], replicas=2)  # from another line
+    assert not lone(others=[theirs])
+    assert not lone(replicas=0)
+    assert not lone(replicas=1)
+    assert not lone(of=21)
+    assert not lone(mean=0.75)  # something else is shown
+    assert lone(others=[replace(theirs, trains=True)])
+    assert lone(others=[replace(theirs, dataset="Others")])
 
 
 # Samples that count twice
@@ -139,6 +167,10 @@ def test_gathered_rows_count_twice_unless_they_are_cut() -> None:
     uncut = judged(strided(9), size=9, given=gathers, shown=[prints(4 / 10), []])
     assert codes(uncut) == ["DDP801"]
     assert judged(strided(9), size=9, given=gathers, shown=[prints(3 / 9), []]) == []
+    gathers[1][1] = call(operation="all_gather", rows=[1, 2, 3, 0, 1])  # index 0 is right the first time only
+    assert codes(judged(strided(9), size=9, given=gathers, shown=[prints(3 / 10), []])) == ["DDP801"]
+    for right in (3 / 9, 2 / 9):
+        assert judged(strided(9), size=9, given=gathers, shown=[prints(3 / 10, right), []]) == []
     counted = [{"evaluate.total": 10.0, "evaluate.correct": 7.0}] * 2
     during = [[call(operation="all_gather", during=True)]] * 2
     assert codes(judged(strided(9), size=9, numbers=counted, given=during, shown=[prints(0.7), []])) == ["DDP801"]
@@ -158,6 +190,10 @@ def test_what_one_rank_shows_of_its_own_samples_is_reported(how: str) -> None:
     assert "0.75" in found.message and "rank 1 has 0.5, and all ranks together 0.625" in found.message
 
 
+def test_a_rank_that_shows_the_metric_of_each_rank_is_silent() -> None:
+    assert judged(strided(8), size=8, numbers=OWN, shown=[prints(0.75, 0.5), []]) == []
+
+
 def test_several_metrics_of_an_own_shard_are_one_finding_and_a_reduced_one_is_none_of_them() -> None:
     own = [
         {**one, **more} for one, more in zip(OWN, ({"evaluate.total": 1.3, "evaluate.margin": 2.2},) * 2, strict=True)
@@ -169,20 +205,22 @@ def test_several_metrics_of_an_own_shard_are_one_finding_and_a_reduced_one_is_no
     assert any(one.startswith("also total: Rank 0 has 0.325 printed") for one in found.evidence)
 
 
-@pytest.mark.parametrize("shown", [1.5, math.exp(1.5)], ids=["a token", "perplexity"])
+@pytest.mark.parametrize("shown", [61 / 39, math.exp(61 / 39)], ids=["a token", "perplexity"])
 def test_what_is_divided_by_another_number_of_the_same_function_is_a_metric(shown: float) -> None:
-    tokens = [{"evaluate.nll": 60.0, "evaluate.tokens": 40.0}, {"evaluate.nll": 90.0, "evaluate.tokens": 50.0}]
+    tokens = [{"evaluate.nll": 61.0, "evaluate.tokens": 39.0}, {"evaluate.nll": 90.0, "evaluate.tokens": 50.0}]
     (found,) = judged(strided(8), size=8, numbers=tokens, shown=[prints(shown), []])
     assert (found.code, found.subjects, found.ranks) == ("DDP802", ("nll",), (0,))
     assert (
         judged(
-            strided(8), size=8, numbers=tokens, shown=[[MetricShown(0, "printed", LINE, (ShownNumber("1.5000"),))], []]
+            strided(8), size=8, numbers=tokens, shown=[[MetricShown(0, "printed", LINE, (ShownNumber("1.5641"),))], []]
         )
         == []
     )
-    assert judged(strided(8), size=8, numbers=tokens, shown=[prints(150 / 90), []]) == []  # of all
+    assert judged(strided(8), size=8, numbers=tokens, shown=[prints(151 / 89), []]) == []  # of all
     apart = [{"evaluate.nll": one["evaluate.nll"], "train.tokens": one["evaluate.tokens"]} for one in tokens]
     assert judged(strided(8), size=8, numbers=apart, shown=[prints(shown), []]) == []  # of another function
+    half = [{**one, "evaluate.nll": nll} for one, nll in zip(tokens, (19.5, 10.0), strict=True)]
+    assert judged(strided(8), size=8, numbers=half, shown=[prints(50.0), []]) == []  # other numbers may give it, too
 
 
 def held_of(counts: Any, added: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
@@ -537,7 +575,7 @@ def test_labels_are_kept_as_a_loader_gives_them() -> None:
         ((images, torch.tensor([1, 2]), torch.tensor([3, 4])), []),
     ):
         rows = SampleRows()
-        rows.note(batch)
+        rows.note(batch, 2)
         assert list(rows.classes) == classes
 
 
@@ -656,6 +694,22 @@ def test_numbers_and_labels_are_read_as_they_are_held() -> None:
         assert labels is not None and labels.tolist() == [1, 0]
     for held in (torch.tensor(1), [torch.tensor(0)], torch.zeros(2), "ab", [0.5, 1.0], torch.zeros(2, 2, 2), [1]):
         assert labels_in(held, 2) is None
+
+
+def test_the_columns_of_a_table_that_the_program_holds_are_labels() -> None:
+    results = [(7, 1, 0), (8, 0, 0), (9, 0, 1)]  # the number of a sample, what was predicted, and its label
+    found = {name.partition(".")[2]: labels.tolist() for name, labels in rows_of_program(len(results)).items()}
+    assert found == {"results[1]": [1, 0, 0], "results[2]": [0, 0, 1]}
+
+
+@pytest.mark.parametrize("kind", ["<i8", ">i4", "<u2"])
+@pytest.mark.filterwarnings("error")
+def test_arrays_that_torch_does_not_take_as_they_are_are_read_without_a_warning(kind: str, tmp_path: Path) -> None:
+    numpy.asarray([1, 0, 2], kind).tofile(tmp_path / "train.bin")
+    labels = labels_in(numpy.memmap(tmp_path / "train.bin", dtype=kind, mode="r"), 3)
+    assert labels is not None and labels.tolist() == [1, 0, 2]
+    long = array_of(numpy.asarray([1.5, 2.5], numpy.longdouble))
+    assert long is not None and long.tolist() == [1.5, 2.5]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,12 +24,17 @@ from ddpcheck.record.loss.gather_recorder import (
     _Parts,
     _put_back,
 )
+from ddpcheck.record.recording import Recording
 
 LINE = Location("train.py", 8)
 
 
-def optimizers(steps: int) -> Any:
-    return SimpleNamespace(steps=steps, are_probed=lambda: True)
+def recorder_at(step: int, found: list[Any]) -> GatherRecorder:
+    """A recorder that follows a step of an optimizer."""
+    run = Recording(found.append)
+    recorder = GatherRecorder(run)
+    run.steps = recorder._step = step
+    return recorder
 
 
 def test_it_takes_every_rank_in_several_steps() -> None:
@@ -80,7 +84,7 @@ def test_the_own_rows_among_the_constants_of_a_loss(
 def test_views_that_are_gathered_one_by_one_and_joined(views: int) -> None:
     torch.manual_seed(0)
     found: list[object] = []
-    recorder = object.__new__(GatherRecorder)  # which follows nothing
+    recorder = recorder_at(3, found)
     first, second = _features(), _features()
     gathered = [
         _Gathered("all_gather", LINE, (8, 3), rows, one.grad_fn)
@@ -88,7 +92,6 @@ def test_views_that_are_gathered_one_by_one_and_joined(views: int) -> None:
         if (rows := _own_rows(one)) is not None
     ][:views]
     recorder._gathered, recorder._parts = gathered, [_Parts(2, 0, (8, 3))] * views
-    recorder._step, recorder._optimizers, recorder._sink = 3, optimizers(3), found.append
     bank = torch.cat([first.detach(), torch.randn(4, 3), second.detach(), torch.randn(4, 3)])
     recorder.note_backward((first @ bank.T).logsumexp(1).mean())
     assert found == [GatheredConstant(3, "all_gather", LINE, 8)] * (views - 1)
@@ -141,12 +144,11 @@ class _Joined(torch.autograd.Function):
 def _arrival(factor: float, *, own_rows: bool) -> list[OwnPartPutBack]:
     torch.manual_seed(0)
     found: list[Any] = []
-    recorder = object.__new__(GatherRecorder)  # which follows nothing
+    recorder = recorder_at(2, found)
     features = _features()
     parts = _Joined.apply(features, torch.randn(4, 3), factor)
     every = torch.cat(parts)
     recorder._gathered, recorder._parts = [], [_Parts(2, 1, (8, 3), "all_gather", LINE, features.grad_fn)]
-    recorder._step, recorder._optimizers, recorder._sink = 2, optimizers(2), found.append
     loss = ((features if own_rows else every) @ every.T).logsumexp(1).mean()
     recorder.note_backward(loss)
     loss.backward()
@@ -201,14 +203,12 @@ def test_the_own_part_that_is_put_back_into_what_torch_has_gathered() -> None:
 def test_features_that_a_loss_takes_besides_what_was_gathered(*, besides: bool) -> None:
     torch.manual_seed(0)
     found: list[Any] = []
-    recorder = object.__new__(GatherRecorder)  # which follows nothing
+    recorder = recorder_at(2, found)
     features = _features()
     rows = _own_rows(features)
     assert rows is not None
     recorder._gathered = [_Gathered("all_gather", LINE, (8, 3), rows, features.grad_fn)]
-    recorder._parts, recorder._step = [_Parts(2, 1, (8, 3), "all_gather", LINE)], 2
-    recorder._optimizers = optimizers(2)
-    recorder._sink = found.append
+    recorder._parts = [_Parts(2, 1, (8, 3), "all_gather", LINE)]
     loss = torch.cat([torch.randn(4, 3), features]).var(0).sum()
     loss = loss + features.square().mean() if besides else loss
     recorder.note_backward(loss)

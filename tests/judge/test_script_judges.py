@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -209,6 +210,29 @@ def test_samples_that_no_rank_takes_in_any_epoch() -> None:
     assert not judge_loaders([two(range(16), range(32, 48)), two(range(16, 32), range(48, 64))])  # others each time
 
 
+def test_parts_of_a_sampler_without_an_end() -> None:
+    def endless(seed: int, of_rank: slice, **more: Any) -> list[LoaderPass]:
+        """Three epochs and a half; the script took what it wanted."""
+        random = Random(seed)
+        order = [index for _ in range(7) for index in random.sample(range(64), 64)]
+        return [epoch(order[of_rank][:112], exhausted=False, batches=28, expected=-1, **more)]
+
+    even, odd = slice(0, None, 2), slice(1, None, 2)
+    (finding,) = judge_loaders([endless(0, even), endless(1, odd)])
+    assert (finding.code, finding.severity) == ("DDP505", Severity.WARNING)
+    assert "of the first 32 samples that each takes" in finding.message
+    assert not judge_loaders([endless(0, even), endless(0, odd)])
+    drawn = [[epoch(Random(n).choices(range(64), k=112), exhausted=False, batches=28, expected=-1)] for n in range(2)]
+    assert not judge_loaders(drawn)  # each one anew
+
+
+def test_samples_that_come_several_times_in_an_epoch_each_augmented_on_another_rank() -> None:
+    order = [index for index in Random(0).sample(range(64), 64) for _ in range(3)]
+    assert not judge_loaders([[epoch(order[rank::4][:32])] for rank in range(4)])
+    own = [[epoch(Random(rank).sample(range(64), 32))] for rank in range(4)]
+    assert codes(judge_loaders(own)) == ["DDP505"]
+
+
 def test_parts_that_overlap_from_the_second_epoch_on() -> None:
     def order(first: Sequence[int], second: Sequence[int], **more: Any) -> list[LoaderPass]:
         return [epoch(first), epoch(second, number=1, order=2, **more)]
@@ -395,6 +419,9 @@ def test_the_learning_rate_that_parts_later_is_a_schedule() -> None:
     (loaded,) = judge_optimizer_options([[replace(step(), restored_at=loads), step(options=lower)]])
     assert (made.code, made.location, loaded.code, loaded.location) == ("DDP223", LINE, "DDP223", loads)
     assert loaded.ranks == (0,) and "on rank 0 only" in loaded.evidence[-1]
+    resumed = step(made_with="a", restored_at=loads, options=lower)  # whose rate has come down before
+    (loaded,) = judge_optimizer_options([[resumed, step(made_with="a")]])
+    assert (loaded.code, loaded.location, loaded.ranks) == ("DDP507", loads, (0,)) and "Load" in loaded.fix
     assert not judge_optimizer_options([[step(), step()], [step(4, options=lower), step(4, options=lower)]])
     assert not judge_optimizer_options([[step(), replace(step(options=lower), reductions=2)]])  # it is its second batch
     numbered = [step(options={"class": "Muon", "group 0 rank": str(rank)}) for rank in range(3)]
@@ -758,7 +785,7 @@ def test_scales_of_losses(given: list[list[LossDifferentiated]], found: list[str
 
 @pytest.mark.parametrize(("own", "found"), [((7, 3), []), ((7, 7), ["DDP305"])])
 def test_terms_of_single_samples_that_are_each_divided_by_what_the_sample_has(own: Sequence[int], found: list[str]):
-    ranks = [[ScaledTerm("sum", 1 / (4 * count), 9, rows_of=0) for count in counts] for counts in (own, (5, 5))]
+    ranks = [[ScaledTerm("sum", 1 / (4 * count), 9, head=0) for count in counts] for counts in (own, (5, 5))]
     assert codes(judge_losses(losses(*ranks))) == found
 
 
@@ -859,6 +886,8 @@ def weighed(count: int, *own: float, more: tuple[float, ...] = ()) -> list[LossD
 )
 def test_a_sum_divided_by_a_number_of_all_ranks(passes: list[list[LossDifferentiated]], found: list[str]) -> None:
     assert codes(judge_losses(list(zip(*passes, strict=True)))) == found
+    besides = [[replace(one, terms=(*one.terms, MEAN)) for one in of_ranks] for of_ranks in passes]
+    assert codes(judge_losses(list(zip(*besides, strict=True)))) == found
 
 
 @pytest.mark.parametrize(
@@ -900,6 +929,8 @@ def test_gradients_that_are_summed_by_hand() -> None:
     assert codes(judge_sums(steps(), means)) == ["DDP303"]
     assert not judge_sums(steps(summed=()), means)
     assert not judge_sums(steps(), losses([HALF], [HALF], wrappers=()))
+    several = [ScaledTerm("mean", -1.0, 4), HALF]
+    assert codes(judge_sums(steps(), losses(several, several, wrappers=()))) == ["DDP303"]
     assert not judge_sums(steps(options={"class": "AdamW"}), means)  # the scale does not matter
 
 

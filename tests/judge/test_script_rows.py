@@ -78,7 +78,9 @@ SORTED = {"samples": {"items": tuple(range(64))}, "size": 64, "contents": {"0": 
         (epoch(range(32), workers=1), epoch(range(32, 64), workers=1), ""),
         (epoch(TWICE, workers=3), epoch([row + 32 for row in TWICE], workers=3), ""),
         (epoch(TWICE, workers=2, size=64), epoch([row + 32 for row in TWICE], workers=2, size=64), ""),  # by indices
-        (epoch(TWICE, workers=2, exhausted=False), epoch(TWICE, workers=2, exhausted=False), ""),
+        (epoch(TWICE, workers=2, exhausted=False), epoch(TWICE, workers=2, exhausted=False), "DDP505 error"),
+        (epoch(TWICE, workers=3, exhausted=False), epoch(range(32), workers=3, exhausted=False), ""),
+        (epoch(AUGMENTED, workers=2, exhausted=False), epoch(AUGMENTED, workers=2, exhausted=False), ""),
     ],
 )
 def test_workers_that_each_go_through_the_whole_stream(mine: LoaderPass, theirs: LoaderPass, code: str) -> None:
@@ -272,10 +274,15 @@ def test_the_same_samples_with_other_labels() -> None:
 
 def test_the_rows_of_a_batch_and_what_a_dataset_is_a_part_of() -> None:
     rows = SampleRows()
-    rows.note((torch.arange(12.0).reshape(4, 3), torch.tensor([1, 0, 1, 1])))
+    rows.note((torch.arange(12.0).reshape(4, 3), torch.tensor([1, 0, 1, 1])), 4)
     assert len(set(rows.rows)) == 4 and len(set(rows.labels)) == 2
-    rows.note(["a text", 3])
+    rows.note(["a text", 3], 2)
     assert not rows.rows and not rows.labels
+    boxes = [torch.ones(n, 4) for n in (3, 1)]
+    for batch in ([{"x": boxes[0], "id": 7}, {"x": boxes[1], "id": 9}], (boxes, (7, 9))):  # as detectors have them
+        rows = SampleRows()
+        rows.note(batch, 2)
+        assert not rows.rows
 
     class Data:
         def __init__(self, x: object) -> None:

@@ -14,6 +14,7 @@ from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.replicas.script_states import judge_loads, judge_states, judge_uses
+from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.state_uses import UseRecorder
 
 MADE, LOADED = Location("train.py", 9), Location("train.py", 50)
@@ -86,12 +87,12 @@ def test_statistics_that_each_rank_has_estimated_on_its_own_part() -> None:
 
 def test_statistics_are_written_down_where_they_were_estimated_again() -> None:
     written: list[StateUsed] = []
-    steps = [0]
-    recorder = UseRecorder(written.append, [], lambda: steps[0], list)
+    run = Recording(written.append)
+    recorder = UseRecorder(run, list)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     recorder.follow(model, "ema", MADE)
     model[1].reset_running_stats()  # before training
-    steps[0] = 4
+    run.steps = 4
 
     def evaluate() -> None:
         with torch.no_grad():
@@ -103,10 +104,10 @@ def test_statistics_are_written_down_where_they_were_estimated_again() -> None:
     model.train()
     evaluate()
     model.eval()
-    steps[0] = 5
+    run.steps = 5
     evaluate()
     model.load_state_dict(model.state_dict())
-    steps[0] = 6
+    run.steps = 6
     evaluate()
     assert [len(one.statistics) for one in written] == [0, 0, 6, 0]  # while they are estimated, none
     assert written[2].estimated_at is not None and written[2].estimated_at.path.endswith("test_script_states.py")
@@ -136,8 +137,8 @@ def test_a_wrapped_module_into_which_what_was_kept_is_put_back() -> None:
 
 def test_the_uses_of_a_copy_that_are_written_down() -> None:
     written: list[StateUsed] = []
-    steps, held = [0], list[torch.Tensor]()
-    recorder = UseRecorder(written.append, [], lambda: steps[0], lambda: held)
+    run, held = Recording(written.append), list[torch.Tensor]()
+    recorder = UseRecorder(run, lambda: held)
     copy = nn.Linear(2, 1)
     outer = nn.Sequential(copy)
     recorder.follow(outer, "ema", MADE)
@@ -148,13 +149,13 @@ def test_the_uses_of_a_copy_that_are_written_down() -> None:
 
     evaluate()
     assert not written  # nothing has been trained
-    steps[0] = 3
+    run.steps = 3
     copy(torch.ones(1, 2))
     assert not written  # it trains
     for _ in range(3):
         evaluate()
     assert [one.step for one in written] == [3]  # one from this line
-    steps[0], held[:] = 4, list(copy.parameters())
+    run.steps, held[:] = 4, list(copy.parameters())
     evaluate()
     assert len(written) == 1  # an optimizer of its own has it
 

@@ -17,6 +17,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.replicas.script_states import judge_statistics
+from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
 from ddpcheck.record.source.source_scope import updating_line, writing_line
 
@@ -62,7 +63,9 @@ def test_variables_that_fit_by_chance_now_and_then() -> None:
 
 
 def recorder(found: list[RunningStatistic], module: nn.Module, samples: Sequence[Tensor] = ()) -> StatisticsRecorder:
-    made = StatisticsRecorder(found.append, lambda: samples)
+    run = Recording(found.append)
+    run.samples = samples
+    made = StatisticsRecorder(run)
     made.follow(module, 0)
     return made
 

@@ -7,12 +7,19 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsLeft, PaceRun, WrapperPace
+from ddpcheck.findings.evidence.loop import (
+    GradientsChanged,
+    GradientsHooked,
+    GradientsLeft,
+    HookedGradient,
+    PaceRun,
+    WrapperPace,
+)
 from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.rules.rule import Severity
-from ddpcheck.judge.gradients.script_clips import judge_changed
+from ddpcheck.judge.gradients.script_clips import judge_changed, judge_hooked
 from ddpcheck.judge.gradients.script_losses import judge_accumulated
 from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld, judge_unmoved
 
@@ -50,6 +57,8 @@ def passes(
         (passes(1.0, kind="sum"), []),
         (passes(0.25, kind="sum"), ["DDP514"]),  # divided by its four elements by hand
         (passes(0.0625, kind="sum"), []),
+        ([replace(one, weighed=(1.0,)) for one in passes(0.9)], ["DDP514"]),  # of smoothed labels
+        ([replace(one, weighed=(0.25,)) for one in passes(1.0)], []),  # with a penalty of another weight
         (passes(1.0, batches=(1,)), []),
     ],
 )
@@ -79,6 +88,48 @@ def test_gradients_that_are_changed_after_each_micro_batch(
     ranks: list[list[GradientsChanged]], found: list[Severity]
 ) -> None:
     assert [one.severity for one in judge_changed(ranks)] == found
+
+
+def hooked(*changes: HookedGradient | None) -> list[GradientsHooked]:
+    return [
+        GradientsHooked(0, step, CLIPS, {"weight": change}) for step, change in enumerate(changes) if change is not None
+    ]
+
+
+def scaled(*factors: float) -> list[GradientsHooked]:
+    return hooked(*(HookedGradient("scaled", factor) for factor in factors))
+
+
+OTHERWISE, CUT = HookedGradient(), HookedGradient("limited", 0.05)
+ONE_MASK, OTHER_MASK = HookedGradient("masked", 1.0, 17), HookedGradient("masked", 1.0, 18)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [
+        ([scaled(0.2, 0.3), scaled(0.5, 0.1)], [Severity.ERROR]),  # by each rank's own norm
+        ([scaled(0.5, 0.5), scaled(0.5, 0.5)], []),
+        ([scaled(0.5, 0.5), []], [Severity.ERROR]),  # on one rank alone
+        ([scaled(0.8, 0.6), scaled(1.2, 1.4)], []),  # a weighted average, by the number of samples
+        ([scaled(0.2), scaled(0.5)], []),  # once
+        ([hooked(ONE_MASK, ONE_MASK), hooked(OTHER_MASK, OTHER_MASK)], [Severity.ERROR]),
+        ([hooked(ONE_MASK, ONE_MASK), []], [Severity.ERROR]),
+        ([hooked(ONE_MASK, ONE_MASK)] * 2, []),
+        ([hooked(CUT, None, CUT), hooked(None, CUT)], [Severity.WARNING]),
+        ([hooked(CUT), hooked(CUT)], []),
+        ([hooked(OTHERWISE, OTHERWISE), scaled(0.5, 0.5)], []),  # not known
+    ],
+)
+def test_hooks_that_change_gradients_before_they_are_averaged(
+    ranks: list[list[GradientsHooked]], found: list[Severity]
+) -> None:
+    findings = judge_hooked(ranks, range(3))
+    assert [(one.code, one.severity) for one in findings] == [("DDP310", severity) for severity in found]
+    assert all(one.location == CLIPS for one in findings)
+
+
+def test_steps_in_which_not_every_rank_was_looked_at_tell_nothing_of_hooks() -> None:
+    assert not judge_hooked([scaled(0.5, 0.5), []], [0])
 
 
 def pace(*runs: tuple[int, int, int], reductions: int = 24) -> WrapperPace:

@@ -15,6 +15,7 @@ from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.gradients.script_alone import judge_taken
 from ddpcheck.record.loop.taken_recorder import TakenRecorder
+from ddpcheck.record.recording import Recording
 
 LINE = Location("train.py", 8)
 
@@ -62,7 +63,9 @@ def test_what_is_taken_for_the_parameters_of_a_wrapper(monkeypatch: pytest.Monke
 
     watch: Any = Watch(number=0, parameters=dict(layer.named_parameters()), step=0, has_unreduced=False)
     found: list[GradientsTaken] = []
-    recorder = TakenRecorder(found.append, [watch])
+    run: Any = Recording(found.append)
+    run.watches = [watch]
+    recorder = TakenRecorder(run)
     take = grad if imported_by_name else torch.autograd.grad
     x = torch.ones(2, 3, requires_grad=True)
     take(layer(x).sum(), x)  # a penalty on inputs

@@ -204,6 +204,9 @@ def test_steps_without_a_gradient_are_told_at_the_switch_that_is_off() -> None:
     loop = [DdpStepEvidence(rank, 0, events=(OFF, *passes)) for rank in (0, 1)]
     finding = only(judge_switched_off(loop))
     assert (finding.code, str(finding.location), finding.ranks) == ("DDP502", OFF.location, ())
+    assert "in every backward pass" in finding.message
+    in_turn = only(judge_switched_off([DdpStepEvidence(0, 0, events=(ON, OFF, *passes))]))
+    assert "in the last backward pass of a step" in in_turn.message and in_turn.location == finding.location
     unknown = only(judge_switched_off([DdpStepEvidence(0, 0, events=passes)]))
     assert str(unknown.location) == "train.py:8"
     reduced = (LoopEvent("forward", synchronises=True), *passes[1:])

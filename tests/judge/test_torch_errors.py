@@ -154,6 +154,7 @@ def test_a_timeout_that_is_shorter_than_the_work_of_a_rank() -> None:
     assert "still at work at evaluate.py:7" in finding.message and finding.location == Location("evaluate.py", 7)
     assert not judge_torch_errors(RaisedFacts([waited], [logs[0][:-1], logs[0]]))  # it may wait elsewhere
     assert not judge_torch_errors(RaisedFacts([waited, lost], [calls("barrier"), logs[0]]))  # another collective
+    assert not judge_torch_errors(RaisedFacts([waited, lost], [logs[0][:-1], logs[0]]))  # it has never come to it
 
 
 def test_an_exception_of_the_script_is_not_torchs() -> None:

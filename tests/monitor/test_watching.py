@@ -1297,29 +1297,6 @@ def test_compare_can_be_called_at_any_time(rank):
         assert [finding.code for finding in watch.compare()] == ["DDP306"]
 
 
-# What is private to torch, and what stands in for it
-
-
-@pytest.mark.parametrize("lacking", ["will_be_reached", "at_end_of_backward"])
-@pytest.mark.parametrize("way", ["short", "detached", "whole"])
-def test_without_the_private_parts_of_torch_the_same_is_found(monkeypatch, rank, lacking, way):
-    from ddpcheck.gather.autograd import autograd_graph
-    from ddpcheck.record.loop import step_tracker
-
-    def run():
-        torch.manual_seed(0)
-        model = CheckedDistributedDataParallel(Net(), on_finding=lambda finding: None)
-        train(model, 4, way=lambda step: way if rank == 1 and step == 2 else "whole")
-        return found(model), [f.evidence for f in model.findings], [p.tolist() for p in model.parameters()]
-
-    with_them = run()
-    monkeypatch.setattr(autograd_graph, "ENGINE_CAN_TELL", lacking != "will_be_reached")
-    if lacking == "at_end_of_backward":
-        monkeypatch.setattr(step_tracker, lacking, lambda *_: None)
-    assert run() == with_them
-    assert [code for code, *_ in with_them[0]] == ([] if way == "whole" else ["DDP104"])
-
-
 def test_a_parameter_that_forward_sets_from_its_own_batch_is_told_as_that(rank):
     class Initialising(nn.Module):
         def __init__(self):

@@ -8,6 +8,7 @@ import torch
 from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.record.data import draw_recorder
 from ddpcheck.record.data.draw_recorder import DrawRecorder
+from ddpcheck.record.recording import Recording
 
 
 @pytest.mark.parametrize("most", [1 << 18, 200])
@@ -18,7 +19,7 @@ def test_draws_before_the_backward_pass_are_written_down_however_long_the_interv
     monkeypatch.setattr(draw_recorder, "follow_steps", lambda follower: None)
     monkeypatch.setattr(draw_recorder, "_MOST_CALLS", most)
     written: list[StepDraw] = []
-    recorder = DrawRecorder(written.append, lambda: 0)
+    recorder = DrawRecorder(Recording(written.append))
     weight = torch.zeros(3, requires_grad=True)
     recorder.begin()
     torch.randint(9, (4,))

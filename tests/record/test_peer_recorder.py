@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from ddpcheck.findings.evidence.endings import PeerWait
+from ddpcheck.stream.entries import PeerReceived
 
 
 @pytest.mark.ddp(world_size=2)
 def test_what_a_rank_waits_for_is_known_from_the_call_to_its_end(rank: int) -> None:
     from ddpcheck.record.rank.peer_recorder import PeerRecorder
+    from ddpcheck.record.recording import Recording
 
     seen: list[PeerWait | None] = []
-    PeerRecorder(seen.append)
+    entries: list[Any] = []
+    log: Any = SimpleNamespace(wait_for=seen.append, add=entries.append, waited=False)
+    PeerRecorder(Recording(entries.append, log=log))
     tensor, peer = torch.ones(2), 1 - rank
     if rank == 0:
         dist.send(tensor, peer, tag=3)
@@ -32,3 +39,4 @@ def test_what_a_rank_waits_for_is_known_from_the_call_to_its_end(rank: int) -> N
         work.wait()
     assert [None if one is None else one.operation for one in seen] == ["isend", None, "irecv", None]
     assert all("test_peer_recorder.py" in one.location for one in seen if one is not None)
+    assert entries == [PeerReceived(peer)] and log.waited  # told once, and that it has waited

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.script import StateHeld
+from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.program_state import (
     StateRecorder,
     _is_near,
@@ -104,7 +105,9 @@ def found_twice(value: Any, *wrapped: nn.Module) -> list[str]:
     for watch in watches:
         watch.module_parameters = watch.module.named_parameters
     seen: list[StateHeld] = []
-    recorder = StateRecorder(seen.append, watches, uses, lambda *_: None)
+    run: Any = Recording(seen.append)
+    run.watches = watches
+    recorder = StateRecorder(run, uses, lambda *_: None)
 
     def train() -> None:
         average = value
@@ -155,7 +158,7 @@ def test_a_teacher_that_is_wrapped_too_is_a_copy_once_it_is_frozen(frozen: bool,
 )
 def test_the_buffers_of_a_loss_through_which_backward_comes(criterion: nn.Module, held: list[str]) -> None:
     uses: Any = None
-    recorder = StateRecorder(lambda _: None, [], uses, lambda *_: None)
+    recorder = StateRecorder(Recording(print), uses, lambda *_: None)
     logits = torch.zeros(2, 3)
     targets = () if isinstance(criterion, nn.Softmax) else (torch.zeros(2, dtype=torch.int64),)
     assert not recorder._of_criterion(criterion)
@@ -167,7 +170,7 @@ def test_the_buffers_of_a_loss_through_which_backward_comes(criterion: nn.Module
 
 def test_a_module_that_is_no_copy_is_looked_at_once_it_is_called_and_some_times_only() -> None:
     uses: Any = None
-    recorder = StateRecorder(lambda _: None, [], uses, lambda *_: None)
+    recorder = StateRecorder(Recording(print), uses, lambda *_: None)
     teacher = nn.Linear(3, 2)
     assert not recorder._of_other("teacher", teacher) and not recorder._of_other("loss", nn.MSELoss())
     with torch.no_grad():
@@ -176,7 +179,7 @@ def test_a_module_that_is_no_copy_is_looked_at_once_it_is_called_and_some_times_
 
 
 def test_of_a_module_that_is_called_by_another_method_the_parts_that_are_called_are_looked_at() -> None:
-    recorder = StateRecorder(lambda _: None, [], Mock(), lambda *_: None)
+    recorder = StateRecorder(Recording(print), Mock(), lambda *_: None)
     online = Online()
     for found in ([], [], ["predictor.weight", "predictor.bias"]):  # until it has been there twice, it may be called
         assert list(recorder._of_other("clip", online)) == found

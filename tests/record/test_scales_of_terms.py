@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from ddpcheck.gather.autograd.gradient_hooks import hooks_on
-from ddpcheck.gather.autograd.loss_terms import rows_taken_from
+from ddpcheck.gather.autograd.loss_terms import head_of
 from ddpcheck.record.loss.loss_recorder import _count, _lines_of_terms, _terms
 
 X = torch.ones(4, requires_grad=True)
@@ -30,7 +31,7 @@ X = torch.ones(4, requires_grad=True)
     ],
 )
 def test_the_numbers_on_the_way_to_each_term(loss: Tensor, expected: list[tuple[str, list[tuple[str, float]]]]) -> None:
-    found = [(kind, list(scales)) for _, kind, scales in _terms(loss.grad_fn)]
+    found = [(kind, list(scales)) for _, kind, scales in _terms(loss)]
     assert found == expected
 
 
@@ -48,20 +49,47 @@ MASK = TARGETS >= 0
         ((ROWS.exp()[MASK] - 1).norm(dim=1).mean(), (4, True)),
         (torch.nn.functional.linear(ROWS, torch.ones(2, 3)).square().mean(), (12, False)),
         (ROWS[MASK].sum(0).square().mean(), (3, False)),  # of features, not of what was chosen
+        ((ROWS.square().sum(1) * MASK).sum() / MASK.sum(), (4, True)),
+        ((ROWS.square() * MASK[:, None].float()).sum(), (12, True)),
+        ((ROWS.square() * TARGETS[:, None]).sum(), (18, False)),  # weights that are no mask
     ],
 )
 def test_how_many_elements_a_mean_is_over_and_whether_they_were_chosen(loss: Tensor, count: tuple[int, bool]) -> None:
-    ((node, _, _),) = _terms(loss.grad_fn)
+    ((node, _, _),) = _terms(loss)
     assert _count(node) == count
 
 
-def test_which_terms_take_rows_of_one_tensor() -> None:
-    logits = ROWS * 2
-    by_sample = [cross_entropy(logits[n, None], TARGETS[n, None], reduction="sum") for n in range(2)]
-    of_all = cross_entropy(logits, TARGETS) + torch.nn.functional.linear(logits, torch.ones(2, 3)).mean()
-    nodes = [node for node, _, _ in _terms((sum(by_sample) / 2 + of_all).grad_fn)]
-    taken = [rows_taken_from(node) for node in nodes]
-    assert taken.count(None) == taken.count((logits.grad_fn, 0)) == 2
+def test_terms_of_one_head() -> None:
+    body, head, other = (torch.nn.Linear(3, 3) for _ in range(3))
+    features = body(ROWS)
+    logits = head(features)
+    of_rows = [cross_entropy(logits[n, None], TARGETS[n, None]) for n in range(2)]
+    by_row = [cross_entropy(head(features[n]), TARGETS[n]) for n in range(2)]  # of a sample, which is put in by itself
+    terms = [*of_rows, *by_row, other(features).mean()]
+    heads = [head_of(term.grad_fn) for term in terms]
+    assert heads[0] is not None and heads[:4] == heads[:1] * 4 and heads[4] not in heads[:4]
+    deep = X
+    for _ in range(100):
+        deep = deep.exp()
+    assert head_of(deep.grad_fn) is None
+
+
+class Masked(torch.nn.Linear):
+    """Makes its loss itself, beside what it gives."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        given = super().forward(x)
+        return given, given.square().sum() / 2
+
+
+def test_the_terms_of_a_loss_that_ddp_hands_on() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        _, loss = torch.nn.parallel.DistributedDataParallel(Masked(3, 1), find_unused_parameters=True)(ROWS)
+        assert loss.grad_fn.name() == "_DDPSinkBackward"
+        assert [(kind, scales) for _, kind, scales in _terms(3 * loss)] == [("sum", (("Mul", 3.0), ("Div", 2.0)))]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_lines_of_the_terms_of_a_loss() -> None:
@@ -70,7 +98,7 @@ def test_the_lines_of_the_terms_of_a_loss() -> None:
     total = X.square().sum()
     kept = total / 3
     both = first + kept
-    terms = list(_terms(both.grad_fn))
+    terms = list(_terms(both))
     found = _lines_of_terms(both, len(terms))
     lines = [source[found[node].line - 1].strip() for node, _, _ in terms]
     assert lines == ["first = X.mean()", "kept = total / 3"]
@@ -81,7 +109,7 @@ def test_they_make_the_gradient_that_arrives_at_a_term() -> None:
     x = torch.ones(4, requires_grad=True)
     (3 * x.sum() / 5 / torch.tensor(2.0)).backward()
     loss = 3 * x.sum() / 5 / torch.tensor(2.0)
-    ((_, _, scales),) = _terms(loss.grad_fn)
+    ((_, _, scales),) = _terms(loss)
     assert x.grad is not None
     factor = math.prod(value if name == "Mul" else 1 / value for name, value in scales)
     assert math.isclose(float(x.grad[0]), factor, rel_tol=1e-6)
@@ -95,11 +123,11 @@ def test_a_checkpoint_is_not_computed_again_to_know_them_and_what_is_overwritten
         return x.sum() / torch.tensor(5.0)
 
     loss = checkpoint(scaled, X, use_reentrant=False)
-    assert [scales for _, _, scales in _terms(loss.grad_fn)] == [()] and len(forwards) == 1
+    assert [scales for _, _, scales in _terms(loss)] == [()] and len(forwards) == 1
     count = torch.tensor(4.0)
     overwritten = X.sum() / count
     count += 1
-    assert [scales for _, _, scales in _terms(overwritten.grad_fn)] == [()]
+    assert [scales for _, _, scales in _terms(overwritten)] == [()]
 
 
 def test_hooks_on_gradients_are_known() -> None:

@@ -18,7 +18,9 @@ KEYS = ["head.weight", "head.bias", "norm.weight"]
         (KEYS, {"decoder.norm.weight", "decoder.head.scale", "decoder.other"}, None),  # one of three fits by chance
         (KEYS, {"xhead.weight"}, None),
         (KEYS, set(), None),
+        ([*KEYS, "a", "b", "c", "d", "x.lora", "y.lora"], {"module.x.lora", "module.y.lora"}, (True, "module.")),
+        ([f"model.{key}" for key in "abcdefgh"], {"f", "g"}, (False, "model.")),
     ],
 )
 def test_the_prefix_of_keys(module: list[str], state: set[str], prefix: tuple[bool, str] | None) -> None:
-    assert common_prefix(module, state) == prefix
+    assert common_prefix(module, sorted(state)) == prefix

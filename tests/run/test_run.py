@@ -490,6 +490,19 @@ def test_a_rank_that_torchrun_ends_is_no_cause(tmp_path: Path) -> None:
     assert all(one.ranks != (2,) for one in judge_ending(ranks, Ending(1, {1: 1, 2: -15}), []))
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "rank"),
+    [(RuntimeError("Connection closed by peer"), "DDP404", 1), (ValueError("of the script"), "DDP401", 0)],
+)
+def test_a_rank_that_the_script_has_started_and_that_is_killed(
+    error: Exception, code: str, rank: int, tmp_path: Path
+) -> None:
+    rank_log(tmp_path, 0, "barrier", "all_reduce").add(RankRaised(described(error, "", "")))
+    rank_log(tmp_path, 1, "barrier")
+    (finding,) = judge_ending(read_logs(tmp_path), Ending(9), [])
+    assert (finding.code, finding.ranks) == (code, (rank,))
+
+
 @pytest.mark.parametrize(("codes", "found"), [({0: 1}, "calls os._exit"), ({0: 1, 1: 5}, "called os._exit")])
 def test_a_rank_that_calls_os_exit_is_told_with_its_line(tmp_path: Path, codes: dict[int, int], found: str) -> None:
     fell = described(RuntimeError("Connection closed by peer"), "", "")
@@ -539,6 +552,69 @@ def test_a_call_of_sys_exit_that_was_caught_ends_nothing(tmp_path: Path) -> None
     rank_log(tmp_path, 0).add(ExitCalled(("train.py:99",)))
     (rank,) = read_logs(tmp_path)
     assert rank.exit is None
+
+
+@pytest.mark.parametrize(
+    ("ended", "called", "exit_of"),
+    [
+        (ProgramEnded("end"), "", None),
+        (ProgramEnded("end"), "sys.exit", None),  # which was caught
+        (ProgramEnded("call", "train.py:99"), "sys.exit", ("sys.exit", ("train.py:7", "train.py:99"))),
+        (ProgramEnded("call", "train.py:98"), "sys.exit", ("SystemExit", ())),  # another one was caught before
+        (ProgramEnded("raise", "train.py:99"), "", ("SystemExit", ("train.py:99",))),
+        (ProgramEnded("end"), "os._exit", ("os._exit", ("train.py:7", "train.py:99"))),
+    ],
+)
+def test_what_has_ended_a_rank(
+    ended: ProgramEnded, called: str, exit_of: tuple[str, tuple[str, ...]] | None, tmp_path: Path
+) -> None:
+    log = rank_log(tmp_path, 0)
+    if called:
+        log.add(ExitCalled(("train.py:7", "train.py:99"), called))
+    log.add(ended)
+    (rank,) = read_logs(tmp_path)
+    assert (rank.exit and (rank.exit.function, rank.exit.lines)) == exit_of
+
+
+SYSTEM_EXITS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+def stop(step):
+    if step == 2 and dist.get_rank() == 1:
+        raise SystemExit(0)
+for step in range(4):
+    stop(step)
+    dist.all_reduce(torch.ones(2))
+"""
+
+
+def test_system_exit_in_a_function_that_one_rank_enters_is_told_with_its_line(tmp_path: Path) -> None:
+    script, file = tmp_path / "train.py", tmp_path / "report.json"
+    script.write_text(SYSTEM_EXITS, encoding="utf-8")
+    run_forked("--check-output", str(file), str(script))
+    (found,) = json.loads(file.read_text(encoding="utf-8"))["findings"]
+    assert (found["code"], found["ranks"], found["location"]["line"]) == ("DDP404", [1], 6), found
+    assert "raises SystemExit" in found["message"]
+
+
+OWN_HOOK = """
+import sys, torch.distributed as dist
+dist.init_process_group("gloo")
+sys.excepthook = lambda kind, error, trace: print("shown otherwise")
+dist.barrier()
+if dist.get_rank() == 1:
+    raise ValueError("of the script")
+dist.barrier()
+"""
+
+
+def test_an_exception_is_told_where_the_script_has_a_hook_of_its_own(tmp_path: Path) -> None:
+    script, file = tmp_path / "train.py", tmp_path / "report.json"
+    script.write_text(OWN_HOOK, encoding="utf-8")
+    ended = run_forked("--check-output", str(file), str(script))
+    (found,) = json.loads(file.read_text(encoding="utf-8"))["findings"]
+    assert (found["code"], found["ranks"], found["location"]["line"]) == ("DDP401", [1], 7), found
+    assert "shown otherwise" in ended.stdout
 
 
 class Failed(NamedTuple):

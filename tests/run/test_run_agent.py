@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -18,10 +19,14 @@ from torch.distributed.run import get_args_parser
 
 from ddpcheck.cli import main
 from ddpcheck.cli.run import run_agent
-from ddpcheck.record.rank import rank_watch
+from ddpcheck.record.rank import rank_watch, started_processes
+from ddpcheck.record.rank.environment import RunOptions, environment_for
 from ddpcheck.run.check_options import add_check_options, split_at_script
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.script_report import report_on_script
+from ddpcheck.stream.entries import RankStarted
+from ddpcheck.stream.rank_log import RankLog, last_restart, read_logs
+from tests.run.test_run import DDPCHECK, run
 from tests.tiers import share
 
 NO_GROUP = "no rank joined a process group"
@@ -155,6 +160,35 @@ def test_there_is_a_report_without_ranks(ending: Ending) -> None:
     assert len(report.checks) == 1 + bool(ending.exit_code)
 
 
+UNMET = """
+import os, sys, datetime, torch.distributed as dist
+if os.environ["RANK"] == "0":
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_in_vain_for_its_own_timeout_tells_for_whom(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UNMET)
+    ended = run(DDPCHECK, str(tmp_path / "train.py"))
+    assert ended.returncode == 1 and "DDP402 hang" in ended.stderr, ended.stderr
+    assert "the world size is 2: rank 1 is not there." in " ".join(ended.stderr.split())
+
+
+def test_a_report_on_an_earlier_start_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    RankLog(tmp_path, RankStarted(0, 1, "gloo"))
+    for name, value in environment_for(RunOptions(str(tmp_path)), {"TORCHELASTIC_RUN_ID": "7"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.delenv("_DDPCHECK_STARTED", raising=False)
+    started_processes.mark_first_process()
+    ending = Ending(1, restart=last_restart(tmp_path))
+    report = report_on_script("train.py", ending, read_logs(tmp_path), select=[], ignore=[])
+    (note,) = report.world["notes"]
+    assert note.startswith("torchrun has started the ranks 2 times: this is the report on start 1")
+
+
 # An agent that fails
 
 
@@ -213,6 +247,47 @@ def test_an_error_file_is_never_there_in_part(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "replace", at_the_end)
     rank_watch._tell_torchrun("of the script", "Traceback")
     assert [file.name for file in tmp_path.iterdir()] == ["error.json"]
+
+
+# What cannot be written
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        ("--check-output /dev/full --check-format json", 2, "error: cannot write /dev/full: No space left on device"),
+        ("--check-flight-recorder FOLDER", 0, "error: cannot write to FOLDER: No space left on device"),
+    ],
+)
+def test_what_cannot_be_written_loses_no_report(
+    options: str,
+    code: int,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("ddpcheck.cli.run.run_agent", lambda *_: Ending())
+    monkeypatch.setattr("ddpcheck.cli.run.write_flight_records", fails)
+    for name in ("PYTHONPATH", "_DDPCHECK_RUN"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    assert main(["run", *options.replace("FOLDER", str(tmp_path)).split(), __file__]) == code
+    told = capsys.readouterr().err
+    assert words.replace("FOLDER", str(tmp_path)) in told and NO_GROUP in " ".join(told.split())
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+def test_standard_error_that_cannot_be_written_is_no_error() -> None:
+    code = "from ddpcheck.cli.output import say; say('clean')"
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        ended = subprocess.run([sys.executable, "-c", code], stderr=full, check=False, timeout=60)
+    assert ended.returncode == 0
+    closed = subprocess.run([sys.executable, "-c", f"import sys; sys.stderr = None; {code}"], capture_output=True)
+    assert (closed.returncode, closed.stdout) == (0, b"")
 
 
 # An error of ours

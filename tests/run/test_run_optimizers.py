@@ -110,3 +110,113 @@ def test_a_broken_optimizer_over_ranks(tmp_path: Path, how: str, finding: tuple[
     checks, findings = checks_of(tmp_path, how)
     assert findings == [finding]
     assert checks["reducer"][1].startswith(reducer)
+
+
+HOOKED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+
+HOW = sys.argv[1]
+dist.init_process_group("gloo")
+RANK, WORLD = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+mask = torch.rand(8, 4, generator=torch.Generator().manual_seed(RANK if HOW == "own mask" else 0)) < 0.5
+share = 1.0
+
+
+def in_place(parameter):
+    parameter.grad *= 0.3 / parameter.grad.norm() if HOW == "own norm, in place" else 0.3
+
+
+hooks = {
+    "own norm": lambda g: g / g.norm(),
+    "own mask": lambda g: g * mask if g.shape == mask.shape else g,
+    "limit": lambda g: g.clamp(-0.01, 0.01),
+    "mask": lambda g: g * mask if g.shape == mask.shape else g,
+    "centre": lambda g: g - g.mean(-1, keepdim=True),
+    "weights": lambda g: g * share,
+    "far limit": lambda g: g.clamp(-100, 100),
+}
+for parameter in net.parameters():
+    if "in place" in HOW:
+        parameter.register_post_accumulate_grad_hook(in_place)
+    else:
+        parameter.register_hook(hooks[HOW])
+net = nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+torch.manual_seed(RANK)
+for _ in range(8):
+    count = int(torch.randint(2, 9, ()))
+    total = torch.tensor(float(count))
+    dist.all_reduce(total)
+    if HOW == "weights":
+        share = count * WORLD / float(total)
+    x = torch.randn(count, 4)
+    optimizer.zero_grad()
+    (net(x) - x.cos()).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ("own norm", ["error"]),
+        ("own norm, in place", ["error"]),
+        ("own mask", ["error"]),
+        ("limit", ["warning"]),
+        *((how, []) for how in ("in place", "mask", "centre", "weights", "far limit")),
+    ],
+)
+def test_hooks_that_change_each_ranks_own_gradients(tmp_path: Path, how: str, found: list[str]) -> None:
+    _, _, findings = reported(tmp_path, how, "", HOOKED)
+    assert [(one["code"], one["severity"]) for one in findings] == [("DDP310", severity) for severity in found]
+
+
+BESIDE = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+if sys.argv[1] == "waiting":
+    first, second = (nn.parallel.DistributedDataParallel(one) for one in (first, second))
+optimizer, waiting = (torch.optim.SGD(one.parameters(), 0.1) for one in (first, second))
+torch.manual_seed(dist.get_rank())
+for step in range(32):
+    x = torch.randn(6, 4)
+    optimizer.zero_grad()
+    waiting.zero_grad()
+    loss = cross_entropy(first(x), x.argmax(1))
+    if sys.argv[1] == "waiting":
+        loss = loss + second(x).square().mean()
+    loss.backward()
+    if sys.argv[1] == "summed":
+        flat = torch.cat([parameter.grad.flatten() for parameter in first.parameters()])
+        dist.all_reduce(flat)
+        for parameter, part in zip(first.parameters(), flat.split([16, 4])):
+            parameter.grad.copy_(part.view_as(parameter))
+    optimizer.step()
+    if step % 5 == 4:
+        dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_has_not_stepped_yet_holds_its_parameters(tmp_path: Path) -> None:
+    assert reported(tmp_path, "waiting", "", BESIDE)[2] == []
+
+
+@pytest.mark.slow
+def test_gradients_that_are_summed_in_one_are_told_whatever_else_is_reduced(tmp_path: Path) -> None:
+    assert [one["code"] for one in reported(tmp_path, "summed", "", BESIDE)[2]] == ["DDP303"]

@@ -81,7 +81,7 @@ def exits(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"), [("returns", None), ("raises", "raises"), ("exits", "exits"), ("is content", None)]
+    ("how", "told"), [("returns", None), ("raises", "raises"), ("exits", "exits"), ("is content", "0")]
 )
 def test_the_end_of_a_process_is_told(how: str, told: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     process = multiprocessing.Process(target=exits, args=(how,))

@@ -18,12 +18,13 @@ from ddpcheck.findings.stacks import has_no_python_left
 from ddpcheck.run import hang_watch, living_ranks
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import HangWatch, Unended
-from ddpcheck.run.living_ranks import RankFacts, lives
+from ddpcheck.run.living_ranks import RankFacts, is_stopped, lives
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import GroupDestroyed, ProgramEnded, RankRaised, RankStarted
 from ddpcheck.stream.rank_log import RankLog, read_logs
 from ddpcheck.worlds.deadlock import gloo_wants_gil
 from ddpcheck.worlds.failures import described
+from tests.forked_run import run_forked
 from tests.run.test_run import DDPCHECK, ROOT, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
@@ -171,6 +172,69 @@ def test_what_a_rank_raised_is_told_while_torchrun_waits_for_another_one(
     time.sleep(2.5)
     watch.stop()
     assert told == (["rank 1 raised ValueError: no such label: 7; torchrun waits for rank 0 to end"] if raises else [])
+
+
+IN_JOIN = f"""Current thread 0x1 (most recent call first):
+  File "{threading.__file__}", line 1119 in join
+  File "/home/me/train.py", line 25 in <module>
+"""
+OTHER_WAITS = WAITS.replace("Current thread", "Thread") + "\n"
+OTHER_WORKS = 'Thread 0x2:\n  File "/home/me/train.py", line 7 in produce\n\n'
+THREAD = """
+import queue, threading, torch.distributed as dist
+dist.init_process_group("gloo")
+batches = queue.Queue()
+def produce():
+    if dist.get_rank() == 1:
+        raise ValueError("bad sample")
+    batches.put(1)
+threading.Thread(target=produce, daemon=True).start()
+batches.get()
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("main", "other", "lost_one", "waits"),
+    [
+        (IN_JOIN, OTHER_WAITS, False, True),
+        (IN_JOIN, "", True, True),
+        (IN_JOIN, "", False, False),  # for what, is not known
+        (IN_JOIN, OTHER_WORKS, True, False),
+        (WAITS, OTHER_WAITS, True, False),
+    ],
+)
+def test_a_rank_whose_main_thread_waits_for_threads_that_wait(
+    main: str, other: str, lost_one: bool, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang_watch, "_LOCKED", 0.0)
+    watch = HangWatch(tmp_path, 60.0, lambda: None)
+    watch.stop()
+    assert watch._waits_for_threads(os.getpid(), other + main, has_lost_one=lost_one) is waits
+
+
+def test_a_rank_that_waits_for_a_thread_which_an_exception_has_ended_hangs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(THREAD)
+    ended = run_forked("--check-timeout=3", str(tmp_path / "train.py"))
+    assert ended.returncode == 4, ended.stderr
+    assert "Rank 1 raised ValueError: bad sample, at " in ended.stderr
+    assert "train.py:7, on rank 1" in ended.stderr and "waits in barrier" in ended.stderr
+
+
+def test_a_rank_that_was_stopped_is_told_and_left(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        try:
+            process.send_signal(signal.SIGSTOP)
+            told: list[str] = []
+            watch = HangWatch(tmp_path, 60.0, lambda: None, told.append)
+            watch.stop()
+            while not is_stopped(process.pid):
+                time.sleep(0.01)
+            for _ in range(2):
+                watch._tell_what_is_stopped({1: process.pid})
+            assert told == [f"rank 1 was stopped by a signal; `kill -CONT {process.pid}` ends that"]
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow

@@ -18,12 +18,12 @@ from msgspec import structs
 from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.evidence.evaluation import ResultExchanged
 from ddpcheck.findings.evidence.modules import ModuleDescription
-from ddpcheck.findings.evidence.script import FileUsed
+from ddpcheck.findings.evidence.script import FileUsed, Inputs
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.script_report import report_on_script
-from ddpcheck.stream.codec import decoded, encoded
+from ddpcheck.stream.codec import decoded, encoded, entry_from_fields, fields_of_entry
 from ddpcheck.stream.entries import (
     KINDS,
     SCHEMA,
@@ -150,7 +150,14 @@ def test_numbers_and_names_that_json_has_not() -> None:
     read = [decoded(encoded(FileUsed(name, True, 0, 0, None)))[0][0] for name in names]
     assert [one.path for one in read if isinstance(one, FileUsed)] == ["/data/\\udce9.pt", "/data/\\udce8.pt"]
     (entry,), _ = decoded(encoded(RankRaised({"code": 1 << 80, "whole": True, "text": "\ud800"})))
-    assert entry == RankRaised({"code": (1 << 63) - 1, "whole": True, "text": "\\ud800"})
+    assert entry == RankRaised({"code": (1 << 64) - 1, "whole": True, "text": "\\ud800"})
+
+
+@pytest.mark.parametrize("value", [0, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+def test_fingerprints_of_64_bits_are_what_they_were_when_they_are_written_for_others(value: int) -> None:
+    entry = Inputs(0, 0, (value,), None)
+    assert entry_from_fields(*fields_of_entry(entry)) == entry
+    assert decoded(encoded(entry)) == ([entry], 0)
 
 
 def test_sketches_are_kept_in_float32() -> None:

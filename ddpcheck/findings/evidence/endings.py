@@ -25,6 +25,7 @@ class Joining(Struct, frozen=True):
     location: str  # the line of the call; may be empty
     agent: str = ""  # the address of torchrun's store, where torch takes that one to be all there is; empty elsewhere
     started: int = 0  # how many processes torchrun has started, where this is one of them and there is one node; else 0
+    error: str = ""  # what it has raised there, with its class; "" where it has not, and waits or was ended
 
 
 class PeerWait(Struct, frozen=True):

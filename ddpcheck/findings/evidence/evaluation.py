@@ -75,10 +75,12 @@ class ShownNumber(Struct, frozen=True):
 
 
 class MetricShown(Entry, frozen=True):
-    """The program has printed, logged or saved numbers after an evaluation, or saved a file because of them."""
+    """The program has shown numbers after an evaluation, given them to the other ranks, or decided by them."""
 
     round: int  # of the evaluation
-    how: str  # "printed", "logged", "saved", or "decides": they are in the condition of an `if` around a `torch.save`
+    # "printed", "logged", "saved", "broadcast" to the other ranks, or "decides": they are in the condition of an `if`
+    # around a `torch.save`
+    how: str
     location: Location | None  # the line of the script
     numbers: tuple[ShownNumber, ...]  # in their order
 

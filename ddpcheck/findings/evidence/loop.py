@@ -139,6 +139,25 @@ class GradientsChanged(Entry, frozen=True):
     put_off: bool  # whether they were this rank's own, and are to be reduced with those of a later backward pass
 
 
+class HookedGradient(Struct, frozen=True):
+    """What hooks have made of the gradient of a parameter."""
+
+    # "scaled": times a factor; "masked": zeros in the place of some elements, a factor for the others; "limited": the
+    # larger ones have the same size now; "" for another way, or an unknown one
+    kind: str = ""
+    number: float = 0.0  # the factor, or the limit
+    zeros: int = 0  # a fingerprint of which elements were masked
+
+
+class GradientsHooked(Entry, frozen=True):
+    """Hooks of the program have had this rank's own gradients of a step before they were averaged."""
+
+    wrapper: int  # the number of the wrapper
+    step: int  # how many had ended before
+    location: Location | None  # the line at which the first of the hooks is defined
+    changed: Mapping[str, HookedGradient]  # by name of a parameter; those that are as they were are left out
+
+
 class GradientsTaken(Entry, frozen=True):
     """The script has gradients of wrapped parameters from `torch.autograd.grad`, which no hook of DDP sees."""
 

@@ -103,7 +103,7 @@ class StateUsed(Entry, frozen=True):
 
 
 class NothingLoaded(Entry, frozen=True):
-    """A state was loaded with strict=False, and an optimizer steps, though no key of the state was one of the module's.
+    """A state was loaded with strict=False, and no other one since then, though no key of it was one of the module's.
 
     Attributes:
         name: The class of the module.

@@ -227,8 +227,8 @@ class ScaledTerm(Struct, frozen=True):
     divisors: tuple[float, ...] = ()  # the numbers by which it is divided on the way to the loss
     multipliers: tuple[float, ...] = ()  # those by which it is multiplied
     location: Location | None = None  # the line of a variable in which it is with fewer others than in the loss
-    # which tensor it takes some rows of (those of a sample, say), numbered in each loss; None where it takes none
-    rows_of: int | None = None
+    # terms with the same number are of one operation on what one head gives: of a sample each, say
+    head: int | None = None
 
 
 class NumberReduced(Struct, frozen=True):
@@ -236,6 +236,15 @@ class NumberReduced(Struct, frozen=True):
 
     value: float  # the rank's own
     location: Location | None  # the line of the call
+
+
+class LossTarget(Struct, frozen=True):
+    """What one of torch's losses has as its target."""
+
+    digest: int  # a fingerprint
+    rows: int
+    elements: int
+    bits: float  # how much the order of its values says; 0.0 where they are sorted, or in blocks of equal ones
 
 
 class LossDifferentiated(Entry, frozen=True):
@@ -253,6 +262,9 @@ class LossDifferentiated(Entry, frozen=True):
     reduced: tuple[NumberReduced, ...] = ()  # what all_reduce has been given in the step so far
     # whether numbers are reduced, and hooks of the script, which may scale gradients, are on parameters
     hooked: bool = False
+    targets: tuple[LossTarget, ...] = ()  # none where ranks have gathered or broadcast something for the step
+    # of each cross entropy, what its targets weigh together, where each counts as one: smoothed and mixed labels, too
+    weighed: tuple[float, ...] = ()
 
 
 class MetricUsed(Entry, frozen=True):

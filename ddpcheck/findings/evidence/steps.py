@@ -112,7 +112,8 @@ class Call(Struct, frozen=True):
     operation: str  # its name in `torch.distributed`
     group: str  # name of the process group
     members: tuple[int, ...]  # the ranks of the group
-    payload: str = ""  # dtype and shape, and the root where there is one; empty where ranks may differ
+    # dtype and shape, what is computed where that is no sum, the root where there is one; empty where ranks may differ
+    payload: str = ""
     place: str = ""  # what the rank was doing ("step 0: forward")
     location: str = ""  # the line of the user's code, as "path:line"; may be empty
     elements: int = 0  # of the floating-point tensor that goes in; what is logged usually has one
@@ -120,6 +121,7 @@ class Call(Struct, frozen=True):
     differentiable: bool = False  # whether it was called by a custom autograd Function, which has a backward for it
     # the lines of the program that have led to it, innermost first; empty where only `location` is known
     callers: tuple[str, ...] = ()
+    group_words: str = ""  # which group that is, to a reader: "the process group of train.py:12"; "" where not known
 
     def __str__(self) -> str:
         return f"{self.operation}({self.payload}){f' at {self.location}' if self.location else ''}"

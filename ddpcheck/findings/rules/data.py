@@ -10,7 +10,8 @@ DistributedSampler, or the sampler was given fixed ranks. (PyTorch docs, Distrib
 fix: Give the loader a DistributedSampler, or split the data by rank and world size.
 detected: The samples that each rank gets in a step are compared by fingerprints: those of a recipe's shards, of a data
 loader with the indices of its sampler, and of the inputs of forward. Parts of a dataset that overlap, in an epoch or
-from the second one on, are a warning; so is a rank that is given what another one is given some steps later.
+from the second one on, are a warning; so is a rank that is given what another one is given some steps later, and so
+are targets of a loss that are the same on every rank, and others in each step, where forward is given other inputs.
 Without a wrapper, what all_reduce is given of gradients is compared.
 ignore: If all ranks are to see the same samples, for example with other augmentation or in a part of the loss.
 explains: DDP303 DDP304 DDP305 DDP312

@@ -29,9 +29,10 @@ fix: all_reduce the sum and the count over the ranks, then divide; or evaluate a
 detected: `ddpcheck run` looks at the numbers that the script's functions hold when a pass over a loader without
 backward ends: counters (a few in one tensor or list, too), sums, meters, lists of labels. Where some ranks, not all,
 print, log or save what one of them comes to on their own samples (or tokens; a perplexity, too), or save a file under
-an `if` with it, and the value of the other ranks and that of all together are others, that is reported. Seen are print,
-logging, torch.save, and the first three passes over a loader. A loop without a DataLoader, and metrics that are no
-quotient of what was counted (F1, AUC), are not. A schedule that is given such a metric is DDP518.
+an `if` with it, and the value of the other ranks and that of all together are others, that is reported. So is what one
+rank shows that alone goes through a loader whose DistributedSampler splits the data between several. Seen are print,
+logging, torch.save, broadcasts from a rank, and the first three passes over a loader. A loop without a DataLoader, and
+metrics that are no quotient of what was counted (F1, AUC), are not. A schedule that is given such a metric is DDP518.
 ignore: If the number is meant as that of one rank, and says so.
 reports: Lightning-AI/pytorch-lightning#379
 example:

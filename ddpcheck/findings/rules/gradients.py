@@ -168,7 +168,8 @@ DistributedDataParallel and register_comm_hook.)
 fix: Clip and step after backward has returned; to act inside the reduction, use register_comm_hook.
 detected: A loss twice as large does not give gradients twice as large, or the gradients on the ranks are wrong although
 their losses are right. The hooks on the way of the gradients are named. `ddpcheck run` watches clip_grad_norm_, and
-whether the gradients are averaged after it.
+whether the gradients are averaged after it; and in some steps what hooks on parameters make of a gradient: a factor or
+a mask that is not the same on all ranks, or elements that are cut off at a limit (a warning).
 ignore: If each rank is to clip its own gradients, as some private or robust training does.
 example:
 for p in model.parameters():

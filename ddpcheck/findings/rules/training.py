@@ -220,7 +220,7 @@ fix: Take and load the state of the same module (`ddp.module` on both sides), or
 torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, 'module.'). Leave strict=False out, and torch
 raises.
 detected: `ddpcheck run` compares the keys of each state that is loaded with those of the module. It is reported if no
-key fits, most would with another prefix, and an optimizer steps before a state is loaded that fits.
+key fits, most would with another prefix, and no state that fits is loaded before the next optimizer step or the end.
 ignore: If the load is meant to do nothing.
 example:
 state = torch.load("checkpoint.pt")                # of ddp.state_dict(): "module.head.weight"

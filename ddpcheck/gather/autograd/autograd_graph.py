@@ -56,21 +56,12 @@ def gradient_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
     return [node for node, _ in made.grad_fn.next_functions]
 
 
-def _engine_will_execute(node: Any) -> bool:
-    return bool(torch._C._will_engine_execute_node(node))
-
-
-ENGINE_CAN_TELL = hasattr(torch._C, "_will_engine_execute_node")
-
-
-def will_be_reached(nodes: Sequence[Any]) -> list[bool] | None:
-    """Which `nodes`, of parameters, the backward pass that is running will execute; `None` where nobody can tell.
+def will_be_reached(nodes: Sequence[Any]) -> list[bool]:
+    """Which `nodes`, of parameters, the backward pass that is running will execute.
 
     To be asked from a hook. Under `torch.autograd.grad` that is none of them: what is asked for is captured before its
     node, and the engine refuses to speak of that.
     """
-    if not ENGINE_CAN_TELL:
-        return None
     try:
         return list(map(torch._C._will_engine_execute_node, nodes))
     except RuntimeError:
@@ -93,29 +84,18 @@ def made_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(one.shape) for one in getattr(node, "_input_metadata", None) or ())
 
 
-def at_end_of_backward(function: Callable[[], None]) -> bool:
+def at_end_of_backward(function: Callable[[], None]) -> None:
     """Have `function` called when the backward pass that is running ends, after what has been asked for before.
 
     To be called from a hook, or from such a function. What `function` raises comes out of the backward pass.
-
-    Returns:
-        False where this torch has no such queue (it is private), and nothing will be called.
     """
-    if _queue_callback is None:
-        return False
-    _queue_callback(function)
-    return True
-
-
-_queue_callback: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass; no where this torch does not say (it is private)."""
-    return bool(_current_task() != -1)
-
-
-_current_task: Any = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def keeps_graph() -> bool:
@@ -154,43 +134,34 @@ class EngineProbe:
     """Asks the autograd engine, at the start of a backward pass, which parameters it will reach.
 
     The question is asked from a hook on the loss, so before any gradient is computed and before the DDP reducer
-    starts a collective. Without the (private) question `torch._C._will_engine_execute_node` the graph is walked.
+    starts a collective.
 
     Attributes:
-        reached: One bool a parameter once backward has started, `None` before, or when the graph was too large to walk.
+        reached: One bool a parameter once backward has started, `None` before.
     """
 
     def __init__(self, loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
         self.reached: list[bool] | None = None
         self._parameters = list(parameters)
-        if not ENGINE_CAN_TELL:
-            walk = walk_graph([loss])
-            leaves = {id(leaf) for leaf in walk.leaves}
-            self.reached = [id(p) in leaves for p in parameters] if walk.complete else None
-        elif loss.requires_grad:
+        if loss.requires_grad:
             self._handle = loss.register_hook(self._ask)
 
     def _ask(self, _gradient: torch.Tensor) -> None:
-        self.reached = [p.requires_grad and _engine_will_execute(gradient_node(p)) for p in self._parameters]
+        asked = torch._C._will_engine_execute_node
+        self.reached = [p.requires_grad and asked(gradient_node(p)) for p in self._parameters]
 
 
 class _Stop(Exception):
     """Ends a backward pass before its first node."""
 
 
-def reached_by(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[bool] | None:
-    """Which `parameters` the backward pass of `loss` would reach, without running it and without freeing its graph.
-
-    Returns:
-        One bool a parameter, or `None` when the graph is too large to tell without the engine.
-    """
+def reached_by(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[bool]:
+    """Which `parameters` the backward pass of `loss` would reach, without running it and without freeing its graph."""
     if not loss.requires_grad:
         return [False] * len(parameters)
     if loss.is_leaf:
         return [parameter is loss for parameter in parameters]
     probe = EngineProbe(loss, parameters)
-    if not ENGINE_CAN_TELL:
-        return probe.reached
 
     def stop(_gradient: torch.Tensor) -> None:
         raise _Stop
@@ -203,7 +174,7 @@ def reached_by(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[b
     finally:
         handle.remove()
         probe._handle.remove()
-    return probe.reached
+    return probe.reached or []
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +225,18 @@ def walk_graph(
                 seen.add(following)
                 pending.append(following)
     return GraphWalk(tuple(leaves.values()), frozenset(names), True, len(seen), tuple(functions), tuple(ends))
+
+
+def nodes_behind(roots: Iterable[Any], most: int, goes_on: Callable[[Any], bool] = lambda _node: True) -> Iterator[Any]:
+    """Graph nodes and those behind them, the nearest first, up to so many; behind none for which it does not go on."""
+    pending = list(dict.fromkeys(root for root in roots if root is not None))
+    seen = set(pending)
+    for node in pending:  # which grows
+        yield node
+        for following, _ in node.next_functions if goes_on(node) else ():
+            if following is not None and following not in seen and len(pending) < most:
+                seen.add(following)
+                pending.append(following)
 
 
 Parents = dict[Any, list[tuple[Any, int]]]

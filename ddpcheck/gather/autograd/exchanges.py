@@ -21,7 +21,7 @@ from ddpcheck.gather.autograd.autograd_graph import walk_graph
 from ddpcheck.gather.patching import Patch, patched
 
 _MOST_FRAMES = 12
-_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+_APPLY: Any = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 functions: set[type] = set()  # the nodes of functions that exchange
 _patches: list[Patch] = []
 _parts: Any = WeakIdKeyDictionary()

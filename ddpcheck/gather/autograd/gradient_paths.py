@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -22,7 +22,7 @@ from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.figures import PathStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import defined_at, user_location
+from ddpcheck.findings.source_lines import defined_at, frames_from, user_location
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.autograd.autograd_graph import functions_before
 from ddpcheck.gather.collectives.collective_log import replace_functions
@@ -330,12 +330,8 @@ _CHECKPOINT = "a re-entrant checkpoint of which no input requires grad"
 
 
 def _in_reentrant_checkpoint() -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back
-    return False
+    forwards = (frame for frame in frames_from(sys._getframe(1)) if frame.f_code.co_name == "forward")
+    return any(frame.f_globals.get("__name__") == "torch.utils.checkpoint" for frame in forwards)
 
 
 _IN_PLACE_DUNDERS = frozenset(

@@ -65,25 +65,21 @@ def _kind(node: Any) -> str:
     return re.sub(r"(Backward)?\d*$", "", node.name().rpartition("::")[2])
 
 
-_MOST_FOLLOWED = 8
-_TAKES_ROWS = ("Select", "Slice", "Unbind", "Split", "Index")
+_NEAR = 64  # nodes
 
 
-def rows_taken_from(node: Any) -> tuple[Any, int] | None:
-    """The tensor of which a term of a loss takes some rows, a sample of the batch, say; None where it takes all.
+def head_of(node: Any) -> Any:
+    """The parameter that is nearest to a term of a loss: terms with the same one are of samples, say, of one batch.
 
-    As a node and the number of its output. It is followed through operations of one input.
+    As the node that takes its gradient; None where there is none so near.
     """
-    takes = False
-    for _ in range(_MOST_FOLLOWED):
-        inputs = [edge for edge in node.next_functions if edge[0] is not None]
-        if len(inputs) != 1:
-            break
-        ((node, index),) = inputs
-        if node.name().startswith(_TAKES_ROWS) and getattr(node, "_saved_dim", 0) == 0:
-            takes = True
-        elif takes:
-            return node, index
+    pending, seen = [node], {node}
+    for one in pending:  # which grows
+        if one.name().endswith("AccumulateGrad"):
+            return one
+        following = [after for after, _ in one.next_functions if after is not None and after not in seen]
+        seen.update(following)
+        pending += following[: _NEAR - len(pending)]
     return None
 
 

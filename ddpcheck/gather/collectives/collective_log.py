@@ -25,6 +25,7 @@ from msgspec import structs
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.source_lines import line_and_lines, user_location
 from ddpcheck.findings.tracebacks import passes_on
+from ddpcheck.gather.collectives.groups import Group, named_group, note_made, words_of
 from ddpcheck.gather.patching import Patch
 from ddpcheck.stream.entries import JOINED, JOINING
 from ddpcheck.worlds import rank as this_rank
@@ -120,10 +121,6 @@ def record_collectives(directory: Path, rank: int) -> None:
     record_calls(lambda call: os.write(file, (json.dumps(structs.asdict(call)) + "\n").encode()))
 
 
-Group = tuple[str, tuple[int, ...]]
-"""The name of a process group, and its ranks."""
-
-
 class Turn(Protocol):
     """Is told that this thread comes into a collective, or a wait for one, or out of it."""
 
@@ -134,21 +131,18 @@ class Turn(Protocol):
 def record_calls(sink: Callable[[Call], object], turn: Turn | None = None) -> None:
     """From now on, give `sink` each collective of this process, before it is made."""
     import torch
+    from torch.distributed import _functional_collectives as functional
     from torch.distributed import distributed_c10d
 
     global _sink, _turn
     _sink, _turn = sink, turn
     replace_functions(COLLECTIVES, logged)
     replace_functions(_POINT_TO_POINT, functools.partial(logged, matched=False))
-    with contextlib.suppress(ImportError):  # private to torch
-        from torch.distributed import _functional_collectives as functional
-
-        for name in (*_FUNCTIONAL, *(f"{name}_autograd" for name in _FUNCTIONAL)):
-            if hasattr(functional, name):
-                Patch(functional, name, functools.partial(logged, name, functional=True))
+    for name in (*_FUNCTIONAL, *(f"{name}_autograd" for name in _FUNCTIONAL)):
+        if hasattr(functional, name):
+            Patch(functional, name, functools.partial(logged, name, functional=True))
     _record_operators(torch)
-    with contextlib.suppress(AttributeError, TypeError):  # a class made in C++
-        Patch(distributed_c10d.Work, "wait", _waiting)
+    Patch(distributed_c10d.Work, "wait", _waiting)
 
 
 def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> contextlib.ExitStack:
@@ -201,7 +195,7 @@ def note_collective(
         name, members = known or named_group(group)
         place = place or this_rank.own_slots().place
         where, lines = line_and_lines(sys._getframe(1))
-        _sink(Call(operation, name, members, payload, place, where, callers=lines))
+        _sink(Call(operation, name, members, payload, place, where, callers=lines, group_words=words_of(name)))
 
 
 def _given(made: Any, _original: Any) -> Any:
@@ -290,7 +284,9 @@ def logged(
             return original(*args, **kwargs)
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         if name == "new_group" and given.get("use_local_synchronization"):
-            return original(*args, **kwargs)  # its members alone
+            result = original(*args, **kwargs)  # its members alone
+            note_made(result, str(user_location(sys._getframe(1)) or ""))
+            return result
         backward = functional and (name.endswith("_autograd") or _has_backward(name))
         call = _describe_call(operation, given, backward=backward)
         if _thread.standing is not None:
@@ -301,6 +297,8 @@ def logged(
                 sink(call, given)
         with _inside(str(call)), unlogged():
             result = original(*args, **kwargs)
+        if name == "new_group":
+            note_made(result, call.location)
         if _on_overwritten is not None and name in _IN_PLACE:
             _on_overwritten(call, given)
         if _on_started is not None and matched and given.get("async_op") and result is not None:
@@ -335,6 +333,9 @@ def tensors_of(given: Mapping[str, Any]) -> list[Any]:
     return [value for value in (*given.values(), *nested) if isinstance(value, torch.Tensor)]
 
 
+_OPS = ("op", "reduceOp", "reduce_op")  # the names of an argument that says how to reduce
+
+
 def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Call:
     import torch
 
@@ -346,6 +347,9 @@ def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Ca
         payload.append(f"{str(first.dtype).removeprefix('torch.')} of shape {tuple(first.shape)}")
     if name == "new_group":
         payload.append("all ranks" if given.get("ranks") is None else f"ranks {sorted(given['ranks'])}")
+    if (op := next((given[key] for key in _OPS if given.get(key) is not None), None)) is not None:
+        kind = str(getattr(getattr(op, "op", op), "name", op)).upper()
+        payload += [kind] if kind != "SUM" else []
     root = next((given[key] for key in ("src", "dst", "group_src", "group_dst") if given.get(key) is not None), None)
     if root is not None:
         payload.append(f"root {root}")
@@ -363,6 +367,7 @@ def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Ca
         carries_gradient=carries,
         differentiable=(backward and carries) or running_function(sys._getframe(2)) is not None,
         callers=lines,
+        group_words=words_of(group_name),
     )
 
 
@@ -383,36 +388,3 @@ def _place_in_join(frame: FrameType | None) -> str:
             of_torch.append(module)
         frame = frame.f_back
     return JOINING if of_torch and of_torch[0] in (_JOIN, _OF_DDP) else ""
-
-
-def named_group(given: Any) -> Group:
-    """Name and members of a process group, given as such, by name, or as a mesh or a dimension of one."""
-    import torch.distributed as dist
-
-    try:
-        group: Any = dist.group.WORLD if given is None else given
-        if isinstance(group, dist.ProcessGroup):
-            return name_of_group(group), tuple(dist.get_process_group_ranks(group))
-        if isinstance(group, tuple) and len(group) == 2 and hasattr(group[0], "get_group"):
-            group = group[0].get_group(group[1])
-        group = group.get_group() if hasattr(group, "get_group") else group
-        if isinstance(group, str):
-            group = vars(dist.distributed_c10d)["_resolve_process_group"](group)  # private to torch
-        if isinstance(group, list | tuple) and all(isinstance(member, int) for member in group):
-            everyone = set(group) == set(range(dist.get_world_size()))
-            return named_group(None)[0] if everyone else f"ranks {list(group)}", tuple(group)
-        return name_of_group(group), tuple(dist.get_process_group_ranks(group))
-    except Exception:  # what is no group, the call itself will complain of
-        return "", ()
-
-
-def name_of_group(group: Any) -> str:
-    """The name of a process group; one that is written in Python may have none itself."""
-    import torch.distributed as dist
-
-    try:
-        return str(group.group_name)
-    except RuntimeError:
-        with contextlib.suppress(AttributeError, KeyError):  # private to torch
-            return str(vars(dist.distributed_c10d)["_world"].pg_names[group])
-        return ""

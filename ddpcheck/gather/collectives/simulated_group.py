@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ddpcheck.findings.evidence.endings import ScheduledCall
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.gather.collectives import collective_log
+from ddpcheck.gather.collectives.groups import name_of_group
 
 _LARGEST = 1024  # bytes of one rank
 _REDUCED_BY = {"SUM": "sum", "PRODUCT": "prod", "AVG": "mean", "MIN": "amin", "MAX": "amax"}
@@ -189,7 +190,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         """Fill `tensors` with what the root has sent, where that is known; the root leaves `mine` to be found."""
         number = self._sent[operation]
         self._sent[operation] += 1
-        file = self._folder / f"{operation}-{collective_log.name_of_group(self)}-{number}".replace("/", "_")
+        file = self._folder / f"{operation}-{name_of_group(self)}-{number}".replace("/", "_")
         if root == self.rank():
             if sum(t.numel() * t.element_size() for t in mine) <= _LARGEST_SENT:
                 torch.save([t.detach().clone() for t in mine], file)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from ddpcheck.gather.ddp.ddp_wrapper import plain_attributes, spelled_option
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """The parameters that an optimizer holds."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def optimizer_options(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, str]:

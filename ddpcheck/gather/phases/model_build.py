@@ -33,7 +33,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import (
     wrapper_attributes,
 )
 from ddpcheck.gather.ddp.model_parts import Part, changed_attributes, data_place, parts_of
-from ddpcheck.gather.ddp.optimizer_options import optimizer_options
+from ddpcheck.gather.ddp.optimizer_options import optimizer_options, parameters_of
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
 from ddpcheck.gather.patching import patched
@@ -226,7 +226,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     count_calls(model)
     _follow(state.reference)
     owned = {id(p): name for name, p in state.module.named_parameters()}
-    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    optimized = {*map(id, parameters_of(optimizer))}
     values = fingerprints(state.whole(model.named_parameters()).items())
     found = WrappedModule(
         facts=facts,

@@ -72,8 +72,6 @@ def _mapped(file: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Te
 
 def buffers_left_out(module: nn.Module) -> frozenset[str]:
     """The buffers that a state dict leaves out (`persistent=False`), by name."""
-    if not hasattr(module, "_non_persistent_buffers_set"):  # private to torch
-        return frozenset(dict(module.named_buffers())) - module.state_dict().keys()
     parts: list[tuple[str, Any]] = list(module.named_modules())
     return frozenset(
         f"{path}.{name}" if path else name for path, part in parts for name in part._non_persistent_buffers_set

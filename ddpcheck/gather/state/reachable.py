@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ddpcheck.findings.source_lines import file_of_module, is_user_file
+from ddpcheck.findings.source_lines import file_of_class, file_of_module, is_of_program, is_user_file
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None))  # values that hold nothing else
 
@@ -76,9 +76,7 @@ def is_user_function(function: FunctionType) -> bool:
 
 def is_user_namespace(holder: type | ModuleType) -> bool:
     """Whether a class or a module comes from a file of the user's, and not from an installed package."""
-    source = sys.modules.get(holder.__module__) if isinstance(holder, type) else holder
-    file = file_of_module(source)
-    return bool(file) and is_user_file(file) and "-packages" not in file
+    return is_of_program(file_of_class(holder) if isinstance(holder, type) else file_of_module(holder))
 
 
 def is_user_object(value: Any) -> bool:

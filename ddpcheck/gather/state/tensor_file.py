@@ -56,8 +56,7 @@ class _FoundByTorch(ref[torch.Tensor]):
 
 @functools.cache
 def _follow_swaps() -> None:
-    if hasattr(torch.utils, "swap_tensors"):
-        patched(torch.utils, "swap_tensors", _swapping)
+    patched(torch.utils, "swap_tensors", _swapping)
 
 
 def _swapping(*tensors: torch.Tensor) -> Iterator[None]:

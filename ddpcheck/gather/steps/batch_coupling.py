@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ddpcheck.findings.evidence.gradients import Coupling
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_user_file, relative_path
+from ddpcheck.findings.source_lines import is_user_file, location_of
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
 from ddpcheck.recipe.pytree import tree_tensors
@@ -55,8 +55,7 @@ class _Operations(TorchFunctionMode):
         if is_user_file(caller.f_code.co_filename) and not isinstance(result, bool | int | float | torch.Size):
             with torch._C.DisableTorchFunction():
                 kept = self.seen.kept(result)
-            where = Location(relative_path(caller.f_code.co_filename), caller.f_lineno)
-            self.seen.operations.append((where, kept))
+            self.seen.operations.append((location_of(caller), kept))
         return result
 
 

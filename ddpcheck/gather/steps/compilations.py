@@ -83,7 +83,7 @@ class CompilationRecorder(AbstractContextManager[None]):
         reason = _SOURCE.sub("", _COMPILED_AS.sub("", said.partition("\n")[0])).strip()
         self._sink(
             FunctionCompiled(
-                getattr(code, "co_qualname", code.co_name).rpartition("<locals>.")[2],
+                code.co_qualname.rpartition("<locals>.")[2],
                 Location(relative_path(code.co_filename), code.co_firstlineno),
                 _line_in(said) or user_location(),
                 self._steps(),

@@ -5,6 +5,7 @@ The passes of all ranks over one loader come in lists by rank; a loader that not
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -116,17 +117,24 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
             ranks=alike if len(alike) < len(lists) else (),
             evidence=[f"the first samples on each of them: {_first(most)}", _taken(first[0])],
         )
-    again = max(len(one.indices) - len(set(one.indices)) for one in first)  # in order to fill a batch
+    whole = all(map(_is_whole, first))
+    if not whole:  # a sampler without an end, say: until all samples are taken, no part has one of another
+        size = min(size, first[0].size // len(first))
+        lists = [indices[:size] for indices in lists]
+    again = max(len(indices) - len(set(indices)) for indices in lists)  # in order to fill a batch
     shared = script_rows.shared_by_ranks(first, lists, size)
-    if any(one.replaces or not _is_whole(one) for one in first) or shared <= _AS_OFTEN * again:
+    if any(one.replaces for one in first) or shared <= _AS_OFTEN * again:
         return []  # who draws each sample anew shares about twice as many as come again
+    if _come_several_times(lists):
+        return []
     by_epoch = len({one.epoch for one in first}) > 1 and min(one.epoch for one in first) >= 0
     parts = "it shuffles all of the data, and each rank takes a part."
+    in_others = ", and their samplers are in other epochs" if by_epoch else ""
     return script_rows.finding_on_loader(
         "DDP505",
         first[0],
-        f"The ranks share {shared} of the {size} samples that each takes from the loader in an epoch, "
-        f"in an order of its own{', and their samplers are in other epochs' if by_epoch else ''}.",
+        f"The ranks share {shared} of the {'' if whole else 'first '}{size} samples that each takes from the loader"
+        f"{' in an epoch' * whole}, in an order of its own{in_others}.",
         line=next((one.told for one in first if one.told), None) if by_epoch else None,
         severity=Severity.WARNING,
         evidence=[
@@ -140,6 +148,12 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
         if size < first[0].size and first[0].has_epoch
         else "",
     )
+
+
+def _come_several_times(lists: Sequence[Sequence[int]]) -> bool:
+    """Whether the parts are of one order in which each sample comes as often in a row: augmented anew on each rank."""
+    times = [len(list(same)) for _, same in itertools.groupby(itertools.chain(*zip(*lists, strict=True)))]
+    return len(set(times[1:-1])) == 1 and times[1] > 1
 
 
 def judge_later_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from ddpcheck.findings.evidence.loop import StepDraw
-from ddpcheck.findings.evidence.script import Evaluated, Inputs, LoaderPass
+from ddpcheck.findings.evidence.script import Evaluated, Inputs, LoaderPass, LossDifferentiated
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, format_steps, one_finding
 from ddpcheck.judge.data.script_rows import finding_on_loader
@@ -20,6 +20,7 @@ _BLOCK = 16  # numbers that `randn` draws once more at the end
 _MOST_BEHIND, _FEWEST_BEHIND = 8, 2  # steps
 _FEWEST_AGAIN = 3  # steps on what another rank has been given before
 _FEWEST_ADDED = 3  # steps in which what is added to samples is known
+_FEWEST_TARGETS, _FEWEST_BITS = 3, 24.0  # steps with the same targets on every rank, which are so by no chance
 _ALIKE = 0.6  # the cosine of noise from which that of the samples has been taken away; of other noise it is near 0
 _FIX = (
     "Seed with seed + rank before the training loop, after the model has been constructed; or draw from a generator of "
@@ -145,6 +146,55 @@ def judge_added_noise(draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequ
             ],
             fix=_FIX,
         )
+    return []
+
+
+def judge_targets(
+    losses: Sequence[Sequence[LossDifferentiated]],
+    inputs: Sequence[Sequence[Inputs]],
+    draws: Sequence[Sequence[StepDraw]],
+) -> list[Finding]:
+    """DDP505: ranks that are given other inputs, and the same targets in the same order, in each step that is compared.
+
+    They take the same samples, and each augments them by random numbers of its own; or they draw the same noise for
+    other samples, if that is what the targets are. All by rank.
+    """
+    by_pass = [{(one.step, one.number): one for one in of_rank if one.wrappers} for of_rank in losses]
+    common = sorted(set.intersection(*map(set, by_pass))) if len(by_pass) > 1 else []
+    passes = [tuple(of_rank[one] for of_rank in by_pass) for one in common]
+    if len({len(one.targets) for of_ranks in passes for one in of_ranks}) > 1:
+        return []
+    for steps in _compared(inputs) if passes else ():
+        rows = {len(one.samples) for of_ranks in steps for one in of_ranks}
+        elements = {size for of_ranks in steps for one in of_ranks for _, size in one.parts}
+        for place in range(len(passes[0][0].targets)) if _all_differ(steps) else ():
+            targets = [[one.targets[place] for one in of_ranks] for of_ranks in passes]
+            first = [of_ranks[0] for of_ranks in targets]
+            told = [one for one in first if one.bits and (one.rows in rows or one.elements in elements)]
+            if any(len({one.digest for one in of_ranks}) > 1 for of_ranks in targets) or len(told) < len(first):
+                continue
+            if len({one.digest for one in told}) < max(len(told), _FEWEST_TARGETS):
+                continue
+            if sum(one.bits for one in told) < _FEWEST_BITS:
+                continue
+            loss, forward = passes[0][0].made or passes[0][0].location, steps[0][0].location
+            noise = told[0].rows < told[0].elements and told[0].elements in elements  # as a diffusion has it
+            return one_finding(
+                "DDP505",
+                ("targets",),
+                "The loss of every rank has the same targets in the same order, in all "
+                f"{len(told)} steps that were compared, and forward is given other inputs on each: the ranks take the "
+                f"same samples, which each augments by itself{', or they draw the same noise' if noise else ''}.",
+                location=line_of_selection(draws) or loss or forward,
+                evidence=[
+                    "the bits of the targets are equal on all ranks, and others in other steps",
+                    f"the loss is computed at {loss}",
+                    f"forward is called at {forward}",
+                ],
+                severity=Severity.WARNING,
+                fix="Take other samples on each rank: by a DistributedSampler, by rank and world size, or from a "
+                f"generator that is seeded with seed + rank{'; noise likewise' if noise else ''}.",
+            )
     return []
 
 

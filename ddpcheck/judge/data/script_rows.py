@@ -87,10 +87,18 @@ def judge_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
 
 
 def _is_taken_by_each_worker(one: LoaderPass) -> bool:
-    """Whether each worker has given all samples; not where each gives its part several times, or they do in turn."""
+    """Whether each worker has given all samples; not where each gives its part several times, or they do in turn.
+
+    Of a stream that the script leaves before its end, whether all have given the same ones in the same order.
+    """
     times = Counter(one.rows)
-    if one.workers < 2 or one.size >= 0 or not one.exhausted:
+    if one.workers < 2 or one.size >= 0:
         return False
+    if not one.exhausted:
+        size = one.batch_size * one.workers
+        turns = [one.rows[begun : begun + size] for begun in range(0, len(one.rows) - size + 1, size)]
+        alike = all(turn == turn[: one.batch_size] * one.workers for turn in turns)
+        return alike and len(set(turns)) > 1 and len(times) >= FEWEST_ROWS
     if len(times) < FEWEST_ROWS or set(times.values()) != {one.workers}:
         return False
     if len(set(one.rows[: len(times)])) == len(times):

@@ -1,12 +1,13 @@
-"""DDP402: processes that wait in `init_process_group` for others, or for a store, that never come."""
+"""DDP401 and 402: processes that wait in `init_process_group` for what never comes, or that raise there."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
 from ddpcheck.findings.evidence.endings import Joining
-from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, format_ranks, group_by, one_finding, plural_verb
+from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.wording import counted, format_ranks, group_by, one_finding, plural_verb, unless_all
+from ddpcheck.judge.endings.rank_failure import is_of_communication
 
 _SUBJECT = ("init_process_group",)
 
@@ -16,7 +17,11 @@ def judge_meeting(waiting: Sequence[Joining], seconds: float) -> list[Finding]:
     if not waiting:
         return []
     message, fix, ranks = _reason(waiting)
-    said = [f"{_who(one)} waits at {one.address}, world size {one.world_size}" for one in waiting[:8]]
+    said = [
+        f"{_who(one)} {'waited' if one.error else 'waits'} at {one.address}, world size {one.world_size}"
+        f"{f', and raised {one.error}' if one.error else ''}"
+        for one in waiting[:8]
+    ]
     first = next((one for one in waiting if one.rank in ranks), waiting[0])
     return one_finding(
         "DDP402",
@@ -24,8 +29,30 @@ def judge_meeting(waiting: Sequence[Joining], seconds: float) -> list[Finding]:
         message,
         ranks=ranks,
         location=Location.parse(first.location),
-        evidence=[*said, f"none of them has got on for {seconds:.0f} s"],
+        evidence=[*said, f"none of them has got on for {seconds:.0f} s" if seconds else ""],
         fix=fix,
+    )
+
+
+def judge_unmet(waiting: Sequence[Joining]) -> list[Finding]:
+    """DDP402 where those that have raised did not meet the others, as far as that is known; else DDP401."""
+    raised = [one for one in waiting if one.error]
+    others = [one for one in raised if not (is_of_communication(one.error) or one.error.startswith("DistStoreError"))]
+    if raised and not others and all(one.started for one in waiting):  # on this node, which is the only one
+        return judge_meeting(waiting, 0.0)
+    if not (others := others or raised):
+        return []
+    first = others[0]
+    alike = sorted({one.rank for one in others if one.error == first.error and one.rank >= 0})
+    who = format_ranks(alike) if alike else _who(first)
+    return one_finding(
+        "DDP401",
+        _SUBJECT,
+        f"{who.capitalize()} raised {first.error.rstrip('.')}, in init_process_group.",
+        severity=Severity.ERROR,
+        ranks=unless_all(alike, first.world_size),
+        location=Location.parse(first.location),
+        evidence=[f"{_who(one)}: raised {one.error}" for one in raised if one is not first][:8],
     )
 
 

@@ -103,10 +103,14 @@ def explain_by_first_failure(facts: FailureFacts) -> list[Finding]:
     first = facts.ended[0]
     same = tuple(failure.rank for failure in facts.ended if (failure.kind, failure.type) == (first.kind, first.type))
     died = first.kind != "raised"
+    said = phrase(first)
+    if len({phrase(failure) for failure in facts.ended if failure.rank in same}) > 1:  # each rank in words of its own
+        kind, colon, words = said.partition(":")
+        said = f"{kind}; on rank {first.rank}:{words}" if colon else said
     if len(same) == facts.world_size > 1:
-        text = f"Every rank {phrase(first)}"
+        text = f"Every rank {said}"
     else:
-        text = f"{format_ranks(same).capitalize()} {agreeing(phrase(first), same)}"
+        text = f"{format_ranks(same).capitalize()} {agreeing(said, same)}"
     evidence = facts.evidence
     others = [failure for failure in facts.failures if failure.rank not in same]
     return one_finding(
@@ -243,7 +247,7 @@ def judge_undefined_losses(
 _COMMUNICATION_WORDS = ("gloo", "connection", "nccl", "timed out", "processgroup", "sigabrt", "abort", "op.preamble")
 
 
-def _is_of_communication(message: str) -> bool:
+def is_of_communication(message: str) -> bool:
     """Whether an error is how a backend fails when its peers do something else (gloo raises or aborts, nccl waits)."""
     return any(word in message.lower() for word in _COMMUNICATION_WORDS)
 
@@ -251,7 +255,7 @@ def _is_of_communication(message: str) -> bool:
 def _is_of_backend(failure: RankFailure) -> bool:
     """Whether a rank has failed in what a backend does; one that was aborted at a line of its own has not."""
     aborted_at_work = failure.kind == "died" and bool(failure.stack) and not is_waiting(failure)
-    return not aborted_at_work and _is_of_communication(f"{failure.message}\n{failure.traceback}")
+    return not aborted_at_work and is_of_communication(f"{failure.message}\n{failure.traceback}")
 
 
 def follows_from_another_rank(failure: RankFailure) -> bool:

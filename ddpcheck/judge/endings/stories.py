@@ -38,7 +38,7 @@ def judge_endings(ranks: Sequence[RankAtEnd], blocks: Mapping[str, Sequence[Bloc
         return circle
     parted = parting(facts)
     if parted is None:
-        return judge_missing_peer(ranks)
+        return explain_by_exit_alone(facts) or judge_missing_peer(ranks)
     sides = parted, parted[::-1]
     return next((found for explain in EXPLANATIONS for two in sides if (found := explain(facts, *two))), [])
 
@@ -131,12 +131,29 @@ def explain_by_exit(facts: EndingFacts, left: Position, stays: Position) -> list
 
     First, for it comes to nothing more.
     """
-    called, where, verbs = left.of.exit_at, left.of.exit_at.rpartition(" ")[2], ("calls", "call")
+    called, where = left.of.exit_at, left.of.exit_at.rpartition(" ")[2]
     if not (left.of.ended and where and left.call is None and stays.call is not None):
         return []
     if called == SYSTEM_EXIT:
         raises = [block.head for block in facts.around(stays.lines, "rest") if block.word == "raise"]
-        where, verbs = raises[0] if len(raises) == 1 else "", ("raises", "raise")
+        where = raises[0] if len(raises) == 1 else ""
+    return _of_exit(facts, left, stays, where)
+
+
+def explain_by_exit_alone(facts: EndingFacts) -> list[Finding]:
+    """DDP404: a rank has called `sys.exit` or `os._exit`, and another one has lost it in what is in no log."""
+    left = [rank for rank in facts.ranks if rank.ended and rank.exit_at]
+    stays = [rank for rank in facts.ranks if rank.waits and rank.lines and not rank.exit_at]
+    if not left or not stays:
+        return []
+    where = left[0].exit_at.rpartition(" ")[2].removeprefix(SYSTEM_EXIT)
+    return _of_exit(facts, Position(left[0], None, ()), Position(stays[0], None, facts.now(stays[0])), where)
+
+
+def _of_exit(facts: EndingFacts, left: Position, stays: Position, where: str) -> list[Finding]:
+    called, verbs = left.of.exit_at, ("calls", "call")
+    if called.startswith(SYSTEM_EXIT):
+        verbs = ("raises", "raise")
     if where in stays.lines:
         return []  # sys.exit(main()), in which the other rank is
     gone = [rank.rank for rank in facts.ranks if rank.exit_at == called and rank.ended]
@@ -148,7 +165,9 @@ def explain_by_exit(facts: EndingFacts, left: Position, stays: Position) -> list
         f"{format_ranks(others)} {plural_verb('goes', 'go', others)} on: {told(facts, others)}.",
         ranks=gone if len(gone) < len(facts.ranks) else (),
         location=Location.parse(where),
-        evidence=calls_there(left, stays),
+        evidence=calls_there(left, stays)
+        if stays.call
+        else [f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks],
         fix="End the script on every rank in the same place: all_reduce what decides it before the test, and let each "
         "rank call destroy_process_group() at its end.",
     )
@@ -229,6 +248,9 @@ def _called_alone(
         if any(where in lines_of(call) for call in rank.calls) or where in facts.now(rank)
     ]
     missing = [rank.rank for rank in facts.ranks if rank.rank not in calling]
+    if one.call is None and (wait := one.of.waits_for) is not None:
+        by_rank = {rank.rank: rank for rank in facts.ranks}
+        return _of_peers(by_rank, [one.of.rank, *({wait.peer} & by_rank.keys())], [wait], "")
     what = named(one.call) if one.call is not None else one.of.doing.partition(" at ")[0].removeprefix("waits in ")
     test = f", {in_words(branch)}" if branch is not None else ""
     never = branch is None and other.call is None  # what the others call is nothing in addition then
@@ -284,17 +306,20 @@ def _different(facts: EndingFacts, one: Position, other: Position) -> list[Findi
     heads = {block.head for block in facts.around(first.lines, "branch")} & {
         block.head for block in facts.around(second.lines, "branch") if block not in facts.around(first.lines, "branch")
     }
+    here, there = (f" in {call.group_words}" if call.group_words else "" for call in (first.call, second.call))
+    if apart := first.call.group != second.call.group:
+        there = there or ", in another process group"
     return one_finding(
         "DDP403",
         sorted({first.call.operation, second.call.operation}),
-        f"{format_ranks([first.of.rank]).capitalize()} comes to {first.call} where {format_ranks(alike)} "
-        f"{plural_verb('comes', 'come', alike)} to {second.call}"
-        + (", in another process group" if first.call.group != second.call.group else "")
+        f"{format_ranks([first.of.rank]).capitalize()} comes to {first.call}{here if apart else ''} where "
+        f"{format_ranks(alike)} {plural_verb('comes', 'come', alike)} to {second.call}{there if apart else ''}"
         + (f", in the other branch of the `if` at {min(heads)}" if heads else "")
         + ".",
         ranks=alike if len(alike) * 2 <= len(facts.ranks) else (),
         location=Location.parse(min(heads) if heads else second.call.location),
         evidence=calls_there(first, second),
+        fix="Have every rank come to the collectives of its process groups in the same order." if apart else "",
     )
 
 

@@ -174,11 +174,14 @@ def _timed_out(facts: RaisedFacts, text: str) -> list[Finding]:
     if not log or not late or any(not _is_behind(facts.logs[rank], log) for rank in late):
         return []
     came = {one.rank: one for one in facts.failures if one.rank in late}
-    if any(rank not in came and rank not in facts.at_work for rank in late):
-        return []  # it may wait for something else
+    if any(len(facts.logs[rank]) < len(log) if rank in came else rank not in facts.at_work for rank in late):
+        return []  # it waits for something else, or has failed somewhere else
     rank, call = late[0], log[-1]
     milliseconds = next((int(n) for n in re.search(_TIMED_OUT, text).groups() if n), 0)  # type: ignore[union-attr]
     limit = f" of {milliseconds / 1000:g} s" if milliseconds else ""
+    of_group, where_set = " of the process group", "init_process_group"
+    if call.operation == "monitored_barrier":
+        of_group, where_set = "", call.operation
     lines = facts.at_work.get(rank, ())
     where = Location.parse(lines[0]) if lines else None
     said = f"was still at work at {lines[0]}" if lines else ""
@@ -192,7 +195,7 @@ def _timed_out(facts: RaisedFacts, text: str) -> list[Finding]:
         "DDP402",
         (call.operation,),
         f"{format_ranks(waited).capitalize()} waited in {call.operation} at {call.location} for longer than the "
-        f"timeout{limit} of the process group, and {format_ranks(late)} {said}.",
+        f"timeout{limit}{of_group}, and {format_ranks(late)} {said}.",
         ranks=unless_all(late, len(facts.logs)),
         location=where,
         evidence=[
@@ -200,7 +203,7 @@ def _timed_out(facts: RaisedFacts, text: str) -> list[Finding]:
             f"{format_ranks(waited)} and {format_ranks(late)} have come to the same {counted(len(log), 'collective')}",
             facts.first.message,
         ],
-        fix=f"Give the others that time: init_process_group(timeout=...) longer than what {format_ranks(late)} "
+        fix=f"Give the others that time: {where_set}(timeout=...) longer than what {format_ranks(late)} "
         f"{plural_verb('does', 'do', late)} there; or let all ranks do a part of it; or do it outside of training.",
     )
 

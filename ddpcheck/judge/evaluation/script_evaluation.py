@@ -36,6 +36,7 @@ from ddpcheck.judge.evaluation.evaluation_results import (
     shows,
 )
 from ddpcheck.judge.evaluation.script_order import judge_order
+from ddpcheck.judge.evaluation.script_shares import judge_lone_share
 
 _APART = 1e-4  # relative: values that are not the same on two ranks
 _ALL_DIGITS = 10
@@ -87,6 +88,8 @@ def judge_evaluations(
                 findings = judge(of_ranks)
                 if findings:
                     found[findings[0].code] = _in_one([*found.get(findings[0].code, []), *findings])
+    if "DDP802" not in found:
+        found["DDP802"] = judge_lone_share(by_rank, loaders)
     return [finding for findings in found.values() for finding in findings]
 
 
@@ -194,13 +197,16 @@ def _rows_of_all(of_ranks: Sequence[Evaluated]) -> _Seen | None:
         if given.values and all(len(row) == 1 for of_rank in given.values for row in of_rank):
             results.append((given.location, [[row[0] for row in of_rank] for of_rank in given.values]))
     for where, of_each in results:
-        by_index: dict[int, float] = {}
-        for one, of_rank in zip(of_ranks, of_each, strict=True):
-            if len(of_rank) == len(one.loader.indices):
-                by_index |= dict(zip(one.loader.indices, of_rank, strict=True))
+        known = [
+            pair
+            for one, of_rank in zip(of_ranks, of_each, strict=True)
+            if len(of_rank) == len(one.loader.indices)
+            for pair in zip(one.loader.indices, of_rank, strict=True)
+        ]
         wrong = sum(map(sum, of_each)) / max(1, sum(map(len, of_each)))
-        right = sum(by_index.values()) / max(1, len(by_index))
-        if by_index and (seen := first_shown(of_ranks, wrong, right)) is not None:
+        # of the first copy of each sample, or of the last: padding, say, may have made them different
+        right, other = (sum(one.values()) / max(1, len(one)) for one in (dict(known[::-1]), dict(known)))
+        if known and (seen := first_shown(of_ranks, wrong, right, other)) is not None:
             return (
                 f"the {wrong:.6g} that is {seen.how} is that of all gathered rows; without those that are there twice, "
                 f"it is {right:.6g}",
@@ -256,14 +262,14 @@ def _metrics(of_ranks: Sequence[Evaluated]) -> Iterator[tuple[str, list[float], 
 
 
 def _is_exact(number: ShownNumber) -> bool:
-    """Whether it is known to the last digit, or nearly."""
-    return bool(number.values) or sum(map(str.isdigit, number.text)) >= _ALL_DIGITS
+    """Whether so many of its digits are known that it is hardly another one by chance: 50.0 is, all of them known."""
+    return any(sum(map(str.isdigit, text)) >= _ALL_DIGITS for text in (number.text, *map(repr, number.values)))
 
 
 def _ratios(of_ranks: Sequence[Evaluated]) -> Iterator[tuple[str, list[float], float]]:
     """Likewise of what one function has counted and another number that it has (of tokens, say), and their exponential.
 
-    These are many: they are only for numbers that the program is known to hold, to the last digit.
+    These are many: they are only for numbers that are known to many digits.
     """
     keys = common_keys(of_ranks)
     kept_in = {key: _kept_in(key) for key in keys}
@@ -310,7 +316,9 @@ def _is_known(
         quotients = (a / b for a, b in itertools.permutations(each.numbers, 2) if b)
         if any(is_close(values[rank], scale * quotient) for quotient in quotients for scale in (1, 100)):
             return True
-    return any(shows(other, together) for _, other in numbers_shown(one))
+    told = [other for _, other in numbers_shown(one)]
+    of_all = all(any(shows(other, value) for other in told) for value in values)  # which it has by broadcasts, say
+    return of_all or any(shows(other, together) for other in told)
 
 
 def _own_shard(

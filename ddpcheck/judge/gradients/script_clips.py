@@ -1,11 +1,11 @@
-"""DDP301, 303, 310: gradients that a script changes between backward and the optimizer's step: clips, and all else."""
+"""DDP301, 303, 310: gradients that a script changes before the optimizer's step: clips, hooks, and all else."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from ddpcheck.findings.evidence.loop import GradientsChanged
+from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsHooked, HookedGradient
 from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
@@ -184,6 +184,83 @@ def judge_changed(changes: Sequence[Sequence[GradientsChanged]]) -> list[Finding
         evidence=[f"rank {rank}: their norm times {one.factor:.4g}" for rank, one in enumerate(first[:4])],
         severity=Severity.ERROR if found is apart else Severity.WARNING,
         fix="Clip once a step: after the backward pass of its last micro-batch, and before the optimizer's step.",
+    )
+
+
+def judge_hooked(hooked: Sequence[Sequence[GradientsHooked]], steps: Sequence[int]) -> list[Finding]:
+    """DDP310: hooks that change the gradients of each rank before the average, and not alike on every rank.
+
+    Where they limit the size of elements, that is so by what they are: the average of what they leave is not what they
+    would leave of the average. Factors that make a weighted average of it are meant so.
+
+    Args:
+        hooked: By rank; a rank has none in a step in which its hooks have changed nothing.
+        steps: In which hooks were looked at on every rank.
+    """
+    by_step = [{one.step: one.changed for one in of_rank} for of_rank in hooked]
+    told: dict[str, dict[str, list[int]]] = {}  # by what is the matter: of which parameters, in which steps
+    for step in steps:
+        of_ranks = [of_rank.get(step, {}) for of_rank in by_step]
+        for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+            if why := _hooked_apart([of_rank.get(name, _AS_IT_WAS) for of_rank in of_ranks]):
+                told.setdefault(why, {}).setdefault(name, []).append(step)
+    for why in ("scaled", "masked", "limited"):
+        names = [name for name, when in told.get(why, {}).items() if len(when) >= _FEWEST_HOOKED]
+        if names:
+            of_one = told[why][names[0]]
+            return _finding_of_hooks(hooked, [of_rank.get(of_one[0], {}) for of_rank in by_step], names, why, of_one)
+    return []
+
+
+_AS_IT_WAS = HookedGradient("scaled", 1.0)
+_FEWEST_HOOKED = 2  # steps
+
+
+def _hooked_apart(of_ranks: Sequence[HookedGradient]) -> str:
+    """How hooks have changed a gradient otherwise on each rank; empty where they have not, or it is not known."""
+    kinds = {one.kind for one in of_ranks}
+    if "limited" in kinds:
+        return "limited"
+    if "" in kinds:
+        return ""
+    if len(kinds) > 1 or len({one.zeros for one in of_ranks}) > 1:
+        return "masked"
+    factors = [one.number for one in of_ranks]
+    average = sum(factors) / len(factors)
+    apart = max(factors) - min(factors) > _FACTORS_APART * max(map(abs, factors))
+    return "scaled" if apart and abs(average - 1.0) > _FACTORS_APART else ""
+
+
+_FACTORS_APART = 0.01
+
+
+def _finding_of_hooks(
+    hooked: Sequence[Sequence[GradientsHooked]],
+    first: Sequence[Mapping[str, HookedGradient]],
+    names: Sequence[str],
+    why: str,
+    steps: Sequence[int],
+) -> list[Finding]:
+    changes = [of_rank.get(names[0], _AS_IT_WAS) for of_rank in first]
+    what = {
+        "scaled": "multiplies each rank's own gradient by another factor",
+        "masked": "sets other elements of the gradient to zero on each rank",
+        "limited": "limits the elements of each rank's own gradient",
+    }[why]
+    number = {"scaled": "times {0:.4g}", "masked": "a mask of its own", "limited": "cut off at {0:.4g}"}[why]
+    as_it_was = "no element is changed"
+    said = [as_it_was if one == _AS_IT_WAS else number.format(one.number) for one in changes]
+    return one_finding(
+        "DDP310",
+        names,
+        f"A hook {what} before the gradients are averaged: the average is not what the hook would leave of the "
+        "gradient of the global batch.",
+        steps=steps[:1],
+        location=next((one.location for of_rank in hooked for one in of_rank if one.location is not None), None),
+        evidence=[f"{names[0]}: {'; '.join(group_by_value(said))}", f"so in {len(steps)} steps that were compared"],
+        severity=Severity.WARNING if why == "limited" else Severity.ERROR,
+        fix="Change the gradients after backward has returned, when they are averaged; or by the same mask and factor "
+        "on every rank.",
     )
 
 

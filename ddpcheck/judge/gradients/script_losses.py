@@ -154,13 +154,15 @@ def _judge_shared(passes: Losses) -> list[Finding]:
     lines = [_divided_by(of_ranks) for of_ranks in passes]
     if not all(lines):
         return []
-    total, line = next(filter(None, lines))
-    world_size = len(passes[0])
+    total, line, besides = next(filter(None, lines))
+    part = f"1/{len(passes[0])}"
     return one_finding(
         "DDP303",
         ("loss",),
-        "The loss of each rank is a sum, divided by a number that is summed over all ranks, and DDP averages over the "
-        f"ranks once more: gradients are 1/{world_size} of those of the mean.",
+        f"{'A term of the loss' if besides else 'The loss'} of each rank is a sum, divided by a number that is summed "
+        "over all ranks, and DDP averages over the ranks once more: "
+        + (f"it has {part} of its weight beside the other terms." if besides else "")
+        + (f"gradients are {part} of those of the mean." if not besides else ""),
         location=line,
         evidence=[f"in all {len(passes)} backward passes that were compared; in the first of them by {total:g}"],
         severity=Severity.WARNING,
@@ -208,24 +210,28 @@ def _judge_counted_again(passes: Losses, together: int, *, summed: bool) -> list
     )
 
 
-def _divided_by(of_ranks: Sequence[LossDifferentiated]) -> tuple[float, Location | None] | None:
-    """The sum of what the ranks have reduced by which all terms of all their losses are divided, and its line."""
-    terms = [term for one in of_ranks for term in one.terms if term.factor]
+def _divided_by(of_ranks: Sequence[LossDifferentiated]) -> tuple[float, Location | None, bool] | None:
+    """The sum of what the ranks have reduced by which all sums in their losses are divided, and its line.
+
+    A mean times what a rank has given to it is a sum, too. Last, whether there are means besides.
+    """
     size = float(len(of_ranks))
-    by_size = all(size in term.multipliers for term in terms) or any(size in term.divisors for term in terms)
-    if by_size or any(one.hooked for one in of_ranks) or not all(map(_is_all_known, terms)):
+    if any(one.hooked for one in of_ranks):
         return None
     for numbers in zip(*(one.reduced for one in of_ranks), strict=False):
         total = sum(number.value for number in numbers)
-        if len({number.location for number in numbers}) == 1:
-            of_rank = [
-                (number.value, term) for number, one in zip(numbers, of_ranks, strict=True) for term in one.terms
-            ]
-            weighed = all(
-                term.kind == "sum" or _is_among(own, term.multipliers) for own, term in of_rank if term.factor
-            )
-            if total > 1 and weighed and all(_is_among(total, term.divisors) for term in terms):
-                return total, numbers[0].location
+        of_rank = [
+            (term, term.kind == "sum" or _is_among(number.value, term.multipliers))
+            for number, one in zip(numbers, of_ranks, strict=True)
+            for term in one.terms
+            if term.factor
+        ]
+        sums = [term for term, is_sum in of_rank if is_sum]
+        by_size = all(size in term.multipliers for term in sums) or any(size in term.divisors for term, _ in of_rank)
+        if len({number.location for number in numbers}) > 1 or by_size or not all(map(_is_all_known, sums)):
+            continue
+        if total > 1 and all(_is_among(total, term.divisors) for term in sums):
+            return total, numbers[0].location, len(sums) < len(of_rank)
     return None
 
 
@@ -284,7 +290,7 @@ def _is_undivided(passes: Sequence[LossDifferentiated]) -> bool:
     put_off = all(not wrappers.isdisjoint(one.put_off) for one in passes[:-1])
     if not own or not (taken if last.batches else put_off):
         return False
-    weights = [max((abs(_total(term)) for term in one.terms), default=0.0) for one in passes]
+    weights = [max(one.weighed or map(abs, map(_total, one.terms)), default=0.0) for one in passes]
     return all(abs(weight - 1.0) < _TOLERANCE for weight in weights)
 
 
@@ -339,7 +345,7 @@ def _own_counts(of_ranks: Sequence[LossDifferentiated], weight: float) -> list[f
     """What each rank divides a sum by, which counts so much in the loss, where these are whole numbers that differ."""
     of_samples = set().union(*map(_of_samples, of_ranks))
     for terms in zip(*(one.terms for one in of_ranks), strict=False):
-        if any(term.rows_of in of_samples for term in terms):
+        if any(term.head in of_samples for term in terms):
             continue
         counts = [_divisor(term, weight, terms[0].factor) for term in terms]
         if min(counts) >= 1 and max(counts) > min(counts) * (1 + _UNEQUAL):
@@ -349,11 +355,11 @@ def _own_counts(of_ranks: Sequence[LossDifferentiated], weight: float) -> list[f
 
 
 def _of_samples(one: LossDifferentiated) -> set[int | None]:
-    """The tensors of whose rows, as those of a sample, each is divided by a number of its own."""
+    """The heads whose terms, as those of a sample each, are divided by numbers of their own."""
     factors: dict[int | None, set[float]] = {}
     for term in one.terms:
-        factors.setdefault(term.rows_of, set()).add(round(term.factor, 9))
-    return {rows_of for rows_of, own in factors.items() if rows_of is not None and len(own) > 1}
+        factors.setdefault(term.head, set()).add(round(term.factor, 9))
+    return {head for head, own in factors.items() if head is not None and len(own) > 1}
 
 
 def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:
@@ -393,7 +399,9 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list
         losses: By rank.
     """
     means = [
-        not one.wrappers and all(term.kind == "mean" and term.factor == 1.0 for term in one.terms)
+        not one.wrappers
+        and all(term.kind == "mean" for term in one.terms)
+        and any(abs(term.factor) == 1.0 for term in one.terms)
         for one in losses[0]
         if one.terms
     ]

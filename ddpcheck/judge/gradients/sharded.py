@@ -148,17 +148,24 @@ def _factor(scales: Sequence[float]) -> float | None:
 
 
 def judge_switched_off(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
-    """DDP502: optimizer steps for which no shard has a gradient: the reduction is switched off."""
+    """DDP502: optimizer steps for which no shard has a gradient, or not that of the last backward pass.
+
+    The reduction is switched off.
+    """
     told = [(item, one) for item in evidence for one in Ledger(item.events).used_unreduced]
     if not told:
         return []
     item, last = told[-1]
     off = _switched_off(item.events)
     kind = off.kind if off is not None else "set_requires_gradient_sync"
+    in_turn = any(event.kind == kind and event.synchronises for event in item.events)
     return one_finding(
         "DDP502",
         (kind,),
-        f"{kind}(False) is in force in every backward pass, so {_SWITCHES[kind]}: those shards have "
+        f"{kind}(False) is in force in the last backward pass of a step, so {_SWITCHES[kind]}, and the optimizer steps "
+        "without what it has added."
+        if in_turn
+        else f"{kind}(False) is in force in every backward pass, so {_SWITCHES[kind]}: those shards have "
         "no gradient, and the optimizer's steps do not change them.",
         ranks=unless_all(sorted({one.rank for one, _ in told}), len(evidence)),
         location=Location.parse(off.location if off is not None and off.location else last.ended_by.location),

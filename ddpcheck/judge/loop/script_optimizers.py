@@ -67,7 +67,7 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
                 evidence=finding.evidence,
             )
         made = _rate_line(of_ranks) if finding.code == "DDP507" else first.made
-        restored = _restored_on_some(of_ranks) if finding.code == "DDP223" else {}
+        restored = _restored_on_some(of_ranks)
         made = next(iter(restored.values()), made)
         noticed = (f"noticed at {first.location}",) if made and made != first.location else ()
         evidence = (*finding.evidence, *((_told(restored, first),) if restored else noticed))
@@ -240,7 +240,8 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             else "Average the gradients in every step, and wait for every asynchronous collective (work.wait()) before "
             "the optimizer steps."
             if between
-            else _LOAD_EVERYWHERE,
+            else "Begin with the same state on every rank: load it on all of them, from the same file, or make it of "
+            "the same numbers, drawn under one seed.",
         )
     return []
 

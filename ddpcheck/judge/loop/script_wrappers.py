@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import PurePath
 
-from ddpcheck.findings.evidence.loop import ModuleChanged
+from ddpcheck.findings.evidence.loop import GradientsHooked, ModuleChanged
 from ddpcheck.findings.evidence.replicas import WrapperBegun
 from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.evidence.steps import StepEvidence
@@ -19,6 +19,7 @@ from ddpcheck.findings.source_lines import assignment_in_classes, last_assignmen
 from ddpcheck.findings.wording import capitalized, format_ranks, group_by, join_names, one_finding, plural_verb
 from ddpcheck.judge.causes import ReportedCauses
 from ddpcheck.judge.gradients.script_alone import gradients_agree, gradients_differ
+from ddpcheck.judge.gradients.script_clips import judge_hooked
 from ddpcheck.judge.gradients.script_losses import are_for_sums
 from ddpcheck.judge.gradients.target_weights import severity_of_targets
 from ddpcheck.judge.loop.watched_steps import judge_reports
@@ -206,6 +207,9 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
     kept = [_at_the_load(one, facts.of(FileUsed), made.location) if one.code == "DDP521" else one for one in kept]
     changes = wrapper.of(ModuleChanged)
     by_hand = [*judge_ignored(changes), *judge_replaced(changes)]
+    if not wrapper.missing:
+        everywhere = [step for step, of_ranks in captured.items() if len(of_ranks) == len(wrapper.ranks)]
+        by_hand += judge_hooked(wrapper.of(GradientsHooked), everywhere)
     shards = {one.shard for one in chain.from_iterable(captured.values())}
     if not wrapper.missing and made.context.sharded is not None and len(shards) == len(made.ranks) > 1:
         by_hand += judge_written_alone(changes, wrapper.values_built)

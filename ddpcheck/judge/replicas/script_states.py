@@ -147,7 +147,7 @@ def judge_loads(loads: Sequence[Sequence[NothingLoaded]]) -> list[Finding]:
     return one_finding(
         "DDP523",
         (first.name,),
-        f"load_state_dict(strict=False) loads nothing into {first.name}, which trains on as it was: the keys of the "
+        f"load_state_dict(strict=False) loads nothing into {first.name}, which stays as it was: the keys of the "
         f"{one} begin with {first.prefix!r}, those of the {other} do not.",
         ranks=unless_all(ranks, len(loads)),
         location=first.location,

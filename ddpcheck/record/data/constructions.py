@@ -19,7 +19,7 @@ from typing import Any
 from weakref import ref
 
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, variables_of
+from ddpcheck.findings.source_lines import location_of, user_frame, variables_of
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch
 from ddpcheck.record.data import generator_history
@@ -95,7 +95,7 @@ def _noting_seed(original: Any, generator: str) -> Any:
     def seed(*arguments: Any, **named: Any) -> Any:
         with contextlib.suppress(Exception):  # of ours; there is no log yet to tell it in
             if (frame := _frame_of_program(sys._getframe(1))) is not None:
-                _seeded[generator] = _line(_that_decides(frame))
+                _seeded[generator] = location_of(_that_decides(frame))
             generator_history.end(generator)
         result = original(*arguments, **named)
         with contextlib.suppress(Exception):
@@ -112,7 +112,7 @@ def _noting_generator(original: Any) -> Any:
         made = original(*arguments, **named)
         with contextlib.suppress(Exception):  # of ours; there is no log yet to tell it in
             if len(generators) < _MOST_GENERATORS and (frame := _frame_of_program(sys._getframe(1))) is not None:
-                generators.append((made, _line(_that_decides(frame))))
+                generators.append((made, location_of(_that_decides(frame))))
                 generator_history.made(made)
         return made
 
@@ -128,7 +128,7 @@ def _line_of_construction(thing: object, frame: FrameType | None) -> Location | 
     frame = _frame_of_program(frame)
     while frame is not None and frame.f_code.co_name == "__init__" and _first_argument(frame) is thing:
         frame = _frame_of_program(frame.f_back)
-    return None if frame is None else _line(frame)
+    return None if frame is None else location_of(frame)
 
 
 def _that_decides(frame: FrameType) -> FrameType:
@@ -156,18 +156,4 @@ def _first_argument(frame: FrameType) -> object:
     return variables_of(frame).get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
 
 
-def _frame_of_program(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the user's own program; where there is none, of a package that is not torch."""
-    innermost = None
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if is_user_file(file):
-            innermost = innermost or frame
-            if not is_installed(file):
-                return frame
-        frame = frame.f_back
-    return innermost
-
-
-def _line(frame: FrameType) -> Location:
-    return Location(relative_path(frame.f_code.co_filename), frame.f_lineno)
+_frame_of_program = functools.partial(user_frame, over_packages=True)  # also before `pass_over_packages` is called

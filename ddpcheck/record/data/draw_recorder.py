@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
 import torch
 
 from ddpcheck.findings.evidence.loop import StepDraw
-from ddpcheck.findings.source_lines import is_user_file, user_location, variables_of
+from ddpcheck.findings.source_lines import frames_from, is_user_file, user_location, variables_of
 from ddpcheck.gather.patching import guarded
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.record.data.constructions import generators, seeded_at
 from ddpcheck.record.data.generator_history import generator_bytes, generators_there, state_of, state_of_own
 from ddpcheck.record.loop.step_hooks import follow_steps, unfollow_steps
+from ddpcheck.record.recording import Recording
 
 _MOST_INTERVALS = (
     7  # from the first wrapper, and between optimizer steps, of which there may be two in a step of training
@@ -38,15 +39,13 @@ _State = tuple[int, int]  # a digest, and the place in it of the next number
 
 
 class DrawRecorder:
-    """Follows the calls of some of the first intervals between optimizer steps; hands draws to `sink`.
+    """Follows the calls of some of the first intervals between optimizer steps.
 
     Python's profile function is told of every call of C. Where the program has one of its own, nothing is followed.
     """
 
-    def __init__(self, sink: Callable[[StepDraw], object], steps: Callable[[], int]) -> None:
-        """Begin; `steps` says how often optimizers have stepped."""
-        self._sink = sink
-        self._steps = steps
+    def __init__(self, run: Recording) -> None:
+        self._run = run
         self._intervals = self._calls = 0
         self._draws: list[StepDraw] = []  # of this interval
         self._used: int | None = None  # of these, by a backward pass that has begun
@@ -100,9 +99,9 @@ class DrawRecorder:
                 self._note(name, "any", began[name], now[name])
         for before, (generator, line) in zip(self._own, generators, strict=False):
             if state_of_own(generator) != before:
-                self._draws.append(StepDraw(self._steps(), "", "any", 0, 0, 0, location=line))
+                self._draws.append(StepDraw(self._run.steps, "", "any", 0, 0, 0, location=line))
         for draw in self._draws:
-            self._sink(draw)
+            self._run.add(draw)
 
     def _note_event(self, frame: FrameType, event: str, function: Any) -> None:
         if event == "c_call":
@@ -146,7 +145,7 @@ class DrawRecorder:
         count = 0 if not generator or generator == "cuda" else (after[1] - before[1]) % _KEYS or _KEYS
         where = None if frame is None else user_location(frame)
         seeded = seeded_at({"cuda": "torch"}.get(generator, generator))
-        step = self._steps()
+        step = self._run.steps
         self._draws.append(StepDraw(step, generator, kind, count, before[0], after[0], in_forward, where, seeded))
 
 
@@ -165,8 +164,7 @@ def _place(frame: FrameType) -> bool | None:
     That is: what a loader does, a new module or optimizer, and ddpcheck itself.
     """
     in_forward, of_program = False, False
-    current: FrameType | None = frame
-    while current is not None:
+    for current in frames_from(frame):
         name = str(current.f_globals.get("__name__", ""))
         if name.startswith(_NOT_OF_THE_STEP) or (name.startswith("ddpcheck.") and not of_program):
             return None
@@ -174,5 +172,4 @@ def _place(frame: FrameType) -> bool | None:
             return None
         in_forward |= name == _WRAPPER
         of_program |= is_user_file(current.f_code.co_filename)
-        current = current.f_back
     return in_forward

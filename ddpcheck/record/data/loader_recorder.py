@@ -7,7 +7,7 @@ import functools
 import hashlib
 import itertools
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,20 +24,21 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddpcheck.findings.evidence.script import DerivedTable, LoaderPass
+from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch, guarded
+from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.data.added_noise import kept_samples
 from ddpcheck.record.data.constructions import drawn_before, made_at, seeded_at
 from ddpcheck.record.data.sample_draws import HELD, SampleDraws
-from ddpcheck.record.data.sample_rows import SampleRows, digests_of, rows_of_whole, samples_of, state_of
+from ddpcheck.record.data.sample_rows import SampleRows, digests_of, rows_of_whole, samples_of, state_of, uncollated
 from ddpcheck.record.data.sampler_orders import epoch_of, shuffles_by_epoch
 from ddpcheck.record.optimizers.resume_recorder import ResumeRecorder
-from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.program_state import tables_of
 
 _MOST_INDICES = 1 << 16  # of a pass
@@ -66,31 +67,16 @@ class _Pass:
 
 
 class LoaderRecorder:
-    """Follows every `DataLoader` of this process; hands what it has seen of each pass to `sink`."""
+    """Follows every `DataLoader` of this process."""
 
-    def __init__(
-        self,
-        sink: Callable[[LoaderPass | DerivedTable], object],
-        steps: Callable[[], int],
-        wrappers: Callable[[], int],
-        watches: Iterable[ScriptWatch],
-        taken: Callable[[int, int, int], object],
-        resumes: ResumeRecorder,
-        on_pass: Callable[[LoaderPass, Any], object] = lambda _entry, _dataset: None,
-    ) -> None:
-        """Begin; `steps` says how often optimizers have stepped, `wrappers` how many wrappers there have been;
-        `watches` are those on the wrappers, `resumes` says where training is resumed.
+    def __init__(self, run: Recording, resumes: ResumeRecorder, on_pass: Callable[[LoaderPass, Any], object]) -> None:
+        """Begin; `resumes` says where training is resumed.
 
-        `taken` is given loader, pass and number of each batch that the script takes. `on_pass` is told when a pass
-        begins and when it ends, and what it is over.
+        `on_pass` is told when a pass begins and when it ends, and what it is over.
         """
-        self._sink = sink
+        self._run = run
         self._on_pass = on_pass
-        self._steps = steps
-        self._wrappers = wrappers
-        self._watches = watches
         self._kept = 0
-        self._taken = taken
         self._resumes = resumes
         self._numbers: dict[tuple[Any, ...], list[int]] = {}  # number of the loader, passes so far
         self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
@@ -100,16 +86,9 @@ class LoaderRecorder:
         self._datasets: Any = WeakIdKeyDictionary()  # a dataset may be a tensor, which == compares element by element
         self._dataset_numbers = itertools.count()
         self._opening: _Pass | None = None
-        self.samples: list[torch.Tensor] = []  # of the batch that was taken last, before a step that is sampled
-        self.position = (-1, -1, 0)  # a loader, the number of the pass over it, and how many batches of it are taken
         Patch(DataLoader, "__iter__", self._opened_by)
         Patch(_BaseDataLoaderIter, "_next_index", self._counted_by)  # private to torch; without it, no indices
         Patch(_BaseDataLoaderIter, "__next__", self._taken_by)
-
-    @property
-    def taken(self) -> int:
-        """How many batches the script has taken in the passes over loaders that are under way."""
-        return sum(one.entry.batches for one in self._open.values())
 
     def close(self) -> None:
         """The script has ended: what is open has come to its end, too."""
@@ -171,26 +150,30 @@ class LoaderRecorder:
             if one.entry.number < _MOST_PASSES:
                 if one.entry.batches < _MOST_BATCHES:
                     note_batch(one, batch)
-                note_rows(one.rows, batch)
-            self.samples = keep(batch) or [] if self._is_sampled() else []
+                note_rows(one.rows, batch, len(next(iter(one.batches[one.entry.batches :]), ())))
+            self._run.samples = keep(batch) or [] if self._is_sampled() else []
             one.until = -1
             if one.used >= 0:
                 one.used = one.used if self._used() == one.used else -1
                 one.entry = replace(one.entry, skipped=one.entry.batches if one.used >= 0 else one.entry.skipped)
             one.entry = replace(one.entry, batches=one.entry.batches + 1)
-            self.position = one.entry.loader, one.entry.number, one.entry.batches
-            self._taken(*self.position)
+            self._run.position = one.entry.loader, one.entry.number, one.entry.batches
+            self._run.log.count_batch(*self._run.position)
+            self._count_taken()
             return batch
 
         return __next__
 
+    def _count_taken(self) -> None:
+        self._run.taken = sum(one.entry.batches for one in self._open.values())
+
     def _used(self) -> int:
         """How often a wrapper or an optimizer has been used."""
-        return self._steps() + sum(watch.forwards for watch in list(self._watches))
+        return self._run.steps + sum(int(watch.forwards) for watch in list(self._run.watches))
 
     def _is_sampled(self) -> bool:
         """Whether a step of a wrapper is under way that is looked at; one that rests may be in such a step for long."""
-        sampled = self._kept < _MOST_KEPT and any(watch.is_sampled for watch in list(self._watches))
+        sampled = self._kept < _MOST_KEPT and any(watch.is_sampled for watch in list(self._run.watches))
         self._kept += sampled
         return sampled
 
@@ -205,7 +188,7 @@ class LoaderRecorder:
         if (before := self._open.pop(counts[0], None)) is not None:
             self._end(before, exhausted=False)
         for other in self._open.values():
-            other.until = self._steps() if other.until < 0 else other.until
+            other.until = self._run.steps if other.until < 0 else other.until
         sampler = _innermost_sampler(loader)
         subset = loader.dataset.indices if type(loader.dataset) is Subset and not number else ()
         samples, whole = ({}, False) if number else samples_of(loader.dataset, size)
@@ -223,7 +206,7 @@ class LoaderRecorder:
             replaces=bool(getattr(sampler, "replacement", isinstance(sampler, WeightedRandomSampler))),
             has_epoch=hasattr(sampler, "set_epoch"),
             chooses=_chooses(sampler, size),
-            wrappers=self._wrappers(),
+            wrappers=self._run.wrappers,
             data=self._number_of(loader.dataset),
             subset=tuple(map(int, subset[:_MOST_INDICES])) if len(subset) else (),
             made=made_at(sampler) or made_at(loader),
@@ -242,11 +225,11 @@ class LoaderRecorder:
         )
         if not number:
             for table in tables_of(beneath, location):
-                self._sink(table)
+                self._run.add(table)
         self._open[counts[0]] = one = _Pass(
-            entry, self._steps(), map_style, dataset=loader.dataset, sampler=sampler, used=self._used()
+            entry, self._run.steps, map_style, dataset=loader.dataset, sampler=sampler, used=self._used()
         )
-        self._sink(entry)
+        self._run.add(entry)
         self._on_pass(entry, loader.dataset)
         return one
 
@@ -260,11 +243,12 @@ class LoaderRecorder:
     def _end(self, one: _Pass, *, exhausted: bool) -> None:
         if self._open.get(one.entry.loader) is one:
             del self._open[one.entry.loader]
+        self._count_taken()
         taken = one.batches[: one.entry.batches]
         indices = tuple(_base_index(one.dataset, index) for batch in taken for index in batch)
         order = int.from_bytes(one.order.digest(), "big") if one.map_style and exhausted else 0
         # a batch of validation now and then, of an iterator that stays open, is not trained on
-        steps = (self._steps() if one.until < 0 else one.until) - one.steps
+        steps = (self._run.steps if one.until < 0 else one.until) - one.steps
         trains = 0 < steps <= _MOST_STEPS_OF_A_BATCH * max(1, one.entry.batches)
         read = one.rows
         entry = replace(
@@ -273,15 +257,15 @@ class LoaderRecorder:
             labels=tuple(read.labels),
             classes=tuple(read.classes),
             targets=tuple(read.targets),
-            wrappers=self._wrappers(),
+            wrappers=self._run.wrappers,
         )
         ended = replace(entry, exhausted=exhausted, trains=trains, order=order, indices=indices, steps=steps)
         ended = replace(ended, shuffles=entry.shuffles or (trains and self._shuffles(one, order)))
         if trains:
             self._resumes.goes_on(entry.restored)
-        self._sink(ended)
+        self._run.add(ended)
         self._on_pass(ended, one.dataset)
-        one.batches, one.dataset, one.sampler, self.samples = [], None, None, []
+        one.batches, one.dataset, one.sampler, self._run.samples = [], None, None, []
 
     def _shuffles(self, one: _Pass, order: int) -> bool:
         """Whether the sampler is to give another order in each epoch, although it has given the last one again."""
@@ -338,6 +322,12 @@ def _note_batch(one: _Pass, batch: Any) -> None:
             rows = row_fingerprints(tensor[:_MOST_ROWS].detach().cpu()).tolist()
             known = {_base_index(one.dataset, index): row for index, row in zip(indices, rows, strict=False)}
             contents[str(place)] = {**contents.get(str(place), {}), **known}
+    for number, samples in enumerate(uncollated(batch, len(indices))):
+        for place, values in enumerate(zip(*samples, strict=False)):
+            if any(isinstance(value, torch.Tensor) for value in values) or list(values) != list(indices):
+                own = (fingerprint(value.cpu()) if isinstance(value, torch.Tensor) else value for value in values)
+                known = {_base_index(one.dataset, index): value for index, value in zip(indices, own, strict=False)}
+                contents[f"{number}, {place}"] = {**contents.get(f"{number}, {place}", {}), **known}
     one.entry = replace(one.entry, contents=contents)
 
 

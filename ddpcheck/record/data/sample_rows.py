@@ -7,6 +7,7 @@ import math
 import os
 import stat
 from array import array
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import Dataset
 
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
-from ddpcheck.recipe.pytree import tree_tensors
+from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
 
 _MOST_ROWS = 1 << 16  # of a pass
 _MOST_COLUMNS = 256  # numbers of a row, spread over it
@@ -35,13 +36,14 @@ class SampleRows:
     def _clear(self) -> None:
         self.rows, self.labels, self.classes, self.targets = array("q"), array("q"), array("q"), array("d")
 
-    def note(self, batch: Any) -> None:
-        """Add a batch; after one that has no rows on the CPU none of the pass are known."""
+    def note(self, batch: Any, count: int) -> None:
+        """Add a batch of `count` samples; after one that has no rows on the CPU none of the pass are known."""
         tensors = [t.detach() for t in tree_tensors(batch) if t.dim() and t.layout == torch.strided and t.numel()]
         size = max((len(t) for t in tensors), default=0)
         rows = [t for t in tensors if len(t) == size and not _is_label(t)]
         labels = [t for t in tensors if len(t) == size and _is_label(t)]
         usable = rows and all(t.device.type == "cpu" and not t.is_quantized for t in (*rows, *labels))
+        usable = usable and next(tree_tensors(uncollated(batch, count)), None) is None
         if not self._known or not usable or len(self.rows) + size > _MOST_ROWS:
             self._known = False
             self._clear()
@@ -55,6 +57,20 @@ class SampleRows:
         single = [t for t in rows if t.numel() == size and t.is_floating_point()]
         if len(single) == 1:
             self.targets.extend(single[0].flatten().tolist())
+
+
+def uncollated(batch: Any, count: int) -> list[list[list[Any]]]:
+    """Of a batch that is not collated, as a detector's, what each of its `count` samples has: tensors and numbers.
+
+    It is a list of samples, or has lists with an item for each.
+    """
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    lists = [one for one in (batch, *parts) if isinstance(one, list | tuple) and len(one) == count]
+    return [
+        [[leaf for leaf in tree_leaves(item) if isinstance(leaf, torch.Tensor) or type(leaf) is int] for item in one]
+        for one in lists
+        if not all(isinstance(item, torch.Tensor) and item.dim() and len(item) == count for item in one)
+    ]
 
 
 def _is_label(tensor: torch.Tensor) -> bool:

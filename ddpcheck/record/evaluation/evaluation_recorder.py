@@ -11,10 +11,10 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Subset
 
 from ddpcheck.findings.evidence.evaluation import (
@@ -28,7 +28,7 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_installed, is_user_file, user_location
+from ddpcheck.findings.source_lines import frames_from, is_installed, is_user_file, user_location
 from ddpcheck.gather.patching import patched
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.evaluation.loop_source import lines_after, numbers_of_conditions
@@ -88,8 +88,7 @@ class EvaluationRecorder:
         """A backward pass of the script begins: it trains."""
         self._backwards += 1
         self._late = None
-        if self._comparisons.is_open:
-            self._comparisons.close()
+        self._comparisons.close()
         if self._evaluated:
             self._evaluated = False
             self._round += 1
@@ -139,6 +138,8 @@ class EvaluationRecorder:
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
         """A collective is about to be made."""
+        if call.operation.startswith("broadcast"):
+            self._broadcasts(given)
         if not any(word in call.operation for word in _WITH_RESULTS):
             return
         under_way = self._under_way()
@@ -169,6 +170,15 @@ class EvaluationRecorder:
                 self._sink(one)
 
     # What the program shows
+
+    def _broadcasts(self, given: Mapping[str, Any]) -> None:
+        """This rank gives the others a few numbers, perhaps: a metric by which all of them decide."""
+        value = given.get("tensor", given.get("object_list"))
+        small = not isinstance(value, torch.Tensor) or (value.is_floating_point() and value.numel() <= _FEW)
+        if given.get("src") == dist.get_rank() and small and self._listens():
+            leaves = value.flatten().tolist() if isinstance(value, torch.Tensor) else tree_leaves(value)
+            floats = (leaf for leaf in itertools.islice(leaves, _FEW) if type(leaf) is float)
+            self._show("broadcast", [ShownNumber("", (number,)) for number in floats])
 
     def _prints(self, *texts: Any, **_named: Any) -> None:
         if self._listens():
@@ -218,12 +228,9 @@ def _counted_since(one: _Open, samples: int) -> dict[str, float]:
 
 def _is_fetched_ahead() -> bool:
     """Whether what takes batches from a loader hands them on to the loop of the program, and may be one ahead."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None:
-        return False
-    return is_installed(frame.f_code.co_filename) or bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
+    codes = (frame.f_code for frame in frames_from(sys._getframe(1)))
+    code = next((code for code in codes if is_user_file(code.co_filename)), None)
+    return code is not None and (is_installed(code.co_filename) or bool(code.co_flags & inspect.CO_GENERATOR))
 
 
 def _without_states(held: Any) -> Any:
@@ -258,10 +265,16 @@ def _described(value: Any, number: int, call: Call, *, during: bool) -> ResultEx
     return replace(plain, numbers=numbers, total=total, rows=_rows_given(value), values=_values_given(value))
 
 
+def _flat(value: Any) -> Any:
+    """What is given to a collective, of lists in a list the items of all."""
+    if isinstance(value, list) and value and all(isinstance(one, list) for one in value):
+        return list(itertools.islice(itertools.chain.from_iterable(value), _MOST_LABELS + 1))
+    return value
+
+
 def _values_given(value: Any) -> tuple[float, ...]:
     """The floating-point numbers of each row of what is given to a collective."""
-    if isinstance(value, list) and value and all(isinstance(one, list) for one in value):
-        value = list(itertools.islice(itertools.chain.from_iterable(value), _MOST_LABELS + 1))
+    value = _flat(value)
     if isinstance(value, list) and value and all(type(one) is torch.Tensor and one.dim() for one in value):
         parts = [_floats_of(one) for one in value]
         return tuple(itertools.chain.from_iterable(parts)) if all(parts) else ()
@@ -270,32 +283,27 @@ def _values_given(value: Any) -> tuple[float, ...]:
 
 def _floats_of(value: Any) -> tuple[float, ...]:
     """A tensor, an array or a list of floating-point numbers, row by row."""
-    numpy = sys.modules.get("numpy")
     if isinstance(value, list) and len(value) <= _MOST_LABELS and all(type(one) is float for one in value):
         return tuple(value)
-    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind == "f":
-        value = torch.from_numpy(numpy.ascontiguousarray(value))
-    if type(value) is not torch.Tensor or value.layout != torch.strided or value.device.type == "meta":
+    array = program_numbers.array_of(value, "f")
+    if array is None or not array.is_floating_point() or not array.dim() or not 1 <= len(array) <= _MOST_LABELS:
         return ()
-    if not value.is_floating_point() or not value.dim() or not 1 <= len(value) <= _MOST_LABELS:
-        return ()
-    return tuple(value.detach().flatten().tolist()) if value.numel() <= _MOST_COLUMNS * len(value) else ()
+    return tuple(array.flatten().tolist()) if array.numel() <= _MOST_COLUMNS * len(array) else ()
 
 
 def _rows_given(value: Any) -> tuple[int, ...]:
     """A label for each row of what is given to a collective: whole numbers, scores of classes, or of one class."""
-    if isinstance(value, list) and value and all(isinstance(one, list) for one in value):
-        value = list(itertools.islice(itertools.chain.from_iterable(value), _MOST_LABELS + 1))
+    value = _flat(value)
     sizes = [_length(one) for one in value] if isinstance(value, list) and value and hasattr(value[0], "shape") else []
     rows = program_numbers.labels_in(value, sum(sizes) or _length(value))
     if rows is None and isinstance(value, list) and value and len(value) <= _MOST_LABELS:
         if all(type(one) is float for one in value):
             value = torch.tensor(value)
-    scored = type(value) is torch.Tensor and value.is_floating_point() and value.layout == torch.strided
-    if rows is None and scored and value.device.type != "meta" and 1 < _length(value) <= _MOST_LABELS:
-        scores = value.detach().flatten()
-        if len(scores) == len(value):
-            rows = (scores > (0.5 if 0 <= float(scores.min()) <= float(scores.max()) <= 1 else 0)).long()
+    scores = program_numbers.array_of(value, "")
+    if rows is None and scores is not None and scores.is_floating_point() and 1 < _length(scores) <= _MOST_LABELS:
+        if scores.numel() == len(scores):
+            of_one = 0.5 if 0 <= float(scores.min()) <= float(scores.max()) <= 1 else 0
+            rows = (scores.flatten() > of_one).long()
     return () if rows is None else tuple(rows.tolist())
 
 

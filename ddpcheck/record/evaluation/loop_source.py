@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
-import linecache
 from collections.abc import Mapping
 from typing import Any
 
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import relative_path, variables_of
+from ddpcheck.findings.source_lines import parsed_source, relative_path, variables_of
 from ddpcheck.record.source import program_numbers
 
 
@@ -49,7 +48,7 @@ def lines_after() -> dict[str, Location]:
 @functools.cache
 def _line_after(file: str, line: int) -> int:
     """The line of the statement after the innermost `for` that begins at `line`; 0 where there is none."""
-    for node in ast.walk(_tree(file)):
+    for node in ast.walk(parsed_source(file)):
         for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
             for one, following in itertools.pairwise(body if isinstance(body, list) else []):
                 if isinstance(one, ast.For) and one.lineno <= line <= (one.iter.end_lineno or one.lineno):
@@ -61,16 +60,8 @@ def _line_after(file: str, line: int) -> int:
 
 
 @functools.cache
-def _tree(file: str) -> ast.AST:
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return ast.Module([], [])
-
-
-@functools.cache
 def _tests_around(file: str, line: int) -> tuple[ast.expr, ...]:
-    around = [node for node in ast.walk(_tree(file)) if isinstance(node, ast.If)]
+    around = [node for node in ast.walk(parsed_source(file)) if isinstance(node, ast.If)]
     return tuple(
         node.test for node in around if node.body[0].lineno <= line <= (node.body[-1].end_lineno or node.lineno)
     )

@@ -33,7 +33,6 @@ class ComparisonRecorder:
     def __init__(self, sink: Callable[[RowsCompared], object]) -> None:
         """Begin."""
         self._sink = sink
-        self.is_open = False
         self._patches: list[Patch] = []
         self._round, self._rounds = -1, 0
         self._size = 0
@@ -47,13 +46,11 @@ class ComparisonRecorder:
         self._size = size
         if self._patches or self._rounds > _MOST_ROUNDS:
             return
-        self.is_open = True
         for owner, names in ((torch.Tensor, _METHODS), (torch, _FUNCTIONS), (functional, _LOSSES)):
             self._patches += [patched(owner, name, self._meet) for name in names]
 
     def close(self) -> None:
         """The script trains again, or goes through other data."""
-        self.is_open = False
         while self._patches:
             self._patches.pop().undo()
 

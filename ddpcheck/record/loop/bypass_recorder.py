@@ -2,76 +2,25 @@
 
 Only the calls of a wrapper's own forward are followed by a reduction. Where `.grad` has grown and neither a reduction
 has ended nor `no_sync` has put it off, the loss came from the module inside. From then on that module is listened to,
-and the line by which the script enters it is the one to change. Calls of `wrapper.forward(...)` call no hook: DDP's own
-forward is noticed instead.
+and the line by which the script enters it is the one to change.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpcheck.findings.evidence.steps import LoopEvent
-from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_of_program, relative_path, user_location
+from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, user_location
 from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, before_forward
-from ddpcheck.gather.patching import Patch, patched
 from ddpcheck.gather.state.fingerprints import version_of
-from ddpcheck.record.loop.step_tracker import inside
-from ddpcheck.record.module_hooks import Living, UnpickledHook, remove_hooks
-
-
-class Follower(Protocol):
-    """Is told of DDP's own forward of every wrapper, also where a call of the wrapper has called its hooks before."""
-
-    def forward_entered(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """It begins."""
-
-    def forward_left(self, wrapper: nn.Module, output: Any) -> None:
-        """It returns."""
-
-
-_followers: Living[Follower] = Living()
-_patches: list[Patch] = []
-
-
-def follow_forward(follower: Follower) -> None:
-    """Tell `follower` from now on."""
-    _followers.add(follower)
-    if not _patches:
-        for name, around in (("_pre_forward", _enters), ("_post_forward", _leaves)):
-            if hasattr(DistributedDataParallel, name):  # private to torch; without them such a call is not known
-                _patches.append(patched(DistributedDataParallel, name, around))
-
-
-def unfollow_forward(follower: Follower) -> None:
-    """Tell it no more; may be called again."""
-    _followers.discard(follower)
-    while _patches and not _followers:
-        _patches.pop().undo()
-
-
-def _enters(wrapper: nn.Module, /, *arguments: Any, **named: Any) -> None:
-    if id(wrapper) in inside:
-        return
-    for follower in _followers:
-        follower.forward_entered(wrapper, arguments, named)
-
-
-def _leaves(wrapper: nn.Module, *_arguments: Any) -> Generator[None, Any, None]:
-    if id(wrapper) in inside:
-        return
-    output = yield
-    for follower in _followers:
-        follower.forward_left(wrapper, output)
-
+from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
 
 DDP_FILE = inspect.getfile(nn.parallel.DistributedDataParallel)
 
@@ -138,19 +87,13 @@ class BypassRecorder:
         if self.event.location or not torch.is_grad_enabled():
             return
         parts = set(self._module.modules())
-        frame: FrameType | None = sys._getframe(1)
-        found: FrameType | None = None
-        while frame is not None:
-            code = frame.f_code
-            if code.co_filename == DDP_FILE:
-                return
-            of_users = is_of_program(code.co_filename)
-            if found is None and of_users and not _is_method_of(frame, parts):
-                found = frame
-            frame = frame.f_back
+        frames = [*frames_from(sys._getframe(1))]
+        if any(frame.f_code.co_filename == DDP_FILE for frame in frames):
+            return
+        own = (frame for frame in frames if is_of_program(frame.f_code.co_filename))
+        found = next((frame for frame in own if not _is_method_of(frame, parts)), None)
         if found is not None:
-            where = Location(relative_path(found.f_code.co_filename), found.f_lineno)
-            self.event = LoopEvent("forward inside", location=str(where))
+            self.event = LoopEvent("forward inside", location=str(location_of(found)))
 
 
 def _is_method_of(frame: FrameType, parts: set[nn.Module]) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_user_file, relative_path
+from ddpcheck.findings.source_lines import is_user_file, location_of
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch, guarded
 from ddpcheck.gather.state.fingerprints import is_shard, own_part
@@ -79,4 +79,4 @@ def _assigned(shard: torch.Tensor, value: torch.Tensor) -> None:
     caller = sys._getframe(_CALLER)
     if is_user_file(caller.f_code.co_filename) and is_ignored(shard, value):
         for one in [*_open]:
-            one.note(shard, Location(relative_path(caller.f_code.co_filename), caller.f_lineno))
+            one.note(shard, location_of(caller))

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
+from ddpcheck.gather.ddp.optimizer_options import parameters_of
 from ddpcheck.gather.steps.gradient_distance import has_gradient
 from ddpcheck.record.loop.loop_record import STEP, LoopRecord
 from ddpcheck.record.loop.step_hooks import follow_steps, unfollow_steps
@@ -112,7 +113,7 @@ class OptimizerSteps:
         if known is None or known.groups != len(optimizer.param_groups):
             known = self._known.setdefault(optimizer, _Followed())
             known.groups = len(optimizer.param_groups)
-            known.holds = bool(_parameters_of(optimizer) & {id(p) for p in self._tracker.parameters.tensors})
+            known.holds = not {*map(id, parameters_of(optimizer))}.isdisjoint(map(id, self._tracker.parameters.tensors))
         if not known.holds:
             return
         number, ledger = self._tracker.number, self._loop.ledger
@@ -124,7 +125,7 @@ class OptimizerSteps:
         if self._tracker.parameters.is_sharded:
             self._step_without_gradients(alone=not reductions)
         else:
-            self._step_unreduced(_parameters_of(optimizer), alone=not reductions)
+            self._step_unreduced({*map(id, parameters_of(optimizer))}, alone=not reductions)
 
     def _note_unanswered(self) -> None:
         """Have parameters looked at after 3, 6, 12 ... steps: DDP may wait for tensors that nobody uses."""
@@ -169,12 +170,15 @@ class OptimizerSteps:
             self._tell(own[-1] if own else None)
 
     def _step_without_gradients(self, *, alone: bool) -> None:
-        """A step on shards, for which nothing was reduced (`alone`): what is not reduced is none of their gradients."""
+        """A step on shards for which nothing was reduced (`alone`), or not what has come after the reduction.
+
+        What is not reduced is none of their gradients.
+        """
         ledger = self._loop.ledger
         waits = [one for one in ledger.open if not one.reduced]
         self._loop.note("step")
-        self._alone = self._alone + 1 if alone and waits else 0
-        if waits and self._alone == (_MANY if self._tracker.number else _FEWEST):
+        self._alone = self._alone + 1 if waits else 0
+        if waits and self._alone == (_MANY if alone and self._tracker.number else _FEWEST):
             self._tell(waits[-1])
 
     def _is_there(self, held: set[int]) -> bool:
@@ -186,7 +190,3 @@ class OptimizerSteps:
 
 def _has_closure(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
     return len(arguments) + len(named) > 1 and any(map(callable, (*arguments[1:], *named.values())))
-
-
-def _parameters_of(optimizer: Any) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

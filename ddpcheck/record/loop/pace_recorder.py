@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable
 
 from ddpcheck.findings.evidence.loop import PaceRun
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_frame, user_location
+from ddpcheck.record.recording import Position, Recording
 from ddpcheck.record.source.source_scope import body_of, location_in, own_nodes, scope_of_frame
 
 MOST_RUNS = 1024
-
-Position = tuple[int, int, int]
-"""A loader, the number of the pass over it, and how many batches of it have been taken."""
 
 
 class PaceRecorder:
@@ -24,11 +21,10 @@ class PaceRecorder:
         forwards: Forward passes in training mode since the last reduction.
     """
 
-    def __init__(self, number: int, position: Callable[[], Position], sink: Callable[[PaceRun], object]) -> None:
-        """Begin; `position` says where the script is in its loaders."""
-        self._sink = sink
+    def __init__(self, run: Recording, number: int) -> None:
+        """Of the `number`-th wrapper."""
+        self._run = run
         self._number = number
-        self._position = position
         self.forwards = 0
         self._last: Position = (-1, -1, 0)
         self._runs = 0
@@ -37,13 +33,13 @@ class PaceRecorder:
     def reduced(self, step: int) -> None:
         """A reduction has ended."""
         forwards, self.forwards = self.forwards, 0
-        now, last = self._position(), self._last
+        now, last = self._run.position, self._last
         self._last = now
         batches = now[2] - (last[2] if now[:2] == last[:2] else 0)
         if (forwards, batches) != self._now and self._runs < MOST_RUNS:
             where = _left_out() if self._runs else user_location()
             self._now, self._runs = (forwards, batches), self._runs + 1
-            self._sink(PaceRun(self._number, step, forwards, batches, where))
+            self._run.add(PaceRun(self._number, step, forwards, batches, where))
 
 
 def _left_out() -> Location | None:

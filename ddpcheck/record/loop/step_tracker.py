@@ -35,6 +35,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import inner_module
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.loop.forward_snapshot import Snapshot, differentiable_tensors, trainable_leaves
 from ddpcheck.record.loop.loop_record import BACKWARD, FORWARDS, LoopRecord
+from ddpcheck.record.loop.named_forwards import follow_forward, inside, unfollow_forward
 from ddpcheck.record.loop.step_listener import StepListener
 from ddpcheck.record.loop.synced_parameters import NONE, SyncedParameters
 from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
@@ -58,9 +59,6 @@ _TO_DDP = (Backward.SYNCED, Backward.GRAD)
 _GRADIENT_NODE = attrgetter("grad_fn")
 _NO_NAMES: frozenset[str] = frozenset()
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-inside: set[int] = set()
-"""The wrappers, by identity, of which a forward pass runs that was noticed by hooks."""
 
 
 @dataclass(slots=True)
@@ -130,7 +128,6 @@ class StepTracker:
         self._is_hidden = False  # backward passes run under compiled autograd, and no more hooks are hung for them
         self._expected_inside = False  # the forward pass that runs has backward passes in it, which are expected
         self._by_name = False  # the forward pass that runs is a call of `wrapper.forward`
-        self._has_end_callbacks = True  # torch has, for backward passes
         self._hook = UnpickledHook(self._on_gradient)
         self._no_sync_hook = UnpickledHook(self._on_no_sync_gradient)
         self._end_hook = UnpickledHook(self._at_end)
@@ -152,9 +149,11 @@ class StepTracker:
             wrapper.register_forward_hook(after),
             *self.parameters.hooks_for_leaves(),
         ]
+        follow_forward(self)
 
     def detach(self) -> None:
-        """Leave the wrapper as it was."""
+        """Leave the wrapper as it was; may be called again."""
+        unfollow_forward(self)
         remove_hooks(self._pass_handles)
         remove_hooks(self._handles)
         self._step.roots.clear()
@@ -184,14 +183,12 @@ class StepTracker:
         else:
             self._loop.add(FORWARDS[False])
 
-    def enter_by_name(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-        """DDP's own forward of a wrapper begins; returns whether it is called by its name, which calls no hook."""
-        if self.wrapper is not wrapper or self.in_forward or not self._handles:
-            return False
-        self._by_name = True
-        self.before_forward(wrapper, arguments, named)
-        inside.discard(id(wrapper))
-        return True
+    def enter_by_name(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """DDP's own forward of a wrapper begins, and no hook has been called."""
+        if self.wrapper is wrapper and not self.in_forward:
+            self._by_name = True
+            self.before_forward(wrapper, arguments, named)
+            inside.discard(id(wrapper))
 
     def leave_by_name(self, wrapper: Any, output: Any) -> None:
         """It returns."""
@@ -255,8 +252,6 @@ class StepTracker:
 
     def settle(self) -> None:
         """No further backward pass will come: an optimizer steps, or the next forward pass begins."""
-        if self._backward in _TO_DDP and not self._has_end_callbacks:
-            self._at_end()
         if self._step.still_expected:
             self._step.still_expected = NONE
             self._complete(callbacks=0)
@@ -273,8 +268,8 @@ class StepTracker:
             return
         added = self.parameters.reached()
         if added:  # and not torch.autograd.grad
-            if at_end_of_backward(UnpickledHook(self._after_no_sync_backward)):
-                self._backward = Backward.NO_SYNC
+            at_end_of_backward(UnpickledHook(self._after_no_sync_backward))
+            self._backward = Backward.NO_SYNC
             self.unreduced |= added
             if self.parameters.is_sharded:
                 self._loop.add(FORWARDS[False])
@@ -297,8 +292,8 @@ class StepTracker:
                 self._on_no_sync_gradient(_gradient)
                 return
         self._backward = Backward.SYNCED
-        self._has_end_callbacks = at_end_of_backward(self._end_hook)
-        self._took_part = reached = self.parameters.reached(self._step.roots)
+        at_end_of_backward(self._end_hook)
+        self._took_part = reached = self.parameters.reached()
         if self.parameters.unused_first and (unexpected := self.parameters.unexpected(reached)):
             for listener in self._listeners:
                 listener.static_graph_broken(self.number, [self.parameters.names[index] for index in unexpected])
@@ -359,8 +354,7 @@ class StepTracker:
         gone = reached | (self.parameters.all - self._step.unused)
         here = running_node()
         for roots in self._step.roots:
-            reached_too = will_be_reached(roots) or [True] * len(roots)
-            used = [yes or root is here for root, yes in zip(roots, reached_too, strict=True)]
+            used = [yes or root is here for root, yes in zip(roots, will_be_reached(roots), strict=True)]
             if self._step.snapshot is not None and roots is self._step.roots[-1]:
                 self._step.snapshot.used = tuple(index for index, yes in enumerate(used) if yes)
             for root, yes in zip(roots, used, strict=True):
@@ -405,7 +399,9 @@ class StepTracker:
 
     def _after_callbacks(self, count: int) -> None:
         """DDP ends its reduction in a callback, under static_graph in one of a callback: finish after it."""
-        if not (count and at_end_of_backward(self._after_hooks[count - 1])):
+        if count:
+            at_end_of_backward(self._after_hooks[count - 1])
+        else:
             self._finish()
 
     def _finish(self) -> None:

@@ -7,9 +7,8 @@ are in their place while a module that was sharded runs forward, and are the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from functools import partial
-from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -96,18 +95,9 @@ class SyncedParameters:
         """The names of the parameters with these indices."""
         return frozenset(map(self.names.__getitem__, indices))
 
-    def reached(self, roots: Iterable[Sequence[Any]] | None = None) -> Set[int]:
-        """The parameters that the backward pass that has just begun will reach; `all` itself where it reaches all.
-
-        Where the engine cannot tell, the graph of `roots` (of what each forward pass has returned) is walked; without
-        them, it is all.
-        """
+    def reached(self) -> Set[int]:
+        """The parameters that the backward pass that has just begun will reach; `all` itself where it reaches all."""
         reached = will_be_reached(self._nodes)
-        if reached is None:
-            if roots is None:
-                return self.all
-            leaves = {id(leaf) for leaf in walk_graph([], nodes=chain.from_iterable(roots)).leaves}
-            reached = [id(leaf) in leaves for leaf in self.leaves]
         return self.all if all(reached) else {index for index, yes in enumerate(reached) if yes}
 
     def reached_by_another_node(self, indices: Iterable[int]) -> set[int]:
@@ -116,7 +106,7 @@ class SyncedParameters:
         for index in () if self.is_sharded else indices:
             parameter = self.tensors[index]
             if parameter.requires_grad and (node := gradient_node(parameter)) is not self._nodes[index]:
-                found |= {index} if will_be_reached([node]) == [True] else set()
+                found |= {index} if all(will_be_reached([node])) else set()
         return found
 
     def behind(self, root: Any) -> set[int]:

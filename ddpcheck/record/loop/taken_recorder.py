@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +16,7 @@ from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.gradient_distance import dense, sketch
 from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.recording import Recording
 from ddpcheck.stream.rank_report import is_probed
 
 _MOST_MARKS = 1024
@@ -32,15 +33,12 @@ class _Followed:
 
 
 class TakenRecorder:
-    """Follows `torch.autograd.grad`; hands to `sink` what it gives for the parameters of wrappers, in some calls."""
+    """Follows `torch.autograd.grad`: what it gives for the parameters of wrappers, in some calls."""
 
-    def __init__(self, sink: Callable[[GradientsTaken], object], watches: Iterable[ScriptWatch]) -> None:
-        """Begin; `watches` are those on the wrappers."""
-        self._sink = sink
-        self._watches = watches
+    def __init__(self, run: Recording) -> None:
+        self._run = run
         self._known: WeakKeyDictionary[ScriptWatch, _Followed] = WeakKeyDictionary()
-        if hasattr(torch.autograd, _ENGINE):
-            patched(torch.autograd, _ENGINE, self._engine)
+        patched(torch.autograd, _ENGINE, self._engine)
 
     def close(self) -> None:
         """The script has ended: what have the parameters become?"""
@@ -57,7 +55,7 @@ class TakenRecorder:
         if not isinstance(inputs, tuple) or not isinstance(gradients, tuple):
             return
         pairs = [(p, g) for p, g in zip(inputs, gradients, strict=False) if isinstance(p, torch.nn.Parameter)]
-        for watch in list(self._watches) if pairs else ():
+        for watch in list(self._run.watches) if pairs else ():
             one = self._known.get(watch)
             if one is None:
                 one = self._known[watch] = _Followed({id(p): name for name, p in watch.parameters.items()})
@@ -76,7 +74,7 @@ class TakenRecorder:
         self, watch: ScriptWatch, one: _Followed, gradients: dict[str, torch.Tensor], where: Location | None
     ) -> None:
         some = dict(list(watch.parameters.items())[:_MOST_PARAMETERS])
-        self._sink(
+        self._run.add(
             GradientsTaken(
                 watch.number,
                 one.calls,

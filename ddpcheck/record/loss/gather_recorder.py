@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,12 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at
 from ddpcheck.gather.autograd import exchanges
-from ddpcheck.gather.autograd.autograd_graph import kept_tensor, made_shapes
+from ddpcheck.gather.autograd.autograd_graph import kept_tensor, made_shapes, nodes_behind
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.patching import guarded
 from ddpcheck.gather.steps.gradient_distance import sketch
 from ddpcheck.record.module_hooks import UnpickledHook
-from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
+from ddpcheck.record.recording import Recording
 
 _MOST_NODES = 256
 _MOST_GATHERED = 64  # tensors in a step
@@ -56,25 +56,21 @@ class _Parts:
 
 
 class GatherRecorder:
-    """Looks at what has been gathered in some of the optimizer steps, and at the losses of these; tells `sink`."""
+    """Looks at what has been gathered in some of the optimizer steps, and at the losses of these."""
 
-    def __init__(
-        self, sink: Callable[[GatheredConstant | OwnPartPutBack], object], optimizers: OptimizerRecorder
-    ) -> None:
-        """Begin; `optimizers` say how often they have stepped."""
-        self._sink = sink
-        self._optimizers = optimizers
+    def __init__(self, run: Recording) -> None:
+        self._run = run
         self._gathered: list[_Gathered] = []
         self._parts: list[_Parts] = []
         self._step = -1  # in which that was
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
         """A collective is about to be made."""
-        step = self._optimizers.steps
+        step = self._run.steps
         if self._step != step:
             self._gathered, self._parts, self._step = [], [], step
         tensor = given.get(_INPUTS.get(call.operation, ""))
-        if not self._optimizers.are_probed() or not isinstance(tensor, torch.Tensor) or not tensor.dim():
+        if not self._run.are_probed() or not isinstance(tensor, torch.Tensor) or not tensor.dim():
             return
         count, where = len(call.members), Location.parse(call.location)
         node = tensor.grad_fn if call.differentiable else None
@@ -97,11 +93,11 @@ class GatherRecorder:
     def note_backward(self, losses: Any) -> None:
         """A backward pass of the script begins: what has become of the parts that were gathered?"""
         (gathered, self._gathered), (parts, self._parts) = (self._gathered, []), (self._parts, [])
-        if exchanges.functions and self._optimizers.are_probed():
+        if exchanges.functions and self._run.are_probed():
             wrapped = parameters_in_wrappers()
             roots = [losses] if isinstance(losses, torch.Tensor) else losses
             exchanges.note_parts(roots, lambda leaf: id(leaf) not in wrapped)
-        if not parts or self._step != self._optimizers.steps or not isinstance(losses, torch.Tensor):
+        if not parts or self._step != self._run.steps or not isinstance(losses, torch.Tensor):
             return
         ends = {one.node for one in gathered}
         found = ((node, _put_back(node, parts, ends)) for node in _nodes(losses.grad_fn, ends))
@@ -115,7 +111,7 @@ class GatherRecorder:
             shapes = [(one.shape[0] * count, one.shape[1]) for count in range(1, alike + 1)]
             constants = (constant for shape in shapes for constant in _constants(losses.grad_fn, shape, ends))
             if any(_holds(constant, one.rows) for constant in constants):
-                self._sink(GatheredConstant(self._step, one.operation, one.location, one.shape[0]))
+                self._run.add(GatheredConstant(self._step, one.operation, one.location, one.shape[0]))
                 return
 
     def _follow(self, node: Any, parts: _Parts, *, besides: bool) -> None:
@@ -129,7 +125,7 @@ class GatherRecorder:
             arrived = arrived if parts.of_all else ()
             inside = parts.node is not None
             if not inside or abs(factor - 1) < _PARALLEL:  # else its backward adds up what others ask
-                self._sink(OwnPartPutBack(self._step, parts.operation, where, arrived, factor, inside, besides))
+                self._run.add(OwnPartPutBack(self._step, parts.operation, where, arrived, factor, inside, besides))
 
         handle = node.register_hook(UnpickledHook(guarded(note)))
 
@@ -220,12 +216,4 @@ def _handed_on(node: Any, handed: Any, given: Any, parts: _Parts) -> tuple[tuple
 
 def _nodes(root: Any, ends: set[Any]) -> Iterator[Any]:
     """Those of a graph that lie above its `ends`, as far as they are followed."""
-    pending, seen = [root], {root}
-    for node in pending:  # which grows
-        if node is None or node in ends:
-            continue
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen and len(pending) < _MOST_NODES:
-                seen.add(following)
-                pending.append(following)
+    return (node for node in nodes_behind([root], _MOST_NODES, lambda node: node not in ends) if node not in ends)

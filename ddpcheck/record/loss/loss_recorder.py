@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from types import CodeType
 from typing import Any, Protocol
 
@@ -15,19 +16,23 @@ from ddpcheck.findings.evidence.script import LossDifferentiated, NumberReduced,
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import last_assignment, relative_path, user_frame, user_location, variables_of
+from ddpcheck.findings.source_lines import last_assignment, location_of, user_frame, user_location, variables_of
 from ddpcheck.gather.autograd.autograd_graph import in_backward, kept_tensor, made_shapes
-from ddpcheck.gather.autograd.loss_terms import rows_taken_from
+from ddpcheck.gather.autograd.loss_terms import head_of
 from ddpcheck.gather.patching import guarded, patched
 from ddpcheck.gather.state.fingerprints import own_part
 from ddpcheck.record.loss.loss_source import LossSource, loss_source
+from ddpcheck.record.loss.loss_targets import targets_of
+from ddpcheck.record.loss.micro_batches import log_softmaxes
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
+from ddpcheck.record.recording import Recording
 from ddpcheck.stream.rank_report import is_probed
 
 _MOST_NODES = 32
 _MOST_A_STEP = 64  # backward passes
 _PASSED = ("Mul", "Div", "Neg", "Add", "Sub", "View", "Reshape", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Alias")
+_SINK = "_DDPSinkBackward"  # through which DDP hands on what forward returns, where parameters may be unused
 _SUMS, _MEANS = ("Sum", "NansumBackward"), ("Mean",)
 _CHOICES = ("Index", "MaskedSelect")  # of some of the elements, by their values
 _REDUCES_TO_MEAN, _REDUCES_TO_SUM = 1, 2  # of the reductions of torch's losses
@@ -50,26 +55,20 @@ class BackwardFollower(Protocol):
 
 
 class LossRecorder:
-    """Follows backward passes in some of the optimizer steps; hands what it sees of the loss to `sink`."""
+    """Follows backward passes in some of the optimizer steps."""
 
-    def __init__(
-        self,
-        sink: Callable[[LossDifferentiated], object],
-        optimizers: OptimizerRecorder,
-        batches: Callable[[], int],
-        others: Sequence[BackwardFollower],
-    ) -> None:
-        """Begin; `optimizers` and `others` are told of each backward pass, `batches` says how many were taken."""
-        self._batches = batches
+    def __init__(self, run: Recording, optimizers: OptimizerRecorder, others: Sequence[BackwardFollower]) -> None:
+        """Begin; `optimizers` and `others` are told of each backward pass."""
+        self._run = run
         self._others = others
         self._scaled: tuple[int, Any] = (0, None)  # the identity of what a gradient scaler has made last, and it
-        self._sink = sink
         self._optimizers = optimizers
         self._counted = (-1, 0)  # a step, and its backward passes so far
         self._wrapped = (0, 0)  # the number of the newest wrapper, and the step in which it was seen first
         self._watches: tuple[Any, ...] = ()  # of the wrappers that were there then
         self._reduced: list[NumberReduced] = []
         self._used: int | None = None  # the step whose backward passes have come after that
+        self._exchanged = -1  # the last step in which ranks have had something of each other
         self._sources: dict[tuple[CodeType, int], LossSource] = {}  # by line that calls backward
         patched(torch.autograd, "backward", self._backward)
         patched(torch.amp.GradScaler, "scale", self._scales)
@@ -89,13 +88,15 @@ class LossRecorder:
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
         """Keep what an all_reduce is given to sum, where it is a number or a few of them."""
+        if "gather" in call.operation or "broadcast" in call.operation:
+            self._exchanged = self._run.steps
         tensor = given.get("tensor")
         if call.operation != "all_reduce" or given.get("op", dist.ReduceOp.SUM) != dist.ReduceOp.SUM:
             return
-        if len(call.members) != dist.get_world_size() or not self._is_probed(self._optimizers.steps):
+        if len(call.members) != dist.get_world_size() or not self._is_probed(self._run.steps):
             return
         if isinstance(tensor, torch.Tensor) and not tensor.is_complex() and tensor.numel() <= _MOST_A_NUMBER:
-            if self._used not in (None, self._optimizers.steps):
+            if self._used not in (None, self._run.steps):
                 self._reduced, self._used = [], None
             where = Location.parse(call.location)
             values = tensor.detach().flatten().tolist()
@@ -104,7 +105,7 @@ class LossRecorder:
 
     def _is_probed(self, step: int) -> bool:
         """Also in the first steps of the newest wrapper."""
-        return self._optimizers.are_probed() or is_probed(step - self._wrapped[1])
+        return self._run.are_probed() or is_probed(step - self._wrapped[1])
 
     def _scales(self, scaler: Any, _outputs: Any) -> Generator[None, Any, None]:
         result = yield
@@ -112,11 +113,11 @@ class LossRecorder:
 
     def _begins(self, losses: Any) -> Callable[[], object] | None:
         """Listen to the terms of a loss; what is returned is to be called when the backward pass has ended."""
-        step = self._optimizers.steps
+        step = self._run.steps
         before = self._counted[1] if self._counted[0] == step else 0
         self._counted = (step, before + 1)
-        if self._watches is not self._optimizers.watches.refs:
-            self._watches = self._optimizers.watches.refs
+        if self._watches is not self._run.watches.refs:
+            self._watches = self._run.watches.refs
             if (newest := max(self._optimizers.reductions(), default=0)) > self._wrapped[0]:
                 self._wrapped = newest, step  # whose first steps are looked at, too
         self._used = step
@@ -128,18 +129,21 @@ class LossRecorder:
         hooked = bool(reduced) and self._optimizers.have_hooks()
         where = user_location()
         source = self._source()
+        targets = () if self._exchanged == step else targets_of(losses)
         arrived: dict[int, ScaledTerm] = {}
         handles = []
         scaler = self._scaled[1] if self._scaled[0] == id(losses) else None
         scale = 1.0 if scaler is None else scaler.get_scale()
-        terms = list(_terms(losses.grad_fn))
+        terms = list(_terms(losses))
         lines_of_terms = _lines_of_terms(losses, len(terms))
-        taken: dict[Any, int] = {}
+        heads: dict[Any, int] = {}
         for number, (node, kind, scales) in enumerate(terms):
-            rows = rows_taken_from(node)
-            rows_of = None if rows is None else taken.setdefault(rows, len(taken))
-            note = _note_of(arrived, number, kind, node, scales, lines_of_terms.get(node), rows_of)
+            head = heads.setdefault((head_of(node) or node, node.name()), len(heads))
+            note = _note_of(arrived, number, kind, node, scales, lines_of_terms.get(node), head)
             handles.append(node.register_prehook(UnpickledHook(note)))
+        weighed: list[float] = []
+        for node in log_softmaxes([losses.grad_fn]) if losses.grad_fn is not None else ():
+            handles.append(node.register_prehook(UnpickledHook(partial(_note_targets, weighed))))
 
         def ended() -> None:
             for handle in handles:
@@ -150,9 +154,9 @@ class LossRecorder:
             now = self._optimizers.reductions()
             wrappers = tuple(number for number in now if now[number] > reductions.get(number, 0))
             put_off = tuple(sorted(self._optimizers.put_off() - set(wrappers)))
-            batches = self._batches()
-            lines = where, source.made, source.scaled
-            self._sink(LossDifferentiated(step, before, terms, *lines, wrappers, put_off, batches, reduced, hooked))
+            known = tuple(weight / scale for weight in weighed) if scale else ()
+            made = step, before, terms, where, source.made, source.scaled, wrappers, put_off
+            self._run.add(LossDifferentiated(*made, self._run.taken, reduced, hooked, targets, known))
 
         return guarded(ended)
 
@@ -183,14 +187,13 @@ def _lines_of_terms(loss: torch.Tensor, count: int) -> dict[Any, Location]:
     found: dict[Any, Location] = {}
     if frame is None or count < 2:
         return found
-    here = Location(relative_path(frame.f_code.co_filename), frame.f_lineno)
     every = {
-        name: {node for node, _, _ in _terms(value.grad_fn)}
+        name: {node for node, _, _ in _terms(value)}
         for name, value in list(variables_of(frame).items())[:_MOST_VARIABLES]
         if type(value) is torch.Tensor and value.grad_fn is not None and value.numel() == 1 and value is not loss
     }
     for name in sorted(every, key=lambda name: -len(every[name])):
-        if len(every[name]) < count and (line := last_assignment(here, name)) is not None:
+        if len(every[name]) < count and (line := last_assignment(location_of(frame), name)) is not None:
             found.update(dict.fromkeys(every[name], line))
     return found
 
@@ -202,7 +205,7 @@ def _note_of(
     node: Any,
     scales: _Scales,
     line: Location | None,
-    rows_of: int | None,
+    head: int,
 ) -> Callable[[Any], None]:
     count, chosen = _count(node)
 
@@ -210,20 +213,26 @@ def _note_of(
         if given[0] is not None and given[0].numel():
             factor = float(own_part(given[0]).flatten()[0])  # a DTensor where a loss is that of a split model
             by = [tuple(value for name, value in scales if name == kind_of_scale) for kind_of_scale in ("Div", "Mul")]
-            arrived[number] = ScaledTerm(kind, factor, count, chosen, by[0], by[1], line, rows_of)
+            arrived[number] = ScaledTerm(kind, factor, count, chosen, by[0], by[1], line, head)
 
     return note
+
+
+def _note_targets(found: list[float], given: Any) -> None:
+    """Add what arrives at the log-probabilities of a cross entropy: of a target, minus its weight in all classes."""
+    if given[0] is not None:
+        found.append(-float(own_part(given[0]).double().sum()))
 
 
 _Scales = tuple[tuple[str, float], ...]
 """The numbers by which a loss is divided ("Div") and multiplied ("Mul") on the way to a term."""
 
 
-def _terms(root: Any) -> Iterator[tuple[Any, str, _Scales]]:
+def _terms(loss: torch.Tensor) -> Iterator[tuple[Any, str, _Scales]]:
     """The sums and means that a loss is put together from by arithmetic; nothing where there are too many."""
-    pending: list[tuple[Any, _Scales]] = [(root, ())]
+    pending: list[tuple[Any, int, _Scales]] = [(loss.grad_fn, loss.output_nr, ())]
     found = []
-    for node, scales in pending:  # which grows
+    for node, index, scales in pending:  # which grows
         if node is None or len(pending) > _MOST_NODES:
             return
         name = node.name()
@@ -231,10 +240,12 @@ def _terms(root: Any) -> Iterator[tuple[Any, str, _Scales]]:
             found.append((node, "mean", scales))
         elif name.startswith(_SUMS) or getattr(node, "_saved_reduction", None) == _REDUCES_TO_SUM:
             found.append((node, "sum", scales))
+        elif name == _SINK:
+            pending.append((*node.next_functions[min(index, len(node.next_functions) - 1)], scales))
         elif name.startswith(_PASSED):
-            for edge, (following, _) in enumerate(node.next_functions):
+            for edge, (following, number) in enumerate(node.next_functions):
                 if following is not None:
-                    pending.append((following, scales + _scale(node, name[:3], edge)))
+                    pending.append((following, number, scales + _scale(node, name[:3], edge)))
     yield from found
 
 
@@ -259,6 +270,10 @@ def _count(node: Any) -> tuple[int, bool]:
     if total is not None and target is not None and kept_tensor(node, "weight") is None:
         counted = round(float(own_part(total)))
         return counted, counted < target.numel() or _is_chosen(following, shape)
+    if following is not None and following.name().startswith("Mul") and node.name().startswith(_SUMS):
+        mask = kept_tensor(following, "self" if following.next_functions[0][0] is None else "other")
+        if mask is not None and not mask.requires_grad and mask.numel() and bool(((mask == 0) | (mask == 1)).all()):
+            return round(float(own_part(mask).sum()) * count / mask.numel()), True
     return count, _is_chosen(following, shape)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import types
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
@@ -19,13 +20,12 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import parsed_source
+from ddpcheck.findings.source_lines import parsed_source, targets_of
 from ddpcheck.record.source.source_scope import (
     UNKNOWN,
     Place,
     Scope,
     bindings,
-    body_of,
     function_of,
     is_users,
     location_in,
@@ -34,13 +34,12 @@ from ddpcheck.record.source.source_scope import (
     place_of,
     resolved,
     returns,
-    scope_of_frame,
+    scope_of_function,
+    scopes_from,
     statement_at,
-    user_caller,
 )
 
 _DEEPEST = 24  # names, operations and functions, one in the other
-_MOST_CALLERS = 4  # functions that were handed the loss
 _WORLD_SIZE = "world_size"  # the keyword of torch's init_process_group, and half of the name of get_world_size
 
 
@@ -62,15 +61,10 @@ class _Trace:
 def loss_source(frame: FrameType | None) -> LossSource:
     """The lines of the loss with which the script's function in `frame` calls backward."""
     trace = _Trace()
-    for _ in range(_MOST_CALLERS):
-        scope = None if frame is None else scope_of_frame(frame)
-        if frame is None or scope is None:
+    for scope, at in scopes_from(frame):
+        if _follow_call(trace, scope, statement_at(scope.body, at)) is None:
             break
-        handed = _follow_call(trace, scope, statement_at(scope.body, frame))
-        if handed is None:
-            break
-        frame = user_caller(frame)
-    scaled = (location_in(scope, at) for scope, factor, at in trace.factors if is_world_size(scope, factor, set()))
+    scaled = (location_in(scope, line) for scope, factor, line in trace.factors if is_world_size(scope, factor, set()))
     return LossSource(trace.made, next(scaled, None))
 
 
@@ -231,18 +225,18 @@ def _is_number(scope: Scope, node: ast.expr) -> bool:
 
 def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, before: Place, part: int | str | None) -> bool:
     """Follow what a call returns into a function of the script; any other function makes the loss here."""
-    code, outer = function_of(resolved(scope, call.func))
-    if code is None and isinstance(call.func, ast.Attribute) and not call.args and not call.keywords:
+    called = resolved(scope, call.func)
+    plain = function_of(called)[0] is None
+    if plain and isinstance(call.func, ast.Attribute) and not call.args and not call.keywords:
         if isinstance(call.func.value, ast.Name) and call.func.attr not in ("mean", "sum"):  # a cast, a copy
             return _follow_name(trace, scope, call.func.value.id, before, part)
-    body = None if code is None else body_of(code)
-    if code is None or body is None:
+    inner = scope_of_function(called)
+    if inner is None:
         given = {word.arg: word.value for word in call.keywords}
         if isinstance(part, str) and part in given:  # a container that is made here
             return _follow(trace, scope, given[part], before, None)
         return _made_here(trace, scope, call)
-    inner = Scope(code.co_filename, body, {}, outer)
-    for result in reversed(list(returns(body))):
+    for result in reversed(list(returns(inner.body))):
         if _follow(trace, inner, result, (result.lineno + 1, 0), part):
             return True
     return _made_here(trace, scope, call)
@@ -258,10 +252,7 @@ def is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
 
 def gradients_scaled_at(frame: FrameType | None) -> Location | None:
     """The line that scales `.grad` by the number of ranks, in functions that lead to `frame`, or that those call."""
-    for _ in range(_MOST_CALLERS):
-        scope = None if frame is None else scope_of_frame(frame)
-        if frame is None or scope is None:
-            break
+    for scope, _ in scopes_from(frame):
         for inner, given in ((scope, {}), *called_in(scope)):
             for node in ast.walk(inner.body):
                 if isinstance(node, ast.Assign | ast.AugAssign | ast.Expr) and ".grad" in ast.unparse(node):
@@ -270,7 +261,6 @@ def gradients_scaled_at(frame: FrameType | None) -> Location | None:
                     asked = [*((inner, one) for one in factors), *((scope, one) for one in passed)]
                     if any(is_world_size(where, one, set()) for where, one in asked):
                         return location_in(inner, node.lineno)
-        frame = user_caller(frame)
     return None
 
 
@@ -279,27 +269,23 @@ def gradients_changed_at(frame: FrameType | None) -> Location | None:
 
     It is one of the functions that lead to the step, or of those that they call in between.
     """
-    for _ in range(_MOST_CALLERS):
-        scope = None if frame is None else scope_of_frame(frame)
-        if frame is None or scope is None:
-            break
+    for scope, at in scopes_from(frame):
         calls = (node for node in own_nodes(scope.body) if isinstance(node, ast.Expr) and _backward_call(node))
-        begins = max((node.lineno for node in calls if node.lineno < frame.f_lineno), default=0)
-        between = range(begins + 1, frame.f_lineno)
+        begins = max((node.lineno for node in calls if node.lineno < at.f_lineno), default=0)
+        between = range(begins + 1, at.f_lineno)
         own = [(scope, node) for node in own_nodes(scope.body) if getattr(node, "lineno", 0) in between]
         inner = [(there, node) for there, _ in called_in(scope, between) for node in ast.walk(there.body)]
         found = {location_in(where, node.lineno) for where, node in (*own, *inner) if _writes_gradients(node)}
         if found or begins:
             return found.pop() if len(found) == 1 else None
-        frame = user_caller(frame)
     return None
 
 
 def _writes_gradients(node: ast.AST) -> TypeGuard[ast.stmt]:
     """Whether a statement assigns `.grad`, or calls what changes it in place."""
     if isinstance(node, ast.Assign | ast.AugAssign):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        return any(isinstance(one, ast.Attribute) and one.attr == "grad" for to in targets for one in ast.walk(to))
+        written = itertools.chain.from_iterable(map(ast.walk, targets_of(node)))
+        return any(isinstance(one, ast.Attribute) and one.attr == "grad" for one in written)
     if not isinstance(node, ast.Expr) or not isinstance(call := node.value, ast.Call):
         return False
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
@@ -311,12 +297,11 @@ def called_in(scope: Scope, lines: Container[int] | None = None) -> Iterator[tup
     """The functions of the script that a function calls (in these lines), each with what it is given, by name."""
     for node in ast.walk(scope.body):
         if isinstance(node, ast.Call) and (lines is None or node.lineno in lines):
-            code, outer = function_of(resolved(scope, node.func))
-            body = None if code is None else body_of(code)
-            if code is not None and body is not None:
+            called = resolved(scope, node.func)
+            if (inner := scope_of_function(called)) is not None and (code := function_of(called)[0]) is not None:
                 names = code.co_varnames[: code.co_argcount]
                 by_word = {word.arg: word.value for word in node.keywords if word.arg is not None}
-                yield Scope(code.co_filename, body, {}, outer), {**dict(zip(names, node.args, strict=False)), **by_word}
+                yield inner, {**dict(zip(names, node.args, strict=False)), **by_word}
 
 
 def _factors(node: ast.AST) -> list[ast.expr]:
@@ -346,7 +331,7 @@ def _says_world_size(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
         if library in ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"):
             return node.attr in ("num_processes", _WORLD_SIZE)
     spelled, tree = ast.unparse(node), parsed_source(scope.file)
-    if tree is None or (scope.body, spelled) in seen:
+    if (scope.body, spelled) in seen:
         return False
     seen.add((scope.body, spelled))
     if spelled in _given_as_world_size(tree):
@@ -367,13 +352,11 @@ def _says_world_size(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
 
 def _results(called: Any, part: int | None, seen: set[Any]) -> Iterator[tuple[Scope, ast.expr]]:
     """What a function of the script returns, or the part of the tuples that it returns."""
-    code, outer = function_of(called)
-    body = None if code is None else body_of(code)
-    if code is None or body is None or (body, part) in seen:
+    inner = scope_of_function(called)
+    if inner is None or (inner.body, part) in seen:
         return
-    seen.add((body, part))
-    inner = Scope(code.co_filename, body, {}, outer)
-    for one in returns(body):
+    seen.add((inner.body, part))
+    for one in returns(inner.body):
         if part is None:
             yield inner, one
         elif isinstance(one, ast.Tuple) and part < len(one.elts):

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.gather.autograd.loss_terms import rows_taken_from
+from ddpcheck.gather.autograd.autograd_graph import nodes_behind
+from ddpcheck.gather.autograd.loss_terms import head_of
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.module_hooks import remove_hooks
 from ddpcheck.stream.rank_report import MicroBatch, is_probed
@@ -109,15 +110,15 @@ class MicroBatches:
     def _hook(self, step: int, position: int, output: Any) -> None:
         tensors = _tensors(output)
         sequences = next((len(tensor) for tensor in tensors if tensor.ndim == 3), 0)
-        nodes = _log_softmaxes(tensor.grad_fn for tensor in tensors)
-        sources = [rows_taken_from(node) for node in nodes]
-        for count, (node, source) in enumerate(zip(nodes, sources, strict=True)):
-            if source is not None and sources.count(source) > 1:
-                continue  # a loss for each sample, which is divided by what the sample has
-            measure = self._note((step, f"log_softmax {count}", position, sequences), _of_log_probabilities)
-            self._handles.append(node.register_prehook(lambda given, measure=measure: measure(given[0])))
-        for count, logits in enumerate(tensors):
-            if logits.ndim > 1 and logits.is_floating_point():
+        nodes = log_softmaxes(tensor.grad_fn for tensor in tensors)
+        for count, node in enumerate(nodes):
+            if _has_own_head(node, nodes):
+                measure = self._note((step, f"log_softmax {count}", position, sequences), _of_log_probabilities)
+                self._handles.append(node.register_prehook(lambda given, measure=measure: measure(given[0])))
+        scores = [tensor for tensor in tensors if tensor.ndim > 1 and tensor.is_floating_point()]
+        made = [tensor.grad_fn for tensor in scores]
+        for count, logits in enumerate(scores):
+            if _has_own_head(logits.grad_fn, made):
                 node, index = _where_used(logits)
                 measure = self._note((step, f"output {count}", position, sequences), _Logits(logits))
                 self._handles.append(node.register_prehook(lambda given, m=measure, i=index: m(given[i])))
@@ -147,20 +148,20 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return list(islice(leaves, _MOST_HEADS))
 
 
-def _log_softmaxes(roots: Iterable[Any]) -> list[Any]:
+def log_softmaxes(roots: Iterable[Any]) -> list[Any]:
     """The nodes of `log_softmax` next to the end of the graph, in the order in which they are met."""
-    pending = list(dict.fromkeys(roots))
-    seen = set(pending)
-    found = []
-    for node in pending:  # which grows
-        if node.name().startswith("LogSoftmaxBackward"):
-            found.append(node)
-            continue
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen and len(seen) < _NODES:
-                seen.add(following)
-                pending.append(following)
-    return found[:_MOST_HEADS]
+    nodes = nodes_behind(roots, _NODES, lambda node: not _is_log_softmax(node))
+    return list(islice(filter(_is_log_softmax, nodes), _MOST_HEADS))
+
+
+def _is_log_softmax(node: Any) -> bool:
+    return bool(node.name().startswith("LogSoftmaxBackward"))
+
+
+def _has_own_head(node: Any, nodes: Sequence[Any]) -> bool:
+    """Whether no other one of these is of the same head: of another sample, say, by whose targets it is divided."""
+    head = head_of(node)
+    return head is None or [head_of(other) for other in nodes].count(head) == 1
 
 
 def _where_used(logits: torch.Tensor) -> tuple[Any, int]:

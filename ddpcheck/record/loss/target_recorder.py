@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ import torch
 from ddpcheck.findings.evidence.evaluation import GatheredTargets
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
-from ddpcheck.gather.autograd.autograd_graph import kept_tensor
-from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
+from ddpcheck.gather.autograd.autograd_graph import kept_tensor, nodes_behind
+from ddpcheck.record.recording import Recording
 
 _MOST_NODES = 64
 _MOST_GATHERED = 4  # tensors since the last backward pass
@@ -27,16 +27,14 @@ _KEEPS_COLUMNS = (
 class TargetRecorder:
     """Follows what is gathered before a backward pass, and the cross entropies that it begins from."""
 
-    def __init__(self, sink: Callable[[GatheredTargets], object], optimizers: OptimizerRecorder) -> None:
-        """Begin; `optimizers` say how often they have stepped."""
-        self._sink = sink
-        self._optimizers = optimizers
+    def __init__(self, run: Recording) -> None:
+        self._run = run
         self._gathered: list[tuple[torch.Tensor, Call]] = []
         self.awaits_backward = False
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
         """A collective is about to be made."""
-        if "all_gather" not in call.operation or not self._optimizers.are_probed() or len(call.members) < 2:
+        if "all_gather" not in call.operation or not self._run.are_probed() or len(call.members) < 2:
             return
         tensor = next((given[name] for name in _GIVEN if isinstance(given.get(name), torch.Tensor)), None)
         if tensor is not None and tensor.is_floating_point() and tensor.dim() == 2 and tensor.numel() <= _MOST_ELEMENTS:
@@ -51,24 +49,18 @@ class TargetRecorder:
         for targets, columns in _cross_entropies(loss.grad_fn):
             for tensor, call in gathered:
                 own = _place_of(tensor, columns)
-                if own is not None and columns.shape[1] >= 2 * len(tensor):
-                    different = tuple(targets.unique().tolist())
+                if own is None or columns.shape[1] < 2 * len(tensor):
+                    continue
+                different = tuple(targets.unique().tolist())
+                if len(different) <= 2 * len(tensor):  # of two views; more are a loss of all rows
                     where, classes = Location.parse(call.location), columns.shape[1]
-                    made = GatheredTargets(
-                        self._optimizers.steps,
-                        where,
-                        call.members,
-                        own,
-                        len(tensor),
-                        classes,
-                        different[: 2 * len(tensor)],
-                    )
-                    self._sink(made)
+                    step, rows = self._run.steps, len(tensor)
+                    self._run.add(GatheredTargets(step, where, call.members, own, rows, classes, different))
 
 
 def _cross_entropies(root: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Targets, and the matrix whose columns are the classes, of each cross entropy of products of rows."""
-    for node in _nodes(root, lambda node: not node.name().startswith("NllLoss")):
+    for node in nodes_behind([root], _MOST_NODES, lambda node: not node.name().startswith("NllLoss")):
         if not node.name().startswith("NllLoss"):
             continue
         targets = kept_tensor(node, "target")
@@ -77,7 +69,7 @@ def _cross_entropies(root: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             continue
         if not soft[0].name().startswith("LogSoftmax"):
             continue
-        for product in _nodes(soft[0], _keeps_columns):
+        for product in nodes_behind(soft, _MOST_NODES, _keeps_columns):
             if product.name().startswith(("Mm", "Addmm", "Bmm")):
                 columns, classes = kept_tensor(product, "mat2"), kept_tensor(soft[0], "result")
                 columns = columns[0] if columns is not None and columns.dim() == 3 else columns
@@ -88,17 +80,6 @@ def _cross_entropies(root: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 def _keeps_columns(node: Any) -> bool:
     return bool(node.name().startswith(("LogSoftmax", *_KEEPS_COLUMNS)))
-
-
-def _nodes(root: Any, goes_on: Callable[[Any], bool]) -> Iterator[Any]:
-    """The nodes of a graph from `root` on; beyond those where it does not go on there are none."""
-    pending, seen = [root], {root}
-    for node in pending:  # which grows
-        yield node
-        if goes_on(node) and len(pending) < _MOST_NODES:
-            following = [after for after, _ in node.next_functions if after is not None and after not in seen]
-            seen.update(following)
-            pending += following
 
 
 def _place_of(rows: torch.Tensor, columns: torch.Tensor) -> int | None:

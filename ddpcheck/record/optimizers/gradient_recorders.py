@@ -25,12 +25,12 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.autograd.autograd_graph import walk_graph
 from ddpcheck.gather.autograd.exchanges import has_parts, part_of_gradient
+from ddpcheck.gather.ddp.optimizer_options import parameters_of
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import InRows, fingerprint, in_rows, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, has_gradient, norms
-from ddpcheck.record.module_hooks import Living
-from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.recording import Recording
 
 _WITH_NORM = "_clip_grads_with_norm_"  # private to torch; what clip_grad_norm_ calls, however it was imported
 _SAME = 1e-4
@@ -45,23 +45,10 @@ class ClipRecorder:
         follows: Whether it has seen something since an optimizer's step, or the beginning of a backward pass.
     """
 
-    def __init__(
-        self,
-        sink: Callable[[GradientsClipped | GradientsChanged], object],
-        watches: Iterable[ScriptWatch],
-        is_written: Callable[[int], bool],
-        steps: Callable[[], int],
-        after: Callable[[], object],
-    ) -> None:
-        """Begin; `is_written` says whether the clip of a number is, `after` is called after each clip.
-
-        `steps` says how often optimizers have stepped.
-        """
+    def __init__(self, run: Recording, after: Callable[[], object]) -> None:
+        """Begin; `after` is called after each clip."""
         self.follows = False
-        self._steps = steps
-        self._sink = sink
-        self._watches = watches
-        self._is_written = is_written
+        self._run = run
         self._after = after
         self._clips = 0
         self._last: tuple[str, Location | None] = ("", None)
@@ -80,7 +67,7 @@ class ClipRecorder:
     def _clips_value(self, *arguments: Any, **named: Any) -> Iterator[None]:
         given = arguments[0] if arguments else named.get("parameters")
         is_list = isinstance(given, torch.Tensor | list | tuple)
-        norm = _norm(given) if is_list and self._is_written(self._clips) else None
+        norm = _norm(given) if is_list and self._run.is_written(self._clips) else None
         yield
         self._clipped("clip_grad_value_", norm)
 
@@ -88,11 +75,10 @@ class ClipRecorder:
         if norm is math.inf:
             return
         self._last, self.follows = (name, user_location()), True
-        if type(norm) in (torch.Tensor, float) and self._is_written(self._clips) and not math.isnan(norm):
+        if type(norm) in (torch.Tensor, float) and self._run.is_written(self._clips) and not math.isnan(norm):
             of_parts = has_parts()
-            self._sink(
-                GradientsClipped(self._clips, float(norm), self._last[1], self._steps(), name, float(limit), of_parts)
-            )
+            clip = self._clips, float(norm), self._last[1], self._run.steps, name, float(limit), of_parts
+            self._run.add(GradientsClipped(*clip))
         self._clips += 1
         self._after()
 
@@ -100,7 +86,7 @@ class ClipRecorder:
         """A backward pass of the script begins: what have gradients become since the last one?"""
         known = self._norms
         here = user_location() if known else None
-        for watch in list(self._watches) if known else ():
+        for watch in list(self._run.watches) if known else ():
             before = known.get(watch.number)
             if before is None:
                 continue
@@ -110,13 +96,14 @@ class ClipRecorder:
                 put_off = watch.has_unreduced
                 if put_off or here == self._line:  # else the next loss may be of other parameters
                     change = now / before
-                    self._sink(GradientsChanged(watch.number, self._steps(), name, change, where or here, put_off))
+                    where = where or here
+                    self._run.add(GradientsChanged(watch.number, self._run.steps, name, change, where, put_off))
         self.forget()
 
     def backward_ended(self) -> None:
         """It has ended, in a step that is looked at."""
         self._line, self.follows = user_location(), True
-        for watch in list(self._watches):
+        for watch in list(self._run.watches):
             norm = _norm(watch.parameters.values(), watch.reduced_gradients)
             if norm is not None and 0.0 < norm < math.inf:
                 self._norms[watch.number] = norm
@@ -193,7 +180,7 @@ class ZeroingRecorder:
         """An optimizer is about to step; returns whether it is one of those that are looked at no more."""
         one = self._known.get(optimizer)
         if one is None:
-            held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            held = [p for p in parameters_of(optimizer) if p.grad is not None]
             if held:
                 plain = type(held[0].grad) is torch.Tensor
                 self._known[optimizer] = _Followed(number, tensor_ref(held[0]), plain)
@@ -248,7 +235,7 @@ class ZeroingRecorder:
         one = self._known.get(optimizer)
         if one is None or one.steps >= _MOST_LOOKED_AT:
             return
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         if gradients and bool(sum(float(dense(g).detach().abs().sum()) for g in gradients[:_SOME_PARAMETERS])):
             where = user_location()
             one.zeroed[where] = one.zeroed.get(where, 0) + 1
@@ -309,11 +296,9 @@ class GivenRecorder:
         of_a_part: The line of one that is given the gradient of a parameter which this rank has for itself.
     """
 
-    def __init__(self, is_looked_at: Callable[[], bool], watches: Living[ScriptWatch]) -> None:
-        """Begin; gradients are averaged by hand where there are no `watches` on wrappers."""
+    def __init__(self, run: Recording) -> None:
         self.of_a_part: Location | None = None
-        self._is_looked_at = is_looked_at
-        self._watches = watches
+        self._run = run
         self._given: list[tuple[int, int]] = []  # elements, fingerprint
         self._parts: Counter[int] = Counter()  # by identity, how often its gradient was given
 
@@ -326,14 +311,15 @@ class GivenRecorder:
         if (part := part_of_gradient(tensor)) is not None:
             self._parts[id(part)] += 1
             self.of_a_part = Location.parse(call.location)
-        if self._is_looked_at() and tensor.numel() > _FEW and len(self._given) < _MOST_GIVEN:
-            if next(iter(self._watches), None) is None:
+        if self._run.is_written(self._run.steps) and tensor.numel() > _FEW and len(self._given) < _MOST_GIVEN:
+            if next(iter(self._run.watches), None) is None:  # gradients are averaged by hand
                 self._given.append((tensor.numel(), fingerprint(tensor)))
 
     def of(self, gradients: list[torch.Tensor]) -> tuple[int, ...]:
-        """Fingerprints, if they are of as many elements as these gradients have."""
-        elements = sum(gradient.numel() for gradient in gradients)
-        return tuple(one for _, one in self._given) if sum(size for size, _ in self._given) == elements else ()
+        """Fingerprints, if they are of as many elements as these gradients have; small ones may be in buckets only."""
+        sizes = [gradient.numel() for gradient in gradients]
+        elements = sum(sizes), sum(size for size in sizes if size > _FEW)
+        return tuple(one for _, one in self._given) if sum(size for size, _ in self._given) in elements else ()
 
     def is_reduced(self, parameter: torch.Tensor) -> bool:
         """Whether the gradient of a parameter that this rank has for itself was given again and again."""

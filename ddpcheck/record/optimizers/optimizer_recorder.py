@@ -22,7 +22,7 @@ from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.autograd.exchanges import is_part
 from ddpcheck.gather.autograd.gradient_hooks import hooks_on
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
-from ddpcheck.gather.ddp.optimizer_options import optimizer_options
+from ddpcheck.gather.ddp.optimizer_options import optimizer_options, parameters_of
 from ddpcheck.gather.ddp.sharding import count_in_fsdp1, shard_states
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import PLAIN, fingerprint, fingerprints, is_shard, place_of, version_of
@@ -30,12 +30,13 @@ from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
 from ddpcheck.record.loop.step_hooks import follow_steps
 from ddpcheck.record.loss.loss_source import gradients_changed_at, gradients_scaled_at
-from ddpcheck.record.module_hooks import Living, UnpickledHook
+from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.optimizers.gradient_recorders import ClipRecorder, GivenRecorder, ZeroingRecorder
 from ddpcheck.record.optimizers.part_recorder import shard_norm_at
 from ddpcheck.record.optimizers.schedule_recorder import ScheduleRecorder
 from ddpcheck.record.rank.line_recorder import LineRecorder, lines_left_out_by
 from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.program_state import (
     StateRecorder,
     names_of_parameters,
@@ -45,7 +46,6 @@ from ddpcheck.record.replicas.program_state import (
 from ddpcheck.record.replicas.state_uses import LoadRecorder, UseRecorder
 from ddpcheck.record.replicas.write_recorder import WriteRecorder
 from ddpcheck.record.source.source_scope import assignment_in_program
-from ddpcheck.stream.rank_report import is_probed, is_sampled
 
 _MOST_MARKS = _MOST_SUMS = 4096
 _MOST_LOOKED_AT = 16  # optimizers, whose gradients may be averaged after the step
@@ -75,39 +75,15 @@ class _Optimizer:
 
 
 class OptimizerRecorder:
-    """Follows every optimizer of this process; hands what it sees to `sink`.
+    """Follows every optimizer of this process.
 
     Attributes:
-        steps: How often any of them has stepped.
-        watches: On the wrappers.
         states: What it looks at before some of these steps: models that no optimizer holds.
     """
 
-    def __init__(
-        self,
-        sink: Callable[[Any], object],
-        watches: Living[ScriptWatch],
-        every: int,
-        collectives: Callable[[], int],
-        lines: LineRecorder,
-        writes: WriteRecorder,
-    ) -> None:
-        """Begin.
-
-        Args:
-            sink: Takes the evidence.
-            watches: Those on the wrappers.
-            every: Steps from one entry to the next.
-            collectives: Says how many of all ranks there have been.
-            lines: Where optimizers are made.
-            writes: Where parameters are written; they are told when an optimizer does that.
-        """
-        self.steps = 0
-        self._rounds = 0  # how often the one has stepped that has done so most
-        self._sink = sink
-        self.watches = watches
-        self._every = every
-        self._collectives = collectives
+    def __init__(self, run: Recording, lines: LineRecorder, writes: WriteRecorder) -> None:
+        """Begin; `lines` say where optimizers are made, `writes` are told when an optimizer writes parameters."""
+        self._run = run
         self._lines = lines
         self._writes = writes
         self._known: WeakKeyDictionary[Any, _Optimizer] = WeakKeyDictionary()
@@ -116,28 +92,28 @@ class OptimizerRecorder:
         self._differentiated: tuple[str, ...] = ()  # the lines that have led to the last one, if a step is due
         self._due: set[int] = set()  # the numbers of optimizers whose next step is described
         self._stepped = 0  # optimizers that have, of those whose construction was seen
-        self._schedules = ScheduleRecorder(sink, lambda: self._backwards + self.steps, self._number_of)
+        self._schedules = ScheduleRecorder(run.add, lambda: self._backwards + run.steps, self._number_of)
         follow_steps(self)
         patched(torch.optim.Optimizer, "zero_grad", self._before_zero_grad)
         patched(nn.Module, "zero_grad", self._before_module_zero_grad)
-        self._zeroings = ZeroingRecorder(sink)
-        self._clips = ClipRecorder(sink, watches, self._is_written, lambda: self.steps, self._zeroings.note_changed)
-        self._loads = LoadRecorder(sink)
-        uses = UseRecorder(sink, watches, lambda: self.steps, self._held)
-        self.states = StateRecorder(sink, watches, uses, writes.copied)
-        self.given = GivenRecorder(lambda: self._is_written(self.steps), watches)
+        self._zeroings = ZeroingRecorder(run.add)
+        self._clips = ClipRecorder(run, self._zeroings.note_changed)
+        self._loads = LoadRecorder(run.add)
+        self.states = StateRecorder(run, UseRecorder(run, self._held), writes.copied)
+        self.given = GivenRecorder(run)
         self._flat: list[tuple[int, float, Location | None]] = []  # elements, squared norm, line
         self._sums: dict[int, tuple[Callable[[], Any], int, Location | None]] = {}  # version, line, by identity
 
     def close(self) -> None:
         """The script has ended."""
+        self._loads.hand_over()
         living = {known.number: optimizer for optimizer, known in list(self._known.items())}
         for known in self._all:
             optimizer = living.get(known.number)
             watches = [] if optimizer is None else self._watches_of(optimizer, known)
             reductions = sum(watch.step for watch in watches) if watches and not known.apart else -1
             schedule = known.schedule if optimizer is None else self._schedules.of(optimizer)
-            self._sink(OptimizerEnd(known.number, known.steps, reductions, tuple(known.marks), schedule))
+            self._run.add(OptimizerEnd(known.number, known.steps, reductions, tuple(known.marks), schedule))
 
     def note_sum(self, tensor: Any, location: Location | None, callers: tuple[str, ...] = ()) -> None:
         """An all_reduce of all ranks has left a sum in `tensor`."""
@@ -145,7 +121,7 @@ class OptimizerRecorder:
             after = known.used[0] == self._backwards and not known.inside and known.late is None
             if after and getattr(known.sample(), "grad", None) is tensor is not None:
                 known.late = Location.parse(below_common(callers, known.used[1])) or location
-        if type(tensor) is torch.Tensor and self._is_written(self.steps) and len(self._sums) < _MOST_SUMS:
+        if type(tensor) is torch.Tensor and self._run.is_written(self._run.steps) and len(self._sums) < _MOST_SUMS:
             self._sums[id(tensor)] = tensor_ref(tensor), version_of(tensor), location
             if tensor.is_floating_point():  # of several gradients in one, perhaps
                 self._flat += [(tensor.numel(), float(tensor.norm()) ** 2, location)]
@@ -153,10 +129,6 @@ class OptimizerRecorder:
     def are_gradients(self, places: Collection[int]) -> bool:
         """Whether the gradient of a parameter is at any of these places (`place_of`)."""
         return any(p.grad is not None and place_of(p.grad) in places for p in self._held())
-
-    def are_probed(self) -> bool:
-        """Whether losses are looked at in this step; of two that take turns, one would only come to uneven steps."""
-        return is_probed(self.steps) or is_probed(self._rounds)
 
     def steps_of(self, optimizer: Any) -> int:
         """How often an optimizer has stepped in this process."""
@@ -168,18 +140,15 @@ class OptimizerRecorder:
         return -1 if known is None else known.number
 
     def _held(self) -> list[torch.Tensor]:
-        return [p for one in list(self._known) for p in _parameters_of(one)]
-
-    def _is_written(self, count: int) -> bool:
-        return is_sampled(count, self._every)
+        return [p for one in list(self._known) for p in parameters_of(one)]
 
     # Steps
 
     def before_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
         """An optimizer is about to step."""
-        self.steps += 1
+        self._run.steps += 1
         if self._loads.waits:
-            self._loads.before_step()
+            self._loads.hand_over()
         self._writes.step(begins=True)
         if self._writes.seen:
             self._writes.write()
@@ -202,8 +171,8 @@ class OptimizerRecorder:
             watch.optimizer_steps()
         if known.marked is not None and (marked := known.marked()) is not None and len(known.marks) < _MOST_MARKS:
             known.marks.append(fingerprint(marked))
-        if is_sampled(known.steps, self._every):
-            self._sink(self._described(optimizer, known, watches))
+        if self._run.is_written(known.steps):
+            self._run.add(self._described(optimizer, known, watches))
             known.marks = []
             if known.steps or not known.number:  # others may be made anew in each step, for an inner loop
                 self.states.look(known.number, known.steps, self._held())
@@ -215,8 +184,8 @@ class OptimizerRecorder:
             known.reduced[watch.number] = watch.step
         known.reductions = sum(known.reduced.values())
         known.steps += 1
-        self._rounds = max(self._rounds, known.steps)
-        (self._due.add if is_sampled(known.steps, self._every) else self._due.discard)(known.number)
+        self._run.rounds = max(self._run.rounds, known.steps)
+        (self._due.add if self._run.is_written(known.steps) else self._due.discard)(known.number)
 
     def after_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
         """It has stepped."""
@@ -224,10 +193,10 @@ class OptimizerRecorder:
         if (known := self._known.get(optimizer)) is not None:
             known.inside = False
             if self._zeroings.follows or not known.is_settled:
-                self._zeroings.has_stepped(optimizer, self.steps)
+                self._zeroings.has_stepped(optimizer, self._run.steps)
 
     def _described(self, optimizer: Any, known: _Optimizer, watches: list[ScriptWatch]) -> OptimizerStep:
-        held = _parameters_of(optimizer)
+        held = parameters_of(optimizer)
         shards = {id(p): p for p in held if type(p) not in PLAIN and is_shard(p)}
         wrapped = {key: name for watch in watches for key, name in watch.numbered.items()}
         inside = {wrapped[id(p)]: p for p in held if id(p) in wrapped}
@@ -249,7 +218,8 @@ class OptimizerRecorder:
             known.norm_at = shard_norm_at(user_frame(sys._getframe(1))) if shards else None
         known.used = self._backwards, lines
         others = [one for one in self._lines.optimizers() if one not in self._known]
-        idle = {wrapped[id(p)] for one in others for p in _parameters_of(one) if id(p) in wrapped}
+        numbered = [watch.numbered for watch in self._run.watches] if others else []
+        idle = {names[id(p)] for names in numbered for one in others for p in parameters_of(one) if id(p) in names}
         names = {id(p): name for name, p in every.items()} if optimizer.state else {}
         return OptimizerStep(
             known.number,
@@ -274,7 +244,7 @@ class OptimizerRecorder:
             gradients=sketches({name: dense(p.grad) for name, p in alone.items() if p.grad is not None}),
             marks=tuple(known.marks),
             unknown=tuple(name for p, name in known.alone.items() if p in known.in_no_module),
-            collectives=self._collectives(),
+            collectives=self._run.log.collectives,
             idle=tuple(sorted(idle)),
             made=self._lines.of_optimizer(optimizer),
             rate=(known.schedule and known.schedule.made) or assignment_in_program("lr"),
@@ -292,7 +262,7 @@ class OptimizerRecorder:
             in_fsdp1=count_in_fsdp1(held),
             made_with=self._lines.rates_of(optimizer),
             given=self.given.of([p.grad for p in alone.values() if p.grad is not None]),
-            parts_reduced=tuple(known.alone.get(id(p), "?") for p in held if self.given.is_reduced(p)),
+            parts_reduced=_names_of([p for p in held if self.given.is_reduced(p)]),
             parts_reduced_at=self.given.of_a_part,
             shard_states=shard_states(optimizer, {n: p for n, p in inside.items() if id(p) in shards}),
         )
@@ -313,11 +283,11 @@ class OptimizerRecorder:
 
     def _watches_of(self, optimizer: Any, known: _Optimizer) -> list[ScriptWatch]:
         """The watches on wrappers of its parameters; looked for again where there are others, or it has more groups."""
-        key = len(optimizer.param_groups), self.watches.refs
+        key = len(optimizer.param_groups), self._run.watches.refs
         if known.watches[0] != key:
-            held = {id(p) for p in _parameters_of(optimizer)}
+            held = {id(p) for p in parameters_of(optimizer)}
             theirs = []
-            for last in sorted(self.watches, key=lambda watch: -watch.number):  # that wraps a parameter
+            for last in sorted(self._run.watches, key=lambda watch: -watch.number):  # that wraps a parameter
                 if ours := held & {id(p) for p in last.parameters.values()}:
                     theirs.append(last)
                     held -= ours
@@ -326,15 +296,15 @@ class OptimizerRecorder:
 
     def _look_at(self, optimizer: Any, known: _Optimizer) -> None:
         """At its first step: name its parameters that are in no wrapper, and look at what the script has derived."""
-        known.sample = tensor_ref(_parameters_of(optimizer)[0])
+        known.sample = tensor_ref(parameters_of(optimizer)[0])
         self._stepped += self._lines.of_optimizer(optimizer) is not None
         self._schedules.look_for(optimizer)
         if not known.number:
             for table in tables_of_program():
-                self._sink(table)
-        watches = list(self.watches)
+                self._run.add(table)
+        watches = list(self._run.watches)
         watched = {id(p) for watch in watches for p in watch.parameters.values()}
-        loose = [p for p in _parameters_of(optimizer) if id(p) not in watched and _is_whole(p)]
+        loose = [p for p in parameters_of(optimizer) if id(p) not in watched and _is_whole(p)]
         later: dict[int, str] = {}  # of which the wrapper that they are in knows nothing
         if loose:
             later = {id(p): f"{watch.number}/{name}" for watch in watches for name, p in watch.later_parameters()}
@@ -352,23 +322,24 @@ class OptimizerRecorder:
 
     def reductions(self) -> dict[int, int]:
         """By number of a wrapper, how many averaged backward passes it has ended."""
-        return {watch.number: watch.step for watch in list(self.watches)}
+        return {watch.number: watch.step for watch in list(self._run.watches)}
 
     def have_hooks(self) -> bool:
         """Whether the script has hooks on the gradients of parameters of wrappers."""
-        every = itertools.chain.from_iterable(watch.parameters.values() for watch in self.watches)
+        every = itertools.chain.from_iterable(watch.parameters.values() for watch in self._run.watches)
         return any(not isinstance(hook, UnpickledHook) for hook in hooks_on(every))
 
     def put_off(self) -> set[int]:
         """The numbers of the wrappers that hold gradients which a later backward pass is to average."""
-        return {watch.number for watch in list(self.watches) if watch.has_unreduced}
+        return {watch.number for watch in list(self._run.watches) if watch.has_unreduced}
 
     def before_backward(self, loss: Any) -> None:
         """A backward pass of the script begins from `loss`."""
         self._backwards += 1
+        self._flat.clear()
         described = self._due or self._stepped < self._lines.made  # the step after it, perhaps
         self._differentiated = lines_of_program(sys._getframe(1)) if described else ()
-        for watch in self.watches:
+        for watch in self._run.watches:
             watch.any_backward_begins()
         if self._clips.follows:
             self._clips.backward_begins()
@@ -377,9 +348,9 @@ class OptimizerRecorder:
 
     def after_backward(self) -> None:
         """It has ended."""
-        if is_sampled(self.steps, self._every):
+        if self._run.is_written(self._run.steps):
             self._clips.backward_ended()
-        for watch in self.watches:
+        for watch in self._run.watches:
             watch.any_backward_ended()
         if self._zeroings.follows:
             self._zeroings.backward_ended()
@@ -396,13 +367,14 @@ class OptimizerRecorder:
     def _before_module_zero_grad(self, module: nn.Module, *arguments: Any, **named: Any) -> None:
         theirs = {id(p) for p in module.parameters()}
         for optimizer in list(self._known):
-            held = {id(p) for p in _parameters_of(optimizer)}
+            held = {id(p) for p in parameters_of(optimizer)}
             if held <= theirs:
                 self._before_zero_grad(optimizer, *arguments, **named)
 
 
-def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _names_of(parameters: list[torch.Tensor]) -> tuple[str, ...]:
+    names = names_of_parameters({id(p) for p in parameters}) if parameters else {}
+    return tuple(names.get(id(p), "?") for p in parameters)
 
 
 def _is_whole(parameter: torch.Tensor) -> bool:

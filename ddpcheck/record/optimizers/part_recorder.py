@@ -21,8 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import user_frame, user_location
+from ddpcheck.findings.source_lines import targets_of, user_frame, user_location
 from ddpcheck.gather.ddp.model_parts import input_layouts, is_sum
+from ddpcheck.gather.ddp.optimizer_options import parameters_of
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
@@ -32,10 +33,9 @@ from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
 from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.replicas.program_state import names_of_parameters
-from ddpcheck.record.source.source_scope import location_in, own_nodes, scope_of_frame, user_caller
+from ddpcheck.record.source.source_scope import location_in, own_nodes, scopes_from
 from ddpcheck.stream.rank_report import is_sampled
 
-_MOST_CALLERS = 4  # functions that lead to the step
 _NORMS = ("norm", "vector_norm", "square", "pow", "get_total_norm")
 _OF_SHARDS = ("to_local", "_local_tensor")
 _BINDING = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
@@ -46,15 +46,11 @@ def shard_norm_at(frame: FrameType | None, *, plain: bool = False) -> Location |
 
     `plain`: the shards are plain tensors, which no call makes of others.
     """
-    for _ in range(_MOST_CALLERS):
-        scope = None if frame is None else scope_of_frame(frame)
-        if frame is None or scope is None:
-            break
+    for scope, _ in scopes_from(frame):
         for inner, _given in ((scope, {}), *called_in(scope)):
             bodies = [inner.body, *(one.body for one, _ in called_in(inner))]
             if (plain or any(_mentions(body, _OF_SHARDS) for body in bodies)) and (line := _norm_line(inner.body)):
                 return location_in(inner, line)
-        frame = user_caller(frame)
     return None
 
 
@@ -67,7 +63,7 @@ def _norm_line(body: ast.AST) -> int | None:
             continue
         if not isinstance(node, ast.For) and _takes_norm(value):
             return node.lineno
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        for target in [node.target] if isinstance(node, ast.For) else targets_of(node):
             made |= _names(target)
     return None
 
@@ -185,7 +181,7 @@ class PartRecorder:
         self._steps[optimizer] = number, count + 1
         if not is_sampled(count, self._every):
             return
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held = parameters_of(optimizer)
         if not count:
             self._norm_at = self._norm_at or shard_norm_at(user_frame(sys._getframe(1)), plain=True)
             self._name(held)
@@ -193,12 +189,8 @@ class PartRecorder:
         split = self._split_now()
         parts = tuple(name for name, p in named.items() if id(p) in split)
         whole = {name: p for name, p in named.items() if id(p) not in split}
-        everywhere = {
-            id(p)
-            for one in (*(self._lines.optimizers() if self._lines is not None else ()), optimizer)
-            for group in one.param_groups
-            for p in group["params"]
-        }
+        others = () if self._lines is None else self._lines.optimizers()
+        everywhere = {id(p) for one in (*others, optimizer) for p in parameters_of(one)}
         gradients = {name: p.grad for name, p in named.items() if p.grad is not None and not is_sum(p.grad)}
         self._sink(
             PartStep(

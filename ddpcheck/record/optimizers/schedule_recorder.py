@@ -9,23 +9,25 @@ import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddpcheck.findings.evidence.loop import ScheduleState
 from ddpcheck.findings.evidence.script import MetricUsed
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import is_called_by_a_package, user_location
 from ddpcheck.gather.patching import patched
+from ddpcheck.gather.state.reachable import function_variables
 from ddpcheck.record.evaluation.monitor_recorder import MonitorRecorder
 from ddpcheck.record.loss.loss_source import is_world_size
 from ddpcheck.record.source.program_numbers import held_by_program, held_in, program_frames
 from ddpcheck.record.source.source_scope import (
+    MOST_CALLERS,
     Scope,
     is_users,
     own_nodes,
@@ -35,9 +37,7 @@ from ddpcheck.record.source.source_scope import (
     user_caller,
 )
 
-_BASES = ("LRScheduler", "ReduceLROnPlateau")
 _MOST_NUMBERS = 64
-_MOST_CALLERS = 4  # functions of the program, in which the loop around a step is looked for
 _SAME = 1e-6  # of the highest rate
 
 
@@ -68,10 +68,9 @@ class ScheduleRecorder:
         self._metrics: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # number, metrics so far
         self._known: WeakKeyDictionary[Any, _Schedule] = WeakKeyDictionary()
         self.followed: set[type] = set()
-        bases = (getattr(torch.optim.lr_scheduler, name, None) for name in _BASES)
-        for base in dict.fromkeys(filter(None, bases)):
+        for base in (LRScheduler, ReduceLROnPlateau):
             patched(base, "__init__", self._made)
-        patched(torch.optim.lr_scheduler.ReduceLROnPlateau, "step", self._before_plateau)
+        patched(ReduceLROnPlateau, "step", self._before_plateau)
 
     def of(self, optimizer: Any) -> ScheduleState | None:
         """The schedule of its learning rate: of several, the one that has made the most steps; else the last one."""
@@ -118,7 +117,7 @@ class ScheduleRecorder:
 
     def _steps(self, schedule: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
         known = self._known.get(schedule)
-        made = not isinstance(schedule, torch.optim.lr_scheduler.LRScheduler) or hasattr(schedule, "_last_lr")
+        made = not isinstance(schedule, LRScheduler) or hasattr(schedule, "_last_lr")
         if known is None or known.stepping or not made:  # a class calls its base's, a constructor makes the first step
             yield
             return
@@ -172,20 +171,13 @@ def _numbers_of(schedule: Any) -> Iterator[float]:
             pending += one[:_MOST_NUMBERS]
         elif isinstance(one, functools.partial):
             pending += [one.func, *one.args, *one.keywords.values()]
-        elif (code := getattr(one, "__code__", None)) is not None:
-            pending += _held_by_function(one, code)
+        elif isinstance(one, FunctionType):
+            pending += [variable.value for variable in function_variables(one)]
+            pending += [dist.get_world_size()] * ("get_world_size" in one.__code__.co_names)
+        elif isinstance(one, MethodType):
+            pending.append(one.__func__)
         elif callable(one) and is_users(getattr(type(one).__call__, "__code__", None)):
             pending += (getattr(one, "__dict__", None) or {}).values()
-
-
-def _held_by_function(function: Any, code: Any) -> list[Any]:
-    held = [getattr(function, "__globals__", {}).get(name) for name in code.co_names]
-    if "get_world_size" in code.co_names:
-        held.append(dist.get_world_size())
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # it has no value yet
-            held.append(cell.cell_contents)
-    return [*held, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
 def _takes_world_size(frame: FrameType, optimizer: Any) -> bool:
@@ -204,7 +196,7 @@ def _takes_world_size(frame: FrameType, optimizer: Any) -> bool:
 
 def _repeats_by_world_size(frame: FrameType | None) -> bool:
     """Whether the innermost loop in which the program is now has a pass for each rank, by its source."""
-    for _ in range(_MOST_CALLERS):
+    for _ in range(MOST_CALLERS):
         if frame is None:
             break
         scope = scope_of_frame(frame)  # a comprehension has none

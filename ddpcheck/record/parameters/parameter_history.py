@@ -26,6 +26,7 @@ from ddpcheck.gather.state.module_description import KnownParts
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.record.loop.forward_snapshot import Snapshot
 from ddpcheck.record.module_hooks import remove_hooks
+from ddpcheck.record.parameters.hooked_gradients import HookedGradients
 from ddpcheck.stream.rank_report import RankReport
 
 _EXPLAINED_EARLY = 2  # the step in which never used ones are explained, for a run that ends before they are judged
@@ -239,6 +240,7 @@ class StepProbe:
         held: The gradients that shards had before.
         beside: Shards to which a gradient came by another way than the reduction: an operation on the DTensor itself;
             or terms of it, say, which torch adds up over the ranks of tensor parallelism before the reduction.
+        hooked: What hooks of the program have made of the gradients, where something of them is kept.
     """
 
     def __init__(
@@ -263,6 +265,7 @@ class StepProbe:
         self.local: dict[str, Any] = {}
         self.held: dict[str, torch.Tensor] = {}
         self.beside: set[str] = set()
+        self.hooked = HookedGradients()
         self._module = module
         self._parts = parts
         self._parameters = parameters
@@ -283,6 +286,8 @@ class StepProbe:
             for name, leaf, node in zip(self._parameters, self._leaves, nodes, strict=True)
             if node is not None
         ]
+        for name, leaf in zip(self._parameters, self._leaves, strict=True) if self.keep is not None else ():
+            self._handles += self.hooked.attach(name, leaf, self._changed_in_place)
         shards = {name: p for name, p in self._parameters.items() if self.keep and p.requires_grad and is_shard(p)}
         nodes = gradient_nodes([*shards.values()])  # where the engine accumulates, and torch's reduction does not
         self._handles += [
@@ -311,12 +316,19 @@ class StepProbe:
             if not plain and is_shard(gradient) and gradient.placements != leaf.placements:
                 self.beside.add(name)  # under tensor parallelism
             if self.keep is not None:
+                self.hooked.arrived(name, gradient)
                 if parameter.grad is not None:
                     self._keep_held(name)
                 came = self.keep(name, gradient.detach() if plain else dense(gradient))
                 self.local[name] = self.local[name] + came if name in self.local else came
 
         return arrived
+
+    def _changed_in_place(self, name: str) -> None:
+        """Keep what hooks have left of the gradient in `.grad`: that is averaged."""
+        held = self._parameters[name].grad
+        if self.keep is not None and held is not None and name in self.local and not is_shard(held):
+            self.local[name] = self.keep(name, dense(held))
 
     def _keep_held(self, name: str) -> None:
         """Keep what `.grad` holds from backward passes that were not averaged: it goes into this average."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
@@ -16,12 +17,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.replicas import SizedVariable, WrapperBegun
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import (
-    is_of_program,
-    relative_path,
-    user_location,
-    variables_of,
-)
+from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, user_location, variables_of
 from ddpcheck.gather.ddp.ddp_wrapper import constructor_options
 from ddpcheck.gather.patching import guarded
 from ddpcheck.gather.state.module_description import class_name, structure_of
@@ -39,7 +35,7 @@ class ConstructionRecorder:
 
     def __init__(self) -> None:
         """Begin; uses torch's public registration hooks."""
-        self._lines: dict[int, tuple[ref[nn.Module], dict[str, Location]]] = {}
+        self._lines: WeakKeyDictionary[nn.Module, dict[str, Location]] = WeakKeyDictionary()
         self._sizes: dict[SizedVariable, None] = {}
         hook: Any = guarded(self._registered)
         registration.register_module_parameter_registration_hook(hook)
@@ -78,15 +74,11 @@ class ConstructionRecorder:
         where = user_location(frame)
         if where is None:
             return
-        known = self._lines.get(id(module))
-        if known is None or known[0]() is not module:
-            known = self._lines[id(module)] = (ref(module), {})
-        known[1][name] = where
+        self._lines.setdefault(module, {})[name] = where
         if isinstance(thing, nn.Parameter) and not nn.parameter.is_lazy(thing) and len(self._sizes) < _MOST_SIZES:
             wanted = set(thing.shape)
             for inner in _user_functions(frame):
-                place = Location(relative_path(inner.f_code.co_filename), inner.f_lineno)
-                found = _sized(variables_of(inner).items(), place)
+                found = _sized(variables_of(inner).items(), location_of(inner))
                 self._sizes.update((one, None) for one in found if _may_be(one.size, wanted))
 
     def _lines_of(self, module: nn.Module) -> dict[str, Location]:
@@ -96,11 +88,9 @@ class ConstructionRecorder:
         for path, part in module.named_modules():
             above, _, own = path.rpartition(".")
             nearest[path] = found.get(path, nearest.get(above) if own else None)
-            known = self._lines.get(id(part))
-            if known is not None and known[0]() is part:
-                for name, where in known[1].items():
-                    if where != nearest[path]:
-                        found[f"{path}.{name}".lstrip(".")] = where
+            for name, where in self._lines.get(part, {}).items():
+                if where != nearest[path]:
+                    found[f"{path}.{name}".lstrip(".")] = where
         return found
 
 
@@ -129,13 +119,8 @@ def _sized(variables: Iterable[tuple[str, Any]], where: Location) -> Iterator[Si
 
 def _user_functions(frame: FrameType | None) -> Iterator[FrameType]:
     """The innermost functions of the user's that run; not the top of a module, whose variables stay."""
-    found = 0
-    while frame is not None and found < _MOST_FRAMES:
-        code = frame.f_code
-        if code.co_name != "<module>" and is_of_program(code.co_filename):
-            found += 1
-            yield frame
-        frame = frame.f_back
+    found = (one for one in frames_from(frame) if is_of_program(one.f_code.co_filename))
+    return itertools.islice((one for one in found if one.f_code.co_name != "<module>"), _MOST_FRAMES)
 
 
 def _in_order_of_sets(module: nn.Module) -> Iterator[str]:

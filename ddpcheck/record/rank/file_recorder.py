@@ -9,19 +9,18 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from types import FrameType
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ddpcheck.findings.evidence.script import FilesLeft, FileUsed
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location
+from ddpcheck.findings.source_lines import frames_from, is_installed, is_user_file, location_of, user_location
 from ddpcheck.gather.ddp.sharding import shard_held
 from ddpcheck.gather.patching import guarded, patched
 from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.recording import Recording
 from ddpcheck.stream.rank_log import RankLog
 
 _MOST_USES = 4096  # distinct ones: by path, how, line, and collectives before
@@ -36,12 +35,11 @@ _WRITERS = re.compile(r"-packages.(numpy|pandas|yaml|joblib|omegaconf|safetensor
 
 
 class FileRecorder:
-    """Follows `torch.save`, `torch.load` and `open`; writes each use of a file to the log of the rank."""
+    """Follows `torch.save`, `torch.load` and `open`."""
 
-    def __init__(self, log: RankLog, watches: Iterable[ScriptWatch]) -> None:
-        """Begin; `watches` are those on the wrappers."""
-        self._log = log
-        self._watches = watches
+    def __init__(self, run: Recording) -> None:
+        self._log: RankLog = run.log
+        self._watches = run.watches
         self._known: set[tuple[object, ...]] = set()
         patched(torch, "save", self._saves)
         patched(torch, "load", self._loads)
@@ -127,7 +125,7 @@ class FileRecorder:
             return
         if isinstance(mode, str) and mode.startswith("w"):
             name = os.path.realpath(path)
-            if not name.startswith(_NO_FILES) and _is_of_program():
+            if not name.startswith(_NO_FILES) and _line_of_program(by_torch=True) is not None:
                 now, waited = self._log.collectives, self._log.waited
                 self._write(FileUsed(name, True, now, now, user_location(), waited=waited, by_torch=False))
                 if len(self._opened) < _MOST_USES:
@@ -173,25 +171,15 @@ class FileRecorder:
             self._write(FileUsed(name, False, now, now, line, waited=waited, by_torch=False))
 
 
-def _is_of_program() -> bool:
-    """Whether the program writes the file, itself or by a library that is for that; and no package on its behalf."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+def _line_of_program(*, by_torch: bool = False) -> Location | None:
+    """The line of the program that uses a file, itself or by a library that is for that; and no package on its behalf.
+
+    `by_torch`: or torch on its behalf.
+    """
+    for frame in frames_from(sys._getframe(1)):
         file = frame.f_code.co_filename
-        if is_user_file(file) and not _WRITERS.search(file):
-            return not is_installed(file)
-        frame = frame.f_back
-    return False
-
-
-def _line_of_program() -> Location | None:
-    """The line of the program that uses a file, itself or by a library that is for that; `None` for torch's own use."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
-        if module.startswith("torch."):
+        if not by_torch and str(frame.f_globals.get("__name__", "")).startswith("torch."):
             return None
         if is_user_file(file) and not _WRITERS.search(file):
-            return None if is_installed(file) else Location(relative_path(file), frame.f_lineno)
-        frame = frame.f_back
+            return None if is_installed(file) else location_of(frame)
     return None

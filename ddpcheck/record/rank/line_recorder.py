@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,7 @@ from ddpcheck.gather.patching import CALLER, patched
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.recording import Recording
 from ddpcheck.record.source.source_scope import assignment_in_program
 
 _MOST_CHANGES = 256
@@ -28,12 +29,10 @@ _APPLY: Any = nn.Module.apply.__code__
 
 
 class LineRecorder:
-    """Records where things are made; hands changes of wrapped modules to `sink`."""
+    """Records where things are made, and changes of wrapped modules."""
 
-    def __init__(self, sink: Callable[[ModuleChanged], object], watches: Iterable[ScriptWatch]) -> None:
-        """Begin; `watches` are those on the wrappers."""
-        self._sink = sink
-        self._watches = watches
+    def __init__(self, run: Recording) -> None:
+        self._run = run
         self._seen: set[tuple[int, str, Location | None]] = set()
         self._evaluated: dict[Location | None, int] = {}  # how often, by line
         self._optimizers: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
@@ -92,7 +91,7 @@ class LineRecorder:
             self._note_parameters("values", how, module)
 
     def _evaluates(self, module: nn.Module) -> None:
-        watches = list(self._watches)
+        watches = list(self._run.watches)
         if not watches or len(self._seen) >= _MOST_CHANGES:
             return
         where = user_location()
@@ -105,7 +104,7 @@ class LineRecorder:
         self._note_parameters("requires_grad", "requires_grad_", thing)
 
     def _note_parameters(self, what: str, how: str, thing: Any) -> None:
-        watches = list(self._watches)
+        watches = list(self._run.watches)
         if not watches or len(self._seen) >= _MOST_CHANGES:
             return
         where = user_location()
@@ -118,7 +117,7 @@ class LineRecorder:
 
     def _registered(self, module: nn.Module, name: str, _thing: Any) -> None:
         if len(self._seen) < _MOST_CHANGES:
-            for watch in list(self._watches):
+            for watch in list(self._run.watches):
                 if (path := watch.path_of(module)) is not None:
                     self._note(watch, "parameters", f"{path}.{name}".lstrip("."), (), user_location())
 
@@ -126,7 +125,7 @@ class LineRecorder:
         key = watch.number, what, where
         if where is not None and key not in self._seen:
             self._seen.add(key)
-            self._sink(ModuleChanged(watch.number, what, how, names, where, watch.forwards, watch.step))
+            self._run.add(ModuleChanged(watch.number, what, how, names, where, watch.forwards, watch.step))
 
 
 def _path_in(watch: ScriptWatch, module: nn.Module) -> str | None:

@@ -1,4 +1,4 @@
-"""A note that this process is in `init_process_group`, for as long as it is: no rank has a log before it comes out.
+"""A note that this process is in `init_process_group`, or what it has raised there: no rank has a log before it joins.
 
 This module is light: it never imports torch.
 """
@@ -15,13 +15,13 @@ from typing import Any
 from ddpcheck.record.rank.environment import options_of_run
 from ddpcheck.record.rank.started_processes import is_first_process
 
-SUFFIX = ".joining"
+SUFFIX, RAISED = ".joining", ".unmet"
 _GIVEN = ("backend", "init_method", "timeout", "world_size", "rank", "store")  # the arguments, as torch orders them
 
 
 @contextlib.contextmanager
 def noted(arguments: Sequence[Any], named: Mapping[str, Any]) -> Iterator[None]:
-    """While the block runs, a file says that this process waits to join, with these arguments."""
+    """While the block runs, a file says that this process waits to join, with these arguments; and why it has not."""
     options, file = options_of_run(os.environ), None
     if options is not None:
         with contextlib.suppress(Exception):  # whatever the arguments are: torch tells what is wrong with them
@@ -33,10 +33,27 @@ def noted(arguments: Sequence[Any], named: Mapping[str, Any]) -> Iterator[None]:
             file.with_suffix(".new").replace(file)
     try:
         yield
+    except Exception as error:
+        if file is not None:
+            with contextlib.suppress(Exception):
+                _note_raised(file, error)
+        raise
     finally:
         if file is not None:
             with contextlib.suppress(OSError):
                 file.unlink()
+
+
+def _note_raised(file: Path, error: Exception) -> None:
+    from msgspec import json
+
+    from ddpcheck.findings.evidence.endings import Joining
+    from ddpcheck.findings.replace import replace
+
+    lines = str(error).strip().splitlines()
+    said = f"{type(error).__qualname__}{f': {lines[0]}' if lines else ''}"
+    noted = json.decode(file.read_bytes(), type=Joining)
+    file.with_suffix(RAISED).write_bytes(json.encode(replace(noted, error=said)))
 
 
 def _joining(given: Mapping[str, Any]) -> Any:

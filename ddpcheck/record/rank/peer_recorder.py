@@ -1,9 +1,9 @@
-"""What this rank waits for in a point-to-point call: which other rank is to send to it, or to receive from it."""
+"""Point-to-point calls: what this rank waits for, which other rank is to send or to receive, and that it receives."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,15 +14,20 @@ from ddpcheck.findings.evidence.endings import PeerWait
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.collectives.collective_log import replace_functions
 from ddpcheck.gather.patching import accompanied, patched
+from ddpcheck.record.recording import Recording
+from ddpcheck.stream.entries import PeerReceived
 
 _STARTED = ("isend", "irecv")  # whose result is waited for
+_RECEIVES = ("recv", "irecv")
 
 
 class PeerRecorder:
-    """Hands `sink` what this rank begins to wait for, and `None` when it waits no more."""
+    """Tells the log what this rank begins to wait for, and when it waits no more; and from which ranks it receives."""
 
-    def __init__(self, sink: Callable[[PeerWait | None], object]) -> None:
-        self._sink = sink
+    def __init__(self, run: Recording) -> None:
+        self._run = run
+        self._log = run.log
+        self._received: set[PeerReceived] = set()
         self._works: WeakKeyDictionary[Any, PeerWait] = WeakKeyDictionary()
         self._waiting = False  # in a call that makes others
         replace_functions(("send", "recv", *_STARTED), self._accompanied)
@@ -34,14 +39,22 @@ class PeerRecorder:
         def around(*arguments: Any, **named: Any) -> Generator[None, Any, None]:
             given = {**dict(zip(parameters, arguments, strict=False)), **named}
             wait = PeerWait(name, _peer_of(given), int(given.get("tag") or 0), str(user_location() or ""))
+            if name in _RECEIVES:
+                self._receives(PeerReceived(wait.peer, self._run.steps > 0))
             if name in _STARTED:
                 work = yield
                 if work is not None:
                     self._works[work] = wait
             else:
                 yield from self._during(wait)
+            self._log.waited |= name in _RECEIVES
 
         return accompanied(original, around)
+
+    def _receives(self, one: PeerReceived) -> None:
+        if one not in self._received:
+            self._received.add(one)
+            self._log.add(one)
 
     def _waits(self, work: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
         wait = self._works.get(work)
@@ -55,12 +68,12 @@ class PeerRecorder:
             yield
             return
         self._waiting = True
-        self._sink(wait)
+        self._log.wait_for(wait)
         try:
             yield
         finally:
             self._waiting = False
-            self._sink(None)
+            self._log.wait_for(None)
 
 
 def _peer_of(given: Mapping[str, Any]) -> int:

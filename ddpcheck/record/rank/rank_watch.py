@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,6 +33,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import exception_location, lines_of_program, pass_over_packages, whole_traceback
 from ddpcheck.findings.tracebacks import original_of, passes_on
 from ddpcheck.gather.collectives import collective_log
+from ddpcheck.gather.collectives.groups import name_of_group
 from ddpcheck.gather.ddp.ddp_wrapper import group_of
 from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, accompanied, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
@@ -46,7 +48,7 @@ from ddpcheck.record.loop.taken_recorder import TakenRecorder
 from ddpcheck.record.loss.gather_recorder import GatherRecorder
 from ddpcheck.record.loss.loss_recorder import LossRecorder
 from ddpcheck.record.loss.target_recorder import TargetRecorder
-from ddpcheck.record.module_hooks import Living, UnpickledHook
+from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
 from ddpcheck.record.optimizers.part_recorder import PartRecorder
 from ddpcheck.record.optimizers.resume_recorder import ResumeRecorder
@@ -56,19 +58,21 @@ from ddpcheck.record.rank.file_recorder import FileRecorder
 from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.rank.peer_recorder import PeerRecorder
+from ddpcheck.record.rank.program_end import end_of_main, last_error, main_frame
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.rank.shard_recorder import ShardRecorder
 from ddpcheck.record.rank.started_processes import on_end
 from ddpcheck.record.rank.work_recorder import WorkRecorder
+from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
 from ddpcheck.record.replicas.write_recorder import WriteRecorder
 from ddpcheck.stream.entries import (
     ExitCalled,
     GroupDestroyed,
-    PeerReceived,
     ProgramEnded,
     RankRaised,
     RankStarted,
+    ThreadRaised,
     WatchingFailed,
     place_of_handling,
 )
@@ -78,7 +82,7 @@ from ddpcheck.worlds.failures import described
 _DDP: Any = nn.parallel.DistributedDataParallel
 _MOST_OVERWRITINGS = 64
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-_ENDING = (signal.SIGINT, signal.SIGTERM)  # by which a launcher ends a rank
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # by which a launcher ends a rank
 _LAST_WORK = 0.03
 """Seconds at the exit, and before the process group is destroyed, in which gloo's threads may free the last work. That
 takes the GIL, for which plain torch has two races, too. Where the interpreter has begun to end, Python stops the thread
@@ -109,67 +113,53 @@ class _WatchedRank:
     def __init__(self, options: RunOptions, replacements: dict[str, Callable[..., Any]]) -> None:
         self._process = os.getpid()
         self._watches_on = True
-        self._receives = False  # from one other rank
-        self._has_ended = False
-        self._count = 0
+        self._has_ended = self._has_raised = False
+        self._main = main_frame()
         self._of_group: Counter[str] = Counter()  # wrappers, by their process group
         self._overwritings = 0
-        self._watches: Living[ScriptWatch] = Living()
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         started = RankStarted(dist.get_rank(), dist.get_world_size(), dist.get_backend(), restart)
         self._log = RankLog(Path(options.folder), started)
-        self._every = options.every
+        self._run = Recording(self._log.add, options.every, self._log)
+        self._watches = self._run.watches
         OwnErrors.taken_by = self._failed
         try:
-            self._begin(options, replacements)
+            self._begin(replacements)
         except Exception as error:
             self._failed(error)
 
-    def _begin(self, options: RunOptions, replacements: dict[str, Callable[..., Any]]) -> None:
+    def _begin(self, replacements: dict[str, Callable[..., Any]]) -> None:
         pass_over_packages()
         self._record_calls(replacements)
         self._record_end()
-        log = self._log
-        self._lines = lines = LineRecorder(log.add, self._watches)
-        self._writes = writes = WriteRecorder(log.add, self._watches)
-        collectives = functools.partial(getattr, log, "collectives")
-        self._optimizers = OptimizerRecorder(log.add, self._watches, options.every, collectives, lines, writes)
-        WorkRecorder(log.add, self._optimizers.are_gradients)
-        PartRecorder(log.add, self._watches, options.every, lines).follow_script()
-        evaluations = EvaluationRecorder(log.add)
-        targets = TargetRecorder(log.add, self._optimizers)
-        self._loaders = LoaderRecorder(
-            log.add,
-            lambda: self._optimizers.steps,
-            lambda: self._count,
-            self._watches,
-            log.count_batch,
-            ResumeRecorder(self._optimizers.steps_of),
-            evaluations.note_pass,
-        )
-        self._draws = DrawRecorder(log.add, lambda: self._optimizers.steps)
-        gathers = GatherRecorder(log.add, self._optimizers)
-        others = (evaluations, targets, gathers)
-        losses = LossRecorder(log.add, self._optimizers, lambda: self._loaders.taken, others)
-        self._taken = TakenRecorder(log.add, self._watches)
-        self._compilations = CompilationRecorder(log.add, self._trains, lambda: self._optimizers.steps)
+        run, add = self._run, self._log.add
+        self._lines = lines = LineRecorder(run)
+        self._writes = writes = WriteRecorder(run)
+        self._optimizers = OptimizerRecorder(run, lines, writes)
+        WorkRecorder(add, self._optimizers.are_gradients)
+        PartRecorder(add, self._watches, run.every, lines).follow_script()
+        evaluations, targets, gathers = EvaluationRecorder(add), TargetRecorder(run), GatherRecorder(run)
+        self._loaders = LoaderRecorder(run, ResumeRecorder(self._optimizers.steps_of), evaluations.note_pass)
+        self._draws = DrawRecorder(run)
+        losses = LossRecorder(run, self._optimizers, (evaluations, targets, gathers))
+        self._taken = TakenRecorder(run)
+        self._compilations = CompilationRecorder(add, self._trains, lambda: run.steps)
         self._compilations.begin()
         when_imported(OF_COMPILER, follow_compiler)
-        self._statistics = StatisticsRecorder(log.add, lambda: self._loaders.samples)
+        self._statistics = StatisticsRecorder(run)
         self._constructions = ConstructionRecorder()
-        self._files = FileRecorder(log, self._watches)
+        self._files = FileRecorder(run)
         ShardRecorder(
             lambda module, built, at: self._watch(module, began_alike=False, built=built, at=at), writes.sharded
         )
         for recorder in (evaluations, targets, gathers, losses, self._statistics):
             collective_log.record_given(guarded(recorder.note_collective))
         collective_log.record_given(guarded(self._optimizers.given.note))
-        self._sums = SumRecorder(log.add)
+        self._sums = SumRecorder(add)
         collective_log.record_given(guarded(self._sums.note_given))
         collective_log.record_overwritten(guarded(self._overwritten))
         patched(_DDP, "__init__", self._constructed)
-        if reducer := vars(dist).get("Reducer"):  # private to torch; without it such a pass is not known
-            patched(reducer, "prepare_for_backward", self._prepares)
+        patched(vars(dist)["Reducer"], "prepare_for_backward", self._prepares)
         atexit.register(self._ended)
 
     def _trains(self) -> bool:
@@ -197,7 +187,9 @@ class _WatchedRank:
 
     def _record_calls(self, replacements: dict[str, Callable[..., Any]]) -> None:
         collective_log.record_calls(self._called, self._log.turn)
-        self._record_waits()
+        PeerRecorder(self._run)
+        for name in ("wait", "get"):
+            patched(vars(dist)["Store"], name, self._waits_at_store)
         for name, function in vars(dist.distributed_c10d).items():
             if name in collective_log.COLLECTIVES and (original := getattr(function, "__wrapped__", None)) is not None:
                 replacements[name] = collective_log.logged(name, getattr(original, "__wrapped__", original))
@@ -217,27 +209,9 @@ class _WatchedRank:
         if of_all:
             self._log.add(GroupDestroyed())
 
-    def _record_waits(self) -> None:
-        """Note each receive from one other rank, and each wait at a store, of the script's."""
-
-        def waits(*_arguments: Any, **_named: Any) -> Iterator[None]:
-            yield
-            self._log.waited = True
-
-        def receives(*_arguments: Any, **_named: Any) -> Iterator[None]:
-            if not self._receives:
-                self._receives = True
-                self._log.add(PeerReceived())
-            yield from waits()
-
-        PeerRecorder(self._log.wait_for)
-        collective_log.replace_functions(
-            ("recv", "irecv", "recv_object_list"), lambda _, original: accompanied(original, receives)
-        )
-        store: Any = vars(dist.distributed_c10d)["Store"]
-        with contextlib.suppress(AttributeError, TypeError):  # a class made in C++
-            for name in ("wait", "get"):
-                patched(store, name, waits)
+    def _waits_at_store(self, *_arguments: Any, **_named: Any) -> Iterator[None]:
+        yield
+        self._log.waited = True
 
     def _record_end(self) -> None:
         """Keep the stack of this rank when it is asked for, or killed; and the exception that ends the script."""
@@ -253,6 +227,7 @@ class _WatchedRank:
             return excepthook
 
         Patch(sys, "excepthook", make)
+        patched(threading, "excepthook", self._thread_ends)
         for module, name in ((sys, "exit"), (os, "_exit")):
             patched(module, name, functools.partial(self._exits, f"{module.__name__}.{name}"))
         if (quitter := getattr(builtins, "exit", None)) is not None:  # of `site`; `quit` is of the same class
@@ -260,22 +235,36 @@ class _WatchedRank:
         on_end.append(self._process_ended)
 
     def _exits(self, function: str, *_status: object) -> None:
+        if str(sys._getframe(CALLER).f_globals.get("__name__")).startswith("multiprocessing."):
+            return  # which ends each process of its own so
         error, handled = sys.exc_info()[1], None
         if os.getpid() == self._process and isinstance(error, Exception):
             handled = {**described(error, "", ""), "exception": None}
         self._log.add(ExitCalled(lines_of_program(sys._getframe(CALLER)), function, handled))
 
+    def _thread_ends(self, given: Any, *_more: object) -> None:
+        """An exception ends a thread, which Python prints and forgets."""
+        if os.getpid() == self._process and isinstance(error := given.exc_value, Exception):
+            name = given.thread.name if given.thread is not None else ""
+            self._log.add(ThreadRaised(name, {**described(error, "", ""), "exception": None}))
+
     def _raised(self, error: BaseException) -> None:
         if os.getpid() == self._process:
+            self._has_raised = True
             reply = {**described(error, "", ""), "exception": None}  # the agent imports nothing of the script's
             self._log.add(RankRaised(reply))
             _tell_torchrun(f"{reply['type']}: {reply['text']}", reply["traceback"])
 
     def _process_ended(self, error: BaseException | None) -> None:
         """A rank that the script has started as a process of `multiprocessing` ends, perhaps without `atexit`."""
-        if error is not None:
+        self._main = None
+        if isinstance(error, SystemExit):
+            self._ended(ProgramEnded("raise", str(exception_location(error) or "")))
+        elif error is not None:
             self._raised(error)
-        self._ended(failing=error is not None)
+            self._ended(failing=True)
+        else:
+            self._ended(ProgramEnded("end"))
 
     def _watch(
         self,
@@ -288,26 +277,16 @@ class _WatchedRank:
         if not self._watches_on or os.getpid() != self._process:
             return None
         try:
-            note, where = self._lines.note_changes, lambda: self._loaders.position
-            self._of_group[group := collective_log.name_of_group(group_of(wrapper) or dist.group.WORLD)] += 1
+            self._of_group[group := name_of_group(group_of(wrapper) or dist.group.WORLD)] += 1
             of_group = self._of_group[group]  # the same one on all its ranks, which construct it together
+            note = self._lines.note_changes
             watch = ScriptWatch(
-                wrapper,
-                self._every,
-                self._log,
-                self._count,
-                note,
-                where,
-                lambda: self._loaders.samples,
-                began_alike=began_alike,
-                of_group=of_group,
-                built=built,
-                at=at,
+                self._run, wrapper, note, began_alike=began_alike, of_group=of_group, built=built, at=at
             )
             self._watches.add(watch)
             self._writes.wrapped(watch)
             self._statistics.follow(wrapper, watch.number)
-            self._count += 1
+            self._run.wrappers += 1
             self._draws.begin()
         except Exception as error:
             self._failed(error)
@@ -352,7 +331,7 @@ class _WatchedRank:
             except Exception as error:
                 self._log.add(WatchingFailed(whole_traceback(error)))
 
-    def _ended(self, *, failing: bool = False) -> None:
+    def _ended(self, ended: ProgramEnded | None = None, *, failing: bool = False) -> None:
         if os.getpid() != self._process or self._has_ended:
             return
         self._has_ended = True
@@ -363,8 +342,11 @@ class _WatchedRank:
             self._taken.close()
             self._files.close()
             self._writes.write()
-            self._close(failing=failing or getattr(sys, "last_value", None) is not None)
-            self._log.add(ProgramEnded())
+            self._close(failing=failing or last_error() is not None)
+            ended = ended or end_of_main(self._main)
+            if self._main is not None and not ended.how and not self._has_raised and (error := last_error()):
+                self._raised(error)  # the script has put a hook of its own in the place of ours
+            self._log.add(ended)
         time.sleep(_LAST_WORK)
 
 

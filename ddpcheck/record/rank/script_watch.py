@@ -24,13 +24,14 @@ from ddpcheck.gather.state.module_description import class_name, classes_of_prog
 from ddpcheck.gather.steps.gradient_distance import Kept, has_gradient, norms
 from ddpcheck.record.data.input_recorder import InputRecorder
 from ddpcheck.record.loop.apart_marks import ApartMarks
-from ddpcheck.record.loop.bypass_recorder import BypassRecorder, follow_forward, unfollow_forward
+from ddpcheck.record.loop.bypass_recorder import BypassRecorder
 from ddpcheck.record.loop.loop_record import ZEROED
-from ddpcheck.record.loop.pace_recorder import PaceRecorder, Position
+from ddpcheck.record.loop.pace_recorder import PaceRecorder
 from ddpcheck.record.loop.step_listener import StepListener
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
 from ddpcheck.record.module_hooks import hold, release
 from ddpcheck.record.rank.wrapper_collectives import WrapperCollectives
+from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.replica_recorder import ReplicaRecorder
 from ddpcheck.stream.entries import NotCompared, StepsReported, WrapperMade
 from ddpcheck.stream.ledger import AROUND
@@ -57,26 +58,23 @@ class ScriptWatch(StepListener):
 
     def __init__(
         self,
+        run: Recording,
         wrapper: nn.Module,
-        every: int,
-        log: RankLog,
-        number: int,
         note_changes: Callable[[ScriptWatch, Sequence[str]], None],
-        position: Callable[[], Position],
-        samples: Callable[[], Sequence[torch.Tensor]],
         *,
         began_alike: bool,
         of_group: int = 1,
         built: Mapping[str, int] | None = None,
         at: Location | None = None,
     ) -> None:
-        self._log = log
-        self.number = number
-        self._every = every
+        self._log: RankLog = run.log
+        self.number = run.wrappers
+        self._every = run.every
+        log, number = self._log, self.number
         self._collectives = WrapperCollectives(log, number, f"wrapper {of_group}" if of_group > 1 else "")
         self._note_changes = note_changes
-        self._inputs = InputRecorder(log.add, number, samples)
-        self._pace = PaceRecorder(number, position, log.add)
+        self._inputs = InputRecorder(log.add, number, lambda: run.samples)
+        self._pace = PaceRecorder(run, number)
         self._through_forward = False  # the backward pass that runs comes from what the wrapper has returned
         self._incomplete = False  # the last reduction, which waits for gradients that have not come
         self._attached = True
@@ -120,7 +118,6 @@ class ScriptWatch(StepListener):
         self._bypass = BypassRecorder(self.module, self._recorder.tracker.parameters.tensors, self._recorder.loop.add)
         self._recorder.attach()
         hold(self.module, self)
-        follow_forward(self)
         log.add(
             WrapperMade(
                 class_name(self.module),
@@ -142,14 +139,6 @@ class ScriptWatch(StepListener):
     def forwards(self) -> int:
         """How many forward passes there have been that may train."""
         return self._collectives.forwards
-
-    def forward_entered(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """DDP's own forward of a wrapper has begun; hooks are not called where the script calls it by its name."""
-        self._recorder.tracker.enter_by_name(wrapper, arguments, named)
-
-    def forward_left(self, wrapper: nn.Module, output: Any) -> None:
-        """It returns."""
-        self._recorder.tracker.leave_by_name(wrapper, output)
 
     def has_other_shards(self) -> bool:
         """Whether a sharded module has other parameters now, as after `load_state_dict(assign=True)`, and uses them."""
@@ -313,7 +302,6 @@ class ScriptWatch(StepListener):
             self._replica.write_buffers()
         if was_attached and (apart := self._marks.at_last()) is not None:
             self._log.add(apart)
-        unfollow_forward(self)
         self._bypass.close()
         self._recorder.detach()
         release(self.module, self)

@@ -8,16 +8,19 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 _MARK = "_DDPCHECK_STARTED"  # the first process below the agent: its pid, the port of the agent's store, torchrun's run
+_RESTART = "TORCHELASTIC_RESTART_COUNT"
 _RUN, _PORT, _USES_AGENT = "TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"
 
 on_end: list[Callable[[BaseException | None], object]] = []
-"""What is called when the function of a process of `multiprocessing` has ended, with what it raised."""
+"""What is called when the function of a process of `multiprocessing` has ended, with what it raised; of an exit in the
+handler of an exception, that one."""
 
 
 def mark_first_process() -> None:
@@ -25,6 +28,20 @@ def mark_first_process() -> None:
     run = os.environ.get(_RUN)
     if run and os.environ.get(_USES_AGENT) and os.environ.get(_MARK, "::").split(":", 2)[2] != run:
         os.environ[_MARK] = f"{os.getpid()}:{os.environ.get(_PORT, '')}:{run}"
+        if (restart := os.environ.get(_RESTART, "0")) != "0":
+            _note_restart(restart)
+
+
+def _note_restart(number: str) -> None:
+    """Have a file say so: a process that ends before it joins a process group leaves no log."""
+    from pathlib import Path
+
+    from ddpcheck.record.rank.environment import options_of_run
+    from ddpcheck.stream.rank_log import RESTARTED
+
+    with contextlib.suppress(OSError):
+        if (options := options_of_run(os.environ)) is not None:
+            Path(options.folder, f"{RESTARTED}{number}").touch()
 
 
 def is_first_process() -> bool:
@@ -70,7 +87,7 @@ def follow_ends() -> None:
 
 
 def _tell(error: BaseException | None) -> None:
-    if isinstance(error, SystemExit):  # torch.multiprocessing exits with 1 for what its function has raised
-        error = error.__context__ if error.code else None
+    if isinstance(error, SystemExit) and error.code:  # torch.multiprocessing exits with 1 for what its function raised
+        error = error.__context__ or error
     for told in on_end:
         told(error)

@@ -13,7 +13,8 @@ from torch import nn
 
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_frame, user_location
-from ddpcheck.gather.collectives.collective_log import Group, named_group, note_collective
+from ddpcheck.gather.collectives.collective_log import note_collective
+from ddpcheck.gather.collectives.groups import Group, named_group
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, place_of_backward
 from ddpcheck.stream.rank_log import RankLog
 

@@ -20,13 +20,23 @@ from torch.nn.modules.loss import _Loss
 
 from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, StateHeld
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import file_of_module, is_user_file, last_assignment, relative_path, variables_of
+from ddpcheck.findings.source_lines import (
+    file_of_class,
+    file_of_module,
+    frames_from,
+    is_user_file,
+    last_assignment,
+    location_of,
+    relative_path,
+    variables_of,
+)
 from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, after_forward
 from ddpcheck.gather.state.fingerprints import fingerprints, is_shard, place_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.replica_recorder import batch_statistics
 from ddpcheck.record.replicas.set_order import is_order_of_a_set
 from ddpcheck.record.replicas.state_uses import UseRecorder
@@ -52,8 +62,8 @@ def tables_of(holder: Any, location: Location | None) -> list[DerivedTable]:
     name = type(holder).__name__
     held = getattr(holder, "__dict__", {})
     found = [DerivedTable(f"{name}.{key}", table, location) for key, item in held.items() if (table := _table(item))]
-    file = file_of_module(sys.modules.get(type(holder).__module__))
-    where = Location(relative_path(file), sys.maxsize) if file and _is_of_user(type(holder)) else None
+    file = file_of_class(type(holder))
+    where = Location(relative_path(file), sys.maxsize) if is_user_file(file) else None
     return found + [one for key, item in held.items() for one in _places_in(f"{name}.{key}", item, where)]
 
 
@@ -106,17 +116,12 @@ class StateRecorder:
     """
 
     def __init__(
-        self,
-        sink: Callable[[StateHeld], object],
-        watches: Iterable[ScriptWatch],
-        uses: UseRecorder,
-        copied: Callable[[str, Iterable[torch.Tensor]], object],
+        self, run: Recording, uses: UseRecorder, copied: Callable[[str, Iterable[torch.Tensor]], object]
     ) -> None:
-        """Begin; `watches` are those on the wrappers, and `uses` and `copied` are told of the copies that are found."""
-        self._sink = sink
+        """Begin; `uses` and `copied` are told of the copies that are found."""
+        self._run = run
         self._uses = uses
         self._copy_found = copied
-        self._watches = watches
         self._used: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # what forward has been called for
         self._seen: dict[str, Callable[[], Any]] = {}  # by path of a list or dictionary, its first tensor
         self._together: Counter[int] = Counter()  # by the memory of a tensor, how often it was reduced or broadcast
@@ -127,7 +132,7 @@ class StateRecorder:
     def look(self, optimizer: int, count: int, held: Iterable[torch.Tensor]) -> None:
         """Write down what variables hold before step `count` of an optimizer; all optimizers together hold `held`."""
         steps = {*map(id, held)}
-        watched = [(watch, dict(watch.module_parameters())) for watch in self._watches]
+        watched = [(watch, dict(watch.module_parameters())) for watch in self._run.watches]
         # a teacher is wrapped at times, for its buffers, and frozen then: it is compared in no step of its own
         watched = [(w, every) for w, every in watched if any(p.requires_grad or id(p) in steps for p in every.values())]
         wrapped = [one for watch, every in watched if not watch.is_sharded for one in _of_wrapped(watch, every)]
@@ -157,10 +162,10 @@ class StateRecorder:
                     self._copy_found(path, state.values())
                     seen_as, first = self._first.pop(path, (0, None))
                     if first is not None and seen_as == id(value):  # now it is known to stay
-                        self._sink(first)
+                        self._run.add(first)
                 if copies and isinstance(value, nn.Module):
                     self._uses.follow(value, path, _line_of(path, where))
-                self._sink(self._described(optimizer, count, path, value, state, where, copies=copies))
+                self._run.add(self._described(optimizer, count, path, value, state, where, copies=copies))
 
     def _described(
         self,
@@ -227,7 +232,7 @@ class StateRecorder:
 
     def _of_criterion(self, module: nn.Module) -> Mapping[str, torch.Tensor]:
         """The buffers of a module of the user's, or of a loss of torch's, where its output has a part in backward."""
-        if not _is_of_user(type(module)) and type(module).__module__ != _Loss.__module__:
+        if not is_user_file(file_of_class(type(module))) and type(module).__module__ != _Loss.__module__:
             return {}
         statistics = batch_statistics(dict(module.named_modules()))
         buffers = {n: b for n, b in module.named_buffers() if b.is_floating_point() and n not in statistics}
@@ -362,8 +367,10 @@ def _can_be_followed(module: nn.Module, trained: Set[int]) -> bool:
 
 
 def names_of_parameters(wanted: set[int]) -> dict[int, str]:
-    """The names of parameters in the modules of this process, with the class of the outermost one."""
-    modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
+    """The names of parameters in the modules of this process, with the class of the outermost one that DDP may wrap."""
+    wrapper = nn.parallel.DistributedDataParallel
+    kinds = ((item, type(item)) for item in gc.get_objects())
+    modules = [item for item, kind in kinds if issubclass(kind, nn.Module) and not issubclass(kind, wrapper)]
     children = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
     found: dict[int, str] = {}
     for module in modules:
@@ -395,16 +402,14 @@ def program_variables(depth: int, nested: int = 0) -> Iterator[tuple[str, Any, L
     tuples and dictionaries, up to `nested` of them, one in the other.
     """
     names: set[str] = set()
-    frame: Any = sys._getframe(1)
-    while frame is not None:
+    for frame in frames_from(sys._getframe(1)):
         if is_user_file(frame.f_code.co_filename):
-            where = Location(relative_path(frame.f_code.co_filename), frame.f_lineno)
+            where = location_of(frame)
             for name, value in itertools.chain(variables_of(frame).items(), list(frame.f_globals.items())):
                 for path, item in _followed(name, value, depth, nested):
                     if path not in names and len(names) < _MOST_OBJECTS:
                         names.add(path)
                         yield path, item, where
-        frame = frame.f_back
 
 
 def _followed(path: str, value: Any, depth: int, nested: int) -> Iterator[tuple[str, Any]]:
@@ -414,8 +419,8 @@ def _followed(path: str, value: Any, depth: int, nested: int) -> Iterator[tuple[
         for key, item in _held_in(value) if nested and len(value) <= _MOST_HELD else ():
             yield from _followed(f"{path}[{key!r}]", item, depth, nested - 1)
         return
-    own = _is_user_module(value) if kind is ModuleType else _is_of_user(kind) and not issubclass(kind, nn.Module | type)
-    if depth and own:
+    file = file_of_module(value) if kind is ModuleType else file_of_class(kind)
+    if depth and is_user_file(file) and not issubclass(kind, nn.Module | type):
         with contextlib.suppress(AttributeError):
             for key, item in list(object.__getattribute__(value, "__dict__").items()):
                 yield from _followed(f"{path}.{key}", item, depth - 1, nested)
@@ -425,15 +430,6 @@ def _held_in(container: Any) -> list[tuple[Any, Any]]:
     """The items of a container that are no plain values."""
     items = container.copy().items() if type(container) is dict else enumerate(list(container))
     return [(key, item) for key, item in items if not issubclass(type(item), torch.Tensor | str | int | float)]
-
-
-def _is_of_user(kind: type) -> bool:
-    return _is_user_module(sys.modules.get(kind.__module__))
-
-
-def _is_user_module(module: Any) -> bool:
-    file = file_of_module(module)
-    return bool(file) and is_user_file(file)
 
 
 def _line_of(path: str, where: Location) -> Location:

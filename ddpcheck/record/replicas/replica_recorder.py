@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ddpcheck.findings.evidence.loop import ModuleChanged
+from ddpcheck.findings.evidence.loop import GradientsHooked, ModuleChanged
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
@@ -105,6 +105,8 @@ class ReplicaRecorder:
                 for of_all in (short_sketches(_by_shard(local)), _reduced(left, probe.held))
             )
             captured = replace(captured, own=own, averaged=averaged, eps=eps, hook=hook, own_hook=own_hook)
+            if probe.hooked.changed:
+                self._log.add(GradientsHooked(self._number, step, probe.hooked.location, probe.hooked.changed))
         self.write()
         self._captured, self._begun, self.waits = (captured, parts.parameters), step, True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -19,14 +20,14 @@ from ddpcheck.gather.forward_hooks import OutsideOfTraining, after_forward
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
 from ddpcheck.record.module_hooks import UnpickledHook
-from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.recording import Recording
 from ddpcheck.stream.rank_report import is_probed
 
 _MOST = 16  # modules
 
 
 class LoadRecorder:
-    """Follows `load_state_dict`; hands to `sink`, before the optimizer step after it, what has loaded nothing.
+    """Follows `load_state_dict`; hands to `sink` what has loaded nothing, before the next step or at the end.
 
     A script that then loads the state with other keys, or another one, has meant the first load as a trial.
 
@@ -47,13 +48,13 @@ class LoadRecorder:
         if isinstance(module, torch.jit.ScriptModule) or not missing or not unexpected.issuperset(state):
             for other in [one for one in self._in_vain if _holds(module, one) or _holds(one, module)]:
                 del self._in_vain[other]
-        elif (prefix := common_prefix(missing, unexpected)) is not None and len(self._in_vain) < _MOST:
+        elif (prefix := common_prefix(missing, list(state))) is not None and len(self._in_vain) < _MOST:
             name, of_state, keys = type(module).__name__, prefix[0], prefix[1]
             self.waits = True
             self._in_vain[module] = NothingLoaded(name, user_location(), keys, of_state, len(missing))
 
-    def before_step(self) -> None:
-        """An optimizer is about to step."""
+    def hand_over(self) -> None:
+        """An optimizer is about to step, or the script has ended."""
         for one in list(self._in_vain.values()):
             self._sink(one)
         self._in_vain.clear()
@@ -64,23 +65,25 @@ def _holds(module: nn.Module, other: nn.Module) -> bool:
     return any(one is other for one in module.modules())
 
 
-def common_prefix(missing: Sequence[str], unexpected: set[str]) -> tuple[bool, str] | None:
+def common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[bool, str] | None:
     """What the keys of a state begin with and those of a module do not ("module."), or the other way round.
 
     Returns:
-        Whether the state has the prefix, and the prefix; None where none makes most of the keys fit.
+        Whether the state has the prefix, and the prefix; None where none makes most of the keys fit, of the one that
+        has fewer: a state may be that of adapters, a module a part of what the state is of.
     """
-    for key in missing[:4]:
-        for other in unexpected:
-            if other.endswith(f".{key}"):
-                prefix = other.removesuffix(key)
-                if 2 * sum(f"{prefix}{one}" in unexpected for one in missing) > len(missing):
-                    return True, prefix
-            elif key.endswith(f".{other}"):
-                prefix = key.removesuffix(other)
-                bare = [one.removeprefix(prefix) for one in missing if one.startswith(prefix)]
-                if 2 * len(unexpected.intersection(bare)) > len(missing):
-                    return False, prefix
+    fewest, of_module, of_state = min(len(missing), len(unexpected)), set(missing), set(unexpected)
+    for key, other in itertools.chain(
+        itertools.product(missing[:4], unexpected), itertools.product(missing, unexpected[:4])
+    ):
+        if other.endswith(f".{key}"):
+            prefix = other.removesuffix(key)
+            if 2 * sum(f"{prefix}{one}" in of_state for one in missing) > fewest:
+                return True, prefix
+        elif key.endswith(f".{other}"):
+            prefix = key.removesuffix(other)
+            if 2 * sum(f"{prefix}{one}" in of_module for one in unexpected) > fewest:
+                return False, prefix
     return None
 
 
@@ -103,22 +106,14 @@ class _Followed:
 
 
 class UseRecorder:
-    """Follows copies of wrapped modules, wrapped modules, and what a state is loaded into; tells `sink` of their uses.
+    """Follows copies of wrapped modules, wrapped modules, and what a state is loaded into; tells of their uses.
 
     A use is a call in evaluation, or without gradients: the first from a line after an optimizer step, or a load.
     """
 
-    def __init__(
-        self,
-        sink: Callable[[StateUsed], object],
-        watches: Iterable[ScriptWatch],
-        steps: Callable[[], int],
-        held: Callable[[], Iterable[torch.Tensor]],
-    ) -> None:
-        """Begin; `steps` says how often optimizers have stepped, and `held` what they hold."""
-        self._sink = sink
-        self._watches = watches
-        self._steps = steps
+    def __init__(self, run: Recording, held: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Begin; `held` says what optimizers hold."""
+        self._run = run
         self._held = held
         self._followed: WeakKeyDictionary[nn.Module, _Followed] = WeakKeyDictionary()
         self._reset: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # layers, after a step
@@ -139,30 +134,30 @@ class UseRecorder:
 
     def follow_wrapped(self) -> None:
         """Listen to those of the modules that are wrapped, too."""
-        for watch in list(self._watches):
+        for watch in list(self._run.watches):
             if not watch.is_sharded:
                 self.follow(watch.module, type(watch.module).__name__, None, wrapped=True)
 
     def _loads(self, module: nn.Module, *_arguments: Any, **_named: Any) -> Iterator[None]:
         yield
-        if not self._steps() or isinstance(module, torch.jit.ScriptModule):
+        if not self._run.steps or isinstance(module, torch.jit.ScriptModule):
             return
         for layer in module.modules() if self._reset else ():
             self._reset.pop(layer, None)
         self.follow_wrapped()
         shapes = _shapes(module)
-        if not shapes or all(_shapes(watch.module) != shapes for watch in list(self._watches)):
+        if not shapes or all(_shapes(watch.module) != shapes for watch in list(self._run.watches)):
             return
         self.follow(module, type(module).__name__, None)
         for one in (self._followed[layer] for layer in _layers(module) if layer in self._followed):
             one.loaded, one.step, one.location = _digest(module), -1, user_location()
 
     def _resets(self, layer: nn.Module) -> None:
-        if self._steps():
+        if self._run.steps:
             self._reset[layer] = user_location()
 
     def _called(self, module: nn.Module, *_arguments: Any) -> None:
-        one, step = self._followed.get(module), self._steps()
+        one, step = self._followed.get(module), self._run.steps
         if one is None or not step or not _evaluates(module, one):
             return
         if one.step != step:
@@ -180,7 +175,7 @@ class UseRecorder:
         digest = _digest(module)
         reset = next((layer for layer in module.modules() if layer in self._reset), None) if self._reset else None
         statistics, where = ((), None) if reset is None else (_statistics(reset), self._reset[reset])
-        self._sink(
+        self._run.add(
             StateUsed(step, one.name, lines, digest, one.wrapped, digest == one.loaded, one.location, statistics, where)
         )
 

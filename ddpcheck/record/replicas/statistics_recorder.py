@@ -22,6 +22,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
 from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.recording import Recording
 from ddpcheck.record.source.program_numbers import held_by_program
 from ddpcheck.record.source.source_scope import updating_line
 from ddpcheck.stream.rank_report import is_probed
@@ -79,14 +80,10 @@ class _Followed:
 
 
 class StatisticsRecorder:
-    """Looks at what the program holds in some calls of wrappers; hands running statistics to `sink`."""
+    """Looks at what the program holds in some calls of wrappers, for running statistics."""
 
-    def __init__(
-        self, sink: Callable[[RunningStatistic], object], samples: Callable[[], Iterable[torch.Tensor]]
-    ) -> None:
-        """Begin; `samples` gives copies of the tensors of the last batch of a loader."""
-        self._sink = sink
-        self._samples = samples
+    def __init__(self, run: Recording) -> None:
+        self._run = run
         self._followed: list[_Followed] = []
         self._exchanged: dict[str, int] = {}
         self._calls = 0
@@ -119,7 +116,7 @@ class StatisticsRecorder:
         tensors = [t for t in tree_tensors(given) if t.is_floating_point() and _is_usable(t)][:_MOST_INPUTS]
         if not tensors:
             return
-        look = _look(tensors, self._samples(), one.without)
+        look = _look(tensors, self._run.samples, one.without)
         last, one.last, held = one.last, look, look.held
         _divide(look, last)
         changed = [name for name in held if name in last.held and _has_moved(held[name], last.held[name])]
@@ -134,7 +131,7 @@ class StatisticsRecorder:
             one.scales[name] = scale
             values, scales = (tuple(t[:_SHOWN].tolist()) for t in (held[name].mean, scale))
             where = updating_line(name.partition(" / ")[0], held[name].holder)
-            self._sink(
+            self._run.add(
                 RunningStatistic(
                     one.number, count, name, values, scales, equations, where, self._exchanged.get(name, 0)
                 )

@@ -15,13 +15,14 @@ from torch import nn
 
 from ddpcheck.findings.evidence.loop import OF_A_COPY, ModuleChanged
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_installed, is_user_file, parsed_source, relative_path, user_frame
+from ddpcheck.findings.source_lines import is_of_program, is_user_file, location_of, parsed_source, user_frame
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch, guarded
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.loop.ignored_data import is_ignored
 from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.recording import Recording
 
 _MOST_LINES = 64  # of the script
 _MOST_TIMES = 256  # that one line is looked at: a loop over parameters comes to it for each of them
@@ -33,18 +34,16 @@ _Key = tuple[int, Location]  # the number of a wrapper, and a line
 
 
 class WriteRecorder:
-    """Follows the methods of parameters and shards that write in place, and their `data`; hands it all to `sink`.
+    """Follows the methods of parameters and shards that write in place, and their `data`.
 
     Attributes:
         stepping: Whether an optimizer does, by whose step parameters are to change. Set by `step`.
         seen: What was written since the last step began, and by which line.
     """
 
-    def __init__(self, sink: Callable[[ModuleChanged], object], watches: Iterable[ScriptWatch]) -> None:
-        """Begin; `watches` are those on the wrappers."""
+    def __init__(self, run: Recording) -> None:
         self.stepping = False
-        self._sink = sink
-        self._watches = watches
+        self._run = run
         self._wrapped: dict[int, tuple[Callable[[], Any], int, str]] = {}  # by identity: a parameter, wrapper, name
         self._lines: dict[tuple[Any, int], int] = {}  # by code and number: how often it was come to
         self.seen: dict[_Key, ModuleChanged] = {}
@@ -89,7 +88,7 @@ class WriteRecorder:
                 name_of[id(part)]: how for ref, how in written if (part := ref()) is not None and id(part) in name_of
             }
             if how:
-                self._sink(ModuleChanged(watch.number, "written", next(iter(how.values())), (*how,), where))
+                self._run.add(ModuleChanged(watch.number, "written", next(iter(how.values())), (*how,), where))
 
     def copied(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
         """A variable holds the parameters of a copy of a wrapped module, which may be wrapped itself."""
@@ -104,7 +103,7 @@ class WriteRecorder:
             for key, one in self.seen.items():
                 if key not in self._told:
                     self._told.add(key)
-                    self._sink(one)
+                    self._run.add(one)
             self.seen.clear()
 
     def _followed(self, name: str, original: Any) -> Any:
@@ -156,7 +155,7 @@ class WriteRecorder:
         frame = user_frame(caller)
         if frame is None:
             return
-        where = Location(relative_path(frame.f_code.co_filename), frame.f_lineno)
+        where = location_of(frame)
         if number == _NOT_WATCHED:
             self._early.setdefault(where, []).append((known, how))
             return
@@ -164,7 +163,7 @@ class WriteRecorder:
             return
         before = self.seen.get(key)
         names = (name,) if before is None else tuple(dict.fromkeys((*before.names, name)))
-        watch = next((one for one in list(self._watches) if one.number == number), None)
+        watch = next((one for one in list(self._run.watches) if one.number == number), None)
         if watch is not None or number == OF_A_COPY:
             if watch is not None:
                 watch.parameters_written()
@@ -179,30 +178,25 @@ _CALLER = 3  # frames from what notes a write to the line that makes it
 def _method_on_data(frame: FrameType) -> str:
     """The method by which a line of the script writes what it has as `.data`; "" where it only reads it."""
     code = frame.f_code
-    if not is_user_file(code.co_filename) or is_installed(code.co_filename):
+    if not is_of_program(code.co_filename):
         return ""
-    positions = getattr(code, "co_positions", None)  # since Python 3.11
-    at = None if positions is None else next(itertools.islice(positions(), frame.f_lasti // 2, None))
-    return _writes_data(code.co_filename, frame.f_lineno, None if at is None else at[2:])
+    *_, column, end = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
+    return _writes_data(code.co_filename, frame.f_lineno, (column, end))
 
 
 @functools.cache
-def _writes_data(file: str, number: int, columns: tuple[int | None, int | None] | None) -> str:
+def _writes_data(file: str, number: int, columns: tuple[int | None, int | None]) -> str:
     """As `_method_on_data`; `columns` of the expression that ends in `.data`: a line may have several of them."""
-    tree = parsed_source(file)
     statements = [
         node
-        for node in (ast.walk(tree) if tree is not None else ())
+        for node in ast.walk(parsed_source(file))
         if isinstance(node, ast.stmt) and node.lineno <= number <= (node.end_lineno or node.lineno)
     ]
     innermost = max(statements, key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
-    several = sum(map(_is_data, ast.walk(innermost))) > 1 if innermost is not None else False
-    if columns is None and several:
-        return ""
 
     def has_data(node: ast.AST) -> bool:
-        found = [one for one in ast.walk(node) if isinstance(one, ast.Attribute) and _is_data(one)]
-        return any(columns is None or (one.col_offset, one.end_col_offset) == columns for one in found)
+        found = [one for one in ast.walk(node) if isinstance(one, ast.Attribute) and one.attr == "data"]
+        return any((one.col_offset, one.end_col_offset) == columns for one in found)
 
     for node in ast.walk(innermost) if innermost is not None else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -213,7 +207,3 @@ def _writes_data(file: str, number: int, columns: tuple[int | None, int | None] 
         if any(map(has_data, [node.target] if isinstance(node, ast.AugAssign) else written)):
             return ".data"
     return ""
-
-
-def _is_data(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == "data"

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.findings.source_lines import file_of_module, is_installed, is_of_program, is_user_file, variables_of
+from ddpcheck.findings.source_lines import (
+    file_of_class,
+    file_of_module,
+    frames_from,
+    is_of_program,
+    targets_of,
+    variables_of,
+)
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS
 from ddpcheck.record.source.source_scope import body_of, own_nodes
 
@@ -39,7 +46,7 @@ def _made_of(body: ast.AST) -> Iterator[tuple[str, list[ast.expr]]]:
     for node in own_nodes(body):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
             if not isinstance(node.value, _SEVERAL_THINGS):
-                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                for target in targets_of(node):
                     yield ast.unparse(target), [node.value]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             given = [*node.args, *(one.value for one in node.keywords)]
@@ -65,6 +72,7 @@ _MOST_NUMBERS = 256
 _MOST_OBJECTS = 1024
 _MOST_ITEMS = 4096  # of a list
 _MOST_ROWS = 1 << 14
+_MOST_IN_ARRAY = _MOST_ROWS << 10
 _MOST_COLUMNS = 8
 _FEW_COUNTS = 3
 _MOST_LISTS = 6  # of rows
@@ -122,22 +130,38 @@ def _few_numbers(value: Any) -> torch.Tensor | None:
     if type(value) is list and 1 < len(value) <= _MOST_COLUMNS:
         numbers = [number_of(item) for item in value]
         return torch.tensor(numbers, dtype=torch.float64) if None not in numbers else None
+    array = array_of(value)
+    if array is None or not 1 < array.numel() <= _MOST_ITEMS or array.dtype == torch.bool:
+        return None
+    return array.cpu().double()
+
+
+def array_of(value: Any, kinds: str = "iuf") -> torch.Tensor | None:
+    """A tensor of numbers, or an array of numbers of these kinds as a tensor; `None` for anything else.
+
+    An array that is not writable, or of numbers that torch does not have, is copied: torch would warn of it in the
+    program's output, or raise. Such a one may stand for a file of any length, so long ones are left.
+    """
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "iuf":
-        value = torch.from_numpy(value.astype(numpy.float64)) if 1 < value.size <= _MOST_ITEMS else None
-    if type(value) is not torch.Tensor or value.layout != torch.strided or value.device.type == "meta":
-        return None
-    if not 1 < value.numel() <= _MOST_ITEMS or value.is_complex() or value.dtype == torch.bool:
-        return None
-    return value.detach().cpu().double()
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in kinds:
+        if value.size > _MOST_IN_ARRAY:
+            return None
+        kind = value.dtype.newbyteorder("=") if value.dtype.itemsize <= 8 else numpy.float64
+        value = torch.from_numpy(numpy.ascontiguousarray(numpy.require(value, kind, "W")))
+    plain = type(value) is torch.Tensor and value.layout == torch.strided and value.device.type != "meta"
+    return value.detach() if plain and not value.is_complex() else None
 
 
 def rows_of_program(count: int) -> dict[str, torch.Tensor]:
-    """The labels that they hold, one for each of `count` samples, by function and variable."""
+    """The labels that they hold, one for each of `count` samples, by function and variable, and column of a table."""
     found: dict[str, torch.Tensor] = {}
     for name, value in held_by_program():
-        if name not in found and (rows := labels_in(value, count)) is not None:
-            found[name] = rows
+        columns = {f"{name}[{place}]": one for place, one in enumerate(columns_of(value, count))}
+        for part, held in (columns or {name: value}).items():
+            rows = labels_in(held, count)
+            is_number = part != name and rows is not None and len(rows.unique()) == count  # of the sample
+            if part not in found and rows is not None and not is_number:
+                found[part] = rows
         if len(found) >= _MOST_LISTS:
             break
     return found
@@ -179,37 +203,23 @@ def labels_in(value: Any, count: int) -> torch.Tensor | None:
 
 
 def _label_rows(value: Any) -> torch.Tensor | None:
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "iuf":
-        value = torch.from_numpy(numpy.ascontiguousarray(value))
-    if type(value) is not torch.Tensor or value.layout != torch.strided or value.device.type == "meta":
+    array = array_of(value)
+    if array is None or array.dim() not in (1, 2) or not array.numel() or len(array) > _MOST_ROWS:
         return None
-    if value.dim() not in (1, 2):
-        return None
-    if value.dim() == 2 and value.shape[1] == 1:
-        value = value[:, 0]
-    if not value.numel() or value.shape[0] > _MOST_ROWS or value.is_complex():
-        return None
-    if value.dim() == 1 and not value.is_floating_point() and value.dtype != torch.bool:
-        rows: torch.Tensor = value.detach().cpu().long()
-        return rows
-    if value.dim() == 2 and value.is_floating_point():
-        highest: torch.Tensor = value.detach().argmax(1).cpu()
-        return highest
-    return None
+    rows = array[:, 0] if array.dim() == 2 and array.shape[1] == 1 else array
+    if rows.dim() == 1:
+        return rows.cpu().long() if not rows.is_floating_point() and rows.dtype != torch.bool else None
+    return rows.argmax(1).cpu() if rows.is_floating_point() else None
 
 
 def columns_of(value: Any, count: int) -> list[Any]:
     """What stands at each place in the rows of a table of `count` rows: predictions and their labels, say."""
     if not 1 < count <= _MOST_ROWS:
         return []
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "iuf":
-        value = torch.from_numpy(numpy.ascontiguousarray(value))
-    if type(value) is torch.Tensor and value.layout == torch.strided and value.device.type != "meta":
-        if value.dim() != 2 or len(value) != count or not 1 < value.shape[1] <= _MOST_COLUMNS or value.is_complex():
+    if (table := array_of(value)) is not None:
+        if table.dim() != 2 or len(table) != count or not 1 < table.shape[1] <= _MOST_COLUMNS:
             return []
-        columns = list(value.detach().cpu().unbind(1))
+        columns = list(table.cpu().unbind(1))
         whole = [not one.is_floating_point() or bool((one == one.round()).all()) for one in columns]
         return [one.long() if is_whole else one for one, is_whole in zip(columns, whole, strict=True)] * any(whole)
     if type(value) not in (list, tuple) or len(value) != count or type(value[0]) not in (list, tuple, dict):
@@ -283,8 +293,7 @@ def held_in(name: str, value: Any) -> list[tuple[str, Any]]:
     if issubclass(kind, Mapping) and kind.__module__ in ("builtins", "collections"):
         items = itertools.islice(value.items(), _MOST_NUMBERS)
         return [(f"{name}[{key!r}]", item) for key, item in items if isinstance(key, str | int)]
-    file = file_of_module(sys.modules.get(kind.__module__))
-    if issubclass(kind, nn.Module | type) or not file or not is_user_file(file) or is_installed(file):
+    if issubclass(kind, nn.Module | type) or not is_of_program(file_of_class(kind)):
         return []
     held = dict(getattr(value, "__dict__", None) or {})
     for base in kind.__mro__:
@@ -302,20 +311,16 @@ def _inside_widely(name: str, value: Any) -> list[tuple[str, Any]]:
         return [(f"{name}.__self__", value.__self__)]
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         held = dict(zip(kind._fields, value, strict=False))
-    elif kind is FunctionType and _is_of_program(value.__code__.co_filename):
+    elif kind is FunctionType and is_of_program(value.__code__.co_filename):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         held = {key: cell.cell_contents for key, cell in cells if cell != _EMPTY} | vars(value)
     elif issubclass(kind, ModuleType | type | nn.Module):
         made_in = vars(value if issubclass(kind, type) else kind).get("__module__")
         module = value if kind is ModuleType else sys.modules.get(str(made_in))
-        if _is_of_program(file_of_module(module)):
+        if is_of_program(file_of_module(module)):
             held = {key: item for key, item in vars(value).items() if key not in MODULE_INTERNALS}
             held |= vars(value).get("_buffers", {})
     return [(f"{name}.{key}", item) for key, item in held.items() if isinstance(key, str) and key[:2] != "__"]
-
-
-def _is_of_program(file: str) -> bool:
-    return bool(file) and is_of_program(file)
 
 
 _EMPTY = CellType()  # no variable of a closure that has a value equals it
@@ -323,8 +328,4 @@ _EMPTY = CellType()  # no variable of a closure that has a value equals it
 
 def program_frames() -> Iterator[FrameType]:
     """The frames of the program itself, from the innermost on."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _is_of_program(frame.f_code.co_filename):
-            yield frame
-        frame = frame.f_back
+    return (frame for frame in frames_from(sys._getframe(1)) if is_of_program(frame.f_code.co_filename))

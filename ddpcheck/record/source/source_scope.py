@@ -26,10 +26,12 @@ from torch import nn
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
     file_of_module,
+    frames_from,
     is_of_program,
     is_user_file,
     parsed_source,
     relative_path,
+    targets_of,
     variables_of,
 )
 
@@ -66,6 +68,13 @@ def function_of(called: Any) -> tuple[CodeType | None, Mapping[str, Any]]:
     return (code, called.__globals__) if isinstance(code, CodeType) and is_users(code) else (None, {})
 
 
+def scope_of_function(called: Any) -> Scope | None:
+    """The scope of the script's function that a call runs, before it does; `None` where its source is not there."""
+    code, outer = function_of(called)
+    body = None if code is None else body_of(code)
+    return None if code is None or body is None else Scope(code.co_filename, body, {}, outer)
+
+
 def is_users(code: Any) -> bool:
     """Whether this is code of the script's own files."""
     return isinstance(code, CodeType) and is_of_program(code.co_filename)
@@ -100,11 +109,8 @@ def bindings(body: ast.AST, name: str) -> Iterator[Binding]:
         if isinstance(node, ast.AugAssign):
             if ast.unparse(node.target) == name:
                 yield place_of(node), node, node.value
-        elif isinstance(node, ast.NamedExpr):
-            if node.target.id == name:
-                yield place_of(node), None, node.value
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            for target in targets_of(node):
                 if isinstance(target, ast.Tuple | ast.List):
                     for index, one in enumerate(target.elts):
                         if ast.unparse(one) == name:
@@ -149,9 +155,9 @@ def statement_at(body: ast.AST, frame: FrameType) -> ast.stmt | None:
 @functools.cache
 def body_of(code: CodeType) -> ast.AST | None:
     """The tree of a function, or of the top of a file."""
-    tree: ast.AST | None = parsed_source(code.co_filename)
-    if tree is None or code.co_name == "<module>":
-        return tree
+    tree = parsed_source(code.co_filename)
+    if code.co_name == "<module>":
+        return tree if tree.body else None
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
     for node in ast.walk(tree):
         if isinstance(node, kinds):
@@ -172,10 +178,20 @@ def scope_of_frame(frame: FrameType) -> Scope | None:
 
 def user_caller(frame: FrameType) -> FrameType | None:
     """The function of the script by which that of a frame was called."""
-    caller = frame.f_back
-    while caller is not None and not is_users(caller.f_code):
-        caller = caller.f_back
-    return caller
+    return next((caller for caller in frames_from(frame.f_back) if is_users(caller.f_code)), None)
+
+
+MOST_CALLERS = 4  # functions of the script, one called by the other, that are looked at
+
+
+def scopes_from(frame: FrameType | None) -> Iterator[tuple[Scope, FrameType]]:
+    """The scopes of the script's function in a frame and of those that lead to it, as far as their source is there."""
+    for _ in range(MOST_CALLERS):
+        scope = None if frame is None else scope_of_frame(frame)
+        if frame is None or scope is None:
+            return
+        yield scope, frame
+        frame = user_caller(frame)
 
 
 def location_in(scope: Scope, line: int) -> Location:
@@ -250,9 +266,9 @@ def assignment_in_program(name: str, value: bool | None = None) -> Location | No
     found = {
         Location(relative_path(file), node.lineno)
         for file in _files_with(name)
-        for node in ast.walk(parsed_source(file) or ast.Module([], []))
+        for node in ast.walk(parsed_source(file))
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for target in targets_of(node)
         if _is_of(target, name) and _may_be(node.value, value)
     }
     return found.pop() if len(found) == 1 else None
@@ -260,7 +276,7 @@ def assignment_in_program(name: str, value: bool | None = None) -> Location | No
 
 def _assignments(name: str, holder: type) -> Iterator[tuple[tuple[bool, bool, bool], Location]]:
     for file in _files_with(name):
-        for node, repeats, of_class in _statements(parsed_source(file) or ast.Module([], []), repeats=False):
+        for node, repeats, of_class in _statements(parsed_source(file), repeats=False):
             if (reads := _updates(node, name, holder)) is not None:
                 own = of_class in ("", *(kind.__name__ for kind in holder.__mro__))
                 yield (own, reads, repeats), Location(relative_path(file), node.lineno)

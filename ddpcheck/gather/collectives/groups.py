@@ -1,0 +1,67 @@
+"""Process groups: their names and ranks, and what tells a reader which one that is."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+Group = tuple[str, tuple[int, ...]]
+"""The name of a process group, and its ranks."""
+
+
+def named_group(given: Any) -> Group:
+    """Name and members of a process group, given as such, by name, or as a mesh or a dimension of one."""
+    import torch.distributed as dist
+
+    try:
+        group: Any = dist.group.WORLD if given is None else given
+        if isinstance(group, dist.ProcessGroup):
+            return name_of_group(group), tuple(dist.get_process_group_ranks(group))
+        if isinstance(group, tuple) and len(group) == 2 and hasattr(group[0], "get_group"):
+            group = group[0].get_group(group[1])
+        group = group.get_group() if hasattr(group, "get_group") else group
+        if isinstance(group, str):
+            group = vars(dist.distributed_c10d)["_resolve_process_group"](group)  # private to torch
+        if isinstance(group, list | tuple) and all(isinstance(member, int) for member in group):
+            everyone = set(group) == set(range(dist.get_world_size()))
+            return named_group(None)[0] if everyone else f"ranks {list(group)}", tuple(group)
+        return name_of_group(group), tuple(dist.get_process_group_ranks(group))
+    except Exception:  # what is no group, the call itself will complain of
+        return "", ()
+
+
+def name_of_group(group: Any) -> str:
+    """The name of a process group; one that is written in Python may have none itself."""
+    import torch.distributed as dist
+
+    try:
+        return str(group.group_name)
+    except RuntimeError:
+        with contextlib.suppress(AttributeError, KeyError):  # private to torch
+            return str(vars(dist.distributed_c10d)["_world"].pg_names[group])
+        return ""
+
+
+_made: dict[str, tuple[str, str]] = {}  # by the name of a process group, the line that made it, its own description
+
+
+def words_of(name: str) -> str:
+    """Which process group that is, to a reader; "" where it was not seen."""
+    import torch.distributed as dist
+
+    if name in _made:
+        where, words = _made[name]
+        of_line = [other for other, made in _made.items() if made[0] == where]
+        number = f" (number {of_line.index(name) + 1} of that line)" if len(of_line) > 1 else ""
+        return f"the process group{f' {words!r}' if words else ''} of {where}{number}"
+    is_default = dist.is_initialized() and name == name_of_group(dist.group.WORLD)
+    return "the default process group" if is_default else ""
+
+
+def note_made(group: Any, where: str) -> None:
+    """Remember the line that has made a process group, and what the program calls that."""
+    import torch.distributed as dist
+
+    if isinstance(group, dist.ProcessGroup) and where:
+        words = getattr(group, "group_desc", "")
+        _made[name_of_group(group)] = where, "" if words == "undefined" else words

@@ -1,0 +1,54 @@
+"""The targets that torch's losses keep for backward: labels, values, tokens, which tell one batch from another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ddpcheck.findings.evidence.script import LossTarget
+from ddpcheck.gather.autograd.autograd_graph import kept_tensor
+from ddpcheck.gather.state.fingerprints import fingerprint
+
+_MOST_NODES = 32
+_MOST_TARGETS = 4
+_MOST_COUNTED = 1 << 12  # elements by which it is told how much a target says
+_GOES_ON = ("Mul", "Div", "Neg", "Add", "Sub", "Sum", "Mean", "View", "Reshape", "Squeeze", "Unsqueeze", "Clone")
+
+
+def targets_of(loss: torch.Tensor) -> tuple[LossTarget, ...]:
+    """Those of a loss, as far as it is made of such losses by arithmetic."""
+    found = []
+    for target in _targets(loss.grad_fn):
+        if type(target) is torch.Tensor and target.layout == torch.strided and target.dim() and not target.is_complex():
+            if not target.requires_grad and target.numel() > 1:
+                found.append(LossTarget(fingerprint(target), len(target), target.numel(), _bits(target.detach())))
+    return tuple(found[:_MOST_TARGETS])
+
+
+def _targets(root: Any) -> Iterator[torch.Tensor | None]:
+    pending, seen = [root], {root}
+    for node in pending:  # which grows
+        if node is None or len(pending) > _MOST_NODES:
+            continue
+        if hasattr(node, "_raw_saved_target"):
+            yield kept_tensor(node, "target")
+        elif node.name().startswith(_GOES_ON):
+            following = [after for after, _ in node.next_functions if after not in seen]
+            seen.update(following)
+            pending += following
+
+
+def _bits(target: torch.Tensor) -> float:
+    """How many bits the order of the values says: none where these are sorted, or in blocks of equal ones."""
+    values = target.flatten()
+    values = values[:: max(1, len(values) // _MOST_COUNTED)]
+    steps = values[1:].double() - values[:-1].double()
+    if bool((steps >= 0).all()) or bool((steps <= 0).all()) or not bool(steps.isfinite().all()):
+        return 0.0
+    _, counts = values.unique(return_counts=True)
+    different, blocks = len(counts), 1 + int((steps != 0).sum())
+    if blocks == different < len(values):
+        return 0.0
+    return -float((counts / len(values)).log2().mul(counts).sum())

@@ -1,0 +1,80 @@
+"""Threads that an exception has ended, and ranks whose main thread waits for one."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.stacks import collectives_of_threads, lock_waited_for, own_stack, program_threads
+from ddpcheck.findings.wording import one_finding
+from ddpcheck.judge.endings.threads import EndedThread, judge_left_by_thread, judge_threads, told_of_threads
+from ddpcheck.worlds import failures
+from ddpcheck.worlds.failures import described
+
+OTHER = failures.stuck(0, 0.0, "", "", "barrier at train.py:41")
+
+
+def ended(error: Exception, waits_in: str = "get() at train.py:25", rank: int = 1) -> EndedThread:
+    raised = failures.raised(rank, {**described(error, "", ""), "location": "data.py:7"})
+    return EndedThread("producer", raised, waits_in)
+
+
+def test_an_exception_in_a_thread_for_which_its_rank_waits_is_the_cause() -> None:
+    (finding,) = judge_threads([ended(ValueError("bad sample"))], [OTHER], 2)
+    assert (finding.code, finding.ranks, finding.location) == ("DDP401", (1,), Location("data.py", 7))
+    assert "(producer)" in finding.message and finding.message.endswith("another thread in get() at train.py:25.")
+    assert "rank 0: waits in barrier at train.py:41" in finding.evidence
+    (both,) = judge_threads([ended(ValueError("bad sample"), rank=rank) for rank in (0, 1)], [OTHER], 2)
+    assert both.ranks == () and both.message.startswith("Ranks 0 and 1 raised ValueError: bad sample")
+
+
+def test_one_that_its_rank_does_not_wait_for_is_evidence_only() -> None:
+    logger = ended(ValueError("no disk"), "")
+    assert judge_threads([logger], [OTHER], 2) == []
+    assert told_of_threads([logger]) == [
+        "before that, rank 1 raised ValueError: no disk in a thread (producer) at data.py:7"
+    ]
+    lost = ended(RuntimeError("Connection closed by peer"))  # another rank is the cause
+    assert judge_threads([lost], [OTHER], 2) == told_of_threads([lost]) == []
+
+
+def test_a_line_at_which_a_thread_was_left_is_no_skipped_step() -> None:
+    (skipped,) = one_finding("DDP508", ("backward",), "Rank 1 skips.", ranks=[1], location=Location("data.py", 7))
+    (cause,) = judge_left_by_thread([ended(ValueError("bad sample"), "")], skipped)
+    assert (cause.code, cause.ranks, cause.location) == ("DDP401", (1,), Location("data.py", 7))
+    assert "Rank 1 skips." in cause.evidence and cause.message.endswith("has ended a thread (producer).")
+    assert not judge_left_by_thread([ended(ValueError("bad sample"), "")], replace(skipped, ranks=(0,)))
+    assert not judge_left_by_thread([ended(ValueError(""), "")], replace(skipped, location=Location("data.py", 8)))
+
+
+IN_QUEUE = f"""Current thread 0x1 (most recent call first):
+  File "{threading.__file__}", line 327 in wait
+  File "{queue.__file__}", line 171 in get
+  File "/home/me/train.py", line 25 in <module>
+"""
+IN_BARRIER = """Current thread 0x1 (most recent call first):
+  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 5356 in barrier
+  File "/home/me/train.py", line 41 in main
+"""
+
+
+@pytest.mark.parametrize(("dump", "words"), [(IN_QUEUE, "get() at train.py:25"), (IN_BARRIER, ""), ("", "")])
+def test_what_a_main_thread_waits_in_for_another_thread(dump: str, words: str) -> None:
+    assert lock_waited_for(own_stack(dump)) == words
+
+
+def test_a_thread_of_the_program_may_still_have_the_main_one_go_on() -> None:
+    torchs = 'Thread 0x2:\n  File "/x/site-packages/torch/utils/data/_utils/pin_memory.py", line 7 in loop\n\n'
+    programs = 'Thread 0x2:\n  File "/home/me/train.py", line 7 in produce\n\n'
+    assert len(program_threads(programs + IN_QUEUE)) == 1 and not program_threads(torchs + IN_QUEUE)
+
+
+def test_collectives_of_other_threads_are_told() -> None:
+    assert collectives_of_threads(IN_BARRIER.replace("Current thread", "Thread") + "\n" + IN_QUEUE) == [
+        "barrier at train.py:41"
+    ]
+    assert collectives_of_threads(IN_BARRIER) == []
