@@ -608,6 +608,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.slow
 def test_an_exception_is_told_where_the_script_has_a_hook_of_its_own(tmp_path: Path) -> None:
     script, file = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(OWN_HOOK, encoding="utf-8")

@@ -213,6 +213,7 @@ def test_a_rank_whose_main_thread_waits_for_threads_that_wait(
     assert watch._waits_for_threads(os.getpid(), other + main, has_lost_one=lost_one) is waits
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_a_thread_which_an_exception_has_ended_hangs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(THREAD)
     ended = run_forked("--check-timeout=3", str(tmp_path / "train.py"))
