@@ -82,7 +82,7 @@ def running(tmp_path: Path, mode: str) -> Iterator[Path]:
     ("mode", "code", "script", "found"),
     [
         ("works", 0, r"rank 0 waits in backward at train.py:\d+, after 21 steps; rank 1 is at train.py:\d+, after", ""),
-        ("waits", 4, r"rank 0 waits in backward at train.py:\d+, .*; rank 1 waits in recv at train.py:\d+", "DDP403"),
+        ("waits", 4, r"rank 0 waits in backward at train.py:\d+, .*; rank 1 waits in recv at train.py:\d+", "DDP402"),
         (
             "writes",
             1,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch.distributed as dist
 from torch import nn
@@ -35,7 +35,8 @@ class ConstructionRecorder:
 
     def __init__(self) -> None:
         """Begin; uses torch's public registration hooks."""
-        self._lines: WeakKeyDictionary[nn.Module, dict[str, Location]] = WeakKeyDictionary()
+        # by identity: `torch.compile` would follow a hook into a WeakKeyDictionary, and a module may have an __eq__
+        self._lines: dict[int, tuple[ref[nn.Module], dict[str, Location]]] = {}
         self._sizes: dict[SizedVariable, None] = {}
         hook: Any = guarded(self._registered)
         registration.register_module_parameter_registration_hook(hook)
@@ -74,7 +75,10 @@ class ConstructionRecorder:
         where = user_location(frame)
         if where is None:
             return
-        self._lines.setdefault(module, {})[name] = where
+        known = self._lines.get(id(module))
+        if known is None or known[0]() is not module:
+            known = self._lines[id(module)] = (ref(module), {})
+        known[1][name] = where
         if isinstance(thing, nn.Parameter) and not nn.parameter.is_lazy(thing) and len(self._sizes) < _MOST_SIZES:
             wanted = set(thing.shape)
             for inner in _user_functions(frame):
@@ -88,9 +92,11 @@ class ConstructionRecorder:
         for path, part in module.named_modules():
             above, _, own = path.rpartition(".")
             nearest[path] = found.get(path, nearest.get(above) if own else None)
-            for name, where in self._lines.get(part, {}).items():
-                if where != nearest[path]:
-                    found[f"{path}.{name}".lstrip(".")] = where
+            known = self._lines.get(id(part))
+            if known is not None and known[0]() is part:
+                for name, where in known[1].items():
+                    if where != nearest[path]:
+                        found[f"{path}.{name}".lstrip(".")] = where
         return found
 
 
