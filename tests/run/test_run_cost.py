@@ -36,7 +36,9 @@ if dist.get_rank() == 0:
     print("calls", calls)
 dist.destroy_process_group()
 """
-MOST = 180  # 166 with torch 2.13, 174 with 2.4, which comes through more functions that stand in the place of its own
+# 175 with torch 2.13, 181 with 2.4, which comes through more functions in the place of its own. Of them 4 spare an optimizer
+# one call for each of its parameters, of which there are two here.
+MOST = 185
 
 
 def test_a_step_that_is_not_sampled_makes_few_calls(tmp_path: Path) -> None:
