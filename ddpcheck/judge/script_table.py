@@ -53,15 +53,14 @@ from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_l
 from ddpcheck.judge.data.script_draws import (
     judge_added_noise,
     judge_behind,
+    judge_same_targets,
     judge_step_draws,
     judge_streams,
-    judge_targets,
 )
 from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved, told_by_files
 from ddpcheck.judge.data.script_rows import OTHER_VALUES
 from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
-from ddpcheck.judge.evaluation.script_order import judge_sums_again
-from ddpcheck.judge.evaluation.script_order import judge_targets as judge_gathered_targets
+from ddpcheck.judge.evaluation.script_order import judge_sums_again, judge_targets
 from ddpcheck.judge.gradients.script_alone import all_gradients_agree, judge_reduced_alike, judge_taken
 from ddpcheck.judge.gradients.script_gathers import judge_gathers, judge_own_parts
 from ddpcheck.judge.gradients.script_losses import FEWEST_PASSES, SCALE_FREE, judge_accumulated, judge_losses
@@ -237,7 +236,7 @@ def _data(facts: ScriptFacts) -> Verdicts:
             evaluated = dict(zip(by_number, wrapper.of(Evaluated), strict=True))
             found += judge_inputs(given, by_number) or judge_streams(by_number, given, evaluated) or judge_behind(given)
     if not others and not facts.model_groups and not any(finding.code in ("DDP505", "DDP510") for finding in found):
-        found += judge_targets(facts.of(LossDifferentiated), inputs, draws)
+        found += judge_same_targets(facts.of(LossDifferentiated), inputs, draws)
     by_hand = not facts.wrappers and not facts.model_groups
     if by_hand and not any(finding.code == "DDP505" for finding in found):
         found += [finding for one in facts.optimizers for finding in judge_reduced_alike(one.steps)][:1]
@@ -279,7 +278,7 @@ def _evaluation(facts: ScriptFacts) -> Verdicts:
     exchanged, shown, compared = facts.of(ResultExchanged), facts.of(MetricShown), facts.of(RowsCompared)
     found = judge_evaluations(facts.passes, passes, exchanged, shown, compared)
     found += judge_sums_again(facts.of(SumsReduced))
-    found += judge_gathered_targets(facts.of(GatheredTargets), facts.of(LossDifferentiated))
+    found += judge_targets(facts.of(GatheredTargets), facts.of(LossDifferentiated))
     loops = f"after {counted(len(passes[0]), 'loop')} without backward"
     what = f"the numbers and labels that were exchanged and shown, {loops}"
     return {"evaluation": _compared(found, what, len(passes[0]))}

@@ -16,9 +16,9 @@ from ddpcheck.judge.data.script_draws import (
     _cosine,
     judge_added_noise,
     judge_behind,
+    judge_same_targets,
     judge_step_draws,
     judge_streams,
-    judge_targets,
     line_of_selection,
 )
 from ddpcheck.record.data.added_noise import added_to, kept_samples
@@ -216,16 +216,16 @@ SAME = targets(7, 8, 9)
     ],
 )
 def test_targets_that_are_the_same_on_every_rank(losses: Any, inputs: Given, found: bool) -> None:
-    findings = judge_targets(losses, inputs, [[], []])
+    findings = judge_same_targets(losses, inputs, [[], []])
     assert [(one.code, one.severity.value, one.location) for one in findings] == [("DDP505", "warning", LOSS)] * found
 
 
 def test_targets_of_the_shape_of_the_inputs_may_be_noise() -> None:
-    (of_classes,) = judge_targets([SAME, SAME], given(), [[], []])
-    (of_values,) = judge_targets([targets(7, 8, 9, elements=32)] * 2, given(), [[], []])
+    (of_classes,) = judge_same_targets([SAME, SAME], given(), [[], []])
+    (of_values,) = judge_same_targets([targets(7, 8, 9, elements=32)] * 2, given(), [[], []])
     assert ["noise" in one.message for one in (of_classes, of_values)] == [False, True]
 
 
 def test_the_line_that_chooses_the_samples_comes_first() -> None:
-    (found,) = judge_targets([SAME, SAME], given(), drawn(64, "choice"))
+    (found,) = judge_same_targets([SAME, SAME], given(), drawn(64, "choice"))
     assert found.location == SEED

@@ -128,6 +128,23 @@ def test_hooks_that_change_gradients_before_they_are_averaged(
     assert all(one.location == CLIPS for one in findings)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        ([(3.0, 3.0), (5.0, 5.0)], [(8.0, 8.0), (2.0, 2.0)], False),  # by the number of samples, divided out later
+        ([(3.0, 3.0), (5.0, 5.0)], [(8.0, 8.0), ()], False),  # of one sample: as it was
+        ([(3.0, 3.0), (3.0, 3.0)], [(8.0, 8.0), (8.0, 8.0)], True),  # by the rank
+        ([(0.2, 0.4), (0.3, 0.1)], [(0.5, 0.3), (0.1, 0.2)], True),  # by the norm of each gradient
+    ],
+)
+def test_weights_of_batches_are_no_change(first: Any, second: Any, found: bool) -> None:
+    def of(step: int, a: float, b: float) -> GradientsHooked:
+        return GradientsHooked(0, step, CLIPS, {"a": HookedGradient("scaled", a), "b": HookedGradient("scaled", b)})
+
+    ranks = [[of(step, *both) for step, both in enumerate(of_rank) if both] for of_rank in (first, second)]
+    assert bool(judge_hooked(ranks, range(2))) is found
+
+
 def test_steps_in_which_not_every_rank_was_looked_at_tell_nothing_of_hooks() -> None:
     assert not judge_hooked([scaled(0.5, 0.5), []], [0])
 

@@ -78,7 +78,7 @@ BY_HAND = frozenset(
         "script_data.judge_later_overlap",
         "script_draws.judge_behind",
         "script_draws.judge_step_draws",
-        "script_draws.judge_targets",
+        "script_draws.judge_same_targets",
         "script_files._judge_devices",
         "script_losses._judge_counted_again",
         "script_losses._judge_shared",

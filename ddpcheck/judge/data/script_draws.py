@@ -149,7 +149,7 @@ def judge_added_noise(draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequ
     return []
 
 
-def judge_targets(
+def judge_same_targets(
     losses: Sequence[Sequence[LossDifferentiated]],
     inputs: Sequence[Sequence[Inputs]],
     draws: Sequence[Sequence[StepDraw]],

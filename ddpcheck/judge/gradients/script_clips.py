@@ -191,7 +191,7 @@ def judge_hooked(hooked: Sequence[Sequence[GradientsHooked]], steps: Sequence[in
     """DDP310: hooks that change the gradients of each rank before the average, and not alike on every rank.
 
     Where they limit the size of elements, that is so by what they are: the average of what they leave is not what they
-    would leave of the average. Factors that make a weighted average of it are meant so.
+    would leave of the average. Factors that make a weighted average of it are meant so, and so are weights of batches.
 
     Args:
         hooked: By rank; a rank has none in a step in which its hooks have changed nothing.
@@ -206,12 +206,14 @@ def judge_hooked(hooked: Sequence[Sequence[GradientsHooked]], steps: Sequence[in
                 told.setdefault(why, {}).setdefault(name, []).append(step)
     for why in ("scaled", "masked", "limited"):
         names = [name for name, when in told.get(why, {}).items() if len(when) >= _FEWEST_HOOKED]
-        if names:
-            of_one = told[why][names[0]]
+        of_one = told[why][names[0]] if names else []
+        if names and not (why == "scaled" and _are_weights(by_step, names, of_one)):
             return _finding_of_hooks(hooked, [of_rank.get(of_one[0], {}) for of_rank in by_step], names, why, of_one)
     return []
 
 
+_Hooked = Mapping[int, Mapping[str, HookedGradient]]
+"""What hooks have changed on a rank, by step and by name of a parameter."""
 _AS_IT_WAS = HookedGradient("scaled", 1.0)
 _FEWEST_HOOKED = 2  # steps
 
@@ -227,11 +229,30 @@ def _hooked_apart(of_ranks: Sequence[HookedGradient]) -> str:
         return "masked"
     factors = [one.number for one in of_ranks]
     average = sum(factors) / len(factors)
-    apart = max(factors) - min(factors) > _FACTORS_APART * max(map(abs, factors))
-    return "scaled" if apart and abs(average - 1.0) > _FACTORS_APART else ""
+    return "scaled" if _are_apart(factors) and abs(average - 1.0) > _FACTORS_APART else ""
+
+
+def _are_weights(by_step: Sequence[_Hooked], names: Sequence[str], steps: Sequence[int]) -> bool:
+    """Whether a rank has one factor for all its gradients, and others in other steps: how much its batch counts.
+
+    What they add up to may be divided out after the average. A factor for one gradient alone may be of what that is.
+    """
+    weights: list[list[float]] = []
+    for step in steps:
+        of_ranks = [
+            [one.number for name, one in of_rank.get(step, {}).items() if name in names] or [1.0] for of_rank in by_step
+        ]
+        if any(map(_are_apart, of_ranks)):
+            return False
+        weights.append([factors[0] for factors in of_ranks])
+    return len(names) > 1 and any(map(_are_apart, zip(*weights, strict=True)))
 
 
 _FACTORS_APART = 0.01
+
+
+def _are_apart(factors: Sequence[float]) -> bool:
+    return max(factors) - min(factors) > _FACTORS_APART * max(map(abs, factors))
 
 
 def _finding_of_hooks(

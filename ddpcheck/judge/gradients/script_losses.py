@@ -155,14 +155,14 @@ def _judge_shared(passes: Losses) -> list[Finding]:
     if not all(lines):
         return []
     total, line, besides = next(filter(None, lines))
-    part = f"1/{len(passes[0])}"
+    what, lost = ("A term of the loss", "it has {} of its weight beside the other terms")
+    if not besides:
+        what, lost = "The loss", "gradients are {} of those of the mean"
     return one_finding(
         "DDP303",
         ("loss",),
-        f"{'A term of the loss' if besides else 'The loss'} of each rank is a sum, divided by a number that is summed "
-        "over all ranks, and DDP averages over the ranks once more: "
-        + (f"it has {part} of its weight beside the other terms." if besides else "")
-        + (f"gradients are {part} of those of the mean." if not besides else ""),
+        f"{what} of each rank is a sum, divided by a number that is summed over all ranks, and DDP averages over the "
+        f"ranks once more: {lost.format(f'1/{len(passes[0])}')}.",
         location=line,
         evidence=[f"in all {len(passes)} backward passes that were compared; in the first of them by {total:g}"],
         severity=Severity.WARNING,
