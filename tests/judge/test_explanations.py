@@ -11,8 +11,9 @@ from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence, PathEnd, Ste
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import Names
-from ddpcheck.judge.endings import rank_failure
-from ddpcheck.judge.endings.rank_failure import FailureFacts, WrapperErrorFacts
+from ddpcheck.judge.endings import rank_failure, wrapper_errors
+from ddpcheck.judge.endings.rank_failure import FailureFacts
+from ddpcheck.judge.endings.wrapper_errors import WrapperErrorFacts
 from ddpcheck.judge.gradients import reducer
 from ddpcheck.judge.gradients.reducer import ReducerFacts
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts, first_explanation
@@ -140,27 +141,27 @@ def wrapper_facts(*failures: RankFailure, results: dict[int, object] | None = No
 
 def test_a_rank_that_never_called_the_wrapper_is_the_cause_of_the_failure_of_the_others() -> None:
     facts = wrapper_facts(failure(IN_PLACE), results={0: step(0, wrapper_calls=0, inner_calls=1)})
-    assert codes(rank_failure.explain_by_sentence_of_torch(facts)) == ["DDP311"]
-    assert codes(first_explanation(rank_failure.WRAPPER_EXPLANATIONS, facts)) == ["DDP501"]
+    assert codes(wrapper_errors.explain_by_sentence_of_torch(facts)) == ["DDP311"]
+    assert codes(first_explanation(wrapper_errors.EXPLANATIONS, facts)) == ["DDP501"]
 
 
 def test_a_parameter_that_ddpcheck_has_named_is_told_before_the_sentence_of_torch() -> None:
     facts = wrapper_facts(failure(IN_PLACE, traceback="ddpcheck: overwritten in place: a, b"))
-    (finding,) = first_explanation(rank_failure.WRAPPER_EXPLANATIONS, facts)
+    (finding,) = first_explanation(wrapper_errors.EXPLANATIONS, facts)
     assert (finding.code, finding.subjects) == ("DDP311", ("a", "b"))
-    (unnamed,) = rank_failure.explain_by_sentence_of_torch(facts)
+    (unnamed,) = wrapper_errors.explain_by_sentence_of_torch(facts)
     assert unnamed.subjects == ("backward",)
-    assert first_explanation(rank_failure.WRAPPER_EXPLANATIONS, wrapper_facts(failure("rank 1 raised KeyError"))) == []
+    assert first_explanation(wrapper_errors.EXPLANATIONS, wrapper_facts(failure("rank 1 raised KeyError"))) == []
 
 
 def test_a_gradient_that_the_second_of_two_backward_passes_brings_again_is_told_as_that() -> None:
     twice = failure("rank 1 raised RuntimeError: Expected to mark a variable ready only once.")
     known = replace(KNOWN, local=LocalFacts(backwards=(2, 2)))
-    (finding,) = first_explanation(rank_failure.WRAPPER_EXPLANATIONS, replace(wrapper_facts(twice), known=known))
+    (finding,) = first_explanation(wrapper_errors.EXPLANATIONS, replace(wrapper_facts(twice), known=known))
     assert (finding.code, finding.subjects) == ("DDP509", ("backward",))
     of_checkpoint = replace(twice, traceback="torch/utils/checkpoint.py")
     for facts in (wrapper_facts(twice), replace(wrapper_facts(of_checkpoint), known=known)):
-        assert codes(first_explanation(rank_failure.WRAPPER_EXPLANATIONS, facts)) == ["DDP406"]
+        assert codes(first_explanation(wrapper_errors.EXPLANATIONS, facts)) == ["DDP406"]
 
 
 REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)")

@@ -107,9 +107,9 @@ NO_FAULT_NEEDS = {
     "reducer.explain_by_parts_of_models": "test_model_parts",
     "reducer.explain_by_losses_of_parts": "test_model_parts",
     "descriptions.judge_values_before_sharding": "test_sharded",
-    "rank_failure.explain_by_shards_in_the_loss": "test_sharded",
-    "rank_failure.explain_by_replaced_shards": "test_sharded",
-    "rank_failure.explain_by_second_backward": (
+    "wrapper_errors.explain_by_shards_in_the_loss": "test_sharded",
+    "wrapper_errors.explain_by_replaced_shards": "test_sharded",
+    "wrapper_errors.explain_by_second_backward": (
         "test_explanations::test_a_gradient_that_the_second_of_two_backward_passes_brings_again_is_told_as_that"
     ),
     "replica_state.judge_repeated": "test_sharded",

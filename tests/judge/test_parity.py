@@ -13,7 +13,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.causes import find_causes
-from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
+from ddpcheck.judge.endings.wrapper_errors import judge_wrapper_error
 from ddpcheck.judge.gradients.loss_terms import BY_NORMALISATION
 from ddpcheck.judge.gradients.reducer import judge_reducer
 from ddpcheck.judge.gradients.single_process import (

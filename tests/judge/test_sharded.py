@@ -16,7 +16,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.findings.wording import Names
-from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
+from ddpcheck.judge.endings.wrapper_errors import judge_wrapper_error
 from ddpcheck.judge.gradients.sharded import (
     judge_loaded_state,
     judge_shard_scales,

@@ -1,15 +1,14 @@
-"""DDP401 to 405: why ranks failed or did not finish; DDP302, 305, 311, 406, 501, 503, 509, 513 where they are why."""
+"""DDP401 to 405: why ranks failed or did not finish; DDP305 where that is why."""
 
 from __future__ import annotations
 
 import math
-import re
 import signal
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from ddpcheck.findings.errors import EmptyShardError, NonFiniteLossError, RankFailure
-from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
+from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.stacks import is_waiting
@@ -17,15 +16,14 @@ from ddpcheck.findings.wording import (
     agreeing,
     format_ranks,
     group_by,
-    join_names,
     one_finding,
     phrase,
     plural_verb,
     unless_all,
 )
 from ddpcheck.judge.endings.collective_order import judge_partings
-from ddpcheck.judge.judge_context import JudgeContext, first_explanation
-from ddpcheck.judge.replicas.script_changes import replaced_after_sharding
+from ddpcheck.judge.endings.wrapper_errors import SENTENCES
+from ddpcheck.judge.judge_context import first_explanation
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +259,7 @@ def _is_of_backend(failure: RankFailure) -> bool:
 def follows_from_another_rank(failure: RankFailure) -> bool:
     """Whether a failure may only show what has gone wrong before: ranks wait, lose each other, or DDP complains."""
     text = f"{failure.message}\n{failure.traceback}"
-    return failure.kind == "stuck" or _is_of_backend(failure) or any(sentence in text for sentence in _SENTENCES)
+    return failure.kind == "stuck" or _is_of_backend(failure) or any(sentence in text for sentence in SENTENCES)
 
 
 def describe_failure(failure: RankFailure) -> str:
@@ -278,177 +276,3 @@ def _stack_lines(failures: Sequence[RankFailure]) -> Iterator[str]:
     for failure in failures:
         for line in failure.stack.splitlines()[:8]:
             yield f"rank {failure.rank} stack: {line.strip()}"
-
-
-# Under the wrapper
-
-
-@dataclass(frozen=True, slots=True)
-class WrapperErrorFacts:
-    """The facts on ranks that failed under the wrapper."""
-
-    failures: Sequence[RankFailure]  # of the ranks, in order of time
-    finished: Mapping[int, object]  # by rank, what the others have returned
-    known: JudgeContext  # the facts beside them
-
-    @property
-    def text(self) -> str:
-        """What the first failure says, with its traceback; empty where it is no exception."""
-        first = next(iter(self.failures), None)
-        return f"{first.message}\n{first.traceback}" if first is not None and first.kind == "raised" else ""
-
-    @property
-    def raised_on(self) -> tuple[int, ...]:
-        """The ranks that raised; empty for all."""
-        raised = sorted(failure.rank for failure in self.failures if failure.kind == "raised")
-        return unless_all(raised, self.known.world_size)
-
-
-def judge_wrapper_error(
-    failures: Sequence[RankFailure], finished: Mapping[int, object], known: JudgeContext
-) -> list[Finding]:
-    """DDP302, 311, 406, 501, 503, 509, 513 from how the wrapper fails in a step that the module by itself has done."""
-    return first_explanation(WRAPPER_EXPLANATIONS, WrapperErrorFacts(failures, finished, known))
-
-
-def explain_by_bypassed_forward(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP501: some ranks do not call the wrapper, and finish; the others wait for them until they fail.
-
-    First, for the failure of the ranks that waited only shows that somebody did not come.
-    """
-    finished = [item for item in facts.finished.values() if isinstance(item, DdpStepEvidence)]
-    bypassed = [item.rank for item in finished if item.wrapper_calls == 0 and item.inner_calls > 0]
-    if not bypassed:
-        return []
-    return one_finding(
-        "DDP501",
-        ("forward",),
-        f"On {format_ranks(bypassed)} the loss calls the wrapped module and not the wrapper; the other ranks wait "
-        "for its gradients.",
-        ranks=bypassed,
-        steps=(finished[0].step,),
-        evidence=[failure.message for failure in facts.failures],
-    )
-
-
-def explain_by_overwritten_parameters(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP311: backward needs parameters that were overwritten in place, whose names ddpcheck has added to the error.
-
-    Before the sentences of torch, which name none.
-    """
-    overwritten = re.search(r"ddpcheck: overwritten in place: (.+)", facts.text)
-    if overwritten is None or _IN_PLACE not in facts.text:
-        return []
-    first = facts.failures[0]
-    names = overwritten[1].split(", ")
-    return facts.known.names.one_finding(
-        "DDP311",
-        names,
-        f"{'One of ' if len(names) > 1 else ''}{join_names(names, most=4)} was overwritten after the forward "
-        f"pass had read it, and backward needs what was there, in {first.place or 'the step'}.",
-        ranks=facts.raised_on,
-        evidence=[first.message],
-    )
-
-
-def explain_by_shards_in_the_loss(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP501: what uses a parameter runs while `fully_shard` has only its shard there, outside of the module's forward.
-
-    Before the sentences of DDP, none of which comes up then.
-    """
-    if "mixed torch.Tensor and DTensor" not in facts.text or "forward" not in facts.failures[0].place:
-        return []
-    first = facts.failures[0]
-    return one_finding(
-        "DDP501",
-        ("forward",),
-        "The loss uses parameters outside of the forward of a module that fully_shard was called on, where each rank "
-        "has its shard only.",
-        ranks=facts.raised_on,
-        location=Location.parse(first.location),
-        evidence=[first.message],
-        fix="Call the module, and not its forward or another method of it; or name that method in "
-        "torch.distributed.fsdp.register_fsdp_forward_method(module, name).",
-    )
-
-
-def explain_by_replaced_shards(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP503: `wrap` has put plain parameters in the place of shards, on which the first forward pass fails.
-
-    Before the sentences of DDP, none of which comes up then.
-    """
-    plain = [name for name in facts.known.wrapper.ignored if facts.known.wrapper.sharded]
-    if "object has no attribute '_local_tensor'" not in facts.text or not plain:
-        return []
-    found = replaced_after_sharding(sorted(plain), facts.known.names.location(plain), later=False)
-    return [replace(one, ranks=facts.raised_on, evidence=(facts.failures[0].message,)) for one in found]
-
-
-def explain_by_second_backward(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP509: the second backward pass of a step brings a gradient again, which torch takes for one in one pass.
-
-    Before the sentences of torch.
-    """
-    if _TWICE not in facts.text or "utils/checkpoint.py" in facts.text or facts.known.local.backwards[1] < 2:
-        return []
-    first = facts.failures[0]
-    return one_finding(
-        "DDP509",
-        ("backward",),
-        "A second backward pass follows without a forward of its own: it brings gradients again that DDP has averaged "
-        "in the first one.",
-        ranks=facts.raised_on,
-        location=Location.parse(first.location),
-        evidence=[first.message],
-    )
-
-
-_TWICE = "mark a variable ready only once"
-_IN_PLACE = "modified by an inplace operation"
-_SENTENCES = {  # of torch, with the code and the message for each
-    _TWICE: ("DDP406", "DDP took a gradient to be complete, and it came again"),
-    "gradient which is undefined, but still allreduced": (
-        "DDP509",
-        "A second backward pass of an earlier step has brought gradients after its reduction, and DDP waits for them",
-    ),
-    _IN_PLACE: ("DDP311", "What backward needs was overwritten after the forward pass"),
-    "Expected to have finished reduction": (
-        "DDP302",
-        "A parameter that takes part without the wrapper did not under it",
-    ),
-    "not used in producing the loss returned by training_step": (  # what Lightning puts in its place
-        "DDP302",
-        "A parameter that takes part without the wrapper did not under it",
-    ),
-    "training graph has changed in this iteration": (
-        "DDP513",
-        "The graph is not the one that DDP recorded in the first step",
-    ),
-}
-
-
-def explain_by_sentence_of_torch(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP302, 311, 406 or 513: a sentence of DDP's reducer or of autograd, with the parameters that it names."""
-    for sentence, (code, message) in _SENTENCES.items():
-        if sentence in facts.text:
-            first = facts.failures[0]
-            named = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", facts.text)))
-            return one_finding(
-                code,
-                facts.known.names.subjects(named) or ("backward",),
-                f"{message}, in {first.place or 'the step'}.",
-                ranks=facts.raised_on,
-                evidence=[first.message],
-            )
-    return []
-
-
-WRAPPER_EXPLANATIONS = (
-    explain_by_bypassed_forward,
-    explain_by_overwritten_parameters,
-    explain_by_shards_in_the_loss,
-    explain_by_replaced_shards,
-    explain_by_second_backward,
-    explain_by_sentence_of_torch,
-)
-"""Likewise, of failures under the wrapper."""

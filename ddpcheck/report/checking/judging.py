@@ -12,7 +12,7 @@ from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import group_by, without_prefix
 from ddpcheck.judge.causes import find_causes
-from ddpcheck.judge.endings.rank_failure import judge_wrapper_error
+from ddpcheck.judge.endings.wrapper_errors import judge_wrapper_error
 from ddpcheck.judge.gradients.reducer import ReducerFacts, judge_compiled, judge_reducer, tell_compiled
 from ddpcheck.judge.gradients.sharded import judge_sharded, judge_updates
 from ddpcheck.judge.gradients.single_process import judge_nothing_compared, judge_repeat, judge_single_process
