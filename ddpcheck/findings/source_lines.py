@@ -354,7 +354,7 @@ def exits_raised(files: Mapping[str, str]) -> tuple[Location, ...]:
     """The lines of `files` that raise SystemExit; those that call `sys.exit` are known otherwise."""
     found = []
     for shown, file in files.items():
-        for node in ast.walk(parsed_source(file) or ast.Module([], [])):
+        for node in ast.walk(parsed_source(file)):
             if isinstance(node, ast.Raise) and node.exc is not None and "SystemExit" in ast.unparse(node.exc):
                 found.append(Location(shown, node.lineno))
     return tuple(found)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ddpcheck.findings.evidence.script import LossTarget
-from ddpcheck.gather.autograd.autograd_graph import kept_tensor
+from ddpcheck.gather.autograd.autograd_graph import kept_tensor, nodes_behind
 from ddpcheck.gather.state.fingerprints import fingerprint
 
 _MOST_NODES = 32
@@ -20,24 +19,20 @@ _GOES_ON = ("Mul", "Div", "Neg", "Add", "Sub", "Sum", "Mean", "View", "Reshape",
 def targets_of(loss: torch.Tensor) -> tuple[LossTarget, ...]:
     """Those of a loss, as far as it is made of such losses by arithmetic."""
     found = []
-    for target in _targets(loss.grad_fn):
+    nodes = filter(_has_target, nodes_behind([loss.grad_fn], _MOST_NODES, _is_arithmetic))
+    for target in (kept_tensor(node, "target") for node in nodes):
         if type(target) is torch.Tensor and target.layout == torch.strided and target.dim() and not target.is_complex():
             if not target.requires_grad and target.numel() > 1:
                 found.append(LossTarget(fingerprint(target), len(target), target.numel(), _bits(target.detach())))
     return tuple(found[:_MOST_TARGETS])
 
 
-def _targets(root: Any) -> Iterator[torch.Tensor | None]:
-    pending, seen = [root], {root}
-    for node in pending:  # which grows
-        if node is None or len(pending) > _MOST_NODES:
-            continue
-        if hasattr(node, "_raw_saved_target"):
-            yield kept_tensor(node, "target")
-        elif node.name().startswith(_GOES_ON):
-            following = [after for after, _ in node.next_functions if after not in seen]
-            seen.update(following)
-            pending += following
+def _is_arithmetic(node: Any) -> bool:
+    return not _has_target(node) and bool(node.name().startswith(_GOES_ON))
+
+
+def _has_target(node: Any) -> bool:
+    return hasattr(node, "_raw_saved_target")
 
 
 def _bits(target: torch.Tensor) -> float:

@@ -9,16 +9,14 @@ import dis
 import sys
 from types import FrameType
 
-from ddpcheck.findings.source_lines import relative_path
+from ddpcheck.findings.source_lines import frames_from, location_of
 from ddpcheck.stream.entries import ProgramEnded
 
 
 def main_frame() -> FrameType | None:
     """The frame of the main module, if it is on this stack; it keeps nothing alive but the names of the module."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and (frame.f_code.co_name, frame.f_globals.get("__name__")) != ("<module>", "__main__"):
-        frame = frame.f_back
-    return frame
+    modules = (frame for frame in frames_from(sys._getframe()) if frame.f_code.co_name == "<module>")
+    return next((frame for frame in modules if frame.f_globals.get("__name__") == "__main__"), None)
 
 
 def last_error() -> BaseException | None:
@@ -36,5 +34,4 @@ def end_of_main(frame: FrameType | None) -> ProgramEnded:
         return ProgramEnded("end")
     if last_error() is not None:
         return ProgramEnded()
-    line = f"{relative_path(frame.f_code.co_filename)}:{frame.f_lineno}"
-    return ProgramEnded("raise" if operation == "RAISE_VARARGS" else "call", line)
+    return ProgramEnded("raise" if operation == "RAISE_VARARGS" else "call", str(location_of(frame)))
