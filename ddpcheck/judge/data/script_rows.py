@@ -76,9 +76,9 @@ def judge_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         "DDP505",
         one,
         f"Each of the {one.workers} workers of the loader goes through the whole stream, so every sample is taken "
-        f"{one.workers} times in an epoch{', and by every rank' if by_all else ''}.",
+        f"{one.workers} times{', and by every rank' if by_all else ''}.",
         severity=Severity.ERROR if by_all else Severity.WARNING,
-        evidence=[f"of the {len(one.rows)} samples of the first epoch, {len(set(one.rows))} differ by their contents"],
+        evidence=[f"of the {len(one.rows)} samples of the first pass, {len(set(one.rows))} differ by their contents"],
         fix=_SPLIT_STREAM
         if by_all
         else "Split the stream in the dataset's __iter__ also by get_worker_info(): by the number of the worker, and "
