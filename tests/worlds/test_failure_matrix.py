@@ -72,6 +72,8 @@ def source() -> str:
         code = KINDS[kind]
         if kind in COLLECTIVE_AFTER:  # the others wait for a rank that does not come
             code += "\ndist.barrier()"
+        if who == "all":  # else a rank can end while another one still connects to it, which fails of that
+            code = f"dist.barrier()\ntime.sleep(0.2)\n{code}"
         lines = "\n".join(f"    {line}" for line in code.splitlines())
         name = f"{kind}_{who}"
         timeout = 1.5 if kind == "hangs" else 30
