@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from ddpcheck.findings.tracebacks import is_of_signal, passes_on
@@ -58,10 +59,13 @@ class Patch(AbstractContextManager[None]):
     """An attribute that has been replaced: until the end of a `with`, until `undo`, or until the process ends."""
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Put `make(original)` in the place of the attribute `name` of a module or a class."""
+        """Put `make(original)` in the place of the attribute `name` of a module or a class; it `passes_on`."""
         self._owner, self._name = owner, name
         self._original = vars(owner).get(name, _INHERITED)
         made = make(getattr(owner, name))
+        for function in (made, getattr(made, "fget", None), getattr(made, "fset", None)):
+            if isinstance(function, FunctionType):
+                passes_on(function)
         self._made = staticmethod(made) if isinstance(self._original, staticmethod) else made
         self.redo()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.loop import GradientsChanged, ModuleChanged
-from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, MetricUsed, OptimizerStep
+from ddpcheck.findings.evidence.script import FileUsed, GradientsClipped, LossDifferentiated, MetricUsed, OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
+from ddpcheck.judge.data.script_files import told_by_files
 from ddpcheck.judge.gradients.script_alone import are_local, judge_alone, judge_parts_reduced
 from ddpcheck.judge.gradients.script_clips import (
     judge_changed,
@@ -37,7 +38,7 @@ from ddpcheck.judge.verdict import Verdict, Verdicts
 def judge_states_of_optimizers(facts: ScriptFacts) -> Verdicts:
     """The values and the state that each optimizer steps from."""
     found = [finding for one in facts.optimizers for finding in judge_optimizer_state(one.steps)]
-    return {"optimizers": Verdict(found)}
+    return {"optimizers": Verdict(told_by_files(found, facts.of(FileUsed)))}
 
 
 def judge_all_of_optimizers(facts: ScriptFacts) -> Verdicts:

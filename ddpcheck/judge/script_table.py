@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.evaluation import (
     EvaluationPass,
@@ -46,7 +46,6 @@ from ddpcheck.findings.evidence.script import (
     ReducedInPlace,
     StateHeld,
 )
-from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
 from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
@@ -57,7 +56,7 @@ from ddpcheck.judge.data.script_draws import (
     judge_step_draws,
     judge_streams,
 )
-from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved, told_by_files
+from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved
 from ddpcheck.judge.data.script_rows import OTHER_VALUES
 from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
 from ddpcheck.judge.evaluation.script_order import judge_sums_again, judge_targets
@@ -95,24 +94,6 @@ _REPLICAS_PART = (
 def _compared(found: Sequence[Finding], words: str, times: int) -> Verdict:
     """Of a comparison that was made so often; it had no subject where that is never."""
     return Verdict(found, words if times else "")
-
-
-def _over_ranks(judge: Callable[[ScriptFacts], Verdicts]) -> Callable[[ScriptFacts], Verdicts]:
-    """A judge that compares all ranks of the script, asked where all have left a log here."""
-    return lambda facts: judge(facts) if facts.can_compare else {}
-
-
-def _by_files(judge: Callable[[ScriptFacts], Verdicts]) -> Callable[[ScriptFacts], Verdicts]:
-    """A judge of states, which ranks may have loaded from other files."""
-
-    def judged(facts: ScriptFacts) -> Verdicts:
-        uses = facts.of(FileUsed)
-        return {
-            heading: replace(verdict, findings=told_by_files(verdict.findings, uses))
-            for heading, verdict in judge(facts).items()
-        }
-
-    return judged
 
 
 # The loop
@@ -331,31 +312,37 @@ _OF_OTHER_MODULES = (*_OF_MODULES, "DDP101", "DDP102", "DDP103", "DDP104", "DDP1
 _OF_PARTS = ("DDP208", "DDP301", "DDP306", "DDP504", "DDP516")
 
 ROWS: tuple[Row[ScriptFacts], ...] = (
-    Row(_by_files(_over_ranks(judge_states_of_optimizers)), ("optimizers",), ("DDP306",)),
-    Row(_works, ("collectives",), ("DDP408",)),
-    Row(_over_ranks(judge_constructions), ("replicas", "collectives"), (*_OF_MODULES, "DDP403")),
-    Row(_by_files(judge_all_of_wrappers), tuple(PARTS), _OF_A_WATCH, yields=("DDP306",)),
-    Row(_over_ranks(compare_groups), ("replicas", "data"), _OF_PARTS, yields=_OF_PARTS),
-    Row(_over_ranks(compare_hand_split), ("replicas",), ("DDP301",), unless=("DDP301",)),
-    Row(_over_ranks(_losses), ("loss",), ("DDP303", "DDP305", "DDP309", "DDP514"), yields=("DDP305", "DDP514")),
-    Row(_over_ranks(judge_all_clips), ("optimizers",), ("DDP301", "DDP303", "DDP310"), yields=("DDP301",)),
-    Row(_over_ranks(judge_all_of_optimizers), ("optimizers",), _OF_OPTIMIZERS, yields=("DDP301", "DDP305")),
-    Row(_over_ranks(judge_metrics_used), ("optimizers",), ("DDP518",)),
-    Row(_over_ranks(_loop), ("loop",), ("DDP309", "DDP501", "DDP508", "DDP517", "DDP520")),
-    Row(_over_ranks(_compilations), ("loop",), ("DDP522",)),
-    Row(_over_ranks(_graphs), ("loop",), ("DDP522",), unless=_OF_OTHER_MODULES),
-    Row(_over_ranks(_data), ("data",), ("DDP505", "DDP506", "DDP510", "DDP516", "DDP519"), yields=("DDP505", "DDP516")),
-    Row(_over_ranks(_statistics), ("replicas",), ("DDP217",)),
-    Row(_over_ranks(_files), ("files",), ("DDP512", "DDP521", "DDP523")),
+    Row(judge_states_of_optimizers, ("optimizers",), ("DDP306",)),
+    Row(_works, ("collectives",), ("DDP408",), over_ranks=False),
+    Row(judge_constructions, ("replicas", "collectives"), (*_OF_MODULES, "DDP403")),
+    Row(judge_all_of_wrappers, tuple(PARTS), _OF_A_WATCH, yields=("DDP306",), over_ranks=False),
+    Row(compare_groups, ("replicas", "data"), _OF_PARTS, yields=_OF_PARTS),
+    Row(compare_hand_split, ("replicas",), ("DDP301",), unless=("DDP301",)),
+    Row(_losses, ("loss",), ("DDP303", "DDP305", "DDP309", "DDP514"), yields=("DDP305", "DDP514")),
+    Row(judge_all_clips, ("optimizers",), ("DDP301", "DDP303", "DDP310"), yields=("DDP301",)),
+    Row(judge_all_of_optimizers, ("optimizers",), _OF_OPTIMIZERS, yields=("DDP301", "DDP305")),
+    Row(judge_metrics_used, ("optimizers",), ("DDP518",)),
+    Row(_loop, ("loop",), ("DDP309", "DDP501", "DDP508", "DDP517", "DDP520")),
+    Row(_compilations, ("loop",), ("DDP522",)),
+    Row(_graphs, ("loop",), ("DDP522",), unless=_OF_OTHER_MODULES),
+    Row(_data, ("data",), ("DDP505", "DDP506", "DDP510", "DDP516", "DDP519"), yields=("DDP505", "DDP516")),
+    Row(_statistics, ("replicas",), ("DDP217",)),
+    Row(_files, ("files",), ("DDP512", "DDP521", "DDP523")),
     Row(
-        _over_ranks(_evaluation),
+        _evaluation,
         ("evaluation",),
         ("DDP516", "DDP801", "DDP802", "DDP803", "DDP804", "DDP805", "DDP806"),
     ),
-    Row(_over_ranks(judge_parameters_unheld), ("optimizers",), ("DDP504",), unless=("DDP504",)),
-    Row(_over_ranks(_copies), ("replicas",), ("DDP214", "DDP306"), unless=_REPLICAS_PART),
+    Row(judge_parameters_unheld, ("optimizers",), ("DDP504",), unless=("DDP504",)),
+    Row(_copies, ("replicas",), ("DDP214", "DDP306"), unless=_REPLICAS_PART),
 )
 """In the order in which they are asked: what says more comes first."""
+
+
+def rows_of(facts: ScriptFacts) -> list[Row[ScriptFacts]]:
+    """Those that have a subject: judges that compare all ranks are asked where all have left a log here."""
+    return [row for row in ROWS if facts.can_compare or not row.over_ranks]
+
 
 HEADINGS = (
     *("parameters", "replicas", "reducer", "loop", "loss", "optimizers", "data", "files"),

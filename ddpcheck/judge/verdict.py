@@ -43,6 +43,7 @@ class Row(Generic[Facts]):
     # its findings of these codes are left out where an earlier row has found one of them, which says more
     yields: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()  # it is not asked where an earlier row has found one of these
+    over_ranks: bool = True  # whether it compares all ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, format_ranks
+from ddpcheck.judge.data.script_files import told_by_files
 from ddpcheck.judge.loop.script_wrappers import judge_begun, judge_wrappers
 from ddpcheck.judge.script_facts import ScriptFacts
 from ddpcheck.judge.verdict import Verdict, Verdicts
@@ -34,7 +36,7 @@ _OF_SHARDS = {
 
 def judge_all_of_wrappers(facts: ScriptFacts) -> Verdicts:
     """All that the wrappers of a script have shown, under the check lines of `PARTS`."""
-    found = judge_wrappers(facts)
+    found = told_by_files(judge_wrappers(facts), facts.of(FileUsed))
     captured = [wrapper.of(ReplicaCaptured) for wrapper in facts.wrappers]
     times = max(
         (len({id(one) for one in itertools.chain(*of_ranks)}) // len(of_ranks) for of_ranks in captured), default=0

@@ -29,7 +29,7 @@ from ddpcheck.findings.wording import agreeing, counted, format_ranks, group_by
 from ddpcheck.judge.data.script_files import told_by_files
 from ddpcheck.judge.endings.rank_failure import describe_failure
 from ddpcheck.judge.script_facts import ScriptFacts, entries_of
-from ddpcheck.judge.script_table import HEADINGS, ROWS
+from ddpcheck.judge.script_table import HEADINGS, ROWS, rows_of
 from ddpcheck.judge.verdict import Told, Verdict, judge_all, status_of
 from ddpcheck.judge.wrapper_lines import not_here
 from ddpcheck.run.ending import Ending, call_of_ddp, failures_of, judge_ending, timelines_of
@@ -66,7 +66,7 @@ def report_on_script(
     unended = () if ending.unended is None else ending.unended.ranks
     ended = not ending.exit_code and all(rank.has_ended or rank.started.rank in unended for rank in ranks)
     facts = ScriptFacts(ranks, ended=ended, source=source)
-    judged = judge_all(facts, ROWS)
+    judged = judge_all(facts, rows_of(facts))
     at_end = judge_ending(ranks, ending, judged.findings, facts.source)
     judged = judged.adding("collectives", told_by_files(at_end, facts.of(FileUsed)))
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)

@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from ddpcheck.findings.tracebacks import is_ours
 from ddpcheck.gather import patching
 from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, patched
+from ddpcheck.record.data import constructions
+from ddpcheck.record.loop import ignored_data
 
 PACKAGE = Path(__file__).parents[2] / "ddpcheck"
 ELSEWHERE = {
@@ -200,15 +202,19 @@ def test_a_replacement_is_seen(source: str) -> None:
     assert not replacements("import torch\ntorch.backends.cudnn.benchmark = False\nmine.save = torch.save")
 
 
+class Shard:
+    data = property(lambda _shard: 0)
+    parse = staticmethod(int)
+
+
 def test_what_stands_in_the_place_of_a_function_is_not_blamed_for_what_that_raises() -> None:
-    by_hand = {"record/rank/arming.py", "record/rank/started_processes.py"}  # light: `rank_watch` marks them later
-    unmarked = set()
-    for path in PACKAGE.glob("record/**/*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            marks = [ast.unparse(one) for one in getattr(node, "decorator_list", ())]
-            if "passes_on" not in marks and any(mark.startswith("functools.wraps(") for mark in marks):
-                unmarked.add(path.relative_to(PACKAGE).as_posix())
-    assert unmarked - by_hand == set()
+    with Patch(Shard, "parse", constructions._noting), pytest.raises(ValueError) as of_function:
+        Shard.parse("x")
+    with Patch(Shard, "data", ignored_data._followed), pytest.raises(AttributeError) as of_property:
+        Shard().data = 1  # which has no setter
+    for caught in (of_function, of_property):
+        assert [one for one in caught.traceback if PACKAGE in Path(one.path).parents]
+        assert not is_ours(caught.value)
 
 
 def test_the_module_itself_is_light() -> None:

@@ -253,7 +253,6 @@ def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
     """Asynchronous collectives return at once: what a rank is stuck in is the wait for their result."""
     import torch
 
-    @passes_on
     def wait(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _thread.depth or this_rank.own_slots().collective:
             return original(*args, **kwargs)

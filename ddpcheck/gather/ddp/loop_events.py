@@ -94,7 +94,6 @@ def noted_no_sync(original: Any, note_of: Callable[[Any], Callable[[str], None] 
     """A `no_sync` that notes its call, and its begin and end, with the function that `note_of` gives for a wrapper."""
 
     @functools.wraps(original)
-    @passes_on
     def no_sync(self: Any) -> Any:
         note = note_of(self)
         if note is None:
@@ -128,7 +127,6 @@ def backward_through(handler: Any) -> Patch:
         is_inside = False
 
         @functools.wraps(original)
-        @passes_on
         def backward(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_inside
             if is_inside:

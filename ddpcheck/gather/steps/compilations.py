@@ -23,7 +23,6 @@ import torch
 from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_of_program, relative_path, user_location
-from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch, guarded, patched
 
 _FRAMES, _GRAPHS, _UTILS = (f"torch._dynamo.{name}" for name in ("convert_frame", "output_graph", "utils"))
@@ -112,7 +111,6 @@ def _noting(original: Any) -> Any:
     note = guarded(_graphs.append)
 
     @functools.wraps(original)
-    @passes_on
     def call_user_compiler(graph: Any, module: Any, *arguments: Any, **named: Any) -> Any:
         note(module.graph)
         return original(graph, module, *arguments, **named)

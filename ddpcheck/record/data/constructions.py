@@ -20,7 +20,6 @@ from weakref import ref
 
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import location_of, user_frame, variables_of
-from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch
 from ddpcheck.record.data import generator_history
 
@@ -79,7 +78,6 @@ def follow(module: ModuleType) -> None:
 
 def _noting(construct: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(construct)
-    @passes_on
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
         with contextlib.suppress(Exception):  # of ours; there is no log yet to tell it in
             if len(_made) < _MOST and (line := _line_of_construction(self, sys._getframe(1))) is not None:
@@ -91,7 +89,6 @@ def _noting(construct: Callable[..., None]) -> Callable[..., None]:
 
 def _noting_seed(original: Any, generator: str) -> Any:
     @functools.wraps(original)
-    @passes_on
     def seed(*arguments: Any, **named: Any) -> Any:
         with contextlib.suppress(Exception):  # of ours; there is no log yet to tell it in
             if (frame := _frame_of_program(sys._getframe(1))) is not None:
@@ -107,7 +104,6 @@ def _noting_seed(original: Any, generator: str) -> Any:
 
 def _noting_generator(original: Any) -> Any:
     @functools.wraps(original)
-    @passes_on
     def default_rng(*arguments: Any, **named: Any) -> Any:
         made = original(*arguments, **named)
         with contextlib.suppress(Exception):  # of ours; there is no log yet to tell it in

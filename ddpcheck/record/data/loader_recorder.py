@@ -27,7 +27,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import user_location
-from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch, guarded
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
@@ -99,7 +98,6 @@ class LoaderRecorder:
         begin, note_workers, draws_of = guarded(self._begin), guarded(_note_workers), guarded(_draws_of)
 
         @functools.wraps(original)
-        @passes_on
         def __iter__(loader: Any) -> Any:
             outer = self._opening
             self._opening = made = begin(loader)
@@ -122,7 +120,6 @@ class LoaderRecorder:
         note_index = guarded(_note_index)
 
         @functools.wraps(original)
-        @passes_on
         def _next_index(iterator: Any) -> Any:
             index = original(iterator)
             one = self._opening or self._passes.get(iterator)
@@ -137,7 +134,6 @@ class LoaderRecorder:
         keep = guarded(kept_samples)
 
         @functools.wraps(original)
-        @passes_on
         def __next__(iterator: Any) -> Any:
             one = self._passes.get(iterator)
             if one is None:

@@ -12,7 +12,6 @@ import torch
 from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, location_of
-from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch, guarded
 from ddpcheck.gather.state.fingerprints import is_shard, own_part
 from ddpcheck.record.loop.step_listener import StepListener
@@ -67,12 +66,11 @@ def is_ignored(parameter: torch.Tensor, value: torch.Tensor) -> bool:
 def _followed(original: Any) -> Any:
     note = guarded(_assigned)
 
-    @passes_on
     def put(shard: Any, value: Any) -> None:
         original.__set__(shard, value)
         note(shard, value)
 
-    return property(passes_on(lambda shard: original.__get__(shard)), put)
+    return property(lambda shard: original.__get__(shard), put)
 
 
 def _assigned(shard: torch.Tensor, value: torch.Tensor) -> None:

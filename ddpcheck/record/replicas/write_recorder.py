@@ -16,7 +16,6 @@ from torch import nn
 from ddpcheck.findings.evidence.loop import OF_A_COPY, ModuleChanged
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_of_program, is_user_file, location_of, parsed_source, user_frame
-from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.patching import Patch, guarded
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.loop.ignored_data import is_ignored
@@ -110,7 +109,6 @@ class WriteRecorder:
         note, wrapped = guarded(self._written), self._wrapped
 
         @functools.wraps(original)
-        @passes_on
         def method(*arguments: Any, **named: Any) -> Any:
             if self.stepping:
                 self._of_steps[name] = self._patches[name]
@@ -125,13 +123,11 @@ class WriteRecorder:
     def _followed_data(self, original: Any) -> Any:
         note, wrapped = guarded(self._written), self._wrapped
 
-        @passes_on
         def get(parameter: Any) -> Any:
             if id(parameter) in wrapped and not self.stepping:
                 note("", parameter)
             return original.__get__(parameter)
 
-        @passes_on
         def put(parameter: Any, value: Any) -> None:
             original.__set__(parameter, value)
             if id(parameter) in wrapped and not self.stepping:

@@ -94,7 +94,6 @@ def overridden_options(options: DdpOptions | None, given: list[dict[str, Any]]) 
         signature = inspect.signature(original)
 
         @functools.wraps(original)
-        @passes_on
         def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
             try:
                 arguments = dict(signature.bind(self, *args, **kwargs).arguments)
