@@ -6,40 +6,54 @@ for the samples of all ranks, and the gradient of the part is complete there.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.autograd.function import BackwardCFunction, Function, FunctionCtx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpcheck.findings.source_lines import variables_of
 from ddpcheck.gather.autograd.autograd_graph import walk_graph
+from ddpcheck.gather.autograd.gradient_hooks import subclasses_of
 from ddpcheck.gather.patching import Patch, patched
 
 _MOST_FRAMES = 12
-_APPLY: Any = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 functions: set[type] = set()  # the nodes of functions that exchange
 _patches: list[Patch] = []
 _parts: Any = WeakIdKeyDictionary()
 
 
-def running_function(frame: FrameType | None) -> type | None:
-    """The class of the node of the autograd function of Python whose forward or backward has called this frame."""
+def running_functions(frame: FrameType | None) -> set[type]:
+    """The classes of nodes of which one is that of the autograd function of Python that has called this frame.
+
+    They are several where functions inherit a forward that is given no context.
+    """
     for _ in range(_MOST_FRAMES):
         if frame is None:
-            return None
-        if frame.f_code is _APPLY:  # of a forward without context, which `setup_context` gets
-            return getattr(variables_of(frame).get("cls"), "_backward_cls", None)
+            break
         first = frame.f_code.co_varnames[:1]
         context = variables_of(frame).get(first[0]) if first else None
         if isinstance(context, FunctionCtx | BackwardCFunction):
-            return type(context)
+            return {type(context)}
+        if frame.f_code.co_name == "forward" and (found := _without_context(frame.f_code)):
+            return found
         frame = frame.f_back
-    return None
+    return set()
+
+
+def _without_context(forward: CodeType) -> set[type]:
+    """The classes of nodes of the functions with this forward, the context of which is given to `setup_context`."""
+    return {
+        one._backward_cls
+        for one in subclasses_of(Function)
+        if one.setup_context is not Function.setup_context
+        and getattr(inspect.unwrap(one.forward), "__code__", None) is forward
+    }
 
 
 def follow_exchanges() -> None:
@@ -49,8 +63,7 @@ def follow_exchanges() -> None:
 
 
 def _note(*_arguments: Any, **_named: Any) -> None:
-    if (function := running_function(sys._getframe(1))) is not None:
-        functions.add(function)
+    functions.update(running_functions(sys._getframe(1)))
 
 
 def note_parts(roots: Iterable[torch.Tensor], asked: Callable[[torch.Tensor], bool]) -> None:

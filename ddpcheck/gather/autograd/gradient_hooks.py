@@ -63,14 +63,15 @@ def hooks_on(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 def own_functions(node_names: Collection[str]) -> tuple[GradientHook, ...]:
     """The user's autograd Functions among the nodes of a graph, each with the line of its backward."""
     found = []
-    for cls in _subclasses(torch.autograd.Function):
+    for cls in subclasses_of(torch.autograd.Function):
         code = getattr(inspect.unwrap(cls.backward), "__code__", None)
         if f"{cls.__name__}Backward" in node_names and code is not None and is_user_file(code.co_filename):
             found.append(GradientHook(f"the backward of {cls.__qualname__}", defined_at(cls.backward)))
     return tuple(found)
 
 
-def _subclasses(cls: type) -> Iterator[Any]:
+def subclasses_of(cls: type) -> Iterator[Any]:
+    """All classes that inherit from one."""
     pending: list[type] = list(type.__subclasses__(cls))
     while pending:
         current = pending.pop()

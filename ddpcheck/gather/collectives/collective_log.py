@@ -338,7 +338,7 @@ _OPS = ("op", "reduceOp", "reduce_op")  # the names of an argument that says how
 def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Call:
     import torch
 
-    from ddpcheck.gather.autograd.exchanges import running_function
+    from ddpcheck.gather.autograd.exchanges import running_functions
 
     tensors, payload = tensors_of(given), []
     if name in _MATCHED_BY_PAYLOAD and tensors:
@@ -364,7 +364,7 @@ def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Ca
         location=where,
         elements=max((tensor.numel() for tensor in tensors if tensor.is_floating_point()), default=0),
         carries_gradient=carries,
-        differentiable=(backward and carries) or running_function(sys._getframe(2)) is not None,
+        differentiable=(backward and carries) or bool(running_functions(sys._getframe(2))),
         callers=lines,
         group_words=words_of(group_name),
     )
