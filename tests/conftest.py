@@ -1,19 +1,27 @@
 """Skips the tests of what an older torch does not have: `make test-torch VERSION=...` runs the others.
 
-And takes the deadlines from those of hypothesis: no test asserts a time.
+And takes the deadlines from those of hypothesis: no test asserts a time. And a width from the environment: readline has
+set it in that of the workers of pytest-xdist, and lines would be broken there that are whole elsewhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import inspect
+import os
 from collections.abc import Generator, Iterator
 from importlib.metadata import version
 
 import pytest
 
 _OLDEST_WITH_ALL = (2, 13)
+
+with contextlib.suppress(ImportError):
+    import readline  # noqa: F401  # so that it sets them now, and not in the middle of a test
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
 
 if importlib.util.find_spec("hypothesis") is not None:  # which a machine that has a GPU may do without
     from hypothesis import settings

@@ -186,7 +186,7 @@ class Program:
             for who in range(2):
                 self.attempt(f"{how} {who}", fail, how, who)
         for how, who in (("sleep", 0), ("sleep", 1), ("loop", 1), ("swallow", 0)):
-            self.attempt(f"{how} {who}", fail, how, who, timeout=0.7)
+            self.attempt(f"{how} {who}", fail, how, who, timeout=2)
         self.attempt("subgroup", group_of_the_ranks)
         self.attempt("unpicklable", unpicklable)
         self.attempt("only rank 1 of two fails in a world of one", fail, "raise", 0, world_size=1)
@@ -212,8 +212,8 @@ class Program:
         self.end("other run")
         session.begin("late")
         try:
-            if session.rank:
-                time.sleep(0.6)
+            while session.rank and "late" not in (FOLDER / "rank0").read_text():
+                time.sleep(0.05)
             session.gather("a point", b"", timeout=0.2)
         except RankError as error:
             self.write("late", type(error).__name__, str(error))
@@ -230,6 +230,25 @@ class Program:
             self.write("left")
         else:
             self.attempt("with one that left", all_reduced, 1.0)
+
+    def reads_late(self) -> None:
+        """Rank 1 asks the store slowly; rank 0 comes once rank 1 has seen that it is missing, and leaves at once."""
+        session = self.session
+        session.begin("the last one")
+        if session.rank:
+            ask = session.store._ask
+
+            def slowly(*arguments: Any) -> Any:
+                answer = ask(*arguments)
+                time.sleep(0.3)
+                return answer
+
+            session.store._ask = slowly  # type: ignore[method-assign]
+        else:
+            while not session.store.has(f"gather/{session.epoch.number}/end/1"):
+                time.sleep(0.01)
+            time.sleep(1.0)
+        self.end("the last one")
 
     def stopped(self) -> None:
         """Rank 0 waits in plain code for the launcher to end it."""

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from ddpcheck.report.checking.check import check
 from ddpcheck.report.repro import write_reproduction
 from ddpcheck.report.repro.script import world_size_for
 from tests.faultsuite.cases import all_cases
+from tests.launchers.slurm import free_ports
 
 ROOT = Path(__file__).parents[1]
 
@@ -138,9 +138,7 @@ class Runner:
             server.close()
 
     def run(self, script: Path, world_size: int = 2, timeout: float = 60) -> Ran:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        (port,) = free_ports(1)
         with tempfile.TemporaryDirectory() as folder:
             outputs = [Path(folder) / str(number) for number in range(world_size)]
             pids: dict[int, int] = {}

@@ -43,5 +43,5 @@ class OutsideOfTraining(OutsideOfCompiledCode):
     """Such a hook, which is not called in training mode with gradients either."""
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
-        if not torch.compiler.is_compiling() and not (module.training and torch.is_grad_enabled()):
+        if not (module.training and torch.is_grad_enabled()) and not torch.compiler.is_compiling():
             self._hook(module, *arguments)

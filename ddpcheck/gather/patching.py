@@ -56,29 +56,27 @@ def guarded(function: Callable[_Given, _Result]) -> Callable[_Given, _Result | N
 
 
 class Patch(AbstractContextManager[None]):
-    """An attribute that has been replaced: until the end of a `with`, until `undo`, or until the process ends."""
+    """An attribute that has been replaced: until the end of a `with`, until `undo`, or until the process ends.
+
+    Attributes:
+        redo: Puts what was made in the place of the original once more.
+        undo: Puts the original back.
+    """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Put `make(original)` in the place of the attribute `name` of a module or a class; it `passes_on`."""
-        self._owner, self._name = owner, name
-        self._original = vars(owner).get(name, _INHERITED)
+        original = vars(owner).get(name, _INHERITED)
         made = make(getattr(owner, name))
         for function in (made, getattr(made, "fget", None), getattr(made, "fset", None)):
             if isinstance(function, FunctionType):
                 passes_on(function)
-        self._made = staticmethod(made) if isinstance(self._original, staticmethod) else made
+        made = staticmethod(made) if isinstance(original, staticmethod) else made
+        put = functools.partial(setattr, owner, name)
+        self.redo = functools.partial(put, made)
+        self.undo = (
+            functools.partial(delattr, owner, name) if original is _INHERITED else functools.partial(put, original)
+        )
         self.redo()
-
-    def redo(self) -> None:
-        """Put what was made in the place of the original once more."""
-        setattr(self._owner, self._name, self._made)
-
-    def undo(self) -> None:
-        """Put the original back."""
-        if self._original is _INHERITED:
-            delattr(self._owner, self._name)
-        else:
-            setattr(self._owner, self._name, self._original)
 
     def __enter__(self) -> None:
         """It has been in place since it was made."""

@@ -10,6 +10,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.rules.rule import Explains, When
+from ddpcheck.judge.endings.rank_failure import OF_A_CUT_FILE
 from ddpcheck.judge.gradients.loss_terms import BY_NORMALISATION
 from ddpcheck.judge.gradients.single_process import ALL_MISSING
 from ddpcheck.judge.loop.script_works import OF_GRADIENTS
@@ -98,6 +99,8 @@ _WHEN: Mapping[When, Callable[[Finding, Finding], bool]] = {
     # no gradient, where others might be zero
     "none is there": lambda _cause, found: ALL_MISSING in found.tags,
     "of gradients": lambda cause, _found: OF_GRADIENTS in cause.tags,
+    # as the rank has raised it that reads the file
+    "of a cut file": lambda cause, found: OF_A_CUT_FILE in found.tags and {*cause.ranks} <= {*found.ranks},
 }
 
 

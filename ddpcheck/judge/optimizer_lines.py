@@ -10,7 +10,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
 from ddpcheck.judge.data.script_files import told_by_files
-from ddpcheck.judge.gradients.script_alone import are_local, judge_alone, judge_parts_reduced
+from ddpcheck.judge.gradients.script_alone import are_local, judge_alone, judge_parts_reduced, reduces_in_step
 from ddpcheck.judge.gradients.script_clips import (
     judge_changed,
     judge_clips,
@@ -49,6 +49,7 @@ def judge_all_of_optimizers(facts: ScriptFacts) -> Verdicts:
     held = {name for one in entries_of(facts.ranks[0], OptimizerStep) for name in one.held}
     sharded_at = next((one.made.location for one in facts.wrappers if one.made.context.sharded is not None), None)
     assigned = [one for one in entries_of(facts.ranks[0], ModuleChanged) if one.what == "module"]
+    in_step = any(reduces_in_step(one.steps) for one in known)
     for one in known:
         of_one = judge_optimizer_options(one.steps) + judge_shard_scales(one.steps)
         of_one += judge_pace(one.steps, one.ends if facts.ended else ())  # a rank that raises makes no step any more
@@ -61,7 +62,15 @@ def judge_all_of_optimizers(facts: ScriptFacts) -> Verdicts:
                 []
                 if facts.model_groups
                 else judge_scaled_by_hand(one.steps, clips)
-                or judge_alone(one.steps, one.ends, others, wrapped=wrapped, sharded_at=sharded_at, assigned=assigned)
+                or judge_alone(
+                    one.steps,
+                    one.ends,
+                    others,
+                    wrapped=wrapped,
+                    in_step=in_step,
+                    sharded_at=sharded_at,
+                    assigned=assigned,
+                )
             )
             of_one += alone or judge_sums(one.steps, losses)
         found += of_one + _with_model(judge_stale(one.steps, facts.moved, held), facts)

@@ -57,7 +57,7 @@ from ddpcheck.judge.data.script_draws import (
     judge_streams,
 )
 from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved
-from ddpcheck.judge.data.script_rows import OTHER_VALUES
+from ddpcheck.judge.data.script_rows import OTHER_VALUES, hold_own_parts
 from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
 from ddpcheck.judge.evaluation.script_order import judge_sums_again, judge_targets
 from ddpcheck.judge.gradients.script_alone import all_gradients_agree, judge_reduced_alike, judge_taken
@@ -217,7 +217,9 @@ def _data(facts: ScriptFacts) -> Verdicts:
             evaluated = dict(zip(by_number, wrapper.of(Evaluated), strict=True))
             found += judge_inputs(given, by_number) or judge_streams(by_number, given, evaluated) or judge_behind(given)
     if not others and not facts.model_groups and not any(finding.code in ("DDP505", "DDP510") for finding in found):
-        found += judge_same_targets(facts.of(LossDifferentiated), inputs, draws)
+        trained = [[one for one in of_rank if one.trains][:1] for of_rank in passes]
+        if not (all(trained) and hold_own_parts([one for (one,) in trained])):
+            found += judge_same_targets(facts.of(LossDifferentiated), inputs, draws)
     by_hand = not facts.wrappers and not facts.model_groups
     if by_hand and not any(finding.code == "DDP505" for finding in found):
         found += [finding for one in facts.optimizers for finding in judge_reduced_alike(one.steps)][:1]

@@ -228,7 +228,7 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSo
         ended = (rank.has_ended or rank.exit is not None) and (failure is None or failure.kind != "stuck")
         waits = follows and not (failure is not None and failure.kind == "stuck" and not is_waiting(failure))
         number, passes = rank.started.rank, rank.passes
-        story = (doing, lines, waits, ended, passes, exit_at, for_worker, rank.forwards, waits_for)
+        story = (doing, lines, waits, ended, passes, exit_at, for_worker, rank.forwards, waits_for, rank.constructs)
         at_end.append(RankAtEnd(number, log, earlier, *story))
     return at_end
 

@@ -50,6 +50,7 @@ class Ledger:
     also what earlier passes have added. What a step has used is not followed any further.
 
     Attributes:
+        events: Those that were taken in, as far as they are kept; who has no use for them any more may clear them.
         contributions: In order; the last ones, where not all are kept.
         open: Those that nothing has used or zeroed.
         prepared: The forward pass after which DDP averages, while its backward pass is awaited.
@@ -62,6 +63,7 @@ class Ledger:
 
     def __init__(self, events: Iterable[LoopEvent] = (), *, kept: int | None = None) -> None:
         """Take in `events`; `kept`: how many contributions are kept, at most."""
+        self.events: deque[LoopEvent] = deque(maxlen=kept)
         self.contributions: deque[Contribution] = deque(maxlen=kept)
         self.open: deque[Contribution] = deque(maxlen=kept)
         self.prepared: LoopEvent | None = None
@@ -108,10 +110,17 @@ class Ledger:
 
     def add(self, event: LoopEvent) -> None:
         """Take in the next event."""
+        self.events.append(event)
         self._number += 1
         kind = event.kind
         if kind == "forward":
-            self._forward(event)
+            self._forwards_inside += 1
+            self.forwards[event.synchronises] += 1
+            if event.synchronises:
+                self.prepared = event
+            else:
+                under = None if self._no_sync is None else self._no_sync.location or None
+                self.waiting.append((event, under))
         elif kind == "backward":
             self._backward(event)
         elif kind == "reduction":
@@ -120,7 +129,9 @@ class Ledger:
             self.zeroed, self.forwards = False, [0, 0]
             self._end("used", event)
         elif kind == "zero_grad":
-            self._zero(event)
+            self.zeroed = True
+            if event.discarded:
+                self._discard(event)
         elif kind in AROUND:
             self._contribute(event)
         elif kind == "no_sync":
@@ -132,15 +143,6 @@ class Ledger:
                 self.not_entered.pop()
         elif kind == "leave no_sync":
             self._no_sync = None
-
-    def _forward(self, event: LoopEvent) -> None:
-        self._forwards_inside += 1
-        self.forwards[event.synchronises] += 1
-        if event.synchronises:
-            self.prepared = event
-        else:
-            under = None if self._no_sync is None else self._no_sync.location or None
-            self.waiting.append((event, under))
 
     def _backward(self, event: LoopEvent) -> None:
         made = self._contribute(event)
@@ -165,15 +167,13 @@ class Ledger:
         for one in self.open:
             one.reduced = True
 
-    def _zero(self, event: LoopEvent) -> None:
-        self.zeroed = True
-        if event.discarded:
-            if not self.open:  # its backward pass is of the time before these events
-                self._contribute(LoopEvent("backward"))
-            excused = event.resting or any(one.backward.others for one in self.open)
-            for one in self.open:
-                one.excused = excused
-            self._end("discarded", event)
+    def _discard(self, event: LoopEvent) -> None:
+        if not self.open:  # its backward pass is of the time before these events
+            self._contribute(LoopEvent("backward"))
+        excused = event.resting or any(one.backward.others for one in self.open)
+        for one in self.open:
+            one.excused = excused
+        self._end("discarded", event)
 
     def _end(self, fate: Literal["used", "discarded"], event: LoopEvent) -> None:
         for _ in range(len(self.open)):

@@ -42,6 +42,7 @@ class RankLog:
     """The log that this process writes; a process that is forked from it writes nothing.
 
     Attributes:
+        count: Writes, of a wrapper by its number, how many backward passes have begun and how many steps have ended.
         collectives: How many of all ranks have been made, or are.
         waited: Whether this rank has waited for others since the last of them, in another way.
         loads: How many files `torch.load` has read.
@@ -52,6 +53,7 @@ class RankLog:
         name = f"{started.restart}-{started.rank}-{started.world_size}-{os.getpid()}"
         self.path = folder / f"{name}.log"
         self._steps = Counters(self.path.with_suffix(".steps"))
+        self.count = self._steps.put
         self._forwards = Counters(self.path.with_suffix(".forwards"))
         self._batches = Counters(self.path.with_suffix(".batches"))
         self._calls = CallRing(self.path.with_suffix(".calls"))
@@ -117,10 +119,6 @@ class RankLog:
         self.batch = f"batch {batches} of pass {number} over loader {loader}"
         if os.getpid() == self._process:
             self._batches.put(loader, number, batches)
-
-    def count(self, wrapper: int, begun: int, ended: int) -> None:
-        """Write how many backward passes of a wrapper have begun, and how many steps have ended."""
-        self._steps.put(wrapper, begun, ended)
 
     def count_forward(self, wrapper: int, line: int, made: int) -> None:
         """Write that a wrapper has made a forward pass at a line, and how many there."""

@@ -251,6 +251,8 @@ class InStep:
         launched, session = self._launched, self._session
         speaks = launched is None or session is None
         if launched is not None and session is not None:
+            if session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:
+                launched.announce("an internal error of pytest")
             launched.leave(timeout=PATIENCE)
             gone = set(launched.gone)
             if launched.rank and 0 in gone:

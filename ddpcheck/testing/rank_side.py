@@ -98,6 +98,7 @@ def _under(conditions: TestConditions) -> Iterator[RankArtifacts]:
     caught: list[warnings.WarningMessage] = []
     explain_comparisons(conditions.style.assertions, conditions.style.comparisons)
     this_rank.save_attachment(b"")  # of an earlier run
+    this_rank.forget_thread_error()
     try:
         with (
             _logging(log, conditions),
@@ -140,6 +141,8 @@ def _unhandled() -> Iterator[list[tuple[Warning, str, int]]]:
     def in_thread(args: Any) -> None:
         name = args.thread.name if args.thread is not None else "<unknown>"
         note(pytest.PytestUnhandledThreadExceptionWarning, f"Exception in thread {name}", args)
+        if isinstance(args.exc_value, Exception):
+            this_rank.save_thread_error(name, args.exc_value)
 
     def unraisable(args: Any) -> None:
         what = f"{args.err_msg or 'Exception ignored in'}: {args.object!r}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -18,8 +19,10 @@ from ddpcheck.findings.stacks import (
     collective_of,
     format_stack,
     location_of,
+    lock_waited_for,
     own_stack,
     place_of,
+    program_threads,
     region_of,
     work_waited_for,
 )
@@ -187,12 +190,32 @@ def stuck(rank: int, when: float, dump: str, place: str, collective: str) -> Ran
     )
 
 
+def in_thread(rank: int, dump: str, error: str) -> RankFailure | None:
+    """Describe a rank whose main thread waits for another one, where what has ended such a one is known; else `None`.
+
+    Args:
+        rank: The rank.
+        dump: The stacks of its threads. Where the program runs in another one still, that may be waited for.
+        error: The name of the thread that was ended, and what `raised` is told, as JSON; may be empty.
+    """
+    waits_in = "" if program_threads(dump) else lock_waited_for(own_stack(dump))
+    if not error or not waits_in:
+        return None
+    name, reply = json.loads(error)
+    failure = raised(rank, reply)
+    said = failure.message.removeprefix(f"rank {rank} ")
+    return replace(failure, message=f"rank {rank} waits in {waits_in} for a thread ({name}) that {said}")
+
+
 def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
-    """Sort by time, with those that only fell with another one marked, and after it."""
+    """Sort by time, with those that only fell with another one marked, and after it.
+
+    Of a rank that has died, the time is when that was noticed, which may be later than others did.
+    """
     causes = [one for one in failures if one.kind != "stuck" and not looks_fallen(one)]
     marked = []
     for one in failures:
-        if causes and looks_fallen(one) and any(cause.when <= one.when + 0.5 for cause in causes):
+        if looks_fallen(one) and any(cause.kind == "died" or cause.when <= one.when + 0.5 for cause in causes):
             message = one.message.replace(f"rank {one.rank} raised", f"rank {one.rank} fell with it:", 1)
             one = replace(one, kind="fell", message=message)
         marked.append(one)

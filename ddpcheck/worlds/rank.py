@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import json
 import mmap
 import os
 import signal
@@ -330,3 +331,15 @@ def save_attachment(data: bytes) -> None:
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(data)
     unfinished.replace(path)  # whole or not at all
+
+
+def save_thread_error(name: str, error: BaseException) -> None:
+    """Save what has ended the first thread of this rank that was ended so: the parent tells it if the rank waits on."""
+    path = current().directory / f"rank{current().rank}.thread"
+    if not path.exists():
+        path.write_text(json.dumps([name, {**describe(error), "exception": None}]), encoding="utf-8")
+
+
+def forget_thread_error() -> None:
+    """Another run begins."""
+    (current().directory / f"rank{current().rank}.thread").unlink(missing_ok=True)

@@ -101,6 +101,11 @@ class RankProcesses:
         return bool(self.error) or "failure" in answers or any(rank.ended is not None for rank in self.ranks)
 
     @property
+    def has_lost_one(self) -> bool:
+        """Whether a rank says nothing any more, and how it has ended is not known yet."""
+        return any(not rank.connected and rank.ended is None for rank in self.ranks)
+
+    @property
     def gone(self) -> bool:
         """Whether every rank is known to have ended."""
         return all(rank.ended is not None for rank in self.ranks)

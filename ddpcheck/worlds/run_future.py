@@ -19,6 +19,7 @@ from ddpcheck.worlds.rank_processes import RankProcesses
 Result = TypeVar("Result")
 
 _GRACE = 0.3  # after the first failure, for others to fail for reasons of their own
+_LOST = 5.0  # and for the exit code of one that is gone: others may know of that before it is told here
 _TICK = 0.25  # between calls of `watch`
 _BRIEF = 0.05  # time in `watch` that is not worth counting
 _LOOK = 0.5  # between looks at where ranks say that they are
@@ -118,7 +119,7 @@ class RunFuture(Generic[Result]):
         if bad or self._processes.error:
             if self._failed_at is None:
                 self._failed_at = now
-            grace = self._failed_at + _GRACE - now
+            grace = self._failed_at + (_LOST if self._processes.has_lost_one else _GRACE) - now
             return grace if running and not self._processes.error and grace > 0 else self._fail(None)
         if now >= self._next_look:  # by the clock of this process: a rank may have another one
             turns = [read_slots(self._world.directory, rank.number).turns for rank in ranks]
@@ -216,7 +217,9 @@ class RunFuture(Generic[Result]):
             elif (reply := replies.get(rank.number)) is not None:
                 failure = failures.raised(rank.number, reply)
             else:
-                failure = failures.stuck(rank.number, now, dumps.get(rank.number, ""), place, collective)
+                dump = dumps.get(rank.number, "")
+                by_thread = failures.in_thread(rank.number, dump, processes.read(rank.number, "thread"))
+                failure = by_thread or failures.stuck(rank.number, now, dump, place, collective)
             found.append(replace(failure, output=output))
         if headline is not None:
             late = [one.rank for one in found if one.kind == "stuck"] or [rank.number for rank in processes.ranks]

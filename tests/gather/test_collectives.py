@@ -20,6 +20,7 @@ from ddpcheck.gather.collectives.collective_log import log_path, read_log
 from ddpcheck.judge.endings.collective_order import (
     judge_collectives,
     judge_packing,
+    not_waiting,
 )
 from ddpcheck.judge.endings.rank_failure import judge_empty_shards, judge_failure
 from ddpcheck.report.checking.check_worlds import CollectiveMismatchWatch
@@ -221,6 +222,11 @@ def test_collectives_can_be_stood_in_for_and_are_made_again_afterwards(
 # --- Watching ------------------------------------------------------------------------------------------------------
 
 
+class SlowToRead:
+    def __reduce__(self) -> Any:
+        return time.sleep, (1.0,)
+
+
 def record_and(what: str) -> None:
     import torch
     import torch.distributed as dist
@@ -234,6 +240,8 @@ def record_and(what: str) -> None:
         return
     if what == "come late" and dist.get_rank() == 1:
         time.sleep(2.0)
+    if what == "take long to read what was gathered":
+        dist.gather_object(SlowToRead(), [None, None] if dist.get_rank() == 0 else None)
     if what == "call another on rank 1" and dist.get_rank() == 1:
         dist.barrier()
     dist.all_reduce(torch.zeros(3))
@@ -278,8 +286,20 @@ def test_a_rank_that_waits_for_one_that_has_finished_is_told_long_before_the_dea
     assert stuck.rank == 0 and stuck.place == "step 0: forward" and stuck.collective.startswith("all_reduce(")
 
 
-def test_a_rank_that_comes_late_is_waited_for(watched: DdpWorld) -> None:
-    assert watched.run(record_and, "come late") == [None, None]
+@pytest.mark.parametrize("what", ["come late", "take long to read what was gathered"])
+def test_a_rank_that_comes_late_is_waited_for(watched: DdpWorld, what: str) -> None:
+    assert watched.run(record_and, what) == [None, None]
+
+
+def test_who_is_in_a_collective_to_which_all_have_come_waits_for_nobody() -> None:
+    gather, reduce = Call("gather_object", "0", (0, 1)), Call("all_reduce", "0", (0, 1), location="a.py:7")
+    here = {0: str(gather), 1: str(reduce)}
+    assert not_waiting([[gather], [gather, reduce]], here) == {0}
+    assert not_waiting([[gather], [reduce]], here) == {0, 1}  # but they do not match
+    assert not_waiting([[gather], [gather, reduce]], {0: "recv()"}) == set()
+    assert not_waiting([[gather], []], {0: str(gather)}) == set()
+    other = Call("all_reduce", "1", (0, 2))
+    assert not_waiting([[other], [reduce], []], {0: str(other), 1: str(reduce)}) == set()
 
 
 # --- What is packed ------------------------------------------------------------------------------------------------

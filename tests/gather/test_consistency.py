@@ -57,6 +57,23 @@ def test_modules_that_are_built_alike_are_clean(world_size: int) -> None:
     assert judge_descriptions([WHOLE] * world_size) == []
 
 
+def test_a_module_that_is_compiled_on_one_rank_only_is_told_as_that() -> None:
+    compiled = replace(
+        WHOLE,
+        parameters=tuple(replace(one, name=f"_orig_mod.{one.name}") for one in WHOLE.parameters),
+        buffers=tuple(replace(one, name=f"_orig_mod.{one.name}") for one in WHOLE.buffers),
+        ties=(("_orig_mod.a", "_orig_mod.head.a"),),
+        modules=(LAYERS[0], ("_orig_mod", *LAYERS[0][1:]), *((f"_orig_mod.{one[0]}", *one[1:]) for one in LAYERS[1:])),
+        state=(("_orig_mod.cache", (4,), 11),),
+    )
+    finding = only(judge_descriptions([WHOLE, compiled, WHOLE]))
+    assert (finding.code, finding.subjects, finding.ranks) == ("DDP222", ("(the model)",), (1,))
+    assert finding.message == "torch.compile compiles the model on rank 1 only."
+    assert judge_descriptions([compiled, compiled]) == []
+    fewer = replace(compiled, parameters=compiled.parameters[:2])
+    assert [one.code for one in judge_descriptions([WHOLE, fewer, WHOLE])] == ["DDP222", "DDP201"]
+
+
 CASES: dict[str, tuple[ModuleDescription, str, tuple[str, ...]]] = {
     "one fewer": (with_parameters(A, B), "DDP201", ("c",)),
     "other names": (with_parameters(A, B, replace(C, name="d")), "DDP201", ("c", "d")),

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,27 +104,42 @@ def test_an_error_of_ours_is_taken_and_the_call_goes_on(monkeypatch: pytest.Monk
 class Killed(Dataset[int]):
     """Samples in whose making the worker of the loader dies."""
 
+    def __init__(self) -> None:
+        self.ends = os.pipe()
+
     def __len__(self) -> int:
         return 4
 
     def __getitem__(self, index: int) -> int:
+        os.read(self.ends[0], 1)
         os.kill(os.getpid(), signal.SIGKILL)
         return index
 
 
 @pytest.fixture
-def dying_loader() -> Iterator[Iterator[Any]]:
+def die() -> Iterator[Callable[[], object]]:
+    """Has the worker of a loader die."""
     before = signal.getsignal(signal.SIGCHLD)
-    yield iter(DataLoader(Killed(), num_workers=1))
+    samples = Killed()
+    loader = iter(DataLoader(samples, num_workers=1))
+    yield lambda: os.write(samples.ends[1], b"x")
     signal.signal(signal.SIGCHLD, before)
+    del loader
+    for end in samples.ends:
+        os.close(end)
 
 
 def test_what_the_handler_of_a_signal_raises_within_ours_is_the_scripts(
-    dying_loader: Iterator[Any], monkeypatch: pytest.MonkeyPatch
+    die: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[Exception] = []
     monkeypatch.setattr(OwnErrors, "taken_by", taken.append)
-    with patched(Base, "double", lambda *_: time.sleep(20)), pytest.raises(RuntimeError, match="killed") as caught:
+
+    def dies_meanwhile(*_: object) -> None:
+        die()
+        time.sleep(60)
+
+    with patched(Base, "double", dies_meanwhile), pytest.raises(RuntimeError, match="killed") as caught:
         Base().double(1)  # torch's handler of SIGCHLD, while ours sleeps
     assert not taken and not is_ours(caught.value)
 

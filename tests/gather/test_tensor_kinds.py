@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.errors import NonFiniteLossError, RankFailure
+from ddpcheck.gather.ddp.sharding import uneven
 from ddpcheck.gather.state.fingerprints import fingerprint, version_of
 from ddpcheck.gather.state.module_description import describe
 from ddpcheck.gather.state.module_state import buffers_left_out, capture_state, moved
@@ -133,3 +134,8 @@ def test_buffers_that_a_state_dict_leaves_out() -> None:
     module[1].register_buffer("count", torch.ones(2), persistent=False)
     named = {name for name, _ in module.named_buffers()}
     assert buffers_left_out(module) == named - module.state_dict().keys() == {"mask", "1.count"}
+
+
+def test_parts_whose_elements_are_all_the_same_or_all_nan_are_told_apart_from_others() -> None:
+    drawn, ones, nan = torch.arange(3.0), torch.ones(3), torch.full((3,), math.nan)
+    assert uneven({"drawn": drawn, "ones": ones, "nan": nan, "some": drawn / 0}) == ("drawn", "some")

@@ -8,10 +8,13 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.rules.rule import Severity, When
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.causes import cause_of, find_causes, follows_from, goes_on
+from ddpcheck.judge.endings.rank_failure import OF_A_CUT_FILE, judge_failure
 from ddpcheck.judge.gradients.loss_terms import BY_NORMALISATION
 from ddpcheck.judge.gradients.single_process import ALL_MISSING
 from ddpcheck.judge.loop.script_works import OF_GRADIENTS
 from ddpcheck.judge.parameters.missing_parameters import MADE_IN_FORWARD
+from ddpcheck.worlds import failures
+from ddpcheck.worlds.failures import described
 
 RELATIONS = [(rule.code, one, code) for rule in RULES.values() for one in rule.explains for code in one.codes]
 APART: dict[When, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
@@ -24,6 +27,7 @@ APART: dict[When, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "always": (("head.weight",), ("other",), ()),
     "an error": (("no_sync",), ("head.weight",), ()),
     "a note": (("head.weight",), ("hook",), ()),
+    "of a cut file": (("model.pt",), ("run",), (OF_A_CUT_FILE,)),
     "none is there": (("head.weight",), ("loss",), (ALL_MISSING,)),
 }
 """By case: the subjects of the cause and of its consequence, and the tags of one of them."""
@@ -67,6 +71,21 @@ def test_what_has_another_cause_stays(code, mine, other, theirs) -> None:
         assert [one.code for one in causes.findings] == ["DDP214"]
     else:
         assert causes.findings == causes.told_by == [cause, found]
+
+
+@pytest.mark.parametrize(
+    ("error", "ranks", "told"),
+    [
+        (EOFError("Ran out of input"), (1,), ["DDP512"]),
+        (RuntimeError("PytorchStreamReader failed reading zip archive"), (1,), ["DDP512"]),
+        (EOFError("Ran out of input"), (0,), ["DDP401", "DDP512"]),  # another rank reads it
+        (RuntimeError("size mismatch for 0.weight"), (1,), ["DDP401", "DDP512"]),
+    ],
+)
+def test_a_file_that_is_read_too_early_explains_an_exception_of_one_that_is_cut_off(error, ranks, told) -> None:
+    raised = judge_failure([failures.raised(1, described(error, "", ""))], [[], []], 2)
+    early = replace(finding("DDP512", "model.pt"), ranks=ranks)
+    assert [one.code for one in find_causes([*raised, early]).findings] == told
 
 
 def test_a_no_sync_without_effect_explains_no_difference() -> None:

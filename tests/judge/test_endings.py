@@ -314,6 +314,16 @@ def test_a_rank_that_exits_is_the_cause_where_the_other_loses_it_in_what_is_in_n
     assert "calls os._exit at train.py:13 while rank 0 goes on" in finding.message
 
 
+def test_a_rank_that_has_ended_before_a_wrapper_that_another_one_constructs() -> None:
+    gone = RankAtEnd(1, (backward(1),), doing="has run to its end", ended=True)
+    lost = RankAtEnd(0, (backward(1),), doing="raised RuntimeError", lines=("train.py:6",), constructs=True)
+    finding = only(judge(lost, gone))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP403", (1,), Location("train.py", 6))
+    assert "rank 1 has run to the end of the script" in finding.message
+    assert not judge(replace(lost, constructs=False), gone)
+    assert not judge(lost, replace(lost, rank=1))  # both are in it
+
+
 def test_collectives_of_two_groups_in_another_order_are_told_with_their_groups() -> None:
     one, other = (replace(call("|", 16), group=name, group_words=f"the group {name}") for name in ("eval", "train"))
     finding = only(judge([one, other], [other, one]))

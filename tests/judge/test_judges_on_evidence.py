@@ -60,6 +60,7 @@ _TEST_OF_SCRIPT = {
     "script_clips.judge_changed": "test_script_steps",
     "script_clips.judge_hooked": "test_script_steps",
     "script_clips._finding_of_hooks": "test_script_steps",
+    "script_clips._hooked_in_modules": "test_script_steps",
     "script_alone.judge_taken": "test_script_taken",
     "script_states._finding_of_statistics": "test_script_states",
     "script_states.judge_uses": "test_script_states",

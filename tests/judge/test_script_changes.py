@@ -28,6 +28,8 @@ LOADED = ModuleChanged(0, "values", "load_state_dict", ("head.weight",), LOADS)
 RESET = ModuleChanged(0, "values", "apply", ("head.weight",), RESETS)
 WRITES = Location("model.py", 20)
 WRITTEN = ModuleChanged(0, "buffer", "", ("head.weight",), WRITES)
+HOOKS = Location("train.py", 7)
+HOOKED = ModuleChanged(0, "hook", "register_comm_hook", ("body.weight",), HOOKS)
 THAWED = ModuleChanged(0, "requires_grad", "requires_grad_", ("head.weight",), THAWS)
 
 
@@ -53,6 +55,8 @@ def finding(code: str, subject: str = "head.weight") -> Finding:
         ("DDP503", [[ModuleChanged(0, "parameters", "head", (), RESETS)], []], RESETS, ()),
         ("DDP503", [[ModuleChanged(0, "parameters", "body", ("body.bias",), RESETS)], []], Location("model.py", 3), ()),
         ("DDP301", [[LOADED], []], Location("model.py", 3), ()),
+        *((code, [[LOADED, HOOKED]] * 2, HOOKS, ()) for code in ("DDP301", "DDP302", "DDP303")),
+        ("DDP306", [[HOOKED]] * 2, Location("model.py", 3), ()),
         ("DDP214", [[WRITTEN], []], WRITES, (0,)),
         ("DDP214", [[WRITTEN], [WRITTEN]], WRITES, ()),
         ("DDP215", [[WRITTEN], []], WRITES, ()),  # the broadcast changes those of the others

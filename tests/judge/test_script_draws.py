@@ -226,6 +226,27 @@ def test_targets_of_the_shape_of_the_inputs_may_be_noise() -> None:
     assert ["noise" in one.message for one in (of_classes, of_values)] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("own", "found"),
+    [
+        (lambda rank, step: rank * step, True),  # the hidden state, which is zeros in the first step on every rank
+        (lambda rank, step: rank + 1, True),
+        (lambda rank, step: 0, False),  # then the inputs say it
+    ],
+)
+def test_samples_beside_the_state_of_a_recurrent_network(own: Callable[[int, int], int], found: bool) -> None:
+    inputs = [
+        [Inputs(0, s, (s % 3, own(rank, s)), FORWARD, ((s % 3, 40), (own(rank, s), 64))) for s in range(4)]
+        for rank in range(2)
+    ]
+    tokens = targets(7, 8, 9, 7, rows=40, elements=40)  # the first batch again, in another epoch
+    tokens += [replace(one, step=4) for one in targets(6, rows=16, elements=16)]  # a shorter one, the last of an epoch
+    findings = judge_same_targets([tokens, tokens], inputs, [[], []])
+    assert ["the same on each, too" in one.message for one in findings] == [True] * found
+    each_its_own = [tokens, targets(4, 5, 6, 4, 5, rows=40, elements=40)]
+    assert not judge_same_targets(each_its_own, inputs, [[], []])
+
+
 def test_the_line_that_chooses_the_samples_comes_first() -> None:
     (found,) = judge_same_targets([SAME, SAME], given(), drawn(64, "choice"))
     assert found.location == SEED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from ddpcheck.findings.evidence.loop import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
+from ddpcheck.findings.wording import make_finding
+from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.gradients.script_gathers import judge_gathers, judge_own_parts
 from ddpcheck.record.loss.gather_recorder import (
     GatherRecorder,
@@ -42,6 +45,40 @@ def test_it_takes_every_rank_in_several_steps() -> None:
     (finding,) = judge_gathers([[one, other], [one, other]])
     assert (finding.code, finding.location) == ("DDP309", LINE)
     assert not judge_gathers([[one, other], []]) and not judge_gathers([[one], [one]])
+
+
+def test_parameters_that_get_no_gradient_are_told_after_one_step() -> None:
+    one = GatheredConstant(0, "all_gather", LINE, 8, ("0/head.weight", "0/head.bias"))
+    (finding,) = judge_gathers([[one], [one]])
+    assert (finding.code, finding.subjects, finding.location) == ("DDP309", ("head.weight", "head.bias"), LINE)
+    missing = make_finding("DDP102", ["head.weight", "head.bias"], "What they made does not reach the loss.")
+    other = make_finding("DDP102", ["body.weight"], "What it made does not reach the loss.")
+    assert [one.code for one in find_causes([missing, finding]).findings] == ["DDP309"]
+    assert [one.code for one in find_causes([other, finding]).findings] == ["DDP102", "DDP309"]
+    assert not judge_gathers([[one], []])
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "names"),
+    [
+        (lambda scale, own, every: (scale * every @ every.T).sum(), ("0/weight",)),
+        (lambda scale, own, every: (scale * own @ every.T).sum(), ()),
+    ],
+)
+def test_parameters_of_which_the_loss_has_what_was_gathered_alone(loss_of: Any, names: tuple[str, ...]) -> None:
+    found: list[Any] = []
+    recorder = recorder_at(0, found)
+    scale, weight = (torch.nn.Parameter(torch.ones(*size)) for size in ((1,), (5, 3)))
+    watch = SimpleNamespace(numbered={id(scale): "0/scale", id(weight): "0/weight"})
+    recorder._run.watches = [watch]  # type: ignore[assignment]
+    own = torch.randn(4, 5) @ (weight * torch.randn(5, 3))
+    every = torch.cat([own.detach(), torch.randn(4, 3)])
+    rows = _own_rows(own)
+    assert rows is not None
+    recorder._gathered.append(_Gathered("all_gather", LINE, (8, 3), rows, own.grad_fn))
+    recorder._parts.append(_Parts(2, 0, (8, 3)))
+    recorder.note_backward(loss_of(scale, own, every))
+    assert [one.names for one in found] == [names]
 
 
 def _features() -> torch.Tensor:
@@ -141,12 +178,20 @@ class _Joined(torch.autograd.Function):
         return gradients[1] * ctx.factor, None, None
 
 
-def _arrival(factor: float, *, own_rows: bool) -> list[OwnPartPutBack]:
+class _JoinedInPlace(_Joined):
+    """The same; its backward writes into the gradient, as `all_reduce` does."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[1].mul_(ctx.factor), None, None
+
+
+def _arrival(factor: float, *, own_rows: bool, function: type[_Joined] = _Joined) -> list[OwnPartPutBack]:
     torch.manual_seed(0)
     found: list[Any] = []
     recorder = recorder_at(2, found)
     features = _features()
-    parts = _Joined.apply(features, torch.randn(4, 3), factor)
+    parts = function.apply(features, torch.randn(4, 3), factor)
     every = torch.cat(parts)
     recorder._gathered, recorder._parts = [], [_Parts(2, 1, (8, 3), "all_gather", LINE, features.grad_fn)]
     loss = ((features if own_rows else every) @ every.T).logsumexp(1).mean()
@@ -162,6 +207,7 @@ def test_what_arrives_at_a_gather_of_the_scripts_own_and_what_goes_on() -> None:
     assert own.besides and not whole.besides
     assert whole.location is not None and whole.location.path.endswith("test_script_gathers.py")
     assert not _arrival(2.0, own_rows=False)  # as much as the ranks' backward adds up
+    assert not _arrival(2.0, own_rows=False, function=_JoinedInPlace)
 
 
 def _judged(parts: list[list[OwnPartPutBack]], *terms: ScaledTerm, scale_matters: bool = True) -> list[str]:

@@ -40,7 +40,12 @@ from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.gather.steps.gradient_distance import sketches
 from ddpcheck.judge.data.script_data import judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.data.script_files import _at_the_same_time, judge_files, judge_shards_saved, told_by_files
-from ddpcheck.judge.gradients.script_alone import judge_alone, judge_parts_reduced, judge_reduced_alike
+from ddpcheck.judge.gradients.script_alone import (
+    judge_alone,
+    judge_parts_reduced,
+    judge_reduced_alike,
+    reduces_in_step,
+)
 from ddpcheck.judge.gradients.script_clips import (
     judge_clips,
     judge_rescaled,
@@ -159,6 +164,14 @@ SAME_ROWS: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 9, 1: 8, 2: 7, 
 )
 def test_samples_that_ranks_share(passes: list[list[LoaderPass]], found: list[str]) -> None:
     assert codes(judge_loaders(passes)) == found
+
+
+def test_groups_of_ranks_each_of_which_takes_the_same_samples() -> None:
+    (finding,) = judge_loaders([[epoch(part)] for part in (EVEN, EVEN, ODD, ODD)])
+    assert finding.ranks == () and finding.message.startswith("Ranks 0 and 1 take the same samples")
+    assert "likewise ranks 2 and 3, with samples of their own" in finding.evidence
+    (finding,) = judge_loaders([[epoch(part)] for part in (EVEN, ODD, ODD)])
+    assert finding.ranks == (1, 2) and "likewise" not in str(finding.evidence)
 
 
 def test_samplers_that_are_told_other_epochs() -> None:
@@ -339,6 +352,10 @@ def test_some_ranks_are_given_the_same_inputs_or_all_are_for_a_while() -> None:
 
     (of_some,) = judge_inputs({0: given(7, 8, 9, 10), 1: given(1, 2, 3, 4), 2: given(1, 2, 3, 4), 3: given(1, 2, 3, 4)})
     assert of_some.ranks == (1, 2, 3) and of_some.message.startswith("The forward passes of ranks 1 to 3 are given")
+    pairs = [given(1, 2, 3), given(7, 8, 9), given(1, 2, 3), given(7, 8, 9), given(4, 5, 6)]
+    (of_pairs,) = judge_inputs(dict(enumerate(pairs)))
+    assert of_pairs.ranks == (0, 1, 2, 3) and "likewise ranks 1 and 3, with samples of their own" in of_pairs.evidence
+    assert not judge_inputs(dict(enumerate(pairs[:2])))
     (for_a_while,) = judge_inputs({0: given(1, 2, 3, 8), 1: given(1, 2, 3, 4)})
     assert for_a_while.ranks == () and "in the first 3 steps" in for_a_while.message
     assert (of_some.severity, for_a_while.severity) == (Severity.ERROR, Severity.WARNING)
@@ -566,6 +583,17 @@ def test_what_ranks_add_to_gradients_that_are_reduced_is_not_told_as_no_reductio
     reduced = [[replace(one, collectives=3 + 2 * one.count) for one in of_ranks] for of_ranks in steps]
     (later,) = judge_alone(reduced, [], wrapped=False)
     assert "by nothing" in never.message and "after the collectives of a step" in later.message
+
+
+def test_what_an_optimizer_that_reduces_in_its_step_leaves_out_is_told_as_that() -> None:
+    def steps_of(*values: tuple[int, int]) -> list[list[OptimizerStep]]:
+        return [[alone(n, at[rank], 2.0 + rank) for rank in range(2)] for n, at in enumerate(values)]
+
+    reduced, own, idle = steps_of((1, 1), (2, 2)), steps_of((1, 1), (2, 3)), steps_of((1, 1), (1, 1))
+    assert [reduces_in_step(one) for one in (reduced, own, idle, [])] == [True, False, False, False]
+    assert codes(judge_alone(reduced, [], wrapped=False, in_step=True)) == []
+    (found,) = judge_alone(own, [], wrapped=False, in_step=True)
+    assert found.code == "DDP501" and found.fix.startswith("Have the step reduce every gradient")
 
 
 @pytest.mark.parametrize(

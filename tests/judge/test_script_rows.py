@@ -13,6 +13,7 @@ from ddpcheck.findings.evidence.script import LoaderPass, Restored
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.data.script_data import judge_loaders
+from ddpcheck.judge.data.script_rows import hold_own_parts
 from ddpcheck.record.data.sample_rows import SampleRows, rows_of_whole, samples_of
 
 LINE, MADE = Location("train.py", 30), Location("train.py", 10)
@@ -104,6 +105,22 @@ def half(part: Sequence[int], positions: Sequence[int], number: int = 0, **more:
     """A pass over half of the places of a dataset of 32 rows, which is a rank's own."""
     more = {"samples": {"x": tuple(part)}, "size": 32, "drawn": 5, **more}
     return epoch([part[place] for place in positions], number, indices=tuple(positions), **more)
+
+
+def test_shares_of_an_array_in_which_neighbours_have_the_same_label_are_other_samples() -> None:
+    """`data[rank::world_size]`, where each label is there for as many samples in a row as there are ranks."""
+    order, labels = [(7 * n) % 32 for n in range(32)], [(n * n) % 5 for n in range(32)]
+
+    def ranks(**more: Any) -> list[list[LoaderPass]]:
+        given = {"indices": tuple(order), "size": 32, "labels": tuple(labels[place] for place in order), **more}
+        return [
+            [epoch([2 * place + rank for place in order], number, **given) for number in range(2)] for rank in range(2)
+        ]
+
+    assert not found(*ranks(whole=64))
+    assert found(*ranks()) == found(*ranks(whole=32)) == [("DDP516", MADE)]
+    assert hold_own_parts([of_rank[0] for of_rank in ranks(whole=64)])
+    assert not hold_own_parts([ranks(whole=64)[0][0]] * 2)  # the same samples
 
 
 FIRST, SECOND = range(0, 32, 2), range(1, 32, 2)

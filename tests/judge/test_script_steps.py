@@ -145,6 +145,24 @@ def test_weights_of_batches_are_no_change(first: Any, second: Any, found: bool) 
     assert bool(judge_hooked(ranks, range(2))) is found
 
 
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [
+        ([[], [0.1, 0.1]], True),
+        ([[0.1, 0.1], [0.1, 0.1]], False),
+        ([[0.5, 0.5], [1.5, 1.5]], False),  # a weighted average
+        ([[], [0.1, 0.3]], False),  # of the samples, perhaps
+        ([[], [0.1]], False),  # once
+    ],
+)
+def test_backward_hooks_of_modules_that_scale_by_rank(ranks: list[list[float]], found: bool) -> None:
+    of_ranks = [
+        [GradientsHooked(0, n, CLIPS, {}, {"head": factor}) for n, factor in enumerate(of_rank)] for of_rank in ranks
+    ]
+    findings = judge_hooked(of_ranks, range(3))
+    assert [(one.code, one.subjects, one.location) for one in findings] == [("DDP310", ("head",), CLIPS)] * found
+
+
 def test_steps_in_which_not_every_rank_was_looked_at_tell_nothing_of_hooks() -> None:
     assert not judge_hooked([scaled(0.5, 0.5), []], [0])
 
@@ -180,6 +198,9 @@ def test_steps_that_shift_between_ranks(paces: list[WrapperPace], found: list[Se
 def test_gradients_that_are_used_again(own: bool, where: Location) -> None:
     (finding,) = judge_left([GradientsLeft(0, own, OTHER, BACKWARD, CLIPS)])
     assert (finding.code, finding.location) == ("DDP520", where)
+    assert finding.subjects == ("zero_grad",)
+    (of_some,) = judge_left([GradientsLeft(0, own, OTHER, BACKWARD, CLIPS, ("0/body.weight",))])
+    assert of_some.subjects == ("body.weight",) and "gradients of body.weight" in of_some.message
     assert not judge_left([])
 
 

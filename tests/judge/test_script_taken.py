@@ -15,6 +15,7 @@ from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.gradients.script_alone import judge_taken
 from ddpcheck.record.loop.taken_recorder import TakenRecorder
+from ddpcheck.record.loss.loss_recorder import LossRecorder
 from ddpcheck.record.recording import Recording
 
 LINE = Location("train.py", 8)
@@ -64,14 +65,18 @@ def test_what_is_taken_for_the_parameters_of_a_wrapper(monkeypatch: pytest.Monke
     watch: Any = Watch(number=0, parameters=dict(layer.named_parameters()), step=0, has_unreduced=False)
     found: list[GradientsTaken] = []
     run: Any = Recording(found.append)
-    run.watches = [watch]
+    run.watches.add(watch)
     recorder = TakenRecorder(run)
+    optimizers: Any = SimpleNamespace(**dict.fromkeys(("before_backward", "after_backward"), lambda *_: None))
+    optimizers.have_hooks, optimizers.reductions, optimizers.put_off = bool, dict, set
+    LossRecorder(run, optimizers, (), recorder)
     take = grad if imported_by_name else torch.autograd.grad
     x = torch.ones(2, 3, requires_grad=True)
     take(layer(x).sum(), x)  # a penalty on inputs
     take(other(x).sum(), list(other.parameters()))
     layer(x).sum().backward()
-    assert not found
+    assert not any(isinstance(one, GradientsTaken) for one in found)
+    found.clear()
     for _ in range(4):
         take(layer(x).sum(), [layer.weight, layer.bias])
     recorder.close()

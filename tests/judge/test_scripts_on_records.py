@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from ddpcheck.findings.evidence.loop import ModuleChanged
+from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
-from ddpcheck.judge.script_facts import ScriptFacts
+from ddpcheck.judge.script_facts import ScriptFacts, entries_of
 from ddpcheck.judge.script_table import ROWS
 from ddpcheck.render import FORMATS, renderer_for
 from ddpcheck.run.script_report import report_on_script
@@ -53,6 +55,7 @@ BY_HAND = frozenset(
         "stories._of_peers",
         "stories.explain_by_exit",
         "stories.explain_by_exit_alone",
+        "stories.explain_by_construction",  # test_endings.py
         "stories.explain_by_work",
         "stories.judge_circle",
         "stories.judge_missing_peer",
@@ -71,6 +74,7 @@ BY_HAND = frozenset(
         "script_clips.judge_scaled_by_hand",
         "script_clips._finding_of_hooks",
         "script_clips.judge_hooked",
+        "script_clips._hooked_in_modules",
         "script_changes.replaced_after_sharding",
         "script_compilations._other_graphs",
         "script_compilations.judge_compilations",
@@ -166,6 +170,15 @@ def without_lines(rank: WatchedRank) -> WatchedRank:
     changed = [without(entry) for entry in rank.entries]
     assert changed != list(rank.entries)
     return replace(rank, entries=changed)
+
+
+def test_parameters_that_no_line_writes_are_told_at_the_step_of_their_optimizer() -> None:
+    run = next(run for run in RUNS if str(run) == "clamped_on_one_rank")
+    ending, ranks = left_by(run)
+    unseen = [replace(rank, entries=[e for e in rank.entries if not isinstance(e, ModuleChanged)]) for rank in ranks]
+    (found,) = report_on_script(run.script, ending, unseen, select=(), ignore=()).findings
+    assert found.code == "DDP306" and found.location is not None
+    assert found.location in {step.location for step in entries_of(ranks[0], OptimizerStep)}
 
 
 @functools.cache

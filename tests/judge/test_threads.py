@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 
@@ -71,6 +72,25 @@ def test_a_thread_of_the_program_may_still_have_the_main_one_go_on() -> None:
     torchs = 'Thread 0x2:\n  File "/x/site-packages/torch/utils/data/_utils/pin_memory.py", line 7 in loop\n\n'
     programs = 'Thread 0x2:\n  File "/home/me/train.py", line 7 in produce\n\n'
     assert len(program_threads(programs + IN_QUEUE)) == 1 and not program_threads(torchs + IN_QUEUE)
+
+
+@pytest.mark.parametrize(
+    ("dump", "known", "told"),
+    [
+        (IN_QUEUE, True, True),
+        (IN_QUEUE, False, False),
+        (IN_BARRIER, True, False),
+        ('Thread 0x2:\n  File "/home/me/train.py", line 7 in produce\n\n' + IN_QUEUE, True, False),
+    ],
+)
+def test_a_rank_of_a_test_that_waits_for_a_thread_is_told_by_what_has_ended_that(
+    dump: str, known: bool, told: bool
+) -> None:
+    error = json.dumps(["feeder", {**described(ValueError("bad sample"), "", ""), "exception": None}]) if known else ""
+    failure = failures.in_thread(1, dump, error)
+    assert (failure is not None) is told
+    words = "rank 1 waits in get() at train.py:25 for a thread (feeder) that raised ValueError: bad sample"
+    assert failure is None or (failure.message, failure.kind) == (words, "raised")
 
 
 def test_collectives_of_other_threads_are_told() -> None:

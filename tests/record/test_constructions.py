@@ -95,7 +95,7 @@ def test_what_two_ranks_have_drawn_is_compared_whatever_they_have_seeded(tmp_pat
     for rank in "01":
         command = [sys.executable, str(program), rank]
         done = subprocess.run(
-            command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+            command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr
         ranks.append(done.stdout.split())

@@ -94,3 +94,36 @@ def test_a_parameter_that_is_frozen_for_a_while_keeps_its_hooks_to_itself() -> N
     parameter.register_hook(lambda g: g * 2)
     parameter.requires_grad_(requires_grad=False)
     assert HookedGradients().attach("weight", parameter, lambda _: None) == []
+
+
+@pytest.mark.parametrize(
+    ("register", "factor", "found"),
+    [
+        ("register_full_backward_hook", 0.25, {"head": pytest.approx(0.25)}),
+        ("register_full_backward_pre_hook", 0.25, {"head": pytest.approx(0.25)}),
+        ("register_full_backward_hook", GIVEN[0, :1], {"head": pytest.approx(0.5)}),
+        ("register_full_backward_hook", MASK[0], {}),  # for each element its own
+        ("register_full_backward_hook", 1.0, {}),
+        ("register_full_backward_hook", None, {}),  # it only looks
+    ],
+)
+def test_factors_of_backward_hooks_of_modules(register: str, factor: float | Tensor | None, found: object) -> None:
+    body, head = nn.Linear(2, 3), nn.Linear(3, 3)
+
+    def hook(_module: nn.Module, gradients: tuple[Tensor], *_more: object) -> tuple[Tensor, ...] | None:
+        return None if factor is None else tuple(one * factor for one in gradients)
+
+    getattr(head, register)(hook)
+
+    def gradients() -> list[Tensor]:
+        head.zero_grad()
+        body.zero_grad()
+        head(body(torch.ones(2, 2))).sum().backward()
+        return [p.grad for p in (*body.parameters(), *head.parameters()) if p.grad is not None]
+
+    without, looks = gradients(), HookedGradients()
+    handles = [*looks.attach_to_module("body", body), *looks.attach_to_module("head", head)]
+    assert all(map(torch.equal, gradients(), without)) and looks.factors == found
+    remove_hooks(handles)
+    looks.factors.clear()
+    assert all(map(torch.equal, gradients(), without)) and not looks.factors

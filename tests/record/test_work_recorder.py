@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -47,7 +48,9 @@ def coalesced(gradient: torch.Tensor) -> None:
 
 
 def of_sparse_numbers(gradient: torch.Tensor) -> None:
-    started(torch.eye(2).to_sparse()).wait()
+    work = started(torch.eye(2).to_sparse())
+    time.sleep(0.2)  # gloo's thread has written the result by then
+    work.wait()
 
 
 def of_what_nobody_reads(gradient: torch.Tensor) -> None:

@@ -308,3 +308,7 @@ def test_a_stream_is_asked_for_width_and_encoding() -> None:
     assert Medium.of(Stream(True), {"COLUMNS": "5"}).width == 40
     assert Medium.of(Stream(False, None), {}).encoding == "ascii"
     assert not Medium(encoding="no-such-encoding").shows("x")
+
+
+def test_tests_see_whole_lines_also_in_workers_of_xdist() -> None:
+    assert Medium.of(Stream(False)).width is None

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,21 @@ def test_their_losses_are_compared_with_those_of_the_ranks_without_dropout() -> 
     state = state_of(Recipe(model=lambda: build(nn.Dropout(0.5)), batch=batch, loss=loss))
     assert state.single.analysis is not None
     assert state.single.analysis.shard_losses == tuple(item.loss for item in state.steps.local)
+
+
+@pytest.mark.slow
+def test_no_more_is_asked_of_it_once_it_has_not_answered() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if len(batch) < 8 and not dist.is_initialized():
+            time.sleep(600)  # on a shard alone, which is to explain a difference
+        return model(batch)[torch.rand(batch.shape[:2]) < 0.3].square().mean()
+
+    def batch(step: int) -> Tensor:
+        return torch.randn(8, 10, 4, generator=torch.Generator().manual_seed(step))
+
+    report = ddpcheck.check(Recipe(model=lambda: nn.Linear(4, 1), batch=batch, loss=loss), timeout=6, steps=1)
+    (parity,) = (one for one in report.checks if one.name == "parity")
+    assert parity.status == "error" and "did not finish within 6 s" in parity.detail
 
 
 @pytest.mark.parametrize(("weights_in_batch", "named"), [(True, "the sum of batch['weight']: "), (False, "")])
@@ -145,6 +161,6 @@ def test_a_check_does_without_numpy(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert ended.returncode == 0 and "no findings" in ended.stdout, ended.stdout + ended.stderr

@@ -102,11 +102,12 @@ def test_the_first_node_gets_the_logs_of_all_and_tells_the_exit_code(job: Job) -
 
 
 def test_who_does_not_come_is_named_and_the_others_are_not_lost(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_link, "WAIT", 0.5)
     links = job.start(3, without=2)
     (job.folder / "1" / LOG).write_bytes(b"x")
     codes: dict[int, int | None] = {}
     thread = told(b"end", links[1], codes)
+    assert until(lambda: links[0]._others[1].is_done)
+    monkeypatch.setattr(node_link, "WAIT", 0.5)
     assert links[0].collect(interrupted=False) == {1: b"end"}
     assert links[0].refused == {2: "they have not come within 0.5 s"}
     links[0].finish(0)

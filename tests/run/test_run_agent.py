@@ -112,7 +112,7 @@ def test_a_script_that_joins_no_process_group_has_its_own_exit_code(case: str, t
         [sys.executable, "-m", "ddpcheck", "run", "--nproc-per-node=1", *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         check=False,

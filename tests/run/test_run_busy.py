@@ -176,14 +176,16 @@ def test_a_wait_that_ddpcheck_records_is_told_with_its_line() -> None:
     assert not work_waited_for(f"Thread 0x2:\n{recorded}\n\nCurrent thread 0x1:\n{TOKENISES}")
 
 
-SPIN = "while True: pass"
-BESIDE = "import threading, time; threading.Thread(target=lambda: exec('while True: pass')).start(); time.sleep(60)"
+SPIN = "print(flush=True)\nwhile True: pass"
+BESIDE = f"import threading, time; threading.Thread(target=exec, args=[{SPIN!r}]).start(); time.sleep(60)"
 
 
 @pytest.fixture(params=[(SPIN, True), (BESIDE, False)], ids=["main", "beside"])
 def spinning(request: pytest.FixtureRequest) -> Iterator[tuple[int, bool]]:
     source, is_main = request.param
-    with subprocess.Popen([sys.executable, "-c", source]) as process:
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
         yield process.pid, is_main
         process.kill()
 

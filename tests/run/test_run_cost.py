@@ -24,9 +24,9 @@ def count(frame, event, _function):
     calls += event == "call" and "ddpcheck" in frame.f_globals.get("__name__", "")
 
 
-for step in range(42):
+for step in range(46):  # the step after one that is sampled writes what that has left
     x = torch.randn(8, 4)
-    if step == 41:
+    if step == 45:
         sys.setprofile(count)
     optimizer.zero_grad()
     net(x).square().mean().backward()
@@ -36,9 +36,8 @@ if dist.get_rank() == 0:
     print("calls", calls)
 dist.destroy_process_group()
 """
-# 175 with torch 2.13, 181 with 2.4, which comes through more functions in the place of its own. Four of them spare an
-# optimizer one call for each of its parameters, of which there are two here.
-MOST = 185
+# 114 with torch 2.13, 122 with 2.4, which comes through more functions in the place of its own.
+MOST = 124
 
 
 def test_a_step_that_is_not_sampled_makes_few_calls(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddpcheck.record.rank.environment import RunOptions, environment_for, options_of_run
+from tests.forked_run import run_forked
 
 LOOK = """
 import json, sys
@@ -116,7 +117,37 @@ def test_ranks_that_wait_in_vain_to_join_are_ended_and_told(tmp_path: Path, how:
         env=environ(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert ended.returncode == code and words in " ".join(ended.stderr.split()), ended.stderr
     assert ("DDP402" in ended.stderr) == bool(code)
+
+
+NAMED = """
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(params=net.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler(device="cpu")
+for _ in range(3):
+    optimizer.zero_grad(set_to_none=True)
+    loss = net(torch.randn(8, 4)).square().mean()
+    torch.autograd.backward(tensors=scaler.scale(outputs=loss))
+    scaler.step(optimizer=optimizer)
+    scaler.update()
+torch.utils.swap_tensors(t1=torch.ones(2), t2=torch.ones(2))
+torch.save(obj=optimizer.state_dict(), f=sys.argv[1] + str(dist.get_rank()))
+torch.load(f=sys.argv[1] + str(dist.get_rank()))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_functions_of_torch_are_called_with_the_names_of_their_arguments(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(NAMED, encoding="utf-8")
+    ended = run_forked(str(script), str(tmp_path / "saved"))
+    assert ended.returncode == 0 and "ddpcheck: clean" in ended.stderr + ended.stdout, ended.stderr + ended.stdout

@@ -15,6 +15,7 @@ from ddpcheck.run.living_ranks import LivingRanks
 from ddpcheck.stream.entries import ProgramEnded, RankStarted, WatchingFailed
 from ddpcheck.stream.held_file import HeldFile, is_held, mapped_file
 from ddpcheck.stream.rank_log import RankLog, read_logs
+from tests.run.test_run_compiled import reported
 
 ROOT = Path(__file__).parents[2]
 BEGIN = f"""
@@ -48,7 +49,7 @@ def test_a_script_that_closes_descriptors_gets_nothing_of_ours_into_its_files(ho
     subprocess.run(
         [sys.executable, "-c", f"{BEGIN}\n{CLOSES[how]}\n{end}", str(tmp_path)],
         check=True,
-        timeout=60,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     (rank,) = read_logs(tmp_path)
@@ -126,3 +127,37 @@ def test_a_stack_goes_to_the_file_that_is_held(tmp_path: Path) -> None:
     assert held.hold() in told and len(told) == 2
     os.close(held.hold())
     assert "Current thread" in (tmp_path / "file").read_text()
+
+
+SAVES = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+
+class Slow:
+    def __reduce__(self):
+        time.sleep(1.0)
+        return dict, ()
+
+dist.init_process_group("gloo")
+path = os.path.join(os.path.dirname(__file__), "model.pt")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+if dist.get_rank() == 0:
+    torch.save({"model": model.state_dict(), "slow": Slow()}, path)
+if sys.argv[1] == "waits":
+    dist.barrier()
+while not os.path.exists(path):
+    time.sleep(0.01)
+torch.load(path, weights_only=False)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "found"), [("early", ["DDP512"]), ("waits", [])])
+def test_a_file_that_is_read_before_it_is_complete_is_why_a_rank_has_failed(
+    how: str, found: list[str], tmp_path: Path
+) -> None:
+    _, _, findings = reported(tmp_path, how, "", SAVES)
+    assert [one["code"] for one in findings] == found
+    assert all("DDP401" in str(one["evidence"]) and one["ranks"] == [1] for one in findings)

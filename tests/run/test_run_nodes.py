@@ -25,6 +25,7 @@ from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, StepsReported, WrapperMade
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.stream.rank_report import RankReport, ReplicaState, WatchContext
+from tests.launchers.slurm import free_ports
 from tests.tiers import one_of
 
 ROOT = Path(__file__).parents[2]
@@ -143,9 +144,7 @@ def run_nodes(folder: Path, how: str, *options: str, meeting: Sequence[str] = ST
     """Run the script on two nodes; the one with rank 0 comes first."""
     (folder / "train.py").write_text(SCRIPT)
     (folder / "lowered.py").write_text(LOWERED)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     agents = []
     for node in (0, 1):
         where = [one.format(port=port, node=node) for one in (*meeting, "--check-output=report{node}.json")]

@@ -112,6 +112,13 @@ def test_a_broken_optimizer_over_ranks(tmp_path: Path, how: str, finding: tuple[
     assert checks["reducer"][1].startswith(reducer)
 
 
+@pytest.mark.slow
+def test_gradients_that_a_hook_leaves_are_told_at_the_line_that_registers_it(tmp_path: Path) -> None:
+    _, _, (finding,) = reported(tmp_path, "noop_and_kept", "", SCRIPT)
+    place = finding["location"]
+    assert isinstance(place, dict) and "register_comm_hook(None, noop_hook)" in SCRIPT.splitlines()[place["line"] - 1]
+
+
 HOOKED = """
 import sys
 import torch

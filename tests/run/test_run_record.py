@@ -158,7 +158,7 @@ def test_a_file_that_cannot_be_written_does_not_take_the_report_away(tmp_path: P
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0 and "Traceback" not in done.stderr

@@ -129,7 +129,7 @@ def test_a_rank_that_does_not_heed_the_signal_is_killed_soon(
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        monkeypatch.setattr(hang_watch, "_GRACE", 0.3)
+        monkeypatch.setattr(hang_watch, "_GRACE", 60.0 if heeds else 0.3)
         watch = HangWatch(tmp_path, 60.0, process.terminate)
         watch._end_ranks({0: process.pid})
         watch.stop()
@@ -169,7 +169,9 @@ def test_what_a_rank_raised_is_told_while_torchrun_waits_for_another_one(
         file.rename(tmp_path / f"0-1-2-{ended.pid}{file.suffix}")
     told: list[str] = []
     watch = HangWatch(tmp_path, 60.0, lambda: None, told.append)
-    time.sleep(2.5)
+    deadline = time.monotonic() + (60.0 if raises else 2.5)
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.05)
     watch.stop()
     assert told == (["rank 1 raised ValueError: no such label: 7; torchrun waits for rank 0 to end"] if raises else [])
 

@@ -413,6 +413,7 @@ def test_a_world_whose_clock_runs_out_first_says_what_its_ranks_wait_in(ddp_worl
         if dist.get_rank() == 0:
             ddpcheck.assert_same_on_all_ranks(ramp())
 
+    ddp_world.run(ramp)  # which imports this module
     with pytest.raises(HangError, match="waits in assert_same_on_all_ranks"):
         ddp_world.run(compare, timeout=2)
 

@@ -34,7 +34,7 @@ def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
         # Hypothesis is not used in there, and its plugin imports all of it, a second of work, to say so.
         command = ("-p", "ddpcheck.pytest_plugin", "-p", "no:hypothesispytest", "--color=no", *arguments)
         if apart:
-            return pytester.runpytest_subprocess(*command, timeout=120)
+            return pytester.runpytest_subprocess(*command, timeout=300)
         return pytester.runpytest_inprocess(*command)
 
     return run
@@ -295,6 +295,30 @@ def test_the_plugin_can_be_named_where_it_is_also_installed() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_an_exception_in_a_thread_that_a_rank_waits_for_is_told(inner) -> None:
+    done = inner(
+        """
+        import queue, threading, pytest, torch, torch.distributed as dist
+
+        def feed(items, rank):
+            if rank == 1:
+                raise ValueError("bad sample")
+            items.put(torch.ones(2))
+
+        @pytest.mark.ddp(timeout=6)
+        def test_fed(rank):
+            items = queue.Queue()
+            threading.Thread(target=feed, args=(items, rank), name="feeder").start()
+            dist.all_reduce(items.get())
+        """
+    )
+    done.assert_outcomes(failed=1)
+    done.stdout.re_match_lines(
+        [r".*rank 1 waits in get\(\) at .* for a thread \(feeder\) that raised ValueError: bad sample"]
+    )

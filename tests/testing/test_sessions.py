@@ -35,6 +35,7 @@ def helper(values, expected):
 def compare(rank):
     mine = f"local of {rank}"
     print("printed by", rank)
+    dist.barrier()  # so that they start together
     if rank == 1:
         time.sleep(0.7)  # rank 0 has finished, also where it waits for a core
         helper(list(range(30)), [*range(29), 99])

@@ -15,7 +15,7 @@ POST_MORTEM = """
 import pytest
 import torch.distributed as dist
 
-@pytest.mark.ddp(timeout=1)
+@pytest.mark.ddp(timeout=4)
 def test_marker(rank):
     secret = 40 + rank
     if rank == 1:
@@ -51,6 +51,9 @@ def test_never_reached():
 """
 
 
+SLOWLY = "import time; time.sleep(4.5)"  # longer than the timeout of the tests
+
+
 def typed(process: subprocess.Popen[str], *words: str) -> str:
     """Type a line each time that there is a prompt, once it is there; returns all that was printed."""
     assert process.stdout is not None and process.stdin is not None
@@ -72,7 +75,7 @@ def typed(process: subprocess.Popen[str], *words: str) -> str:
 def test_a_failure_is_looked_at_where_it_happened(tmp_path: Path) -> None:
     innerpytest.write(tmp_path, test_post=POST_MORTEM)
     with innerpytest.start(tmp_path, "--pdb", stdin=subprocess.PIPE) as process:
-        printed = typed(process, *["p secret", "c"] * 4, "q")
+        printed = typed(process, SLOWLY, *["p secret", "c"] * 4, "q")
     assert process.returncode == 2 and "Quitting debugger" in printed
     assert "4 failed, 1 passed" not in printed and "= 5 failed, 1 passed in" in printed, printed
     assert "(rank 1) 41\n" in printed and "(rank 0) 60\n" in printed and "(Pdb) [0, 0]\n" in printed, printed
@@ -86,7 +89,7 @@ BREAKPOINTS = """
 import os, time
 import pytest
 
-@pytest.mark.ddp(timeout=2)
+@pytest.mark.ddp(timeout=4)
 def test_one(rank):
     import torch.distributed as dist
     secret = 40 + rank
@@ -96,7 +99,7 @@ def test_one(rank):
     dist.barrier()
     time.sleep(0.7)  # so that time in the debugger would count, if it did
 
-@pytest.mark.ddp(timeout=1)
+@pytest.mark.ddp(timeout=4)
 def test_both(rank):
     import torch.distributed as dist
     secret = 50 + rank
@@ -127,11 +130,10 @@ def test_shared(rank, number):
 @pytest.mark.slow
 def test_a_breakpoint_stops_on_its_rank_for_as_long_as_one_likes(tmp_path: Path) -> None:
     innerpytest.write(tmp_path, test_stop=BREAKPOINTS)
-    slowly = "import time; time.sleep(2.5)"
     with innerpytest.start(tmp_path, stdin=subprocess.PIPE) as process:
         printed = typed(
             process,
-            *("p secret", slowly, "n", "n", "p secret, rank", "c"),
+            *("p secret", SLOWLY, "n", "n", "p secret, rank", "c"),
             *("p secret", "c") * 4,
         )
     assert process.returncode == 0 and "= 5 passed in" in printed, printed

@@ -101,7 +101,7 @@ def test_nothing_is_left_of_a_session_that_ends_in_a_hang(trial: Trial, tmp_path
         left = trial.left(20 if number != signal.SIGKILL else 5)
         seconds = time.monotonic() - began
         assert not left, left
-        printed = process.communicate(timeout=20)[0]
+        printed = process.communicate(timeout=60)[0]
     print(f"everything was gone after {seconds:.2f} s")
     if number == signal.SIGINT:
         assert process.returncode == pytest.ExitCode.INTERRUPTED and "KeyboardInterrupt" in printed, printed
@@ -139,7 +139,7 @@ import pytest
 def test_fails(rank):
     assert rank == 0, "on purpose"
 
-@pytest.mark.ddp(timeout=1.5)
+@pytest.mark.ddp(timeout=4)
 def test_hangs(rank):
     if rank == 0:
         time.sleep(60)
@@ -169,7 +169,7 @@ def test_many_worlds_in_more_workers_than_cores(trial: Trial, tmp_path: Path, co
     assert innerpytest.names(done, "failed") == ["test_fails", "test_hangs", "test_stops"], printed
     assert len(innerpytest.names(done, "passed")) == count + 3, printed
     assert "rank 1: AssertionError: on purpose" in done["test_fails"].text
-    assert "rank 0 did not finish within 1.5 s: rank 0 is in test_hangs at test_trouble.py" in done["test_hangs"].text
+    assert "rank 0 did not finish within 4 s: rank 0 is in test_hangs at test_trouble.py" in done["test_hangs"].text
     sentence = "breakpoint() on a rank needs pytest at a terminal of its own; run it without pytest-xdist (-n 0)"
     assert sentence in done["test_stops"].text
     shared = [line.split() for line in (tmp_path / "shared").read_text().splitlines()]

@@ -168,7 +168,7 @@ def torn(rank):
     assert rank == 0, "teardown"
 
 @pytest.mark.parametrize("kind, after", [(kind, after) for kind in KINDS for after in (False, True)])
-@pytest.mark.ddp(timeout=1)
+@pytest.mark.ddp(timeout=4)
 def test_marker(kind, after):
     note(f"after {kind}") if after else act(kind)
 

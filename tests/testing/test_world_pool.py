@@ -165,8 +165,8 @@ def test_a_prepared_world_whose_rank_has_died_is_not_handed_out(pool: WorldPool)
     victim = prepared._processes.ranks[1].pid
     assert victim is not None
     os.kill(victim, 9)
-    psutil.wait_procs([psutil.Process(victim)] if psutil.pid_exists(victim) else [], timeout=5)
-    deadline = time.monotonic() + 5
+    psutil.wait_procs([psutil.Process(victim)] if psutil.pid_exists(victim) else [], timeout=30)
+    deadline = time.monotonic() + 30
     while prepared.usable and time.monotonic() < deadline:
         time.sleep(0.01)
     assert pool.acquire(world_size=2).run(summed) == [3.0, 3.0]
@@ -370,9 +370,11 @@ def test_everything_is_gone_after_close(tmp_path: Path, monkeypatch: pytest.Monk
     pool.close()
     assert not [pid for each in seen for pid in each if psutil.pid_exists(pid)]
     assert os.listdir(tmp_path) == []
-    time.sleep(0.05)
+    deadline = time.monotonic() + 30  # the server closes its ends once it has seen that ours are closed
+    while [len(os.listdir(f"/proc/{server}/fd")) for server in server_pids()] != servers:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
-    assert [len(os.listdir(f"/proc/{server}/fd")) for server in server_pids()] == servers
     assert use(pool, world_size=1)  # and it can go on
     pool.close()
 
@@ -384,7 +386,7 @@ def test_giving_back_does_not_wait_and_the_ranks_end_all_the_same(pool: WorldPoo
     assert not world.closed
     with pytest.raises(DdpcheckError, match="closed"):
         pids(world)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not world.gone and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not psutil.pid_exists(pid)
@@ -403,11 +405,11 @@ def test_nothing_is_left_when_the_process_is_killed(tmp_path: Path, seconds: flo
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True, timeout=120
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True, timeout=300
     )
     left = [int(word) for word in done.stdout.split()]
     assert len(left) == 3
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while (any(map(psutil.pid_exists, left)) or os.listdir(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(psutil.pid_exists, left)) and os.listdir(tmp_path) == []

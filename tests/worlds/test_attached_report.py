@@ -129,7 +129,7 @@ def ended(processes: Sequence[subprocess.Popen[str]], folder: Path, timeout: flo
     """What processes have printed, once nothing is left of them."""
     try:
         said = [process.communicate(timeout=timeout) for process in processes]
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while left := processes_of(folder):
             assert time.monotonic() < deadline, f"processes are left: {[each.cmdline() for each in left]}"
             time.sleep(0.05)
@@ -327,7 +327,7 @@ class Hanging:
         raise AssertionError(f"there is no rank {rank}")
 
     def ended(self) -> tuple[str, str]:
-        ((out, error),) = ended([self.launcher], self.folder, timeout=20)
+        ((out, error),) = ended([self.launcher], self.folder, timeout=60)
         return out, error
 
 

@@ -19,6 +19,7 @@ def test_time_that_compilation_takes_does_not_count_against_the_timeout(ddp_worl
         return float(torch.compile(lambda x: x + 1, backend=slow)(torch.ones(())))
 
     world = ddp_world(timeout=5)
+    world.run(sleep_in_a_compiler, 0.0, timeout=100)  # which imports what it needs
     assert world.run(sleep_in_a_compiler, 6.0) == [2.0, 2.0]
     with pytest.raises(HangError, match="did not finish within 5 s"):
         world.run(time.sleep, 6.0)

@@ -76,7 +76,7 @@ def source() -> str:
             code = f"dist.barrier()\ntime.sleep(0.2)\n{code}"
         lines = "\n".join(f"    {line}" for line in code.splitlines())
         name = f"{kind}_{who}"
-        timeout = 1.5 if kind == "hangs" else 30
+        timeout = 3 if kind == "hangs" else 30
         parts += [part.format(name=name, who=WHO[who], code=lines, timeout=timeout) for part in (BODY, FIXTURE, MARKER)]
     return "\n".join(parts)
 
@@ -147,7 +147,7 @@ def test_the_rank_that_waited_for_it_is_one_line(session: Session, form: str, ki
 @EACH
 def test_a_rank_that_hangs_shows_where(session: Session, form: str, who: str) -> None:
     cell = said(session, form, "hangs", who)
-    assert cell.outcome == "failed" and "did not finish within 1.5 s" in cell.text
+    assert cell.outcome == "failed" and "did not finish within 3 s" in cell.text
     assert "time.sleep" in cell.text or f"in body_hangs_{who}" in cell.text, cell.text
 
 

@@ -150,21 +150,20 @@ def test_a_world_of_eight_ranks() -> None:
         assert world.run(all_reduced, 0.0) == [28.0] * 8
 
 
-def test_two_worlds_work_at_the_same_time() -> None:
-    def slow(value: float) -> tuple[float, float, float]:
-        start = time.monotonic()
-        time.sleep(0.5)
-        return all_reduced(value), start, time.monotonic()
+def test_two_worlds_work_at_the_same_time(tmp_path: Path) -> None:
+    def meet(name: str, other: str, value: float) -> float:
+        (tmp_path / name).touch()
+        while not (tmp_path / other).exists():
+            time.sleep(0.01)
+        return all_reduced(value)
 
     with World(2) as one, World(2) as two:
-        one.run(rank_number)
-        two.run(rank_number)
-        pending = [one.start(slow, 0.0), two.start(slow, 10.0)]
+        pending = [one.start(meet, "one", "two", 0.0)]
         assert not pending[0].done()
+        pending.append(two.start(meet, "two", "one", 10.0))
         late, early = [each.result() for each in reversed(pending)]
         assert all(each.done() for each in pending)
-    assert [value for value, _, _ in early + late] == [1.0, 1.0, 21.0, 21.0]
-    assert max(start for _, start, _ in early + late) < min(end for _, _, end in early + late)
+    assert early + late == [1.0, 1.0, 21.0, 21.0]
 
 
 @pytest.mark.slow
@@ -354,14 +353,25 @@ def test_an_exception_is_the_headline() -> None:
     assert "boom" in error.detail and error.exit_code == 3
 
 
-def test_the_first_failure_by_time_comes_first() -> None:
+class Turn:
+    """What a rank fails with: it is read once the time of that is known, and leaves a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        self.path.touch()
+        return f"turn {self.path.name}"
+
+
+def test_the_first_failure_by_time_comes_first(tmp_path: Path) -> None:
     def fail_in_turn() -> None:
         from ddpcheck.worlds import rank
 
         turn = (rank.current().rank + 1) % 3
-        all_reduced(0.0)  # so that they start together
-        time.sleep(0.12 * turn)
-        raise RuntimeError(f"turn {turn}")
+        while turn and not (tmp_path / str(turn - 1)).exists():
+            time.sleep(0.001)
+        raise RuntimeError(Turn(tmp_path / str(turn)))
 
     error = fresh_failure(fail_in_turn, world_size=3)
     assert [one.rank for one in error.failures] == [2, 0, 1]
@@ -424,13 +434,13 @@ def test_an_exit_behind_our_back_is_a_failure(code: int) -> None:
 
 def test_an_exit_is_noticed_where_no_other_rank_waits_for_it() -> None:
     def vanish() -> None:
+        all_reduced(0.0)  # so that they start together
         if rank_number() == 1:
             time.sleep(0.7)  # the other one has finished, also where it waits for a core
             os._exit(0)
 
-    start = time.monotonic()
     error = fresh_failure(vanish)
-    assert time.monotonic() - start < 5 and not isinstance(error, HangError)
+    assert not isinstance(error, HangError)
     assert [(one.rank, one.kind) for one in error.failures] == [(1, "died")]
 
 
@@ -444,6 +454,26 @@ def test_a_kill_is_named() -> None:
     assert error.first is not None
     assert (error.first.kind, error.first.exit_code) == ("died", -signal.SIGKILL)
     assert "rank 1 was killed by SIGKILL" in str(error) and "memory" in str(error)
+
+
+def test_a_kill_that_is_noticed_late_is_the_headline_all_the_same() -> None:
+    """The other rank knows of it at once: its connection is closed."""
+
+    def kill() -> None:
+        all_reduced(0.0)
+        if rank_number() == 1:
+            os.kill(os.getppid(), signal.SIGSTOP)  # the fork server, as where it has no core for a while
+            os.kill(os.getpid(), signal.SIGKILL)
+        all_reduced(0.0)
+
+    with World(2) as world:
+        server = world.run(os.getppid)[0]
+        going_on = threading.Timer(2.0, os.kill, (server, signal.SIGCONT))
+        going_on.start()
+        error = fails(world, kill)
+        going_on.join()
+    assert str(error).startswith("rank 1 was killed by SIGKILL"), error
+    assert [(one.rank, one.kind) for one in error.failures] == [(1, "died"), (0, "fell")]
 
 
 def test_what_cpp_said_about_an_abort_is_shown() -> None:
@@ -466,7 +496,7 @@ def test_a_hang_in_a_collective_shows_stacks_and_places() -> None:
         world.run(rank_number)  # imports this module there, which takes its time on a busy machine
         start = time.monotonic()
         error = fails(world, wait_forever_on_rank_0, timeout=1)
-    assert 1 < time.monotonic() - start < 10
+    assert 1 < time.monotonic() - start < 50, "the ranks are not waited for"
     assert isinstance(error, HangError) and error.exit_code == 4
     assert "ranks 0 and 1 did not finish within 1 s: rank 0 waits in all_reduce at " in str(error)
     waiting, sleeping = sorted(error.failures, key=lambda one: one.rank)
@@ -484,7 +514,7 @@ def test_ranks_that_say_where_they_are_have_as_long_for_each_part_of_their_work(
 
         for part in range(5):
             rank.set_status(f"part {part}")
-            time.sleep(0.5)
+            time.sleep(0.8)
         if not ends and rank.current().rank == 1:
             time.sleep(60)
         return 5
@@ -493,10 +523,10 @@ def test_ranks_that_say_where_they_are_have_as_long_for_each_part_of_their_work(
         world.run(rank_number)
         start = time.monotonic()
         if ends:
-            assert world.run(work, timeout=1.5) == [5, 5]
+            assert world.run(work, timeout=3) == [5, 5]
+            assert time.monotonic() - start > 3
         else:
-            assert "rank 1 did not get on for 1.5 s" in str(fails(world, work, timeout=1.5))
-    assert time.monotonic() - start < 10
+            assert "rank 1 did not get on for 3 s" in str(fails(world, work, timeout=3))
 
 
 def test_a_named_collective_beats_a_guessed_one() -> None:
@@ -506,7 +536,7 @@ def test_a_named_collective_beats_a_guessed_one() -> None:
         rank.set_collective("all_reduce(float32[3]) at model.py:12")
         time.sleep(60)
 
-    error = fresh_failure(wait, world_size=1, timeout=0.3)
+    error = fresh_failure(wait, world_size=1, timeout=2)
     assert "rank 0 waits in all_reduce(float32[3]) at model.py:12" in str(error)
 
 
@@ -521,10 +551,8 @@ def test_a_watch_ends_a_run() -> None:
         if rank_number() == 1:
             time.sleep(60)
 
-    start = time.monotonic()
     with World(2, watch=watch) as world, pytest.raises(HangError, match=r"^rank 1 will never come"):
         world.run(one_sleeps)
-    assert time.monotonic() - start < 10
     assert seen[-1] == (frozenset({0}), frozenset({1}))
 
 
@@ -693,13 +721,20 @@ def test_a_closed_world_refuses() -> None:
         world.run(rank_number)
 
 
-def test_a_rank_that_dies_between_runs_is_noticed() -> None:
-    def die_later() -> None:
-        threading.Timer(0.05, os._exit, (7,)).start()
+def test_a_rank_that_dies_between_runs_is_noticed(tmp_path: Path) -> None:
+    def die_later() -> int:
+        def die() -> None:
+            while not (tmp_path / "now").exists():
+                time.sleep(0.01)
+            os._exit(7)
+
+        threading.Thread(target=die).start()
+        return os.getpid()
 
     with World(1) as world:
-        world.run(die_later)
-        time.sleep(0.3)
+        pids = world.run(die_later)
+        (tmp_path / "now").touch()
+        assert gone_within(30.0, pids)
         assert "exit code 7" in str(fails(world, rank_number))
 
 
@@ -758,7 +793,8 @@ def alive(pids: list[int]) -> list[int]:
     return found
 
 
-def gone_within(seconds: float, pids: list[int], directory: str) -> bool:
+def gone_within(seconds: float, pids: list[int], directory: str = "") -> bool:
+    """Whether they are; what the tests start stays for longer than these seconds by itself."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if not alive(pids) and not os.path.exists(directory):
@@ -776,17 +812,17 @@ PARENT = """
 
     def linger():
         import subprocess
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         return os.getpid(), child.pid
 
     def work():
-        time.sleep(60)
+        time.sleep(600)
 
     if __name__ == "__main__":
         world = World(2, start_method=sys.argv[1], hash_seeds=True)
         pids = [pid for pair in world.run(linger) for pid in pair]
         print(*pids, *server_pids(), world.directory, flush=True)
-        world.run(work, timeout=60)
+        world.run(work, timeout=600)
 """
 
 
@@ -809,8 +845,8 @@ def test_nothing_outlives_the_parent(tmp_path: Path, end: tuple[str, signal.Sign
         assert len(alive(pids)) == len(pids) and os.path.exists(directory)
         time.sleep(0.2)
         parent.send_signal(number)
-        assert gone_within(2.0, pids, directory), (alive(pids), os.path.exists(directory))
-        parent.communicate(timeout=10)
+        assert gone_within(30.0, pids, directory), (alive(pids), os.path.exists(directory))
+        parent.communicate(timeout=30)
     assert parent.returncode == (-number if number != signal.SIGINT else -signal.SIGINT)
 
 
@@ -830,10 +866,7 @@ def test_loader_workers_do_not_survive_their_rank() -> None:
     with World(2) as world:
         workers = [pid for pids in world.run(leave_workers) for pid in pids]
         assert len(alive(workers)) == 4
-    deadline = time.monotonic() + 2
-    while alive(workers) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not alive(workers)
+    assert gone_within(30.0, workers)
 
 
 @pytest.mark.slow
@@ -924,7 +957,7 @@ def test_a_fork_server_that_dies_unnoticed_is_replaced(monkeypatch: pytest.Monke
         world.run(rank_number)
     (server,) = processes.server_pids()
     os.kill(server, signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(server)], timeout=0.2)
+    psutil.wait_procs([psutil.Process(server)], timeout=30)
     with monkeypatch.context() as patch:
         patch.setattr(processes._ForkServer, "alive", True)
         with World(1) as world:

@@ -62,7 +62,7 @@ def launch(launcher: str, folder: Path, *scenarios: str) -> tuple[Answers, subpr
         assert file.exists(), done.stderr
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         answers[rank] = {name: said for name, *said in lines}
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while left := [
         *(pid for (pid,) in (of_rank["pid"] for of_rank in answers.values()) if psutil.pid_exists(pid)),
         *(path.name for path in folder.iterdir() if path.name.startswith("ddpcheck")),
@@ -143,7 +143,7 @@ def test_the_failure_of_one_rank_is_the_headline_on_all(
     assert said.startswith(f"rank {who} {message}")
     assert f"(rank {1 - who} was still waiting in all_reduce at tests/launched_program.py:" in said
     assert failures == [[who, kind, type_], [1 - who, "stuck", ""]]
-    assert max(told[rank][f"{how} {who}"][2] for rank in told) < 9, "freed, not given up"
+    assert max(told[rank][f"{how} {who}"][2] for rank in told) < 18, "freed, not given up"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_the_failure_of_one_rank_is_the_headline_on_all(
 def test_a_hang_says_where_each_rank_is(told: Answers, how: str, who: int, place: str) -> None:
     error, said, failures = both(told, f"{how} {who}")
     assert error == "HangError"
-    assert said.startswith("ranks 0 and 1 did not finish within 0.7 s: ")
+    assert said.startswith("ranks 0 and 1 did not finish within 2 s: ")
     assert f"rank {who} is in {place}" in said
     assert f"rank {1 - who} waits in all_reduce at tests/launched_program.py:" in said
     assert [one[:2] for one in failures] == [[0, "stuck"], [1, "stuck"]]
@@ -247,9 +247,9 @@ def test_a_process_of_the_launcher_that_dies_fails_this_and_every_later_test_at_
     ended = f"The ranks cannot work together any more, since dies: rank {who} "
     assert said.startswith((lost, ended))
     assert not failures or failures[0][:2] == [who, "died"]
-    assert seconds < 15
+    assert seconds < 18, "not at the timeout"
     error, said, seconds, _ = mine["the next one"]
-    assert error == "RankError" and seconds < 1
+    assert error == "RankError" and seconds < 5
     assert said.startswith("The ranks cannot work together any more, since dies: rank ")
     assert "over" in mine, "it has had the time to say so"
     assert "over" not in answers[who]
@@ -259,9 +259,15 @@ def test_a_process_of_the_launcher_that_dies_fails_this_and_every_later_test_at_
 def test_a_rank_that_has_left_is_named_with_its_reason(tmp_path: Path) -> None:
     answers, _ = launch("torchrun", tmp_path, "leaves")
     error, said, seconds, _ = answers[0]["with one that left"]
-    assert error == "RankError" and seconds < 15
+    assert error == "RankError" and seconds < 18
     assert said.endswith("with one that left: rank 1 has left (stopped after 1 failure).")
     assert "left" in answers[1], "it waited for rank 0"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_is_slow_to_read_what_all_gathered_last_reads_it(tmp_path: Path, launcher: str) -> None:
+    answers, _ = launch(launcher, tmp_path, "reads_late")
+    assert "the last one end" not in answers[1], answers[1]
 
 
 def test_a_rank_that_the_launcher_ends_can_still_speak(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ class RankAtEnd(Struct, frozen=True):
     # by the number of its line, how many forward passes a wrapper has made there, where it is called last
     forwards: Mapping[int, int] = field(default_factory=dict)
     waits_for: PeerWait | None = None  # what it waits for in a point-to-point call, if that is what it does
+    constructs: bool = False  # whether it is in the constructor of a wrapper
 
 
 class ScheduledCall(Struct, frozen=True):

@@ -23,9 +23,10 @@ class ModuleChanged(Entry, frozen=True):
     wrapper: int  # the number of the wrapper; `OF_A_COPY` for one, which `names` names
     # "values" (loaded, or set by a function that was applied), "written" (in place, or as `.data`, outside of an
     # optimizer's step), "buffer" (one has another value), "requires_grad", "parameters" (others are registered now),
-    # "mode" (to evaluation), "scale" (what a reduction divides by), "ignored" (`.data` of a shard was assigned, which
-    # has left it as it was), "replaced" (a parameter was assigned in the place of a shard, and is none that
-    # `fully_shard` gathers), or "module" (likewise one with shards, by one without)
+    # "mode" (to evaluation), "scale" (what a reduction divides by), "hook" (for the reduction, by
+    # `register_comm_hook`), "ignored" (`.data` of a shard was assigned, which has left it as it was), "replaced" (a
+    # parameter was assigned in the place of a shard, and is none that `fully_shard` gathers), or "module" (likewise one
+    # with shards, by one without)
     what: str
     how: str  # the name of what was called, or assigned
     # of the parameters; empty where they are not known. Of the submodule, where its mode is changed
@@ -107,6 +108,7 @@ class GatheredConstant(Entry, frozen=True):
     operation: str  # the collective, whose input carries a gradient
     location: Location | None  # the line of the script that calls it
     rows: int  # of all ranks
+    names: tuple[str, ...] = ()  # the parameters that the loss has in no other way, so that they get no gradient of it
 
 
 class OwnPartPutBack(Entry, frozen=True):
@@ -156,6 +158,8 @@ class GradientsHooked(Entry, frozen=True):
     step: int  # how many had ended before
     location: Location | None  # the line at which the first of the hooks is defined
     changed: Mapping[str, HookedGradient]  # by name of a parameter; those that are as they were are left out
+    # by name of a module, by what its backward hooks have multiplied all elements of what comes through it
+    factors: Mapping[str, float] = field(default_factory=dict)
 
 
 class GradientsTaken(Entry, frozen=True):
@@ -205,6 +209,7 @@ class GradientsLeft(Entry, frozen=True):
     made: Location | None  # the line of the backward pass that has left them
     added: Location | None  # the line of the one that has added to them
     location: Location | None  # the line of the step
+    names: tuple[str, ...] = ()  # the parameters with these gradients, where those of others were zeroed
 
 
 class WorkUsed(Entry, frozen=True):

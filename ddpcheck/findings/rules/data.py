@@ -55,7 +55,7 @@ def forward(self, x):
     torch.manual_seed(0)                 # right: seed once, before the first step, with seed + rank
     return self.head(self.dropout(x))
 
-DDP512 checkpoint-race: error
+DDP512 checkpoint-race: error, takes_severity
 Several ranks write the same checkpoint, or one reads it before it is complete.
 why: Writers overwrite each other, and a reader finds half a file; without map_location every rank loads onto rank 0's
 device. (PyTorch tutorial, 'Getting Started with Distributed Data Parallel', save and load checkpoints.)
@@ -66,6 +66,7 @@ said in this run. Of files that are not written by torch.save, those count that 
 that the writer makes after it, keeps these apart too.
 ignore: If something else than a collective keeps the two apart, such as a flag on disk, or if each machine has a disk
 of its own.
+explains: DDP401 if of a cut file
 reports: NVIDIA/apex#886 karpathy/nanochat#336
 example:
 torch.save(ddp.state_dict(), path)       # by every rank; right: if rank == 0, and dist.barrier() after it

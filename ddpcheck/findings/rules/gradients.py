@@ -103,8 +103,8 @@ Parameters, buffers or optimizer state differ between ranks after a step.
 why: Nothing brings the ranks together again: DDP never broadcasts parameters after construction. From here on the
 averaged gradients belong to no model, and a checkpoint keeps rank 0's alone. (PyTorch docs, DistributedDataParallel:
 parameters are never broadcast between processes.)
-fix: Find the first cause (gradients: DDP301; options: DDP223; start values: DDP208) and make the step the same on all
-ranks.
+fix: Find the first cause (gradients: DDP301; options: DDP223; start values: DDP208; a closure that returns the rank's
+own loss to an optimizer that uses it, such as LBFGS) and make the step the same on all ranks.
 detected: Fingerprints of parameters and optimizer state are compared after the optimizer's step. `ddpcheck run` also
 compares models beside the wrapper: copies of it or of a part of it, such as an EMA, and others that the training loop
 calls and does not change, such as a frozen teacher.
@@ -154,7 +154,7 @@ gathered, on each rank, with what goes on to the rank's own features, which are 
 the script's: where ranks have other losses, that lacks what the others ask. If they have the same loss, all that is
 wrong is a factor, and it is a warning (DDP303, where it is a function).
 ignore: If the values from other ranks are to be constants, as negatives of a contrastive loss often are.
-explains: DDP303
+explains: DDP303; DDP101 DDP102 if same subjects
 reports: mlfoundations/open_clip#616 KevinMusgrave/pytorch-metric-learning#10
 example:
 dist.all_gather(parts, features)         # parts carry no gradient
@@ -169,7 +169,8 @@ fix: Clip and step after backward has returned; to act inside the reduction, use
 detected: A loss twice as large does not give gradients twice as large, or the gradients on the ranks are wrong although
 their losses are right. The hooks on the way of the gradients are named. `ddpcheck run` watches clip_grad_norm_, and
 whether the gradients are averaged after it; and in some steps what hooks on parameters make of a gradient: a factor or
-a mask that is not the same on all ranks, or elements that are cut off at a limit (a warning).
+a mask that is not the same on all ranks, or elements that are cut off at a limit (a warning). Of full backward hooks of
+modules it is told if they multiply by a factor of the rank's own, the same one in each step.
 ignore: If each rank is to clip its own gradients, as some private or robust training does.
 example:
 for p in model.parameters():

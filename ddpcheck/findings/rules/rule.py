@@ -39,6 +39,7 @@ When = Literal[
     "a note",
     "none is there",
     "of gradients",
+    "of a cut file",
 ]
 
 

@@ -84,13 +84,11 @@ def made_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(one.shape) for one in getattr(node, "_input_metadata", None) or ())
 
 
-def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Have `function` called when the backward pass that is running ends, after what has been asked for before.
+_engine: Any = torch.autograd.Variable._execution_engine
+at_end_of_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
+"""Has a function called when the backward pass that is running ends, after what has been asked for before.
 
-    To be called from a hook, or from such a function. What `function` raises comes out of the backward pass.
-    """
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(function)
+To be called from a hook, or from such a function. What the function raises comes out of the backward pass."""
 
 
 def in_backward() -> bool:

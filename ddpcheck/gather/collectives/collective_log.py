@@ -25,7 +25,7 @@ from msgspec import structs
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.source_lines import line_and_lines, user_location
 from ddpcheck.findings.tracebacks import passes_on
-from ddpcheck.gather.collectives.groups import Group, named_group, note_made, words_of
+from ddpcheck.gather.collectives.groups import Group, named_group, note_made
 from ddpcheck.gather.patching import Patch
 from ddpcheck.stream.entries import JOINED, JOINING
 from ddpcheck.worlds import rank as this_rank
@@ -192,10 +192,10 @@ def note_collective(
     `known`: what `named_group` gives for the group, where that has been asked before.
     """
     if _sink is not None and not _thread.depth:
-        name, members = known or named_group(group)
+        name, members, words = known or named_group(group)
         place = place or this_rank.own_slots().place
         where, lines = line_and_lines(sys._getframe(1))
-        _sink(Call(operation, name, members, payload, place, where, callers=lines, group_words=words_of(name)))
+        _sink(Call(operation, name, members, payload, place, where, callers=lines, group_words=words))
 
 
 def _given(made: Any, _original: Any) -> Any:
@@ -352,13 +352,13 @@ def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Ca
     root = next((given[key] for key in ("src", "dst", "group_src", "group_dst") if given.get(key) is not None), None)
     if root is not None:
         payload.append(f"root {root}")
-    group_name, members = named_group(None if name == "new_group" else given.get("group", given.get("group_name")))
+    group = named_group(None if name == "new_group" else given.get("group", given.get("group_name")))
     where, lines = line_and_lines(sys._getframe(2))
     carries = any(tensor.requires_grad for tensor in tensors)
     return Call(
         operation=name,
-        group=group_name,
-        members=members,
+        group=group[0],
+        members=group[1],
         payload=", ".join(payload),
         place=_place_in_join(sys._getframe(2)) or this_rank.own_slots().place,
         location=where,
@@ -366,7 +366,7 @@ def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Ca
         carries_gradient=carries,
         differentiable=(backward and carries) or bool(running_functions(sys._getframe(2))),
         callers=lines,
-        group_words=words_of(group_name),
+        group_words=group[2],
     )
 
 

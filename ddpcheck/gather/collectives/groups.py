@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-Group = tuple[str, tuple[int, ...]]
-"""The name of a process group, and its ranks."""
+Group = tuple[str, tuple[int, ...], str]
+"""The name of a process group, its ranks, and which one it is to a reader; that is "" where its making was not seen."""
 
 
 def named_group(given: Any) -> Group:
-    """Name and members of a process group, given as such, by name, or as a mesh or a dimension of one."""
+    """Which process group that is, given as such, by name, or as a mesh or a dimension of one."""
+    name, members = _name_and_members(given)
+    return name, members, _words_of(name)
+
+
+def _name_and_members(given: Any) -> tuple[str, tuple[int, ...]]:
     import torch.distributed as dist
 
     try:
@@ -24,7 +29,7 @@ def named_group(given: Any) -> Group:
             group = vars(dist.distributed_c10d)["_resolve_process_group"](group)  # private to torch
         if isinstance(group, list | tuple) and all(isinstance(member, int) for member in group):
             everyone = set(group) == set(range(dist.get_world_size()))
-            return named_group(None)[0] if everyone else f"ranks {list(group)}", tuple(group)
+            return _name_and_members(None)[0] if everyone else f"ranks {list(group)}", tuple(group)
         return name_of_group(group), tuple(dist.get_process_group_ranks(group))
     except Exception:  # what is no group, the call itself will complain of
         return "", ()
@@ -45,8 +50,7 @@ def name_of_group(group: Any) -> str:
 _made: dict[str, tuple[str, str]] = {}  # by the name of a process group, the line that made it, its own description
 
 
-def words_of(name: str) -> str:
-    """Which process group that is, to a reader; "" where it was not seen."""
+def _words_of(name: str) -> str:
     import torch.distributed as dist
 
     if name in _made:

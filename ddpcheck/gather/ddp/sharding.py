@@ -301,9 +301,13 @@ def uneven_parts(parameters: Mapping[str, torch.Tensor], mesh: Any) -> tuple[str
 
 
 def uneven(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """The names of those whose elements, as far as this rank has them, are not all the same."""
+    """The names of those whose elements, as far as this rank has them, are not all the same, and not all NaN."""
     held = {name: (own_part(p) if is_shard(p) else p).detach().flatten() for name, p in parameters.items()}
-    return tuple(name for name, part in held.items() if part.numel() > 1 and bool((part != part[0]).any()))
+    return tuple(
+        name
+        for name, part in held.items()
+        if part.numel() > 1 and bool(((part != part[0]) & (part == part)).any())  # NaN is unlike itself
+    )
 
 
 def shard_held(value: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:

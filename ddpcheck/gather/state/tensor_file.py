@@ -59,9 +59,9 @@ def _follow_swaps() -> None:
     patched(torch.utils, "swap_tensors", _swapping)
 
 
-def _swapping(*tensors: torch.Tensor) -> Iterator[None]:
+def _swapping(t1: torch.Tensor, t2: torch.Tensor) -> Iterator[None]:
     """Let go of both; each is the same object afterwards."""
-    held = [(one, tensor) for tensor in tensors for one in _holders_of(tensor)]
+    held = [(one, tensor) for tensor in (t1, t2) for one in _holders_of(tensor)]
     for one, _ in held:
         one.let_go()
     try:

@@ -31,7 +31,8 @@ _NOT_ROUNDING = 1e3  # times machine eps
 class _Pass:
     """Results of a forward pass, of modules and of lines of the user's code, in the order in which they end."""
 
-    calls: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)  # name, given, made
+    # of modules: name, what was given and made, and how many operations there were until the end
+    calls: list[tuple[str, list[torch.Tensor], list[torch.Tensor], int]] = field(default_factory=list)
     operations: list[tuple[Location, list[torch.Tensor]]] = field(default_factory=list)
     elements: int = 0
 
@@ -70,21 +71,21 @@ def first_coupling(
     given: dict[str, _ByShape] = defaultdict(dict)
     made: dict[str, _ByShape] = defaultdict(dict)
     lines: dict[Location, _ByShape] = defaultdict(dict)
-    for called, inputs, outputs in of_whole.calls:
+    for called, inputs, outputs, _ in of_whole.calls:
         _add(given[called], inputs)
         _add(made[called], outputs)
     for line, outputs in of_whole.operations:
         _add(lines[line], outputs)
-    name = next(
+    name, until = next(
         (
-            called
-            for called, inputs, outputs in of_part.calls
+            (called, until)
+            for called, inputs, outputs, until in of_part.calls
             if _meet(made[called], outputs, rounding) and not _meet(given[called], inputs, rounding)
         ),
-        None,
+        (None, len(of_part.operations)),
     )
     kind = "" if name is None else type(module.get_submodule(name)).__name__
-    for line, outputs in of_part.operations:
+    for line, outputs in of_part.operations[:until]:  # what follows gets samples that have met in the module
         if _meet(lines[line], outputs, rounding, pairs=True):
             seen = [full for alike in lines[line].values() for full in alike]
             return Coupling(name, kind, line, _is_scaled(seen, outputs))
@@ -152,7 +153,7 @@ def _watch(module: nn.Module, forward: Callable[[], None]) -> _Pass:
 
     def leave(name: str, output: Any) -> None:
         with torch._C.DisableTorchFunction():
-            seen.calls.append((name, running[name].pop(), seen.kept(output)))
+            seen.calls.append((name, running[name].pop(), seen.kept(output), len(seen.operations)))
 
     with watched_modules(module, enter, leave), _Operations(seen):
         forward()

@@ -14,7 +14,15 @@ from types import MappingProxyType
 from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, Inputs, LoaderPass
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import counted, format_ranks, group_by, group_by_value, minority_ranks, one_finding
+from ddpcheck.findings.wording import (
+    counted,
+    format_ranks,
+    group_by,
+    group_by_value,
+    join_names,
+    minority_ranks,
+    one_finding,
+)
 from ddpcheck.judge.data import script_rows
 from ddpcheck.judge.data.script_draws import judge_shared_draws, line_of_selection
 
@@ -105,17 +113,24 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
         return []
     size = min(len(one.indices) for one in first)
     lists = [tuple(one.indices[:size]) for one in first]
-    most = max(lists, key=lists.count)
     numbers = ranks or range(len(lists))
-    alike = [rank for rank, indices in zip(numbers, lists, strict=True) if indices == most and lists.count(most) > 1]
-    if alike and len(set(most)) > 1:
+    by_list = group_by(range(len(lists)), lambda place: lists[place])
+    groups = [[numbers[at] for at in places] for one, places in by_list.items() if len(places) > 1 < len(set(one))]
+    groups.sort(key=len, reverse=True)
+    if groups:
+        alike, *more = groups
+        every = sum(map(len, groups)) == len(lists)
         return script_rows.finding_on_loader(
             "DDP505",
             first[0],
             f"{format_ranks(alike).capitalize()} take the same samples in the same order from the loader, so together "
             "they do the work of one.",
-            ranks=alike if len(alike) < len(lists) else (),
-            evidence=[f"the first samples on each of them: {_first(most)}", _taken(first[0])],
+            ranks=() if every else sorted(itertools.chain.from_iterable(groups)),
+            evidence=[
+                f"the first samples on each of them: {_first(lists[list(numbers).index(alike[0])])}",
+                *_likewise(more),
+                _taken(first[0]),
+            ],
         )
     whole = all(map(_is_whole, first))
     if not whole:  # a sampler without an end, say: until all samples are taken, no part has one of another
@@ -148,6 +163,11 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
         if size < first[0].size and first[0].has_epoch
         else "",
     )
+
+
+def _likewise(groups: Sequence[Sequence[int]]) -> list[str]:
+    """Of groups of ranks beside the one that is told of."""
+    return [f"likewise {join_names([*map(format_ranks, groups)])}, with samples of their own"] if groups else []
 
 
 def _come_several_times(lists: Sequence[Sequence[int]]) -> bool:
@@ -267,15 +287,16 @@ def judge_inputs(
     """
     steps = [of_ranks for of_ranks in zip(*inputs.values(), strict=False) if len({one.step for one in of_ranks}) == 1]
     given = {rank: [tuple(sorted(of_ranks[place].samples)) for of_ranks in steps] for place, rank in enumerate(inputs)}
-    same, held = _given_alike(given, len(steps))
-    later = not held
+    groups = _given_alike(given, len(steps))
+    later = not groups
     if later:
-        same, held = _given_alike({rank: of_rank[::-1] for rank, of_rank in given.items()}, len(steps))
-    if not held:
+        groups = _given_alike({rank: of_rank[::-1] for rank, of_rank in given.items()}, len(steps))
+    if not groups:
         return []
+    (same, held), *more = groups
     others = steps[::-1][held:] if later else steps[held:]
     line, forward = line_of_selection([draws.get(rank, ()) for rank in same]), steps[0][0].location
-    every = len(same) == len(inputs)
+    every, all_of_them = len(same) == len(inputs), sorted(rank for ranks, _ in groups for rank in ranks)
     who = "Every rank's forward pass is" if every else f"The forward passes of {format_ranks(same)} are"
     part = "all" if not others else "the last" if later else "the first"
     when = f"{part} {held} steps that were compared"
@@ -286,12 +307,13 @@ def judge_inputs(
         "DDP505",
         ("forward",),
         f"{who} given the same samples, in {when}; so together {'the' if every else 'these'} ranks do the work of one.",
-        ranks=() if every else tuple(same),
+        ranks=() if len(all_of_them) == len(inputs) else all_of_them,
         location=line or forward,
         severity=Severity.WARNING if others else None,  # may be a warm-up
         evidence=[
             f"their bits are equal on {'all' if every else 'these'} ranks, and others in other steps",
             *differ[:1],
+            *_likewise([ranks for ranks, _ in more]),
             *([f"forward is called at {forward}"] if line else []),
         ],
         fix="Take other samples on each rank: by a DistributedSampler, by rank and world size, or from a generator "
@@ -300,14 +322,15 @@ def judge_inputs(
     )
 
 
-def _given_alike(given: Mapping[int, Sequence[tuple[int, ...]]], count: int) -> tuple[list[int], int]:
-    """Ranks that are given the same samples from the first of so many steps on, and in how many; 0 for too few."""
-    first = group_by(given, lambda rank: tuple(given[rank][:FEWEST_INPUTS]))
-    same = next((ranks for ranks in first.values() if len(ranks) > 1), [])
-    of_same = [{given[rank][place] for rank in same} for place in range(count)]
-    held = next((place for place, samples in enumerate(of_same) if len(samples) > 1), count)
-    changes = same and held >= FEWEST_INPUTS and len(set.union(*of_same[:held])) > 1
-    return same, held if changes else 0
+def _given_alike(given: Mapping[int, Sequence[tuple[int, ...]]], count: int) -> list[tuple[list[int], int]]:
+    """Groups of ranks that are given the same samples from the first of so many steps on, and in how many."""
+    found = []
+    for same in group_by(given, lambda rank: tuple(given[rank][:FEWEST_INPUTS])).values():
+        of_same = [{given[rank][place] for rank in same} for place in range(count)]
+        held = next((place for place, samples in enumerate(of_same) if len(samples) > 1), count)
+        if len(same) > 1 and held >= FEWEST_INPUTS and len(set.union(*of_same[:held])) > 1:
+            found.append((same, held))
+    return found
 
 
 def judge_tables(

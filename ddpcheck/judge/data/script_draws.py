@@ -157,7 +157,8 @@ def judge_same_targets(
     """DDP505: ranks that are given other inputs, and the same targets in the same order, in each step that is compared.
 
     They take the same samples, and each augments them by random numbers of its own; or they draw the same noise for
-    other samples, if that is what the targets are. All by rank.
+    other samples, if that is what the targets are. Or one of the tensors that forward is given is the same as well, and
+    others are not, as the hidden state of a recurrent network that drops units. All by rank.
     """
     by_pass = [{(one.step, one.number): one for one in of_rank if one.wrappers} for of_rank in losses]
     common = sorted(set.intersection(*map(set, by_pass))) if len(by_pass) > 1 else []
@@ -167,15 +168,21 @@ def judge_same_targets(
     for steps in _compared(inputs) if passes else ():
         rows = {len(one.samples) for of_ranks in steps for one in of_ranks}
         elements = {size for of_ranks in steps for one in of_ranks for _, size in one.parts}
-        for place in range(len(passes[0][0].targets)) if _all_differ(steps) else ():
+        part = _share_a_part(steps, _FEWEST_TARGETS) and any(
+            len({one.samples for one in of_ranks}) > 1 for of_ranks in steps
+        )
+        for place in range(len(passes[0][0].targets)) if part or _all_differ(steps) else ():
             targets = [[one.targets[place] for one in of_ranks] for of_ranks in passes]
             first = [of_ranks[0] for of_ranks in targets]
             told = [one for one in first if one.bits and (one.rows in rows or one.elements in elements)]
-            if any(len({one.digest for one in of_ranks}) > 1 for of_ranks in targets) or len(told) < len(first):
+            if any(len({one.digest for one in of_ranks}) > 1 for of_ranks in targets) or not all(o.bits for o in first):
                 continue
-            if len({one.digest for one in told}) < max(len(told), _FEWEST_TARGETS):
+            if 2 * len(told) < len(first):  # a shorter batch, the last of an epoch, is in few steps
                 continue
-            if sum(one.bits for one in told) < _FEWEST_BITS:
+            distinct = {one.digest: one.bits for one in told}
+            if len(distinct) < (_FEWEST_TARGETS if part else max(len(told), _FEWEST_TARGETS)):
+                continue
+            if sum(distinct.values()) < _FEWEST_BITS:
                 continue
             loss, forward = passes[0][0].made or passes[0][0].location, steps[0][0].location
             noise = told[0].rows < told[0].elements and told[0].elements in elements  # as a diffusion has it
@@ -183,8 +190,13 @@ def judge_same_targets(
                 "DDP505",
                 ("targets",),
                 "The loss of every rank has the same targets in the same order, in all "
-                f"{len(told)} steps that were compared, and forward is given other inputs on each: the ranks take the "
-                f"same samples, which each augments by itself{', or they draw the same noise' if noise else ''}.",
+                f"{len(first)} steps that were compared, and forward is given "
+                + (
+                    "a tensor that is the same on each, too: the ranks take the same samples."
+                    if part and not noise
+                    else "other inputs on each: the ranks take the same samples, which each augments by itself"
+                    f"{', or they draw the same noise' if noise else ''}."
+                ),
                 location=line_of_selection(draws) or loss or forward,
                 evidence=[
                     "the bits of the targets are equal on all ranks, and others in other steps",
@@ -315,12 +327,15 @@ def _all_differ(steps: Sequence[Sequence[Inputs]]) -> bool:
 
 def _passes_on_same(steps: Sequence[Sequence[Inputs]]) -> bool:
     """Whether one tensor that forward is given is the same on all ranks, and another in each step, beside others."""
+    return _all_differ(steps) and _share_a_part(steps, len(steps))
+
+
+def _share_a_part(steps: Sequence[Sequence[Inputs]], distinct: int) -> bool:
+    """Whether one tensor that forward is given is the same on all ranks in each step, with so many values in all."""
     places = min((len(one.parts) for of_ranks in steps for one in of_ranks), default=0)
-    if len(steps) < _FEWEST or not _all_differ(steps):
-        return False
-    return any(
+    return len(steps) >= _FEWEST and any(
         all(len({one.parts[place] for one in of_ranks}) == 1 for of_ranks in steps)
-        and len({of_ranks[0].parts[place] for of_ranks in steps}) == len(steps)
+        and len({of_ranks[0].parts[place] for of_ranks in steps}) >= distinct
         and all(of_ranks[0].parts[place][1] >= len(of_ranks[0].samples) for of_ranks in steps)
         for place in range(places)
     )

@@ -277,6 +277,8 @@ def judge_other_values(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         return []
     held = first[0].samples, first[0].state
     hold_same = bool(first[0].samples) and all((one.samples, one.state) == held for one in first)
+    if not hold_same and hold_own_parts(first):
+        return []  # of one label on each rank, perhaps
     for number, mine in enumerate(rows):
         for other, theirs in enumerate(rows[:number]):
             common = sorted(mine.keys() & theirs.keys())
@@ -367,11 +369,19 @@ def _are_own_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
         return False
     names = set.intersection(*(set(one.samples) for one in first))
     apart = bool(names) and all(_disjoint([one.samples[name] for one in first]) for name in names)
-    ranks = len(first)
-    are_parts = all(one.whole < 0 or 0 <= one.whole - ranks * (one.size - 1) <= 2 * ranks for one in first if one.whole)
-    of_whole = all(one.whole for one in first) and are_parts
+    of_whole = all(one.whole and (one.whole < 0 or _is_share(one, len(first))) for one in first)
     drawn_alike = first[0].drawn and len({one.drawn for one in first}) == 1
     return bool(of_whole or drawn_alike) and _disjoint([one.rows for one in first]) and (apart or _give_others(passes))
+
+
+def hold_own_parts(first: Sequence[LoaderPass]) -> bool:
+    """Whether each rank's dataset holds a rank's share of an array, and no two of them have a sample in common."""
+    parts = all(one.whole > 0 and _is_share(one, len(first)) and _tell_apart(one) for one in first)
+    return len(first) > 1 and parts and _disjoint([one.rows for one in first])
+
+
+def _is_share(one: LoaderPass, ranks: int) -> bool:
+    return 0 <= one.whole - ranks * (one.size - 1) <= 2 * ranks
 
 
 def _give_others(passes: Sequence[Sequence[LoaderPass]]) -> bool:

@@ -33,7 +33,7 @@ def judge_collectives(
 
     Args:
         logs: The collectives of each rank.
-        at_work: Ranks that are neither finished nor in a collective, and so may still come to the next one.
+        at_work: Ranks that may still come to the next one: they are neither finished nor wait for others.
         first: The number of the first call in the logs, by process group, where it is not 0.
     """
     findings = []
@@ -73,6 +73,24 @@ def judge_collectives(
             tags=tags_of_parting(place),
         )
     return findings
+
+
+def not_waiting(logs: Sequence[Sequence[Call]], inside: Mapping[int, str]) -> set[int]:
+    """The ranks that are in a collective and wait for nobody there, as all of its ranks have come to it.
+
+    Such a rank still moves data, or reads the objects that it was sent, while others may have gone on.
+
+    Args:
+        logs: The collectives of each rank.
+        inside: What ranks are in, by rank, in the words of their logs.
+    """
+    found = set()
+    for rank, words in inside.items():
+        if logs[rank] and words == str(last := logs[rank][-1]):
+            came = [sum(call.group == last.group for call in logs[one]) for one in last.members if one < len(logs)]
+            if sum(call.group == last.group for call in logs[rank]) == min(came):
+                found.add(rank)
+    return found
 
 
 def _in_words(call: Call | None) -> str:

@@ -124,8 +124,17 @@ def explain_by_first_failure(facts: FailureFacts) -> list[Finding]:
             *_stack_lines([first] if died else []),
         ],
         fix=_fix_of_death(first) if died else _fix_of_exception(facts, others),
+        tags=(OF_A_CUT_FILE,)
+        if first.type.rpartition(".")[2] in _OF_CUT_FILES or _OF_CUT_ARCHIVES in first.message
+        else (),
     )
 
+
+OF_A_CUT_FILE = "of a cut file"
+"""A tag: the exception is one that files raise which end too early."""
+
+_OF_CUT_FILES = ("EOFError", "UnpicklingError", "BadZipFile", "JSONDecodeError")
+_OF_CUT_ARCHIVES = "PytorchStreamReader"  # a RuntimeError, of a file of torch.save
 
 EXPLANATIONS = (explain_by_collectives, explain_by_hang, explain_by_first_failure)
 """In the order in which they are asked; each says in its docstring why it stands where it does."""

@@ -38,7 +38,7 @@ def judge_endings(ranks: Sequence[RankAtEnd], blocks: Mapping[str, Sequence[Bloc
         return circle
     parted = parting(facts)
     if parted is None:
-        return explain_by_exit_alone(facts) or judge_missing_peer(ranks)
+        return explain_by_exit_alone(facts) or judge_missing_peer(ranks) or explain_by_construction(facts)
     sides = parted, parted[::-1]
     return next((found for explain in EXPLANATIONS for two in sides if (found := explain(facts, *two))), [])
 
@@ -148,6 +148,26 @@ def explain_by_exit_alone(facts: EndingFacts) -> list[Finding]:
         return []
     where = left[0].exit_at.rpartition(" ")[2].removeprefix(SYSTEM_EXIT)
     return _of_exit(facts, Position(left[0], None, ()), Position(stays[0], None, facts.now(stays[0])), where)
+
+
+def explain_by_construction(facts: EndingFacts) -> list[Finding]:
+    """DDP403: a rank is at the end of its script, and another one waits for it in the constructor of a wrapper."""
+    gone = [rank.rank for rank in facts.ranks if rank.ended and not rank.constructs]
+    stays = [rank for rank in facts.ranks if rank.constructs and rank.waits and rank.lines]
+    if not gone or not stays:
+        return []
+    others, have = [rank.rank for rank in stays], plural_verb("has", "have", gone)
+    return one_finding(
+        "DDP403",
+        ("DistributedDataParallel",),
+        f"{format_ranks(others).capitalize()} {plural_verb('constructs', 'construct', others)} DistributedDataParallel "
+        f"at {stays[0].lines[0]}, which waits for all ranks, and {format_ranks(gone)} {have} "
+        "run to the end of the script without it.",
+        ranks=gone,
+        location=Location.parse(stays[0].lines[0]),
+        evidence=[f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks],
+        fix="Construct the wrapper on every rank of its process group, or leave the script on all of them before that.",
+    )
 
 
 def _of_exit(facts: EndingFacts, left: Position, stays: Position, where: str) -> list[Finding]:

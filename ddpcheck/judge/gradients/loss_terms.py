@@ -84,7 +84,8 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
             if term.count not in ("", "samples"):
                 why = f"{term.count}: {' and '.join(f'{count:g}' for count in term.counts)} on the ranks; {why}"
             elif not term.count and by_sample:
-                why += "; no count in the batch fits: what is counted is drawn at random, by a mask for example"
+                why += "; no count in the batch fits: what is counted is made in the step, by a mask drawn at random "
+                why += "for example"
         reasons.setdefault(what, why)
     (first, reason), *others = reasons.items()
     return facts.one_finding(

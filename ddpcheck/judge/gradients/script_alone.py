@@ -119,6 +119,7 @@ def judge_alone(
     others: Sequence[Sequence[Steps]] = (),
     *,
     wrapped: bool,
+    in_step: bool = False,
     sharded_at: Location | None = None,
     assigned: Sequence[ModuleChanged] = (),
 ) -> list[Finding]:
@@ -129,6 +130,7 @@ def judge_alone(
         ends: Of this optimizer, by rank; as many as have come to their end.
         others: The optimizers of the same parameters, in the order in which they were made, this one too.
         wrapped: Whether the script has a wrapper at all.
+        in_step: Whether one of its optimizers reduces inside of its step.
         sharded_at: Where `fully_shard` is called, if that is what it has.
         assigned: The modules that have taken the place of sharded ones.
     """
@@ -170,6 +172,10 @@ def judge_alone(
         elif wrapped:
             how = f"{plural_verb('is', 'are', local)} in no DistributedDataParallel"
             fix = "Put it into the module that is wrapped, or wrap it too."
+        elif in_step:
+            local = [name for name in local if all(gradients_differ(one, name) for one in of_ranks)] or local
+            how = f"{plural_verb('is', 'are', local)} reduced by nothing, as others are inside of an optimizer's step"
+            fix = "Have the step reduce every gradient, or average it before the step on all ranks."
         elif all(one.collectives > before.collectives for before, one in itertools.pairwise(of[0] for of in of_ranks)):
             local = _not_scaled(local, of_ranks) or local  # what is averaged, and clipped with the others by their norm
             how = f"{plural_verb('has', 'have', local)} another gradient on each rank after the collectives of a step"
@@ -202,6 +208,18 @@ def judge_alone(
             "Broadcast the parameters from rank 0 before the first step, or seed their construction equally.",
         )
     return []
+
+
+def reduces_in_step(steps: Sequence[Steps]) -> bool:
+    """Whether an optimizer moves a parameter in the same way on all ranks by gradients that are each rank's own."""
+
+    def alike(name: str) -> bool:
+        return all(len({each.alone.get(name) for each in one}) == 1 for one in steps)
+
+    return len(steps) > 1 and any(
+        alike(name) and steps[-1][0].alone[name] != value and all(gradients_differ(one, name) for one in steps)
+        for name, value in steps[0][0].alone.items()
+    )
 
 
 def _parted_for_good(steps: Sequence[Steps], together: Sequence[bool]) -> list[Finding]:

@@ -209,6 +209,22 @@ def judge_hooked(hooked: Sequence[Sequence[GradientsHooked]], steps: Sequence[in
         of_one = told[why][names[0]] if names else []
         if names and not (why == "scaled" and _are_weights(by_step, names, of_one)):
             return _finding_of_hooks(hooked, [of_rank.get(of_one[0], {}) for of_rank in by_step], names, why, of_one)
+    return _hooked_in_modules(hooked, steps)
+
+
+def _hooked_in_modules(hooked: Sequence[Sequence[GradientsHooked]], steps: Sequence[int]) -> list[Finding]:
+    """The same, of backward hooks of modules: by a factor that each rank has for itself, the same one in each step.
+
+    Another one in each step may be of the samples: so it would be in a single process.
+    """
+    by_step = [{one.step: one.factors for one in of_rank if one.step in steps} for of_rank in hooked]
+    for name in dict.fromkeys(name for of_rank in by_step for factors in of_rank.values() for name in factors):
+        when = sorted({step for of_rank in by_step for step, factors in of_rank.items() if name in factors})
+        of_ranks = [[of_rank.get(step, {}).get(name, 1.0) for step in when] for of_rank in by_step]
+        if len(when) >= _FEWEST_HOOKED and not any(map(_are_apart, of_ranks)):
+            changes = [HookedGradient("scaled", factors[0]) for factors in of_ranks]
+            if _hooked_apart(changes):
+                return _finding_of_hooks(hooked, [{name: one} for one in changes], [name], "scaled", when)
     return []
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from ddpcheck.findings.evidence.loop import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.script import LossDifferentiated
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import counted, one_finding
+from ddpcheck.findings.wording import counted, join_names, one_finding, plural_verb
+from ddpcheck.judge.gradients.script_alone import short
 
 _FEWEST = 2  # steps
 _NEAR = 1e-3  # relative, of numbers that are equal but for rounding
@@ -24,11 +25,27 @@ _BY_TORCH = (
 
 
 def judge_gathers(uses: Sequence[Sequence[GatheredConstant]]) -> list[Finding]:
-    """At most one finding; `uses` by rank. Every rank has to do it, in several steps."""
+    """At most one finding; `uses` by rank. Every rank has to do it, in several steps.
+
+    In one, if parameters get no gradient: DDP raises in the next one, where it does not look for those.
+    """
     steps = [{one.step for one in of_rank} for of_rank in uses]
-    if len(uses) < 2 or len(set.intersection(*steps)) < _FEWEST:
+    common = set.intersection(*steps) if len(uses) > 1 else set()
+    if not common:
         return []
     one = uses[0][0]
+    if names := [*map(short, one.names)]:
+        return one_finding(
+            "DDP309",
+            names,
+            f"The loss has {join_names(names)} only by what {one.operation} has gathered, which carries no gradient: "
+            f"{plural_verb('it gets', 'they get', names)} none.",
+            location=one.location,
+            evidence=["its input carries a gradient, and what it has gathered is in the loss and carries none"],
+            fix="Use torch.distributed.nn.functional.all_gather, which autograd differentiates.",
+        )
+    if len(common) < _FEWEST:
+        return []
     return one_finding(
         "DDP309",
         (one.operation,),

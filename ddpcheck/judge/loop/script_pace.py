@@ -81,16 +81,21 @@ def _shifts(
 def judge_left(left: Sequence[GradientsLeft]) -> list[Finding]:
     """DDP520: gradients that were used, or are of another loss, and that a step uses again; of one rank."""
     for one in left:
+        names = [*map(short, one.names)]
+        of_them = f" of {join_names(names)}" if names else ""
         if one.own:
             message = (
-                "The gradients are not zeroed after a step: each backward pass adds to those of all steps before, and "
-                "the optimizer uses them again."
+                f"The gradients{of_them} are not zeroed after a step: each backward pass adds to those of all steps "
+                "before, and the optimizer uses them again."
             )
-            fix = "Call optimizer.zero_grad() after each step, or before the first backward pass of the next one."
+            fix = (
+                "Call optimizer.zero_grad() after each step, or before the first backward pass of the next one: it "
+                "zeroes the gradients of all parameters that the optimizer holds."
+            )
         else:
             message = (
-                f"An optimizer steps on gradients that another loss has left in .grad (the backward at {one.made}): "
-                f"they are not zeroed before its own backward pass at {one.added}."
+                f"An optimizer steps on gradients{of_them} that another loss has left in .grad (the backward at "
+                f"{one.made}): they are not zeroed before its own backward pass at {one.added}."
             )
             fix = (
                 "Call zero_grad of this optimizer before the backward pass of its own loss, or freeze its parameters "
@@ -98,7 +103,7 @@ def judge_left(left: Sequence[GradientsLeft]) -> list[Finding]:
             )
         return one_finding(
             "DDP520",
-            ("zero_grad",),
+            names or ("zero_grad",),
             message,
             location=one.location if one.own else one.added,
             evidence=["in several steps, one after the other"],

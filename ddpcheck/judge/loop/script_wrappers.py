@@ -156,8 +156,10 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
     def locate(finding: Finding) -> Finding:
         if finding.location or not finding.subjects:
             return finding
-        of_loss = wrapper.loss_line if finding.subjects == ("loss",) else None
-        made_at = of_loss or facts.source.ask(assignment_in_classes, made.classes, finding.subjects[0])
+        line = wrapper.loss_line if finding.subjects == ("loss",) else None
+        if finding.code == "DDP306":
+            line = _step_of(facts, f"{wrapper.number}/{finding.subjects[0]}")
+        made_at = line or facts.source.ask(assignment_in_classes, made.classes, finding.subjects[0])
         return replace(finding, location=made_at or made.location)
 
     reported = ReportedCauses()
@@ -214,6 +216,13 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
     if not wrapper.missing and made.context.sharded is not None and len(shards) == len(made.ranks) > 1:
         by_hand += judge_written_alone(changes, wrapper.values_built)
     return [*by_hand, *(at_the_change(one, changes, made.location) for one in kept)]
+
+
+def _step_of(facts: ScriptFacts, name: str) -> Location | None:
+    """Where the optimizer that holds a parameter steps."""
+    return next(
+        (one.steps[0][0].location for one in facts.optimizers if one.steps and name in one.steps[0][0].held), None
+    )
 
 
 def _averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> bool:

@@ -24,6 +24,8 @@ from ddpcheck.findings.wording import (
     minority_of_any,
     minority_ranks,
     one_finding,
+    plain_module,
+    plain_name,
     plural_verb,
     told_by_rank,
     unless_all,
@@ -37,6 +39,9 @@ def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Findin
     """Findings on modules that are not built alike on all ranks (one description a rank)."""
     if descriptions.count(descriptions[0]) == len(descriptions):
         return []
+    compiled = [_compiled_in(description) for description in descriptions]
+    if len(set(compiled)) > 1:
+        return [*_judge_compiled(compiled), *judge_descriptions([*map(_as_written, descriptions)])]
     parameters = [description.parameters for description in descriptions]
     findings = [
         *(ties := _judge_ties([description.ties for description in descriptions])),
@@ -55,6 +60,37 @@ def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Findin
     findings += _judge_modules(descriptions, explained=bool(findings))
     findings += _judge_state([description.state for description in descriptions])
     return findings
+
+
+def _compiled_in(description: ModuleDescription) -> frozenset[str]:
+    """The names of the modules that `torch.compile` has compiled: it puts each into another one, as `_orig_mod`."""
+    return frozenset(plain_module(name) for name, *_ in description.modules if name.rpartition(".")[2] == "_orig_mod")
+
+
+def _as_written(description: ModuleDescription) -> ModuleDescription:
+    """A description with the names that the modules have where nothing is compiled."""
+    return replace(
+        description,
+        parameters=tuple(replace(one, name=plain_name(one.name)) for one in description.parameters),
+        buffers=tuple(replace(one, name=plain_name(one.name)) for one in description.buffers),
+        ties=tuple(tuple(map(plain_name, names)) for names in description.ties),
+        modules=tuple({plain_module(one[0]): (plain_module(one[0]), *one[1:]) for one in description.modules}.values()),
+        state=tuple((plain_name(one[0]), *one[1:]) for one in description.state),
+    )
+
+
+def _judge_compiled(compiled: Sequence[frozenset[str]]) -> list[Finding]:
+    names = sorted(frozenset.union(*compiled) - frozenset.intersection(*compiled))
+    ranks = [rank for rank, of_rank in enumerate(compiled) if not of_rank.isdisjoint(names)]
+    return one_finding(
+        "DDP222",
+        [name or "(the model)" for name in names],
+        f"torch.compile compiles {join_names([name or 'the model' for name in names])} on {format_ranks(ranks)} only.",
+        ranks=unless_all(ranks, len(compiled)),
+        evidence=["the keys of its state_dict have another prefix there, and what is compiled may round otherwise"],
+        severity=Severity.WARNING,
+        fix="Compile it on every rank, or on none.",
+    )
 
 
 def judge_layouts(descriptions: Sequence[ModuleDescription], step: int, *, broadcasts: bool) -> list[Finding]:

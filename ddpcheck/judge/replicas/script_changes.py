@@ -12,7 +12,8 @@ from ddpcheck.findings.wording import counted, format_ranks, group_by, join_name
 from ddpcheck.judge.replicas.descriptions import MODE
 
 _OF_VALUES = ("values", "written")
-_OTHERS = (*_OF_VALUES, "buffer", "scale", "ignored", "module")
+_OTHERS = (*_OF_VALUES, "buffer", "scale", "hook", "ignored", "module")
+_OF_REDUCTION = ("DDP301", "DDP302", "DDP303")
 REPLACED = "replaced"
 _ORDER = ("load_state_dict", "apply")  # what sets values for sure, and what may; then what writes parameters in place
 
@@ -25,8 +26,9 @@ def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> 
         every = [one for of_rank in changes for one in of_rank]
         loads = [one for one in every if one.how == "load_state_dict"]  # with assign=True, say
         return _at_first(finding, [*(one for one in every if one.what not in _OTHERS), *loads])
-    if finding.code == "DDP303":
-        return _at_scale(finding, [one for of_rank in changes for one in of_rank if one.what == "scale"])
+    if finding.code in _OF_REDUCTION:
+        kinds = ("hook", "scale") if finding.code == "DDP303" else ("hook",)
+        return _at_reduction(finding, [one for of_rank in changes for one in of_rank if one.what in kinds])
     if finding.code in ("DDP208", "DDP515"):
         found = _at_values(finding, changes, after_forward=False)
         return replace(found, location=made) if found is finding and finding.code == "DDP515" else found
@@ -114,9 +116,9 @@ def replaced_after_sharding(names: Sequence[str], where: Location | None, *, lat
     )
 
 
-def _at_scale(finding: Finding, calls: Sequence[ModuleChanged]) -> Finding:
-    """At the last call that decides what the reduction of these gradients divides by."""
-    theirs = [one for one in calls if not set(one.names).isdisjoint(finding.subjects)]
+def _at_reduction(finding: Finding, calls: Sequence[ModuleChanged]) -> Finding:
+    """At the last call that decides how these gradients are reduced; a finding on a hook may be on that by its name."""
+    theirs = [one for one in calls if one.what == "hook" or not set(one.names).isdisjoint(finding.subjects)]
     if not theirs:
         return finding
     return replace(

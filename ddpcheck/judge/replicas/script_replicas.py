@@ -6,18 +6,21 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import mul
+from typing import Any, TypeVar
 
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import group_by
+from ddpcheck.findings.wording import group_by, plain_name
 from ddpcheck.judge.loop.watched_steps import judge_replica_states
 from ddpcheck.judge.replicas.descriptions import differing_names
 from ddpcheck.judge.replicas.replica_state import judge_repeated
 from ddpcheck.stream.entries import ReplicaCaptured, Sketch, WrapperMade
 from ddpcheck.stream.rank_report import ReplicaState
+
+_Value = TypeVar("_Value")
 
 _ROUNDINGS = 16  # in units of the machine epsilon: of two sums in a step, and of a sketch
 _EPS = 2.0**-23  # of float32
@@ -66,6 +69,8 @@ def judge_captured(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptu
     """The findings on what all ranks of a wrapper have captured of a step; `first`: the first such step."""
     if everyone[0].shard >= 0:
         return _judge_shards(made, step, everyone, first=first)
+    if len({frozenset(one.eps) for one in everyone}) > 1:  # a rank has compiled its module, and the others have not
+        everyone = [*map(_as_written, everyone)]
     states = [one.state for one in everyone]
     differences = _differences(everyone)
     alike = len({repr(replace(state, values=replace(state.values, rank=0))) for state in states}) == 1
@@ -80,6 +85,18 @@ def judge_captured(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptu
     context = replace(made.context, wrapper=wrapper, own_hook=hook.own_hook)
     found = judge_replica_states(states, context, step, after_backward=True, first=first)
     return [one if first or one.code != "DDP222" else replace(one, steps=(step,)) for one in found]
+
+
+def _as_written(one: ReplicaCaptured) -> ReplicaCaptured:
+    """What a rank has captured, by the names that parameters and buffers have where nothing is compiled."""
+
+    def named(values: Mapping[str, _Value]) -> dict[str, _Value]:
+        return {plain_name(name): value for name, value in values.items()}
+
+    values = one.state.values
+    by_name: dict[str, Any] = {field: named(getattr(values, field)) for field in ("parameters", "gradients", "buffers")}
+    of_rank: dict[str, Any] = {field: named(getattr(one, field)) for field in ("own", "averaged", "eps", "values")}
+    return replace(one, state=replace(one.state, values=replace(values, **by_name)), **of_rank)
 
 
 def _judge_shards(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:

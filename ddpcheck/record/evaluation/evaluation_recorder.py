@@ -62,13 +62,16 @@ class _Open:
 
 
 class EvaluationRecorder:
-    """Follows the passes over loaders without backward, and what is exchanged and shown after them."""
+    """Follows the passes over loaders without backward, and what is exchanged and shown after them.
 
-    awaits_backward = True
+    Attributes:
+        awaits_backward: Whether a pass has begun or ended since the last backward pass.
+    """
 
     def __init__(self, sink: Callable[[_Entry], object]) -> None:
         """Begin."""
         self._sink = sink
+        self.awaits_backward = False
         self._round = 0
         self._evaluated = False  # in this round
         self._backwards = 0
@@ -86,6 +89,7 @@ class EvaluationRecorder:
 
     def note_backward(self, _loss: Any) -> None:
         """A backward pass of the script begins: it trains."""
+        self.awaits_backward = False
         self._backwards += 1
         self._late = None
         self._comparisons.close()
@@ -97,6 +101,7 @@ class EvaluationRecorder:
 
     def note_pass(self, entry: LoaderPass, dataset: Any) -> None:
         """A pass over a loader has begun, or ended; `dataset`: what it is over."""
+        self.awaits_backward = True
         if entry.number >= _MOST_PASSES or self._round >= _MOST_ROUNDS:
             self._left = [0, 0]  # what comes may be of this one
             return
@@ -189,10 +194,10 @@ class EvaluationRecorder:
             self._record = record
             self._show("logged", _shown_in(record.getMessage()))
 
-    def _saves(self, held: Any, *_arguments: Any, **_named: Any) -> None:
+    def _saves(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
         if not self._listens():
             return
-        leaves = itertools.islice((leaf for leaf in tree_leaves(_without_states(held)) if type(leaf) is float), _FEW)
+        leaves = itertools.islice((leaf for leaf in tree_leaves(_without_states(obj)) if type(leaf) is float), _FEW)
         self._show("saved", [ShownNumber("", (leaf,)) for leaf in leaves])
         self._show("decides", [ShownNumber("", (value,)) for value in numbers_of_conditions()])
 

@@ -29,7 +29,7 @@ class ApartMarks(StepListener):
     def forward_begins(self) -> None:
         """Take one, where ranks train apart and have not left the loop by right."""
         recorder = self._recorder()
-        apart = recorder.are_apart or (self._under_no_sync and recorder.steps_alone)
+        apart = recorder.apart or (self._under_no_sync and recorder.steps_alone)
         if apart and not recorder.joins and len(self._marks) < _MOST:
             if not self._marks and (wrapper := recorder.wrapper) is not None:
                 self._since, self._hook = recorder.step, comm_hook_of(wrapper)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -32,16 +31,17 @@ class LoopRecord:
     """The events of the step that is under way, and of the one before.
 
     Attributes:
-        ledger: Of all events so far.
+        ledger: Of all events so far; it keeps those of the step.
+        add: Records an event.
         to_report: Events that this rank reports when the ranks exchange reports next.
     """
 
     def __init__(self, alarm: Callable[[int], None]) -> None:
         """`alarm` is called with the step after which they are to be reported."""
         self.ledger = Ledger(kept=_EVENTS_KEPT)
+        self.add = self.ledger.add
         self.to_report: tuple[LoopEvent, ...] = ()
         self._alarm = alarm
-        self._events: deque[LoopEvent] = deque(maxlen=_EVENTS_KEPT)
         self._last_step: tuple[LoopEvent, ...] = ()
 
     def attach(self, wrapper: nn.Module) -> None:
@@ -64,15 +64,10 @@ class LoopRecord:
         """Record an event of a kind, with the line of the user's code; begin and end of `no_sync` without."""
         self.add(LoopEvent(kind, location="" if kind.endswith(" no_sync") else str(user_location() or "")))
 
-    def add(self, event: LoopEvent) -> None:
-        """Record an event."""
-        self._events.append(event)
-        self.ledger.add(event)
-
     def report(self, step: int) -> None:
         """Report the events so far, which show a fault, when `step` has ended."""
         if not self.to_report:
-            events = (*self._last_step, *self._events)
+            events = (*self._last_step, *self.ledger.events)
             off = any(event.kind == "forward" and not event.synchronises for event in events)
             line = assignment_in_program(SYNC_SETTING, value=False) if off else None
             self.to_report = events if line is None else (*events, LoopEvent(SYNC_SETTING, str(line)))
@@ -86,8 +81,8 @@ class LoopRecord:
             self.report(step + 1)
             self.ledger.not_entered.clear()
             self.ledger.around_backward.clear()
-        self._last_step = tuple(self._events)
-        self._events.clear()
+        self._last_step = tuple(self.ledger.events)
+        self.ledger.events.clear()
 
 
 def _note_of(wrapper: nn.Module) -> Callable[[str], None] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import call
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,17 +31,16 @@ class _Living:
     def __init__(self) -> None:
         self.all: Living[OptimizerSteps] = Living()
 
-    def before_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def before_step(self, optimizer: Any, has_closure: bool, inside: bool) -> None:
         """An optimizer is about to step, on gradients that DDP has averaged or not."""
-        if in_backward():  # on one parameter, say, by a hook that DDP calls when it has averaged that
-            return
-        has_closure = _has_closure(arguments, named)
-        for steps in self.all:
-            steps.before_step(optimizer, has_closure=has_closure)
+        for steps in () if inside else filter(None, map(call, self.all.refs)):  # each call costs in a step
+            steps.settle()
+            if not has_closure:
+                steps.passes_ended(optimizer)
 
-    def after_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def after_step(self, optimizer: Any, has_closure: bool) -> None:
         """An optimizer has stepped; a closure that it was given has run the last passes of the step."""
-        if _has_closure(arguments, named) and not in_backward():
+        if has_closure and not in_backward():
             for steps in self.all:
                 steps.passes_ended(optimizer)
 
@@ -56,7 +56,11 @@ class _Followed:
 
 
 class OptimizerSteps:
-    """Follows every optimizer that has parameters of one wrapper."""
+    """Follows every optimizer that has parameters of one wrapper.
+
+    Attributes:
+        settle: Has the tracker of the steps know that an optimizer steps.
+    """
 
     def __init__(
         self,
@@ -74,6 +78,7 @@ class OptimizerSteps:
         called where nothing was reduced for several steps, although DDP has prepared for it.
         """
         self._tracker = tracker
+        self.settle = tracker.settle
         self._loop = loop
         self._has_others = has_others
         self._tell = tell
@@ -100,15 +105,13 @@ class OptimizerSteps:
         if not _living.all:
             unfollow_steps(_living)
 
-    def before_step(self, optimizer: Any, *, has_closure: bool) -> None:
-        """An optimizer is about to step; a closure runs the last passes before that."""
-        self._tracker.settle()
-        if not has_closure:
-            self.passes_ended(optimizer)
-
     def passes_ended(self, optimizer: Any) -> None:
         """All passes before the step of an optimizer have run."""
-        self._note_unanswered()
+        last, self._last = self._last, self._tracker.number
+        if last == self._last and self._loop.ledger.prepared is not None:
+            self._note_unanswered()
+        else:
+            self._unanswered = 0
         known = self._known.get(optimizer)
         if known is None or known.groups != len(optimizer.param_groups):
             known = self._known.setdefault(optimizer, _Followed())
@@ -129,10 +132,6 @@ class OptimizerSteps:
 
     def _note_unanswered(self) -> None:
         """Have parameters looked at after 3, 6, 12 ... steps: DDP may wait for tensors that nobody uses."""
-        last, self._last = self._last, self._tracker.number
-        if last != self._last or self._loop.ledger.prepared is None:
-            self._unanswered = 0
-            return
         self._unanswered += 1
         times, rest = divmod(self._unanswered, _FEWEST)
         if not rest and is_probed(times) and self._has_others():
@@ -186,7 +185,3 @@ class OptimizerSteps:
         tensors, indices = self._tracker.parameters.tensors, self._tracker.unreduced
         some = [tensors[i] for i in indices if id(tensors[i]) in held] if indices else [*tensors[:1], *tensors[-1:]]
         return any(map(has_gradient, some))
-
-
-def _has_closure(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    return len(arguments) + len(named) > 1 and any(map(callable, (*arguments[1:], *named.values())))

@@ -6,16 +6,17 @@ from typing import Any, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
 
 
 class StepFollower(Protocol):
-    """Is told of the steps of every optimizer, with the arguments of `step`, of which the first is the optimizer."""
+    """Is told of the steps of every optimizer; `has_closure`: of a function, which runs the last passes before it."""
 
-    def before_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any], /) -> None:
-        """One is about to step."""
+    def before_step(self, optimizer: Any, has_closure: bool, inside: bool, /) -> None:
+        """One is about to step; `inside` of a backward pass: on one parameter, say, when DDP has averaged that."""
 
-    def after_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any], /) -> None:
+    def after_step(self, optimizer: Any, has_closure: bool, /) -> None:
         """It has stepped."""
 
 
@@ -44,10 +45,16 @@ def unfollow_steps(follower: StepFollower) -> None:
 
 
 def _before(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    has_closure, inside = len(arguments) + len(named) > 1 and _has_closure(arguments, named), in_backward()
     for follower in _followers:
-        follower.before_step(optimizer, arguments, named)
+        follower.before_step(optimizer, has_closure, inside)
 
 
 def _after(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    has_closure = len(arguments) + len(named) > 1 and _has_closure(arguments, named)
     for follower in _followers:
-        follower.after_step(optimizer, arguments, named)
+        follower.after_step(optimizer, has_closure)
+
+
+def _has_closure(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    return any(map(callable, (*arguments[1:], *named.values())))  # the first one is the optimizer

@@ -119,9 +119,11 @@ class StepRecorder(StepListener):
         is_due: Whether something of the step that is under way is looked at, as its number says: decided when it
             begins. Where it has not begun with a forward pass, this is not known, and true. Of shards it is true: loads
             of files have more steps looked at.
+        apart: Whether ranks may have left the loop, or all train apart on purpose (post-local SGD), and none compares:
+            as it was when the last forward pass with gradients has begun.
     """
 
-    steps_alone = False
+    steps_alone = apart = False
     is_due = True
 
     def __init__(
@@ -218,12 +220,6 @@ class StepRecorder(StepListener):
         wrapper = self.tracker.parameters.wrapper()
         return wrapper is not None and joins(wrapper)
 
-    @property
-    def are_apart(self) -> bool:
-        """Whether ranks may have left the loop, or all train apart on purpose (post-local SGD): none compares."""
-        wrapper = self.tracker.parameters.wrapper()
-        return wrapper is not None and are_apart(wrapper)
-
     def unaveraged(self, used: Contribution | None) -> None:
         """Tell of optimizer steps on gradients that were not averaged; `used`: those of a forward of the wrapper."""
         if self.joins:  # a rank without further batches makes the steps of a sharded optimizer for the others
@@ -262,6 +258,8 @@ class StepRecorder(StepListener):
 
     def forward_begins(self) -> None:
         """Keep what a comparison needs of the time before it."""
+        wrapper = self.tracker.parameters.wrapper()
+        self.apart = wrapper is not None and are_apart(wrapper)
         if self.replica.awaits_forward:
             self.replica.forward_begins()
         ledger = self.loop.ledger
@@ -274,7 +272,7 @@ class StepRecorder(StepListener):
         self.is_due = self.is_sharded or is_probed(step) or options.keeps(step) or options.compares(step)
         if not self.is_due:
             return
-        keeps = self._options.keeps(step) and not self.are_apart and self._in_few_parts
+        keeps = options.keeps(step) and not self.apart and self._in_few_parts
         if self._probe is not None:
             self._probe.attach()
         elif (self._options.parameters and self._reports(step)) or keeps:
@@ -361,11 +359,11 @@ class StepRecorder(StepListener):
         self._door.reduced(EndedStep(step, due, bool(awaited), probe, snapshot, compares, reports))
 
     def _compares(self, step: int) -> bool:
-        return (self._options.keeps(step) or self._options.compares(step)) and not self.are_apart
+        return (self._options.keeps(step) or self._options.compares(step)) and not self.apart
 
     def _reports(self, step: int) -> bool:
         wanted = self._options.parameters or self._micro_batches is not None
-        return wanted and is_probed(step) and not self.are_apart
+        return wanted and is_probed(step) and not self.apart
 
     # Reports
 

@@ -105,6 +105,7 @@ class StepTracker:
     ) -> None:
         """Follow `wrapper`; `completes` gives zeros to DDP where it waits for gradients that do not come."""
         self.parameters = SyncedParameters(wrapper)
+        self._module = inner_module(wrapper)
         inside.discard(id(wrapper))  # of one that has raised in its forward pass, and was freed
         self.number = 0
         self.late: frozenset[str] = frozenset()
@@ -131,7 +132,7 @@ class StepTracker:
         self._hook = UnpickledHook(self._on_gradient)
         self._no_sync_hook = UnpickledHook(self._on_no_sync_gradient)
         self._end_hook = UnpickledHook(self._at_end)
-        self._after_hooks = [UnpickledHook(partial(self._after_callbacks, count)) for count in range(2)]
+        self._finish_hooks = UnpickledHook(self._finish), UnpickledHook(self._finish_after_next)
         self._handles: list[Any] = []
         self._pass_handles: list[Any] = []  # of hooks that go at the end of the backward pass
 
@@ -164,7 +165,8 @@ class StepTracker:
 
     def before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] = _NOTHING) -> None:
         """The wrapper is called. A hook that another one has just removed is called once more, and without `named`."""
-        self.settle()
+        if self._step.still_expected or self.late:
+            self.settle()
         self.in_forward = True
         inside.add(id(wrapper))
         self._backward = Backward.NONE  # also where the last backward pass has raised
@@ -179,7 +181,7 @@ class StepTracker:
             tell()
         if self.parameters.is_sharded or self.parameters.are_averaged:
             self._begin()
-            self._step.snapshot = Snapshot.take(inner_module(wrapper), arguments, named, thorough=self.number < 1)
+            self._step.snapshot = Snapshot.take(self._module, arguments, named, thorough=self.number < 1)
         else:
             self._loop.add(FORWARDS[False])
 
@@ -387,7 +389,7 @@ class StepTracker:
     # The end of a step
 
     def _complete(self, callbacks: int) -> None:
-        """End the step, after so many callbacks, one in the other; where DDP waits for gradients, give it zeros."""
+        """End the step, after so many callbacks; where DDP waits for gradients, give it zeros."""
         if self._step.unused and (missing := sorted(self.parameters.awaited(self._step.unused))):
             if told := [self.parameters.names[index] for index in missing if index not in self._step.late]:
                 for listener in self._listeners:
@@ -395,14 +397,13 @@ class StepTracker:
             if self._completes:
                 self.parameters.add_zero_gradients(missing)
             callbacks = 0
-        self._after_callbacks(callbacks)
-
-    def _after_callbacks(self, count: int) -> None:
-        """DDP ends its reduction in a callback, under static_graph in one of a callback: finish after it."""
-        if count:
-            at_end_of_backward(self._after_hooks[count - 1])
+        if callbacks:  # DDP ends its reduction in one, under static_graph in one of a callback
+            at_end_of_backward(self._finish_hooks[callbacks - 1])
         else:
             self._finish()
+
+    def _finish_after_next(self) -> None:
+        at_end_of_backward(self._finish_hooks[0])
 
     def _finish(self) -> None:
         step, unused = self._step, self._step.unused

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,7 +11,6 @@ import torch
 from ddpcheck.findings.evidence.loop import GradientsTaken
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
-from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.gradient_distance import dense, sketch
 from ddpcheck.record.rank.script_watch import ScriptWatch
@@ -21,7 +19,6 @@ from ddpcheck.stream.rank_report import is_probed
 
 _MOST_MARKS = 1024
 _MOST_PARAMETERS = 64  # of a call, that are compared
-_ENGINE = "_engine_run_backward"  # private to torch; what `grad` and `backward` call, however they were imported
 
 
 @dataclass(slots=True)
@@ -33,12 +30,11 @@ class _Followed:
 
 
 class TakenRecorder:
-    """Follows `torch.autograd.grad`: what it gives for the parameters of wrappers, in some calls."""
+    """What `torch.autograd.grad` gives for the parameters of wrappers, in some calls."""
 
     def __init__(self, run: Recording) -> None:
         self._run = run
         self._known: WeakKeyDictionary[ScriptWatch, _Followed] = WeakKeyDictionary()
-        patched(torch.autograd, _ENGINE, self._engine)
 
     def close(self) -> None:
         """The script has ended: what have the parameters become?"""
@@ -46,12 +42,8 @@ class TakenRecorder:
             if one.calls and one.location is not None:
                 self._note(watch, one, {}, one.location)
 
-    def _engine(self, *arguments: Any, **named: Any) -> Generator[None, Any, None]:
-        if named.get("accumulate_grad") is False:
-            result = yield
-            self._taken(arguments[4] if len(arguments) > 4 else (), result)
-
-    def _taken(self, inputs: Any, gradients: Any) -> None:
+    def taken(self, inputs: Any, gradients: Any) -> None:
+        """It has given `gradients` for `inputs`."""
         if not isinstance(inputs, tuple) or not isinstance(gradients, tuple):
             return
         pairs = [(p, g) for p, g in zip(inputs, gradients, strict=False) if isinstance(p, torch.nn.Parameter)]

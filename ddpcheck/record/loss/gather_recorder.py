@@ -15,11 +15,11 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at
 from ddpcheck.gather.autograd import exchanges
-from ddpcheck.gather.autograd.autograd_graph import kept_tensor, made_shapes, nodes_behind
+from ddpcheck.gather.autograd.autograd_graph import kept_tensor, made_shapes, nodes_behind, walk_graph
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.patching import guarded
 from ddpcheck.gather.steps.gradient_distance import sketch
-from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
 from ddpcheck.record.recording import Recording
 
 _MOST_NODES = 256
@@ -111,23 +111,36 @@ class GatherRecorder:
             shapes = [(one.shape[0] * count, one.shape[1]) for count in range(1, alike + 1)]
             constants = (constant for shape in shapes for constant in _constants(losses.grad_fn, shape, ends))
             if any(_holds(constant, one.rows) for constant in constants):
-                self._run.add(GatheredConstant(self._step, one.operation, one.location, one.shape[0]))
+                names = self._without_gradient(losses, ends)
+                self._run.add(GatheredConstant(self._step, one.operation, one.location, one.shape[0], names))
                 return
+
+    def _without_gradient(self, loss: torch.Tensor, ends: set[Any]) -> tuple[str, ...]:
+        """The parameters of wrappers that what was gathered is made of, and the loss in no other way."""
+        behind = walk_graph([], nodes=ends).leaves
+        made_of = {id(leaf) for leaf in behind} - {id(leaf) for leaf in walk_graph([loss]).leaves}
+        numbered = [watch.numbered for watch in list(self._run.watches)]
+        return tuple(name for names in numbered for key, name in names.items() if key in made_of)
 
     def _follow(self, node: Any, parts: _Parts, *, besides: bool) -> None:
         """Tell what arrives at a node that joins the parts of all ranks, and what it hands on to the rank's own."""
         function = getattr(type(node), "_forward_cls", None)
         where = parts.location if function is None else defined_at(function.backward)
 
-        def note(handed: Any, given: Any) -> None:
-            handle.remove()
-            arrived, factor = _handed_on(node, handed, given, parts)
+        def keep(given: Any) -> None:
+            came.extend(None if one is None else one.detach().clone() for one in given)
+
+        def note(handed: Any, _given: Any) -> None:
+            remove_hooks(handles)
+            arrived, factor = _handed_on(node, handed, came, parts)
             arrived = arrived if parts.of_all else ()
             inside = parts.node is not None
             if not inside or abs(factor - 1) < _PARALLEL:  # else its backward adds up what others ask
                 self._run.add(OwnPartPutBack(self._step, parts.operation, where, arrived, factor, inside, besides))
 
-        handle = node.register_hook(UnpickledHook(guarded(note)))
+        came: list[torch.Tensor | None] = []  # a backward of the program's may add up those of all ranks in their place
+        handles = [node.register_prehook(UnpickledHook(guarded(keep)))]
+        handles.append(node.register_hook(UnpickledHook(guarded(note))))
 
 
 def _constants(root: Any, shape: tuple[int, int], ends: set[Any]) -> Iterator[torch.Tensor]:

@@ -21,6 +21,7 @@ from ddpcheck.gather.autograd.autograd_graph import in_backward, kept_tensor, ma
 from ddpcheck.gather.autograd.loss_terms import head_of
 from ddpcheck.gather.patching import guarded, patched
 from ddpcheck.gather.state.fingerprints import own_part
+from ddpcheck.record.loop.taken_recorder import TakenRecorder
 from ddpcheck.record.loss.loss_source import LossSource, loss_source
 from ddpcheck.record.loss.loss_targets import targets_of
 from ddpcheck.record.loss.micro_batches import log_softmaxes
@@ -29,6 +30,7 @@ from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
 from ddpcheck.record.recording import Recording
 from ddpcheck.stream.rank_report import is_probed
 
+_ENGINE = "_engine_run_backward"  # private to torch; what `backward` and `grad` call, however they were imported
 _MOST_NODES = 32
 _MOST_A_STEP = 64  # backward passes
 _PASSED = ("Mul", "Div", "Neg", "Add", "Sub", "View", "Reshape", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Alias")
@@ -57,9 +59,12 @@ class BackwardFollower(Protocol):
 class LossRecorder:
     """Follows backward passes in some of the optimizer steps."""
 
-    def __init__(self, run: Recording, optimizers: OptimizerRecorder, others: Sequence[BackwardFollower]) -> None:
-        """Begin; `optimizers` and `others` are told of each backward pass."""
+    def __init__(
+        self, run: Recording, optimizers: OptimizerRecorder, others: Sequence[BackwardFollower], taken: TakenRecorder
+    ) -> None:
+        """Begin; `optimizers` and `others` are told of each backward pass, `taken` of each `torch.autograd.grad`."""
         self._run = run
+        self._taken = taken
         self._others = others
         self._scaled: tuple[int, Any] = (0, None)  # the identity of what a gradient scaler has made last, and it
         self._optimizers = optimizers
@@ -70,10 +75,17 @@ class LossRecorder:
         self._used: int | None = None  # the step whose backward passes have come after that
         self._exchanged = -1  # the last step in which ranks have had something of each other
         self._sources: dict[tuple[CodeType, int], LossSource] = {}  # by line that calls backward
-        patched(torch.autograd, "backward", self._backward)
+        patched(torch.autograd, _ENGINE if hasattr(torch.autograd, _ENGINE) else "backward", self._backward)
         patched(torch.amp.GradScaler, "scale", self._scales)
 
-    def _backward(self, losses: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
+    def _backward(
+        self, tensors: Any, *arguments: Any, accumulate_grad: bool = True, **_named: Any
+    ) -> Generator[None, Any, None]:
+        if not accumulate_grad:
+            gradients = yield
+            self._taken.taken(arguments[3] if len(arguments) > 3 else (), gradients)
+            return
+        losses = tensors[0] if isinstance(tensors, tuple) and len(tensors) == 1 else tensors
         for other in self._others:
             if other.awaits_backward:
                 other.note_backward(losses)
@@ -107,7 +119,7 @@ class LossRecorder:
         """Also in the first steps of the newest wrapper."""
         return self._run.are_probed() or is_probed(step - self._wrapped[1])
 
-    def _scales(self, scaler: Any, _outputs: Any) -> Generator[None, Any, None]:
+    def _scales(self, scaler: Any, *_outputs: Any, **_named: Any) -> Generator[None, Any, None]:
         result = yield
         self._scaled = id(result), scaler if scaler.is_enabled() else None
 

@@ -26,7 +26,7 @@ from ddpcheck.stream.rank_report import MicroBatch, is_probed
 _STEPS_KEPT = 4
 _MOST_A_STEP = 256  # micro-batches
 _MOST_HEADS = 4
-_SAMPLED = 16  # parameters that are asked whether an optimizer has moved them
+_SAMPLED = 8  # parameters, at most, that are asked whether an optimizer has moved them
 _NODES = 2000  # of the graph: the loss stands close to its end
 _ELEMENTS = 1 << 22  # of logits that are kept for the backward pass: some rows of them, where there are more
 _LEAST_ROWS = 16
@@ -40,7 +40,7 @@ class MicroBatches:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._some = parameters[:: max(1, len(parameters) // _SAMPLED)]
+        self._some = parameters[:: -(-len(parameters) // _SAMPLED) | 1]  # odd: weights and biases take turns
         self._index = 0  # of the optimizer step
         self._reduced = False
         self._versions = 0

@@ -155,6 +155,7 @@ class _Followed:
     line: Location | None = None  # of the last backward pass that has reached it
     mixed: tuple[Location | None, Location | None] | None = None  # of a pass that added to what was left, and of that
     times_left: int = 0
+    held: list[Callable[[], Any]] = field(default_factory=list)  # the parameters with a gradient that was left
     told: bool = False
 
     zeroed: dict[Location | None, int] = field(default_factory=dict)  # how often since the last step, by line
@@ -164,14 +165,19 @@ class _Followed:
 
 
 class ZeroingRecorder:
-    """Follows a parameter of each optimizer, in its first steps; hands what it finds to `sink`.
+    """Follows a parameter of each optimizer, in its first steps; hands what it finds to `sink`, `names` names them.
 
     Attributes:
         follows: Whether it looks at one of them.
     """
 
-    def __init__(self, sink: Callable[[GradientsLeft | GradientsZeroed], object]) -> None:
+    def __init__(
+        self,
+        sink: Callable[[GradientsLeft | GradientsZeroed], object],
+        names: Callable[[list[torch.Tensor]], tuple[str, ...]],
+    ) -> None:
         self._sink = sink
+        self._names = names
         self._steps = 0
         self._known: WeakKeyDictionary[Any, _Followed] = WeakKeyDictionary()
         self.follows = False
@@ -186,7 +192,7 @@ class ZeroingRecorder:
                 self._known[optimizer] = _Followed(number, tensor_ref(held[0]), plain)
                 self.follows = True
             return False
-        self._tell_left(one)
+        self._tell_left(optimizer, one)
         self._tell_zeroed(one)
         return one.steps >= _MOST_LOOKED_AT
 
@@ -203,12 +209,16 @@ class ZeroingRecorder:
     def backward_begins(self, loss: Any) -> None:
         """A backward pass of the script begins from `loss`."""
         leaves: Iterable[Any] | None = None
-        for _, one in self._living():
+        for optimizer, one in self._living():
             one.now = _gradient_of(one)
             if (one.left or one.mixed) and not (value := _mark(one.sample())):
                 one.left, one.mixed = 0, None  # zeroed
+                if one.steps == 1 and (kept := next(filter(_mark, parameters_of(optimizer)), None)) is not None:
+                    one.sample, one.plain = tensor_ref(kept), type(kept.grad) is torch.Tensor  # and this one is not
             elif one.left and value != one.left:
                 one.left = 0
+            elif one.left and one.times_left == _FEWEST_LEFT - 1:
+                one.held = [tensor_ref(p) for p in parameters_of(optimizer) if _mark(p)]
             if _repeats(one.zeroed_before) and not one.for_inputs and isinstance(loss, torch.Tensor):
                 leaves = walk_graph([loss]).leaves if leaves is None else leaves
                 one.for_inputs = any(not isinstance(leaf, nn.Parameter) for leaf in leaves)
@@ -240,13 +250,16 @@ class ZeroingRecorder:
             where = user_location()
             one.zeroed[where] = one.zeroed.get(where, 0) + 1
 
-    def _tell_left(self, one: _Followed) -> None:
+    def _tell_left(self, optimizer: Any, one: _Followed) -> None:
         mixed, one.mixed = one.mixed, None
         again = mixed is not None and (one.own or mixed[0] != mixed[1])
         one.times_left = one.times_left + 1 if again else 0
         if mixed is not None and one.times_left == _FEWEST_LEFT and not one.told:
             one.told = True
-            self._sink(GradientsLeft(one.number, one.own, mixed[0], mixed[1], user_location()))
+            held = [p for ref in one.held if (p := ref()) is not None]
+            every = len([p for p in parameters_of(optimizer) if p.grad is not None])
+            names = self._names(held) if len(held) < every else ()
+            self._sink(GradientsLeft(one.number, one.own, mixed[0], mixed[1], user_location(), names))
 
     def _tell_zeroed(self, one: _Followed) -> None:
         """Tell it where it was so, at the same line and as often, before several steps, one after the other.
@@ -294,12 +307,14 @@ class GivenRecorder:
 
     Attributes:
         of_a_part: The line of one that is given the gradient of a parameter which this rank has for itself.
+        clear: To be called when a step has been made.
     """
 
     def __init__(self, run: Recording) -> None:
         self.of_a_part: Location | None = None
         self._run = run
         self._given: list[tuple[int, int]] = []  # elements, fingerprint
+        self.clear = self._given.clear
         self._parts: Counter[int] = Counter()  # by identity, how often its gradient was given
 
     def note(self, call: Call, given: Mapping[str, Any]) -> None:
@@ -324,7 +339,3 @@ class GivenRecorder:
     def is_reduced(self, parameter: torch.Tensor) -> bool:
         """Whether the gradient of a parameter that this rank has for itself was given again and again."""
         return self._parts[id(parameter)] > 1
-
-    def clear(self) -> None:
-        """A step has been made."""
-        self._given.clear()

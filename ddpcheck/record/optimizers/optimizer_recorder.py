@@ -18,7 +18,6 @@ from ddpcheck.findings.evidence.loop import ScheduleState
 from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import below_common, lines_of_program, user_frame, user_location
-from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.autograd.exchanges import is_part
 from ddpcheck.gather.autograd.gradient_hooks import hooks_on
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
@@ -55,8 +54,7 @@ _MOST_LOOKED_AT = 16  # optimizers, whose gradients may be averaged after the st
 class _Optimizer:
     number: int
     steps: int = 0
-    reductions: int = 0
-    reduced: dict[int, int] = field(default_factory=dict)  # by number of a wrapper, likewise
+    reduced: dict[int, int] = field(default_factory=dict)  # by number of a wrapper, its reductions at the last step
     alone: dict[int, str] = field(default_factory=dict)  # the names of its parameters in no wrapper, by identity
     in_no_module: set[int] = field(default_factory=set)  # of these, by identity
     marks: list[int] = field(default_factory=list)
@@ -96,7 +94,7 @@ class OptimizerRecorder:
         follow_steps(self)
         patched(torch.optim.Optimizer, "zero_grad", self._before_zero_grad)
         patched(nn.Module, "zero_grad", self._before_module_zero_grad)
-        self._zeroings = ZeroingRecorder(run.add)
+        self._zeroings = ZeroingRecorder(run.add, self._names_of)
         self._clips = ClipRecorder(run, self._zeroings.note_changed)
         self._loads = LoadRecorder(run.add)
         self.states = StateRecorder(run, UseRecorder(run, self._held), writes.copied)
@@ -144,7 +142,7 @@ class OptimizerRecorder:
 
     # Steps
 
-    def before_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
+    def before_step(self, optimizer: Any, _has_closure: bool, inside: bool) -> None:
         """An optimizer is about to step."""
         self._run.steps += 1
         if self._loads.waits:
@@ -162,16 +160,16 @@ class OptimizerRecorder:
         known.inside = True
         known.schedule = self._schedules.of(optimizer) if self._schedules.followed else None
         watches = self._watches_of(optimizer, known)
-        if watches and in_backward():
+        if watches and inside:
             return
         if not known.is_settled:
             known.is_settled = self._zeroings.begins_to_step(optimizer, known.number)
         for watch in watches:
-            known.apart |= watch.are_apart
+            known.apart |= watch.apart
             watch.optimizer_steps()
         if known.marked is not None and (marked := known.marked()) is not None and len(known.marks) < _MOST_MARKS:
             known.marks.append(fingerprint(marked))
-        if self._run.is_written(known.steps):
+        if not known.steps or known.number in self._due:
             self._run.add(self._described(optimizer, known, watches))
             known.marks = []
             if known.steps or not known.number:  # others may be made anew in each step, for an inner loop
@@ -182,12 +180,11 @@ class OptimizerRecorder:
         known.reduced = {}
         for watch in watches:
             known.reduced[watch.number] = watch.step
-        known.reductions = sum(known.reduced.values())
         known.steps += 1
         self._run.rounds = max(self._run.rounds, known.steps)
         (self._due.add if self._run.is_written(known.steps) else self._due.discard)(known.number)
 
-    def after_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
+    def after_step(self, optimizer: Any, _has_closure: bool) -> None:
         """It has stepped."""
         self._writes.step(begins=False)
         if (known := self._known.get(optimizer)) is not None:
@@ -228,7 +225,7 @@ class OptimizerRecorder:
             user_location(),
             held=tuple(inside),
             reductions=reductions if watches and not known.apart else -1,
-            averaged=reductions > known.reductions and settled,
+            averaged=reductions > sum(known.reduced.values()) and settled,
             unaveraged=tuple(f"{watch.number}/{n}" for watch in idle_watches for n in watch.parameters),
             norms=norms({name: gradient for name, p in whole.items() if (gradient := p.grad) is not None}),
             states=norms(
@@ -262,7 +259,7 @@ class OptimizerRecorder:
             in_fsdp1=count_in_fsdp1(held),
             made_with=self._lines.rates_of(optimizer),
             given=self.given.of([p.grad for p in alone.values() if p.grad is not None]),
-            parts_reduced=_names_of([p for p in held if self.given.is_reduced(p)]),
+            parts_reduced=self._names_of([p for p in held if self.given.is_reduced(p)]),
             parts_reduced_at=self.given.of_a_part,
             shard_states=shard_states(optimizer, {n: p for n, p in inside.items() if id(p) in shards}),
         )
@@ -280,6 +277,12 @@ class OptimizerRecorder:
         """The line of the all_reduce that has left a gradient as it is."""
         made, version, line = self._sums.get(id(gradient), (lambda: None, 0, None))
         return line if gradient is not None and made() is gradient and version_of(gradient) == version else None
+
+    def _names_of(self, parameters: list[torch.Tensor]) -> tuple[str, ...]:
+        names = {key: name for watch in list(self._run.watches) for key, name in watch.numbered.items()}
+        if loose := {id(p) for p in parameters} - names.keys():
+            names |= names_of_parameters(loose)
+        return tuple(names.get(id(p), "?") for p in parameters)
 
     def _watches_of(self, optimizer: Any, known: _Optimizer) -> list[ScriptWatch]:
         """The watches on wrappers of its parameters; looked for again where there are others, or it has more groups."""
@@ -339,7 +342,7 @@ class OptimizerRecorder:
         self._flat.clear()
         described = self._due or self._stepped < self._lines.made  # the step after it, perhaps
         self._differentiated = lines_of_program(sys._getframe(1)) if described else ()
-        for watch in self._run.watches:
+        for watch in filter(None, map(call, self._run.watches.refs)):  # each call costs in a step
             watch.any_backward_begins()
         if self._clips.follows:
             self._clips.backward_begins()
@@ -350,7 +353,7 @@ class OptimizerRecorder:
         """It has ended."""
         if self._run.is_written(self._run.steps):
             self._clips.backward_ended()
-        for watch in self._run.watches:
+        for watch in filter(None, map(call, self._run.watches.refs)):
             watch.any_backward_ended()
         if self._zeroings.follows:
             self._zeroings.backward_ended()
@@ -370,11 +373,6 @@ class OptimizerRecorder:
             held = {id(p) for p in parameters_of(optimizer)}
             if held <= theirs:
                 self._before_zero_grad(optimizer, *arguments, **named)
-
-
-def _names_of(parameters: list[torch.Tensor]) -> tuple[str, ...]:
-    names = names_of_parameters({id(p) for p in parameters}) if parameters else {}
-    return tuple(names.get(id(p), "?") for p in parameters)
 
 
 def _is_whole(parameter: torch.Tensor) -> bool:

@@ -58,8 +58,8 @@ class ResumeRecorder:
         state = yield
         self._note(state, self._before.get(optimizer, 0) + self._steps_of(optimizer), 0)
 
-    def _writes(self, held: Any, f: Any, *_arguments: Any, **_named: Any) -> None:
-        steps = [self._known(state)[0] for state, _ in _optimizers_in(held, {}, 0)]
+    def _writes(self, obj: Any, f: Any, *_arguments: Any, **_named: Any) -> None:
+        steps = [self._known(state)[0] for state, _ in _optimizers_in(obj, {}, 0)]
         if steps and isinstance(f, str | os.PathLike) and len(self._files) < _MOST_FILES:
             self._files[os.path.realpath(f)] = max(steps)
 

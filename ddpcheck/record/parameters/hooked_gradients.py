@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from ddpcheck.findings.evidence.loop import HookedGradient
 from ddpcheck.findings.report import Location
@@ -22,6 +23,10 @@ from ddpcheck.record.module_hooks import UnpickledHook
 _MOST_ELEMENTS = 1 << 24
 _FEWEST = 4  # elements that tell one kind of change from another
 _SAME = 1e-4  # relative
+_REGISTERS = {
+    "_backward_hooks": "register_full_backward_hook",
+    "_backward_pre_hooks": "register_full_backward_pre_hook",
+}
 
 
 class HookedGradients:
@@ -29,11 +34,14 @@ class HookedGradients:
 
     Attributes:
         changed: By name of a parameter, what its hooks have made of the last gradient; none where it is as it was.
+        factors: By name of a module, by what its backward hooks have multiplied what backward brings to it, or takes on
+            from it. What else they do to it may be for each sample, and so the same in any batch.
         location: The line at which the first of these hooks is defined.
     """
 
     def __init__(self) -> None:
         self.changed: dict[str, HookedGradient] = {}
+        self.factors: dict[str, float] = {}
         self.location: Location | None = None
         self._before: dict[str, torch.Tensor] = {}
 
@@ -56,7 +64,34 @@ class HookedGradients:
             _call_first(leaf._post_accumulate_grad_hooks, handles[-2])
         return handles
 
-    def _has_hooks(self, leaf: torch.Tensor, held: str) -> bool:
+    def attach_to_module(self, name: str, module: nn.Module) -> list[Any]:
+        """Likewise, to a module with full backward hooks of the program, before its forward pass."""
+        handles: list[Any] = []
+        for held in ("_backward_hooks", "_backward_pre_hooks"):
+            if getattr(module, "_is_full_backward_hook", None) is False or not self._has_hooks(module, held):
+                continue
+            first, last = (
+                UnpickledHook(lambda _module, given, *_more, note=note: note(name, given))
+                for note in (self._keep_all, self._arrived_all)
+            )
+            register: Any = getattr(module, _REGISTERS[held])
+            handles += [register(one) for one in (first, last)]
+            _call_first(getattr(module, held), handles[-2])
+        return handles
+
+    def _keep_all(self, name: str, gradients: tuple[Any, ...]) -> None:
+        for number, gradient in enumerate(gradients):
+            self._keep(f"{name} {number}", gradient)
+
+    def _arrived_all(self, name: str, gradients: tuple[Any, ...]) -> None:
+        for number, gradient in enumerate(gradients):
+            before = self._before.pop(f"{name} {number}", None)
+            if before is not None and before.shape == getattr(gradient, "shape", None):
+                change = change_of(before.flatten(), gradient.detach().flatten())
+                if change.kind == "scaled" and change.number != 1.0:
+                    self.factors[name] = change.number
+
+    def _has_hooks(self, leaf: Any, held: str) -> bool:
         """Whether there are such of the program."""
         hooks = [one for one in (getattr(leaf, held, None) or {}).values() if not isinstance(one, UnpickledHook)]
         where = [one for one in map(defined_at, hooks) if one is not None and is_user_file(one.path)]

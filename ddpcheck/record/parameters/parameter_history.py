@@ -288,6 +288,8 @@ class StepProbe:
         ]
         for name, leaf in zip(self._parameters, self._leaves, strict=True) if self.keep is not None else ():
             self._handles += self.hooked.attach(name, leaf, self._changed_in_place)
+        for name, module in self._module.named_modules() if self.keep is not None else ():
+            self._handles += self.hooked.attach_to_module(name or "(the model)", module)
         shards = {name: p for name, p in self._parameters.items() if self.keep and p.requires_grad and is_shard(p)}
         nodes = gradient_nodes([*shards.values()])  # where the engine accumulates, and torch's reduction does not
         self._handles += [

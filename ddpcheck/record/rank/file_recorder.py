@@ -68,18 +68,22 @@ class FileRecorder:
         if sizes := {name: size for name, size in self._opened.items() if size >= 0}:
             self._log.add(FilesLeft(sizes))
 
-    def _saves(self, held: Any, f: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
+    def _saves(self, obj: Any, f: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
         began = self._log.collectives, self._log.waited
-        yield
         sharded = [watch.parameters for watch in list(self._watches) if watch.is_sharded]
-        shards = [found for one in sharded if (found := shard_held(held, one)) is not None]
-        self._note(f, began, None, writes=True, shard=next(iter(shards), None))
+        shard = next((found for one in sharded if (found := shard_held(obj, one)) is not None), None)
+        self._note(f, began, None, writes=True, shard=shard)  # this rank may be ended before it is done
+        yield
+        self._note(f, began, None, writes=True, shard=shard)
 
     def _loads(self, f: Any, map_location: Any = _NOT_GIVEN, *_arguments: Any, **_named: Any) -> Iterator[None]:
         began = self._log.collectives, self._log.waited
-        loaded = yield
-        self._log.loads += 1
-        self._note(f, began, loaded, writes=False, mapped=map_location is not _NOT_GIVEN)
+        loaded = None
+        try:
+            loaded = yield
+            self._log.loads += 1
+        finally:  # also where it raises, on a file that is cut off, say
+            self._note(f, began, loaded, writes=False, mapped=map_location is not _NOT_GIVEN)
 
     def _note(
         self,
@@ -92,7 +96,9 @@ class FileRecorder:
         shard: tuple[int, int] | None = None,
     ) -> None:
         path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
-        if not isinstance(path, str | os.PathLike) or not stat.S_ISREG(os.stat(path).st_mode):
+        if not isinstance(path, str | os.PathLike):
+            return
+        if not os.path.isfile(path) and (os.path.exists(path) or not writes):
             return
         devices = {str(tensor.device) for tensor in tree_tensors(loaded)}
         self._write(

@@ -46,6 +46,7 @@ class LineRecorder:
         patched(nn.Module, "eval", self._evaluates)  # not `train`, which calls itself for each child
         patched(nn.Module, "requires_grad_", self._thawed)
         patched(nn.Parameter, "requires_grad_", self._thawed)
+        patched(nn.parallel.DistributedDataParallel, "register_comm_hook", self._hooked)
         hook = UnpickledHook(self._registered)
         registration.register_module_parameter_registration_hook(hook)
         registration.register_module_module_registration_hook(hook)
@@ -102,6 +103,11 @@ class LineRecorder:
 
     def _thawed(self, thing: Any, *_arguments: Any, **_named: Any) -> None:
         self._note_parameters("requires_grad", "requires_grad_", thing)
+
+    def _hooked(self, wrapper: Any, *_arguments: Any, **_named: Any) -> None:
+        for watch in list(self._run.watches):
+            if watch.module is wrapper.module:
+                self._note(watch, "hook", "register_comm_hook", tuple(watch.parameters), user_location())
 
     def _note_parameters(self, what: str, how: str, thing: Any) -> None:
         watches = list(self._run.watches)

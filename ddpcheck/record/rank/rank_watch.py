@@ -141,8 +141,8 @@ class _WatchedRank:
         evaluations, targets, gathers = EvaluationRecorder(add), TargetRecorder(run), GatherRecorder(run)
         self._loaders = LoaderRecorder(run, ResumeRecorder(self._optimizers.steps_of), evaluations.note_pass)
         self._draws = DrawRecorder(run)
-        losses = LossRecorder(run, self._optimizers, (evaluations, targets, gathers))
         self._taken = TakenRecorder(run)
+        losses = LossRecorder(run, self._optimizers, (evaluations, targets, gathers), self._taken)
         self._compilations = CompilationRecorder(add, self._trains, lambda: run.steps)
         self._compilations.begin()
         when_imported(OF_COMPILER, follow_compiler)
@@ -234,7 +234,7 @@ class _WatchedRank:
             patched(type(quitter), "__call__", functools.partial(self._exits, "exit"))
         on_end.append(self._process_ended)
 
-    def _exits(self, function: str, *_status: object) -> None:
+    def _exits(self, function: str, *_arguments: object, **_named: object) -> None:
         if str(sys._getframe(CALLER).f_globals.get("__name__")).startswith("multiprocessing."):
             return  # which ends each process of its own so
         error, handled = sys.exc_info()[1], None

@@ -53,6 +53,7 @@ class ScriptWatch(StepListener):
 
     Attributes:
         is_sharded: Whether it is a module that `fully_shard` has sharded.
+        apart: Whether ranks may have left the loop, or train apart on purpose, as `StepRecorder` knows it.
         numbered: By identity of its parameters, the number of the wrapper and the name: "0/fc.weight".
     """
 
@@ -69,6 +70,7 @@ class ScriptWatch(StepListener):
     ) -> None:
         self._log: RankLog = run.log
         self.number = run.wrappers
+        self.apart = False
         self._every = run.every
         log, number = self._log, self.number
         self._collectives = WrapperCollectives(log, number, f"wrapper {of_group}" if of_group > 1 else "")
@@ -231,11 +233,6 @@ class ScriptWatch(StepListener):
         """Whether ranks without further batches may have left the loop (`Join`)."""
         return self._recorder.joins
 
-    @property
-    def are_apart(self) -> bool:
-        """Whether ranks may have left the loop, or train apart on purpose (post-local SGD)."""
-        return self._recorder.are_apart
-
     def expects(self, reducer: object, outputs: Any) -> None:
         """`prepare_for_backward` is called by a framework: a backward pass comes, perhaps inside of forward."""
         wrapper = self._recorder.wrapper
@@ -341,13 +338,13 @@ class ScriptWatch(StepListener):
             self._report(self._recorder.report(ended, parts and parts.parameters))
         if parts is not None:
             self._replica.capture(step, ended.probe, parts)
-        elif ended.is_due and not self._told_apart and self._is_due(step) and self.are_apart:
+        elif ended.is_due and not self._told_apart and self._is_due(step) and self.apart:
             self._told_apart = True
             self._log.add(NotCompared(self.number, _JOINED if self.joins else _APART))
         self._loads = self._log.loads
         self._incomplete = ended.incomplete
         self._reduced = {}
-        if not self._recorder.joins:
+        if not (self.apart and self.joins):
             self._pace.reduced(step)
         if ended.is_due and self._is_sampled(step):
             self._is_fresh = True
@@ -378,7 +375,8 @@ class ScriptWatch(StepListener):
         if self._replica.waits:
             self._replica.write()
             self._replica.write_buffers()
-        if self._recorder.are_apart:
+        self.apart = self._recorder.apart
+        if self.apart:
             self._marks.forward_begins()
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
@@ -397,7 +395,7 @@ class ScriptWatch(StepListener):
         return is_sampled(step, self._every) or (self.is_sharded and self._log.loads > self._loads)
 
     def _is_sampled(self, step: int) -> bool:
-        return is_probed(step) or (self._is_due(step) and not self.are_apart)
+        return is_probed(step) or (self._is_due(step) and not self.apart)
 
     def backward_begins(self) -> None:
         """Note the collectives of the reduction that comes."""

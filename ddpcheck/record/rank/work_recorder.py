@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from msgspec import Struct
 from torch import nn
 from torch.distributed import distributed_c10d
@@ -82,8 +83,9 @@ class WorkRecorder:
                 if hasattr(distributed_c10d.Work, name):
                     patched(distributed_c10d.Work, name, self._uses)
         handle = weakref.ref(work, functools.partial(guarded(self._dropped), id(work)))
-        whole = (one for one in map(given.get, _GIVEN) if isinstance(one, torch.Tensor) and not one._is_view())
-        versions = [(tensor_ref(tensor), version_of(tensor)) for tensor in whole]  # all views of one have it in common
+        by_gloo = dist.get_backend(given.get("group")) == "gloo"
+        whole = (one for one in map(given.get, _GIVEN) if isinstance(one, torch.Tensor) and _tells(one, by_gloo))
+        versions = [(tensor_ref(tensor), version_of(tensor)) for tensor in whole]
         self._pending[id(work)] = _Pending(
             handle,
             call.operation,
@@ -125,6 +127,15 @@ class WorkRecorder:
         if entry not in self._told:
             self._told.add(entry)
             self._sink(entry)
+
+
+def _tells(tensor: torch.Tensor, by_gloo: bool) -> bool:
+    """Whether the version of a tensor says that the program has written it: all views of one have it in common.
+
+    gloo copies results into sparse tensors, and into those of another device, from a thread of its own, which counts.
+    """
+    copied = by_gloo and (tensor.layout != torch.strided or tensor.device.type != "cpu")
+    return not copied and not tensor._is_view()
 
 
 def _are_held(tensors: Sequence[torch.Tensor]) -> bool:

@@ -90,7 +90,9 @@ class WrapperCollectives:
         """A forward pass of a sharded module begins, which gathers its parameters."""
         where = user_location()
         line = self._by_location.get(where, _Line(where))
-        place = self._place(line, line.forwards + 1) if torch.is_grad_enabled() else ""
+        place = ""
+        if torch.is_grad_enabled():
+            place = place_of_backward(line.forwards + 1, line.text, self._unsynced, self._log.batch)
         note_collective(SHARD_FORWARD, self._which, group, place=place)
 
     def reduces(self, wrapper: nn.Module) -> None:
@@ -101,8 +103,5 @@ class WrapperCollectives:
         group = wrapper.process_group
         if self._group is None or self._group[0]() is not group:
             self._group = ref(group), named_group(group)
-        place = self._place(self._last, self._last.forwards)
+        place = place_of_backward(self._last.forwards, self._last.text, self._unsynced, self._log.batch)
         note_collective(DDP_BACKWARD, self._which, known=self._group[1], place=place)
-
-    def _place(self, line: _Line, number: int) -> str:
-        return place_of_backward(number, line.text, self._unsynced, self._log.batch)

@@ -105,8 +105,9 @@ class ReplicaRecorder:
                 for of_all in (short_sketches(_by_shard(local)), _reduced(left, probe.held))
             )
             captured = replace(captured, own=own, averaged=averaged, eps=eps, hook=hook, own_hook=own_hook)
-            if probe.hooked.changed:
-                self._log.add(GradientsHooked(self._number, step, probe.hooked.location, probe.hooked.changed))
+            if probe.hooked.changed or probe.hooked.factors:
+                hooked = probe.hooked.location, probe.hooked.changed, probe.hooked.factors
+                self._log.add(GradientsHooked(self._number, step, *hooked))
         self.write()
         self._captured, self._begun, self.waits = (captured, parts.parameters), step, True
 

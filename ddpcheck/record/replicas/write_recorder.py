@@ -48,8 +48,8 @@ class WriteRecorder:
         self.seen: dict[_Key, ModuleChanged] = {}
         self._told: set[_Key] = set()
         self._early: dict[Location, list[tuple[Callable[[], Any], str]]] = {}  # what was written there, and how
-        self._patches: dict[str, list[Patch]] = {}  # by method
-        self._of_steps: dict[str, list[Patch]] = {}  # those of them that optimizers have called
+        self._patches: dict[tuple[Any, str], Patch] = {}  # by class and method
+        self._of_steps: dict[tuple[Any, str], Patch] = {}  # those of them that optimizers have called
         self._follow(nn.Parameter)
         when_imported(("torch.distributed.tensor",), lambda home: self._follow(vars(home).get("DTensor")))
 
@@ -58,8 +58,7 @@ class WriteRecorder:
             return
         for name in dir(torch.Tensor):
             if name in _OPERATORS or (name.endswith("_") and not name.startswith("_") and name not in _NO_VALUES):
-                patch = Patch(kind, name, functools.partial(self._followed, name))
-                self._patches.setdefault(name, []).append(patch)
+                self._patches[kind, name] = Patch(kind, name, functools.partial(self._followed, kind, name))
         Patch(kind, "data", self._followed_data)
 
     def step(self, *, begins: bool) -> None:
@@ -67,7 +66,7 @@ class WriteRecorder:
         if begins is self.stepping:  # a step has raised, or one is inside of another
             return
         self.stepping = begins
-        for patch in itertools.chain.from_iterable(self._of_steps.values()):
+        for patch in self._of_steps.values():
             if begins:
                 patch.undo()
             else:
@@ -105,13 +104,13 @@ class WriteRecorder:
                     self._run.add(one)
             self.seen.clear()
 
-    def _followed(self, name: str, original: Any) -> Any:
+    def _followed(self, kind: Any, name: str, original: Any) -> Any:
         note, wrapped = guarded(self._written), self._wrapped
 
         @functools.wraps(original)
         def method(*arguments: Any, **named: Any) -> Any:
             if self.stepping:
-                self._of_steps[name] = self._patches[name]
+                self._of_steps[kind, name] = self._patches[kind, name]
                 return original(*arguments, **named)
             result = original(*arguments, **named)
             if id(arguments[0]) in wrapped:

@@ -286,6 +286,8 @@ class CheckRun(CheckWorlds):
                     return True
             single.analysis = None
             single.differences.pop(step, None)
+            if self.single.failed:  # over the analysis
+                return False
             again = self._settle_single(self._start_single(partial(calls.single_process.run_with_constants, step)))
             if again is None:
                 return False

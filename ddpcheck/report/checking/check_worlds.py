@@ -17,7 +17,7 @@ from ddpcheck.findings.tracebacks import as_bug
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
 from ddpcheck.harness import RankHosts, RunFuture, World
-from ddpcheck.judge.endings.collective_order import judge_collectives
+from ddpcheck.judge.endings.collective_order import judge_collectives, not_waiting
 from ddpcheck.judge.endings.rank_failure import judge_empty_shards, judge_failure
 from ddpcheck.judge.endings.timelines import timelines_of_failure
 from ddpcheck.report import calls
@@ -74,15 +74,17 @@ class CollectiveMismatchWatch:
         self._since: dict[tuple[int, ...], float] = {}
 
     def __call__(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
-        if not running or not all(this_rank.read_slots(world.directory, rank).collective for rank in running):
+        inside = {rank: this_rank.read_slots(world.directory, rank).collective for rank in running}
+        if not running or not all(inside.values()):
             self._since.clear()  # somebody is at work: it may still come
             return None
-        logs = [log_path(world.directory, rank) for rank in range(world.world_size)]
-        sizes = tuple(log.stat().st_size if log.exists() else 0 for log in logs)
+        paths = [log_path(world.directory, rank) for rank in range(world.world_size)]
+        sizes = tuple(path.stat().st_size if path.exists() else 0 for path in paths)
         since = self._since.setdefault(sizes, time.monotonic())
         if time.monotonic() - since < self._patience:
             return None
-        findings = judge_collectives([read_log(world.directory, rank) for rank in range(world.world_size)])
+        logs = [read_log(world.directory, rank) for rank in range(world.world_size)]
+        findings = judge_collectives(logs, not_waiting(logs, inside))
         return findings[0].message.rstrip(".") if findings else None
 
 

@@ -109,7 +109,7 @@ class RankGroup:
     def _note_lost(self, rank: int, pid: int | None) -> None:
         """The leader has lost the connection to a rank."""
         with contextlib.suppress(StoreGoneError):
-            if not self._left and not self.store.has(f"left/{rank}"):
+            if not self._released.is_set() and not self.store.has(f"left/{rank}"):
                 self.gone[rank] = how_it_ended(rank, pid)
                 self.store.put(f"gone/{rank}", self.gone[rank].encode())
 
@@ -206,12 +206,15 @@ class RankGroup:
     def _await(self, what: str, names: dict[int, str], timeout: float) -> None:
         """Wait until all of these are there."""
 
+        def came(rank: int) -> bool:
+            """Asked once a rank is known to have gone on: since it was missing, it may have been here before that."""
+            return self.store.has(names[rank])
+
         def check(missing: list[int]) -> None:
-            if missing and (reason := self.why_not(missing)):
+            if missing and (reason := self.why_not(missing, came)):
                 raise RankError(reason)
             ended = [rank for rank in missing if self.store.has(f"gather/{self.epoch.number}/end/{rank}")]
-            # A rank may have been here before it ended.
-            if what != "the end" and (ended := [rank for rank in ended if not self.store.has(names[rank])]):
+            if what != "the end" and (ended := [rank for rank in ended if not came(rank)]):
                 raise RankError(
                     f"{format_ranks(ended).capitalize()} {agreeing('has', ended)} left {self.epoch.label} already, "
                     f"while rank {self.rank} waits in {what}."
@@ -244,20 +247,20 @@ class RankGroup:
             self.broken = f"The ranks cannot work together any more, since {self.epoch.label}: {sentence}"
         return self.broken
 
-    def why_not(self, ranks: Sequence[int]) -> str | None:
-        """Why some of these will never come; breaks the session."""
+    def why_not(self, ranks: Sequence[int], came: Callable[[int], bool] = lambda rank: False) -> str | None:
+        """Why some of these will never come, of those that had not before they ended; breaks the session."""
         try:
-            return self._why_not(ranks)
+            return self._why_not(ranks, came)
         except StoreGoneError:
             return str(self._lost_store())
 
-    def _why_not(self, ranks: Sequence[int]) -> str | None:
+    def _why_not(self, ranks: Sequence[int], came: Callable[[int], bool]) -> str | None:
         for rank in ranks:
             if rank not in self.gone and self.store.has(f"gone/{rank}"):
                 self.gone[rank] = self.store.get(f"gone/{rank}").decode()
-        if gone := [self.gone[rank] for rank in ranks if rank in self.gone]:
+        if gone := [self.gone[rank] for rank in ranks if rank in self.gone and not came(rank)]:
             return self.mark_broken("; ".join(gone) + ".")
-        left = [rank for rank in ranks if self.store.has(f"left/{rank}")]
+        left = [rank for rank in ranks if self.store.has(f"left/{rank}") and not came(rank)]
         if left:
             said = [f"rank {rank} has left ({self.store.get(f'left/{rank}').decode()})" for rank in left]
             return self.mark_broken("; ".join(said) + ".")
@@ -296,18 +299,26 @@ class RankGroup:
         """Say that this rank is going, so that no other waits for it; may be called again.
 
         Rank 0 goes first, for its words are those that people read, and launchers end all ranks as soon as one has
-        ended with an error: the others wait until it has left, or until the deadline. `reason` is as of `announce`.
+        ended with an error: the others wait until it has left, or until the deadline. Where it keeps the store, it
+        waits until they say so, for they may still read what all have gathered last. `reason` is as of `announce`.
         """
         if self._left or self._owner != os.getpid():
             return
         self._left = True
+        awaited = self._following if self.rank else self._any_reads
+        if self.rank == 0 and (self.launch.agent or self._announced or self.broken is not None):
+            timeout = 0.0  # nobody reads here, or the ranks do not end together
         try:
             self.announce(reason)
             deadline = time.monotonic() + timeout
-            while self._following() and self.terminated is None and time.monotonic() < deadline:
+            while awaited() and self.terminated is None and time.monotonic() < deadline:
                 time.sleep(_PAUSE)
         finally:
             self._release()
+
+    def _any_reads(self) -> bool:
+        """On rank 0: whether another rank has not come to its end yet."""
+        return not all(rank in self.gone or self.store.has(f"left/{rank}") for rank in range(1, self.world_size))
 
     def _release(self) -> None:
         self._released.set()

@@ -15,7 +15,7 @@ EXPECT = {
     "subjects": ["loss"],
     "ranks": [],
     "severity": "error",
-    "cause": "drawn at random, by a mask",
+    "cause": "by a mask drawn at random",
 }
 MASK = 30
 

@@ -1,0 +1,45 @@
+"""Which parameters have gradients that no step has zeroed, also where those of others are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpcheck.findings.evidence.loop import GradientsLeft
+from ddpcheck.record.optimizers.gradient_recorders import ZeroingRecorder
+
+
+@pytest.mark.parametrize(
+    ("zeroed", "left"),
+    [
+        ((), [()]),
+        (("head",), [("body.weight", "body.bias")]),
+        (("body",), [("head.weight", "head.bias")]),
+        (("body", "head"), []),
+    ],
+)
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_are_left_are_told_by_name(
+    zeroed: tuple[str, ...], left: list[tuple[str, ...]], to_none: bool
+) -> None:
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+    names = {id(p): name for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found: list[Any] = []
+    recorder = ZeroingRecorder(found.append, lambda held: tuple(names[id(p)] for p in held))
+    for step in range(6):
+        for name in zeroed:
+            model[name].zero_grad(set_to_none=to_none)
+        loss = model["head"](model["body"](torch.ones(3, 4) + step)).square().sum()
+        if recorder.follows:
+            recorder.backward_begins(loss)
+        loss.backward()
+        if recorder.follows:
+            recorder.backward_ended()
+        recorder.begins_to_step(optimizer, 0)
+        optimizer.step()
+        recorder.has_stepped(optimizer, step)
+    assert [one.names for one in found if isinstance(one, GradientsLeft)] == left
