@@ -48,7 +48,7 @@ from ddpcheck.findings.evidence.script import (
 )
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
-from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders, judge_tables
+from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders
 from ddpcheck.judge.data.script_draws import (
     judge_added_noise,
     judge_behind,
@@ -58,6 +58,7 @@ from ddpcheck.judge.data.script_draws import (
 )
 from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved
 from ddpcheck.judge.data.script_rows import OTHER_VALUES, hold_own_parts
+from ddpcheck.judge.data.script_tables import judge_tables
 from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
 from ddpcheck.judge.evaluation.script_order import judge_sums_again, judge_targets
 from ddpcheck.judge.gradients.script_alone import all_gradients_agree, judge_reduced_alike, judge_taken

@@ -326,20 +326,26 @@ def save_attachment(data: bytes) -> None:
     Raises:
         DdpcheckError: When this process is not a rank.
     """
-    context = current()
-    path = context.directory / f"rank{context.rank}.attachment"
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_bytes(data)
-    unfinished.replace(path)  # whole or not at all
+    _save_whole(_path("attachment"), data)
 
 
 def save_thread_error(name: str, error: BaseException) -> None:
     """Save what has ended the first thread of this rank that was ended so: the parent tells it if the rank waits on."""
-    path = current().directory / f"rank{current().rank}.thread"
-    if not path.exists():
-        path.write_text(json.dumps([name, {**describe(error), "exception": None}]), encoding="utf-8")
+    if not (path := _path("thread")).exists():
+        _save_whole(path, json.dumps([name, {**describe(error), "exception": None}]).encode())
 
 
 def forget_thread_error() -> None:
     """Another run begins."""
-    (current().directory / f"rank{current().rank}.thread").unlink(missing_ok=True)
+    _path("thread").unlink(missing_ok=True)
+
+
+def _path(kind: str) -> Path:
+    context = current()
+    return context.directory / f"rank{context.rank}.{kind}"
+
+
+def _save_whole(path: Path, data: bytes) -> None:
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_bytes(data)
+    unfinished.replace(path)  # whole or not at all

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ddpcheck.findings.evidence.endings import ScheduledCall
 from ddpcheck.findings.evidence.steps import Call
-from ddpcheck.judge.endings.collective_order import judge_schedules
+from ddpcheck.judge.endings.schedules import judge_schedules
 
 
 def call(*members: int, waits: bool = True, payload: str = "float32 of shape (1,)") -> ScheduledCall:

@@ -38,8 +38,9 @@ from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.gather.steps.gradient_distance import sketches
-from ddpcheck.judge.data.script_data import judge_inputs, judge_loaders, judge_tables
+from ddpcheck.judge.data.script_data import judge_inputs, judge_loaders
 from ddpcheck.judge.data.script_files import _at_the_same_time, judge_files, judge_shards_saved, told_by_files
+from ddpcheck.judge.data.script_tables import judge_tables
 from ddpcheck.judge.gradients.script_alone import (
     judge_alone,
     judge_parts_reduced,

@@ -1,25 +1,22 @@
-"""DDP403 and 407: collectives that do not match between ranks, by the logs of what each rank called, or would call.
+"""DDP403 and 407: collectives that do not match between ranks, by the logs of what each rank called.
 
 By call site: collectives that pair up although they stand on different lines, and so pair up wrongly. Two barriers of
 different lines are one collective to a backend. A rank that makes one in addition goes on, and all that it calls from
 then on pairs up with a later call of the others, until one waits for a call that nobody makes any more: that last call
-is innocent. By schedule: those of simulated ranks do not pair up, or ranks wait for each other in them.
+is innocent.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from ddpcheck.findings.evidence.endings import ScheduledCall
 from ddpcheck.findings.evidence.steps import Call, ReductionInput
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import (
     counted,
     format_ranks,
     group_by,
-    join_names,
     minority_ranks,
     one_finding,
     plural_verb,
@@ -374,80 +371,3 @@ class _Comparison:
                     of_its_own = all(self._calls[number].location not in self._others for number in run)
                     return of_its_own or bool({*run, *matched} & self._in_step) or len(set(matched)) > 2
         return False
-
-
-_Key = tuple[str, int]  # a process group, and the number of a collective in it
-
-
-def judge_schedules(schedules: Mapping[str, Sequence[ScheduledCall]], of_ranks: Sequence[str]) -> list[Finding]:
-    """What keeps the ranks' collectives from pairing up: calls that do not match, or else ranks in a circle.
-
-    Args:
-        schedules: By name; ranks with the same one have made the same collectives.
-        of_ranks: The name of each rank's.
-    """
-    calls = {name: [one.call for one in schedule] for name, schedule in schedules.items()}
-    return judge_collectives([calls[name] for name in of_ranks]) or _judge_waits([schedules[name] for name in of_ranks])
-
-
-def _judge_waits(ranks: Sequence[Sequence[ScheduledCall]]) -> list[Finding]:
-    """Ranks that wait for each other in several process groups, although the calls in each of them match."""
-    stuck = dict(_run(ranks))
-    if not stuck:
-        return []
-    circle = _circle(stuck)
-    told = [f"{format_ranks([rank])} in {_described(stuck[rank][0])} for {format_ranks([of])}" for rank, of in circle]
-    waits: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank, (call, missing) in stuck.items():
-        waits[_described(call), format_ranks(missing)].append(rank)
-    first = stuck[circle[0][0]][0]
-    return one_finding(
-        "DDP403",
-        sorted({stuck[rank][0].operation for rank, _ in circle}),
-        f"Ranks wait for each other in different process groups: {join_names(told, most=4)}.",
-        ranks=tuple(sorted(rank for rank, _ in circle)),
-        location=Location.parse(first.location),
-        evidence=[
-            f"{format_ranks(some)} {plural_verb('waits', 'wait', some)} in {call} for {missing}"
-            for (call, missing), some in waits.items()
-        ],
-        fix="Have every rank come to the collectives of its process groups in the same order.",
-    )
-
-
-def _described(call: Call) -> str:
-    return f"{call} of {format_ranks(call.members)}"
-
-
-def _circle(stuck: Mapping[int, tuple[Call, Sequence[int]]]) -> list[tuple[int, int]]:
-    """Ranks of which each waits for the next, and the last one for the first, with whom each waits for."""
-    path = [min(stuck)]
-    while (following := next(rank for rank in stuck[path[-1]][1] if rank in stuck)) not in path:
-        path.append(following)
-    circle = path[path.index(following) :]
-    return list(zip(circle, [*circle[1:], circle[0]], strict=True))
-
-
-def _run(ranks: Sequence[Sequence[ScheduledCall]]) -> Iterator[tuple[int, tuple[Call, Sequence[int]]]]:
-    """Let all ranks go on as far as they come; yields those that never end, in which call, and who is missing there."""
-    places, numbers = [0] * len(ranks), [Counter[str]() for _ in ranks]
-    arrived: dict[_Key, set[int]] = defaultdict(set)
-    waiting: dict[_Key, list[int]] = defaultdict(list)
-    ready = deque(range(len(ranks)))
-    while ready:
-        rank = ready.popleft()
-        while places[rank] < len(ranks[rank]):
-            one = ranks[rank][places[rank]]
-            key = one.call.group, numbers[rank][one.call.group]
-            arrived[key].add(rank)
-            if one.waits and len(arrived[key]) < len(one.call.members):
-                waiting[key].append(rank)
-                break
-            places[rank] += 1
-            numbers[rank][one.call.group] += 1
-            if len(arrived[key]) == len(one.call.members):
-                ready += waiting.pop(key, ())
-    for key, some in waiting.items():
-        for rank in some:
-            call = ranks[rank][places[rank]].call
-            yield rank, (call, [member for member in call.members if member not in arrived[key]])

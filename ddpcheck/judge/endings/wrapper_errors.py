@@ -188,4 +188,4 @@ EXPLANATIONS = (
     explain_by_second_backward,
     explain_by_sentence_of_torch,
 )
-"""Likewise, of failures under the wrapper."""
+"""In the order in which they are asked; each says in its docstring why it stands where it does."""

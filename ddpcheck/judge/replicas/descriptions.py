@@ -80,6 +80,7 @@ def _as_written(description: ModuleDescription) -> ModuleDescription:
 
 
 def _judge_compiled(compiled: Sequence[frozenset[str]]) -> list[Finding]:
+    """DDP222: modules that some ranks compile, and others do not; by rank, the names of those that are compiled."""
     names = sorted(frozenset.union(*compiled) - frozenset.intersection(*compiled))
     ranks = [rank for rank, of_rank in enumerate(compiled) if not of_rank.isdisjoint(names)]
     return one_finding(

@@ -24,7 +24,7 @@ from ddpcheck.findings.report import CheckResult, Finding, Report, ReportError
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.wording import counted, join_names
 from ddpcheck.harness import World
-from ddpcheck.judge.endings.collective_order import judge_schedules
+from ddpcheck.judge.endings.schedules import judge_schedules
 from ddpcheck.judge.verdict import Verdict, status_of
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import decided

@@ -1,0 +1,88 @@
+"""DDP403: the collectives that simulated ranks would call, which do not pair up, or in which ranks wait in a circle."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from ddpcheck.findings.evidence.endings import ScheduledCall
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import format_ranks, join_names, one_finding, plural_verb
+from ddpcheck.judge.endings.collective_order import judge_collectives
+
+_Key = tuple[str, int]  # a process group, and the number of a collective in it
+
+
+def judge_schedules(schedules: Mapping[str, Sequence[ScheduledCall]], of_ranks: Sequence[str]) -> list[Finding]:
+    """What keeps the ranks' collectives from pairing up: calls that do not match, or else ranks in a circle.
+
+    Args:
+        schedules: By name; ranks with the same one have made the same collectives.
+        of_ranks: The name of each rank's.
+    """
+    calls = {name: [one.call for one in schedule] for name, schedule in schedules.items()}
+    return judge_collectives([calls[name] for name in of_ranks]) or _judge_waits([schedules[name] for name in of_ranks])
+
+
+def _judge_waits(ranks: Sequence[Sequence[ScheduledCall]]) -> list[Finding]:
+    """Ranks that wait for each other in several process groups, although the calls in each of them match."""
+    stuck = dict(_run(ranks))
+    if not stuck:
+        return []
+    circle = _circle(stuck)
+    told = [f"{format_ranks([rank])} in {_described(stuck[rank][0])} for {format_ranks([of])}" for rank, of in circle]
+    waits: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, (call, missing) in stuck.items():
+        waits[_described(call), format_ranks(missing)].append(rank)
+    first = stuck[circle[0][0]][0]
+    return one_finding(
+        "DDP403",
+        sorted({stuck[rank][0].operation for rank, _ in circle}),
+        f"Ranks wait for each other in different process groups: {join_names(told, most=4)}.",
+        ranks=tuple(sorted(rank for rank, _ in circle)),
+        location=Location.parse(first.location),
+        evidence=[
+            f"{format_ranks(some)} {plural_verb('waits', 'wait', some)} in {call} for {missing}"
+            for (call, missing), some in waits.items()
+        ],
+        fix="Have every rank come to the collectives of its process groups in the same order.",
+    )
+
+
+def _described(call: Call) -> str:
+    return f"{call} of {format_ranks(call.members)}"
+
+
+def _circle(stuck: Mapping[int, tuple[Call, Sequence[int]]]) -> list[tuple[int, int]]:
+    """Ranks of which each waits for the next, and the last one for the first, with whom each waits for."""
+    path = [min(stuck)]
+    while (following := next(rank for rank in stuck[path[-1]][1] if rank in stuck)) not in path:
+        path.append(following)
+    circle = path[path.index(following) :]
+    return list(zip(circle, [*circle[1:], circle[0]], strict=True))
+
+
+def _run(ranks: Sequence[Sequence[ScheduledCall]]) -> Iterator[tuple[int, tuple[Call, Sequence[int]]]]:
+    """Let all ranks go on as far as they come; yields those that never end, in which call, and who is missing there."""
+    places, numbers = [0] * len(ranks), [Counter[str]() for _ in ranks]
+    arrived: dict[_Key, set[int]] = defaultdict(set)
+    waiting: dict[_Key, list[int]] = defaultdict(list)
+    ready = deque(range(len(ranks)))
+    while ready:
+        rank = ready.popleft()
+        while places[rank] < len(ranks[rank]):
+            one = ranks[rank][places[rank]]
+            key = one.call.group, numbers[rank][one.call.group]
+            arrived[key].add(rank)
+            if one.waits and len(arrived[key]) < len(one.call.members):
+                waiting[key].append(rank)
+                break
+            places[rank] += 1
+            numbers[rank][one.call.group] += 1
+            if len(arrived[key]) == len(one.call.members):
+                ready += waiting.pop(key, ())
+    for key, some in waiting.items():
+        for rank in some:
+            call = ranks[rank][places[rank]].call
+            yield rank, (call, [member for member in call.members if member not in arrived[key]])
