@@ -18,6 +18,7 @@ from ddpcheck.findings.evidence.evaluation import (
     RowsCompared,
     SumsReduced,
 )
+from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.evidence.loop import (
     OF_A_COPY,
     FunctionCompiled,
@@ -163,7 +164,7 @@ def _have_one_model(facts: ScriptFacts) -> bool:
 
 def _losses(facts: ScriptFacts) -> Verdicts:
     ranks = facts.training_groups[0] if facts.model_groups else facts.ranks
-    losses = [entries_of(rank, LossDifferentiated) for rank in ranks]
+    losses = [[one for one in entries_of(rank, LossDifferentiated) if not _is_too_small(one)] for rank in ranks]
     parts = [entries_of(rank, OwnPartPutBack) for rank in ranks]
     classes = [one.options.get("class", "") for one in entries_of(facts.ranks[0], OptimizerStep)]
     scale_matters = not all(name.startswith(SCALE_FREE) for name in classes)
@@ -177,6 +178,10 @@ def _losses(facts: ScriptFacts) -> Verdicts:
     passes = min(len([one for one in of_rank if one.terms and one.wrappers]) for of_rank in losses)
     what = f"scale and normalisation of the loss, in {counted(passes, 'backward pass')}"
     return {"loss": _compared(found, what, passes if passes >= FEWEST_PASSES else 0)}
+
+
+def _is_too_small(loss: LossDifferentiated) -> bool:
+    return any(0 < abs(term.factor) <= LEAST for term in loss.terms)
 
 
 def _are_scaled_back(rank: WatchedRank) -> bool:

@@ -603,3 +603,17 @@ def test_the_stand_in_works_in_a_group_of_one() -> None:
     x = filled(torch.float32, 6, 3)
     with synchronised_on_cpu():
         torch.testing.assert_close(nn.SyncBatchNorm(3)(x), nn.BatchNorm1d(3)(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_difference_below_the_smallest_normal_number_is_none(dtype: torch.dtype) -> None:
+    least = torch.finfo(dtype).smallest_normal
+    want = torch.full((64,), least * 0.75, dtype=dtype)  # which some devices flush to zero
+    assert not difference("w", torch.zeros(64, dtype=dtype), want, scale=norm(want), tolerance=1e-6).bad
+    assert difference("w", want * 100, want * 50, scale=norm(want) * 50, tolerance=1e-6).bad
+
+
+def test_float16_is_compared_below_its_smallest_normal_number_but_for_rounding() -> None:
+    want = torch.full((64,), 1e-5, dtype=torch.float16)
+    assert not difference("w", want + 2**-24, want, scale=norm(want), tolerance=10 * 2**-10).bad
+    assert difference("w", want * 2, want, scale=norm(want), tolerance=10 * 2**-10).bad

@@ -42,6 +42,8 @@ from ddpcheck.judge.data.script_data import judge_inputs, judge_loaders
 from ddpcheck.judge.data.script_files import _at_the_same_time, judge_files, judge_shards_saved, told_by_files
 from ddpcheck.judge.data.script_tables import judge_tables
 from ddpcheck.judge.gradients.script_alone import (
+    are_close,
+    are_near,
     judge_alone,
     judge_parts_reduced,
     judge_reduced_alike,
@@ -1195,3 +1197,10 @@ def test_the_state_of_an_optimizer_of_shards_is_loaded_on_every_rank_for_its_own
         for state, where in zip(states, restored, strict=True)
     ]
     assert codes(judge_shard_states([steps])) == [code] * bool(code)
+
+
+def test_gradients_that_float32_rounds_coarsely_are_the_same() -> None:
+    coarse = [(2.8e-45, 7e-45), (4.2e-45, 5.6e-45)]
+    assert are_near(coarse) and are_close([2.8e-45, 4.2e-45])
+    assert not are_near([[value * 1e40 for value in of_rank] for of_rank in coarse])
+    assert not are_close([2.8e-5, 4.2e-5])

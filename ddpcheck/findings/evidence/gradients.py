@@ -14,6 +14,16 @@ from msgspec import Struct
 from ddpcheck.findings.evidence.modules import GradientHook
 from ddpcheck.findings.report import Location
 
+LEAST = 1e-30
+"""Norms below it are of subnormal numbers of float32, which have no relative precision, or of sums of such numbers."""
+
+
+def relative(difference: float, scale: float) -> float:
+    """A difference over the scale of what differs; 0.0 if the difference is at most `LEAST`."""
+    if difference <= LEAST:
+        return 0.0
+    return difference / scale if scale else 1.0
+
 
 class Difference(Struct, frozen=True):
     """The difference of one gradient from its reference."""

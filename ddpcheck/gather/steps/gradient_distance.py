@@ -142,7 +142,6 @@ def _known_signs(count: int, device: torch.device, dtype: torch.dtype) -> torch.
 _EPS_MULTIPLE = 16.0
 _NOISE_MULTIPLE = 3.0
 _UNMEASURED_MULTIPLE = 256.0
-_STEPS_AT_ZERO = 1e-3  # of the smallest normal number; the numbers below it are 1e-7 of it apart in float32
 _TOGETHER = 1 << 20  # elements for which others of another dtype are made at a time
 _LARGEST = 1e30  # stands for what is not finite, since JSON has no infinity
 
@@ -202,6 +201,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def eps_of(dtype: torch.dtype) -> float:
     """Machine epsilon of a floating-point or complex dtype."""
     return float(torch.finfo(dtype).eps)
+
+
+def is_subnormal(gradient: torch.Tensor | None) -> bool:
+    """Whether float16, of which numbers about 1e-5 are subnormal, is too coarse for a gradient."""
+    if gradient is None or gradient.dtype is not torch.float16:
+        return False
+    return norm(gradient) <= math.sqrt(gradient.numel()) * float(torch.finfo(torch.float16).smallest_normal)
 
 
 def scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -271,7 +277,8 @@ def difference(
         )
     wide = _wide(want.dtype)
     delta = math.hypot(*(float(torch.linalg.vector_norm(_subtract(a, b), dtype=wide)) for a, b in _pieces(got, want)))
-    if delta <= math.sqrt(max(want.numel(), 1)) * _STEPS_AT_ZERO * float(torch.finfo(want.dtype).smallest_normal):
+    exact = tolerance if want.dtype is torch.float16 else 1.0  # whose gradients may well be as small
+    if delta <= math.sqrt(max(want.numel(), 1)) * exact * float(torch.finfo(want.dtype).smallest_normal):
         delta = 0.0  # down there numbers are so far apart that dividing before or after adding shows
     size = _finite(float(torch.linalg.vector_norm(want, dtype=_at_least_float32(want.dtype))))
     found = Difference(

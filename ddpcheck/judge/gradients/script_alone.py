@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from ddpcheck.findings.evidence.gradients import LEAST, relative
 from ddpcheck.findings.evidence.loop import GradientsTaken, ModuleChanged
 from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
 from ddpcheck.findings.report import Finding, Location
@@ -32,8 +33,8 @@ def are_close(values: Sequence[float | None]) -> bool:
     if any(not math.isfinite(value) for value in known):
         return True  # an overflow, which a gradient scaler skips
     if len(known) < len(values):
-        return not known or max(known) == 0.0
-    return max(known) - min(known) <= _TOLERANCE * max(known)
+        return not known or max(known) <= LEAST
+    return relative(max(known) - min(known), max(known)) <= _TOLERANCE
 
 
 def gradients_differ(steps: Steps, name: str) -> bool:
@@ -52,7 +53,7 @@ def are_near(sketches: Sequence[Sequence[float]]) -> bool:
     """Whether sketches are of the same gradient."""
     first, *others = sketches
     scale = max(math.hypot(*sketch) for sketch in sketches)
-    return all(math.dist(first, other) <= _TOLERANCE * scale for other in others)
+    return all(relative(math.dist(first, other), scale) <= _TOLERANCE for other in others)
 
 
 def _not_scaled(names: Sequence[str], steps: Sequence[Steps]) -> list[str]:
@@ -64,7 +65,7 @@ def are_scaled(names: Sequence[str], one: Steps) -> list[str]:
     """The parameters whose gradients are alike on all ranks, but for the factor that most of them have on a rank."""
     sketches = {name: [each.gradients.get(name, ()) for each in one] for name in names}
     norms = {name: [math.hypot(*sketch) for sketch in of_ranks] for name, of_ranks in sketches.items()}
-    factors = [[norm / of_ranks[0] for norm in of_ranks] for of_ranks in norms.values() if all(of_ranks)]
+    factors = [[norm / of_ranks[0] for norm in of_ranks] for of_ranks in norms.values() if min(of_ranks) > LEAST]
     usual = [*map(median, zip(*factors, strict=True))]
     return [
         name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsHooked, HookedGradient
 from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
 from ddpcheck.findings.replace import replace
@@ -354,5 +355,5 @@ def _factor_of(step: OptimizerStep, left: ReplicaCaptured) -> float | None:
 
 def _factors(step: OptimizerStep, left: ReplicaCaptured) -> Iterator[float]:
     for name, numbers in left.averaged.items():
-        if 0 < len(numbers) <= _EXACT and (there := math.hypot(*numbers)):
+        if 0 < len(numbers) <= _EXACT and (there := math.hypot(*numbers)) > LEAST:
             yield step.norms.get(f"{left.wrapper}/{name}", 0.0) / there

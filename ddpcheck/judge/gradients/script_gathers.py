@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ddpcheck.findings.evidence.gradients import relative
 from ddpcheck.findings.evidence.loop import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.script import LossDifferentiated
 from ddpcheck.findings.report import Finding, Severity
@@ -122,4 +123,4 @@ def _difference(sketches: Sequence[Sequence[float]]) -> float:
     first, *others = sketches
     if any(len(other) != len(first) for other in others):
         return math.inf
-    return max(math.dist(first, other) for other in others) / (math.hypot(*first) or 1.0)
+    return relative(max(math.dist(first, other) for other in others), math.hypot(*first))

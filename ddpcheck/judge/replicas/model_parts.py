@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
 from ddpcheck.findings.evidence.script import Inputs, LoaderPass
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, ShardedStep
@@ -113,7 +114,7 @@ def judge_scaled_apart(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list
 def _factors(of_ranks: PartSteps) -> list[float] | None:
     """By rank, the one factor between the gradients of what is not split and the first rank's; `None` without any."""
     first = of_ranks[0]
-    names = [name for name, there in first.gradients.items() if math.hypot(*there)]
+    names = [name for name, there in first.gradients.items() if math.hypot(*there) > LEAST]
     if len(names) < 2 or any(one.gradients.keys() != first.gradients.keys() for one in of_ranks):
         return None
     found = []

@@ -8,7 +8,7 @@ from itertools import chain
 from operator import mul
 from typing import Any, TypeVar
 
-from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.gradients import Difference, relative
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
@@ -39,7 +39,7 @@ def without_rounding(everyone: Sequence[ReplicaCaptured]) -> Sequence[ReplicaCap
         values = [one.values[name] for one in everyone if name in one.values]
         if len(values) == len(everyone):
             tolerance = growth * max(one.eps.get(name, _EPS) for one in everyone)
-            if max(math.dist(values[0], other) for other in values) <= tolerance * math.hypot(*values[0]):
+            if relative(max(math.dist(values[0], other) for other in values), math.hypot(*values[0])) <= tolerance:
                 rounded[name] = everyone[0].state.values.parameters[name]
     return _with_values(everyone, lambda values: replace(values, parameters={**values.parameters, **rounded}))
 
@@ -200,10 +200,10 @@ def _differences_of(
         found.append(
             Difference(
                 name,
-                delta / scale if scale else float(delta > 0.0),
+                relative(delta, scale),
                 tolerance,
                 ratio=ratio,
-                residual=residual / scale if scale else 0.0,
+                residual=relative(residual, scale),
                 elements=len(want),
                 absolute_error=delta,
                 reference_norm=norm,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
@@ -349,7 +350,7 @@ class ScriptWatch(StepListener):
         if ended.is_due and self._is_sampled(step):
             self._is_fresh = True
             if self.is_sharded:
-                self._reduced = {name: size for name, size in self._norms().items() if 0 < size < math.inf}
+                self._reduced = {name: size for name, size in self._norms().items() if LEAST < size < math.inf}
             if (given := ended.snapshot) is not None:
                 self._inputs.trained(step, (given.arguments, dict(given.named)), self._collectives.line)
         self._log.count(self.number, step + 1, step + 1)

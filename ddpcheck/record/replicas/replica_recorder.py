@@ -20,7 +20,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_los
 from ddpcheck.gather.ddp.sharding import mesh_of, mixed_precision, shard_number, uneven, uneven_parts
 from ddpcheck.gather.state.fingerprints import InRows, fingerprints, in_rows, is_shard, own_part
 from ddpcheck.gather.state.module_description import Parts
-from ddpcheck.gather.steps.gradient_distance import KeptParts, eps_of, short_sketches, sketches
+from ddpcheck.gather.steps.gradient_distance import KeptParts, eps_of, is_subnormal, short_sketches, sketches
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.record.parameters.parameter_history import StepProbe
 from ddpcheck.record.source.source_scope import writing_line
@@ -99,7 +99,8 @@ class ReplicaRecorder:
             lossy = max(lossy, eps_of(coarsest) if coarsest is not None else 0.0)
             eps = {name: max(eps_of(tensor.dtype), lossy) for name, tensor in tensors.items()}
             hook, own_hook = comm_hook_of(wrapper), has_own_hook(wrapper)
-            local = {name: kept for name, kept in probe.local.items() if name not in probe.beside}
+            beside = {*probe.beside, *(name for name, gradient in gradients.items() if is_subnormal(gradient))}
+            local = {name: kept for name, kept in probe.local.items() if name not in beside}
             own, averaged = (
                 {name: Sketch("f", numbers) for name, numbers in of_all.items()}
                 for of_all in (short_sketches(_by_shard(local)), _reduced(left, probe.held))
