@@ -110,8 +110,12 @@ def traceback_stack(text: str) -> tuple[Frame, ...]:
 
 
 def collectives_of_threads(dump: str) -> list[str]:
-    """The collectives that threads beside the one that wrote a dump are in, each with the line of the call."""
-    return [call for stack in program_threads(dump) if (call := collective_of(stack))]
+    """The collectives that threads beside the one that wrote a dump are in, each with its line if the program has one.
+
+    Threads of torch's own count as well: that of `async_save` runs no line of the program.
+    """
+    others = (block for block in _threads(dump) if not block.lstrip().startswith("Current thread"))
+    return [call for block in others if (call := collective_of(_frames(block)))]
 
 
 def program_lines(text: str) -> tuple[str, ...]:

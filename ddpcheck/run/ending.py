@@ -228,8 +228,10 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSo
         ended = (rank.has_ended or rank.exit is not None) and (failure is None or failure.kind != "stuck")
         waits = follows and not (failure is not None and failure.kind == "stuck" and not is_waiting(failure))
         number, passes = rank.started.rank, rank.passes
+        dump = stacks.get(number, "")
+        in_threads = tuple(collectives_of_threads(dump)) if waits_for_others(own_stack(dump)) else ()
         story = (doing, lines, waits, ended, passes, exit_at, for_worker, rank.forwards, waits_for, rank.constructs)
-        at_end.append(RankAtEnd(number, log, earlier, *story))
+        at_end.append(RankAtEnd(number, log, earlier, *story, in_threads))
     return at_end
 
 

@@ -106,7 +106,7 @@ class HangWatch:
         self._tell = tell
         self._nodes = nodes
         self._stuck: _Stuck | None = None
-        self._told_stopped = False
+        self._told_raised = self._told_stopped = False
         self._failed_since = 0.0
         self._over = threading.Event()
         self._ending = threading.Lock()
@@ -148,6 +148,7 @@ class HangWatch:
                     self.hang = Hang(self._timeout, {}, waiting)
                     ranks = {place: one.pid for place, one in enumerate(waiting)}
                 if self.hang or self.unended or self._nodes_must_end(ranks, is_stuck=is_stuck):
+                    self._tell_why_it_ends(ranks)
                     self._end_ranks(ranks)
                     return
             except OSError:  # a rank has just ended
@@ -155,19 +156,21 @@ class HangWatch:
 
     def _tell_what_raised(self, living: dict[int, int]) -> None:
         """Say once what a rank has raised, where others do not end at SIGTERM: torchrun waits 30 seconds for them."""
-        if self._tell is None or not living or living.keys() == rank_processes(self._folder).keys():
+        if self._tell is None or self._told_raised:
+            return
+        if not living or living.keys() == rank_processes(self._folder).keys():
             self._failed_since = 0.0
         elif not self._failed_since:
             self._failed_since = time.monotonic()
         elif time.monotonic() - self._failed_since >= _GRACE:
-            tell, self._tell = self._tell, None
+            self._told_raised = True
             gone = [log for log in read_logs(self._folder) if log.started.rank not in living]
             for log in gone:
                 for entry in log.entries:
                     if isinstance(entry, RankRaised):
                         raised = failures.raised(log.started.rank, dict(entry.reply))
                         where = f" at {raised.location}" if raised.location else ""
-                        tell(f"{raised.message}{where}; torchrun waits for {format_ranks(living)} to end")
+                        self._tell(f"{raised.message}{where}; torchrun waits for {format_ranks(living)} to end")
                         return
 
     def _tell_what_is_stopped(self, living: dict[int, int]) -> None:
@@ -180,6 +183,19 @@ class HangWatch:
         self._tell(
             f"{format_ranks(stopped)} {agreeing('was', [*stopped])} stopped by a signal; `kill -CONT {pids}` ends that"
         )
+
+    def _tell_why_it_ends(self, living: Collection[int]) -> None:
+        """Say why the script is ended, before its launcher says that it was sent a signal."""
+        if self._tell is None:
+            return
+        why = "all ranks wait for each other"
+        if self.unended is not None:
+            why = f"{format_ranks(living)} {agreeing('has', [*living])} run to the end of the script, and not ended"
+        elif self.hang is not None and self.hang.joining:
+            why = "the ranks wait in init_process_group, and do not meet"
+        elif len(living) == 1:
+            why = f"{format_ranks(living)} waits for a rank that does not come"
+        self._tell(f"{why}; ending the script")
 
     def _cannot_get_on(
         self, ranks: dict[int, int], facts: dict[int, RankFacts], seconds: float, are_all_here: bool

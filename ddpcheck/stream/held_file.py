@@ -167,7 +167,8 @@ class CallRing:
 
     def add(self, call: Call, callers: int) -> None:
         """Write a call that is about to be made; `callers`: the number of the lines that have led to it."""
-        words = _SEPARATOR.join((call.operation, call.group, call.payload, str(callers), call.location, call.place))
+        whence = str(callers), call.location, call.place, call.thread
+        words = _SEPARATOR.join((call.operation, call.group, call.payload, *whence))
         start = _HEAD.size + self._count % _KEPT * _WIDTH
         self._memory[start : start + _WIDTH] = words.encode("utf-8", "replace")[:_WIDTH].ljust(_WIDTH, b"\0")
         self._count += 1
@@ -215,9 +216,10 @@ def read_calls(
     for number in range(first, count):
         start = _HEAD.size + number % _KEPT * _WIDTH
         words = data[start : start + _WIDTH].rstrip(b"\0").decode("utf-8", "replace").split(_SEPARATOR)
-        operation, group, payload, lines, location, place = (*words, "", "", "", "", "", "")[:6]
+        operation, group, payload, lines, location, place, thread = (*words, *[""] * 7)[:7]
         whence = callers.get(lines, ())
         used = groups.get(group)
         members, of = ((), "") if used is None else (used.members, used.words)
-        calls.append(Call(operation, group, members, payload, place, location, callers=whence, group_words=of))
+        call = Call(operation, group, members, payload, place, location, callers=whence, group_words=of, thread=thread)
+        calls.append(call)
     return first, calls

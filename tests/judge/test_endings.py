@@ -113,6 +113,47 @@ def until_told():
             model(x).backward()
     dist.barrier()
 
+def finishes():
+    for x in stream():
+        model(x).backward()
+    if dist.is_available():
+        dist.barrier()
+
+def keeps_copies():
+    for step in range(40):
+        model(x).backward()
+        if good(x):
+            break
+        if step % 4 == 0:
+            dist.barrier()
+    dist.all_reduce(x)
+
+def patient():
+    while patience < 2:
+        for x in data:
+            model(x).backward()
+        patience += worse(x)
+    dist.barrier()
+
+def folds():
+    for fold in parts:
+        for x in fold:
+            model(x).backward()
+        dist.all_reduce(x)
+    dist.barrier()
+
+def streams():
+    for x in numbered():
+        model(x).backward()
+        if tired():
+            break
+    dist.barrier()
+
+def numbered():
+    for part in parts:
+        dist.broadcast(part)
+        yield from part
+
 main()
 """
 MAIN = len(PROGRAM.splitlines())  # the line that calls what the test is about
@@ -206,6 +247,55 @@ def test_a_rank_that_has_left_the_loop_by_its_break() -> None:
     finding = only(judge([backward(n) for n in (1, 2, 3)], [backward(1), backward(2), call("|", 16)]))
     assert (finding.code, finding.ranks, finding.location) == ("DDP405", (1,), Location("train.py", 11))
     assert "after 2 backward passes and waits in barrier" in finding.message
+
+
+def line_of(text: str, after: str) -> int:
+    """The number of the first line with a text after the one that defines a function."""
+    start = PROGRAM.splitlines().index(f"def {after}():")
+    return next(n for n, line in enumerate(PROGRAM.splitlines()[start:], start + 1) if text in line)
+
+
+def test_a_branch_behind_the_loop_that_a_rank_alone_has_left_is_not_the_place() -> None:
+    passed = backward(1, line=(line := line_of("model", "finishes")), at=line)
+    finding = only(judge([passed] * 4, [*[passed] * 3, call("|", line + 2)]))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP405", (1,), Location("train.py", line - 1))
+    alone = call("|", line + 2)  # both are behind the loop, and rank 0 alone has taken the branch
+    finding = only(judge([passed] * 3, [*[passed] * 3, alone], passes=None))
+    assert (finding.code, finding.location) == ("DDP403", Location("train.py", line + 2))
+
+
+def test_a_branch_below_the_break_by_which_a_rank_has_left_is_not_the_place() -> None:
+    line = line_of("model", "keeps_copies")
+    same = [backward(1, line=line, at=line), call("|", line + 4), *[backward(1, line=line, at=line)] * 4]
+    finding = only(judge([*same, call("|", line + 4)], [*same, call("r", line + 5)]))
+    assert finding.location == Location("train.py", line + 2) and "`break`" in finding.message
+
+
+def test_the_outermost_loop_that_a_rank_alone_has_left_is_the_place() -> None:
+    line = line_of("model", "patient")
+    passed = backward(1, line=line, at=line)
+    finding = only(judge([passed] * 7, [*[passed] * 6, call("|", line + 2)]))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP405", (1,), Location("train.py", line - 2))
+
+
+@pytest.mark.parametrize("in_last", [True, False])
+def test_how_often_an_inner_loop_has_run_tells_which_one_a_rank_has_left(in_last: bool) -> None:
+    line = line_of("model", "folds")
+    passed, end = backward(1, line=line, at=line), call("r", line + 1)
+    same = [*[passed] * 3, end, *[passed] * 3]
+    gone = [call("|", line + 2)]
+    ranks = ([*same, passed], [*same, *gone]) if in_last else ([*same, end, passed], [*same, end, *gone])
+    finding = only(judge(*ranks))
+    assert (finding.code, finding.ranks) == ("DDP405", (1,))
+    assert finding.location == Location("train.py", line - (1 if in_last else 2))
+
+
+def test_the_loop_of_a_generator_is_not_the_place_if_its_consumer_has_stopped() -> None:
+    line, inner = line_of("model", "streams"), line_of("dist", "numbered")
+    passed, sent = backward(1, line=line, at=line), call("c", inner, line - 1)
+    same = [sent, *[passed] * 4, sent, *[passed] * 4]
+    finding = only(judge([*same, sent], [*same, call("|", line + 3)]))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP405", (1,), Location("train.py", line + 2))
 
 
 def test_an_exception_that_is_caught_ends_a_loop() -> None:
@@ -329,6 +419,17 @@ def test_collectives_of_two_groups_in_another_order_are_told_with_their_groups()
     finding = only(judge([one, other], [other, one]))
     assert finding.code == "DDP403" and "in the same order" in finding.what_to_do
     assert "in the group eval where rank 1" in finding.message and finding.message.endswith("in the group train.")
+
+
+def test_a_branch_in_which_a_rank_comes_to_another_group_is_told_with_both() -> None:
+    own = call("r", 21, 13, group="4", group_words="the process group of train.py:2")
+    same, next_one = backward(1), replace(backward(2), group_words="the default process group")
+    finding = only(judge([same, own], [same, next_one]))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP403", (0,), Location("train.py", 13))
+    assert "in the process group of train.py:2, in the branch at" in finding.message
+    assert finding.message.endswith(", in the default process group.") and "in the same order" in finding.fix
+    (finding,) = judge([same, call("r", 21, 13)], [same, next_one])
+    assert finding.location == Location("train.py", 21) and "process groups" not in finding.fix
 
 
 def test_a_rank_that_waits_for_a_peer_which_is_in_a_collective() -> None:

@@ -8,11 +8,19 @@ import threading
 
 import pytest
 
+from ddpcheck.findings.evidence.endings import RankAtEnd
+from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.stacks import collectives_of_threads, lock_waited_for, own_stack, program_threads
 from ddpcheck.findings.wording import one_finding
-from ddpcheck.judge.endings.threads import EndedThread, judge_left_by_thread, judge_threads, told_of_threads
+from ddpcheck.judge.endings.threads import (
+    EndedThread,
+    judge_interleaving,
+    judge_left_by_thread,
+    judge_threads,
+    told_of_threads,
+)
 from ddpcheck.worlds import failures
 from ddpcheck.worlds.failures import described
 
@@ -98,3 +106,49 @@ def test_collectives_of_other_threads_are_told() -> None:
         "barrier at train.py:41"
     ]
     assert collectives_of_threads(IN_BARRIER) == []
+    library = 'Thread 0x2:\n  File "/x/torch/distributed/distributed_c10d.py", line 9 in all_reduce\n\n'
+    assert collectives_of_threads(library + IN_QUEUE) == ["all_reduce"]  # without a line of the program
+
+
+STEP = Call("all_reduce", "0", (0, 1), "float32 of shape (9,)", location="train.py:30", callers=("train.py:30",))
+END = Call("barrier", "0", (0, 1), location="train.py:41", callers=("train.py:41",))
+WORDS = {"group_words": "the default process group"}
+
+
+def of_thread(name: str = "Writer-1", operation: str = "gather_object", group: str = "0") -> Call:
+    return Call(operation, group, (0, 1), location="save.py:7", callers=("save.py:7",), thread=name, **WORDS)
+
+
+def at_end(*logs: list[Call], waiting: tuple[int, ...] = ()) -> list[RankAtEnd]:
+    return [
+        RankAtEnd(rank, log, doing="waits", in_threads=("gather_object",) if rank in waiting else ())
+        for rank, log in enumerate(logs)
+    ]
+
+
+def test_two_threads_of_a_rank_that_use_one_group_are_the_cause_of_another_order() -> None:
+    rank_0, rank_1 = [STEP, of_thread(), END], [STEP, END, of_thread("Writer-2")]
+    (finding,) = judge_interleaving(at_end(rank_0, rank_1))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP403", (), Location("save.py", 7))
+    assert finding.message.startswith("A thread (Writer) calls gather_object at save.py:7 in the default process group")
+    assert "the main thread calls barrier at train.py:41" in finding.message and "of its own" in finding.fix
+    assert "rank 1, its last collectives there: all_reduce (main thread), barrier (main thread)" in str(finding)
+
+
+def test_two_threads_that_began_alike_and_both_wait() -> None:
+    log = [STEP, of_thread(), END]
+    assert judge_interleaving(at_end(log, log, waiting=(1,))) and not judge_interleaving(at_end(log, log))
+
+
+@pytest.mark.parametrize(
+    ("rank_0", "rank_1"),
+    [
+        ([STEP, of_thread(group="3"), END], [STEP, END, of_thread(group="3")]),  # of a group of its own
+        ([STEP, of_thread(), END], [STEP, END]),  # of one rank alone
+        ([STEP, STEP, of_thread()], [STEP, of_thread(), END]),  # a rank has made a step less before it
+        ([STEP, of_thread(), STEP], [STEP, END, of_thread()]),  # the main threads part
+        ([of_thread("a"), of_thread("a")], [of_thread("a")]),  # in one thread
+    ],
+)
+def test_threads_that_are_not_the_cause(rank_0: list[Call], rank_1: list[Call]) -> None:
+    assert not judge_interleaving(at_end(rank_0, rank_1, waiting=(0,)))

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from ddpcheck.findings.evidence import Entry
+from ddpcheck.findings.evidence.endings import Joining
 from ddpcheck.findings.stacks import has_no_python_left
 from ddpcheck.run import hang_watch, living_ranks
 from ddpcheck.run.ending import Ending
-from ddpcheck.run.hang_watch import HangWatch, Unended
+from ddpcheck.run.hang_watch import Hang, HangWatch, Unended
 from ddpcheck.run.living_ranks import RankFacts, is_stopped, lives
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import GroupDestroyed, ProgramEnded, RankRaised, RankStarted
@@ -246,3 +247,57 @@ def test_torchs_deadlock_at_the_end_is_told_and_the_run_is_clean() -> None:
     assert (ended.returncode, ended.stdout) == (0, "last line\n"), ended.stderr
     assert "note: rank 0 has run all of the script, did not end for " in ended.stderr
     assert "ddpcheck: clean: 2 ranks (gloo), Linear (0 steps), Linear (12 steps)" in ended.stderr
+
+
+SAVES_IN_A_THREAD = """
+import threading, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+group = dist.new_group() if OWN else None
+def upload(sizes):
+    dist.all_gather_object(sizes, rank, group=group)
+for step in range(3):
+    dist.all_reduce(torch.ones(2))
+    saver = threading.Thread(target=upload, args=([None, None],), name=f"saver-{step}")
+    time.sleep(0.3 * rank)
+    saver.start()
+    if rank == 0:
+        time.sleep(0.15)
+    dist.barrier()
+    saver.join()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [False, True])
+def test_a_thread_that_uses_the_group_of_the_main_thread(own: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SAVES_IN_A_THREAD.replace("OWN", str(own)))
+    ended = run_forked("--check-timeout=3", str(tmp_path / "train.py"))
+    if own:
+        assert ended.returncode == 0, ended.stderr
+        return
+    assert ended.returncode == 4, ended.stderr
+    assert "ddpcheck: all ranks wait for each other; ending the script\n" in ended.stderr
+    assert "A thread (saver) calls all_gather_object at " in ended.stderr
+    assert "train.py:7 in the default process group in which the main thread calls barrier" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("seen", "living", "why"),
+    [
+        (Hang(3.0, {}), (0, 1), "all ranks wait for each other"),
+        (Hang(3.0, {}), (1,), "rank 1 waits for a rank that does not come"),
+        (Hang(3.0, {}, (Joining(7, 0, 2, "here", ""),)), (0,), "the ranks wait in init_process_group, and do not meet"),
+        (Unended(3.0, (0, 1)), (0, 1), "ranks 0 and 1 have run to the end of the script, and not ended"),
+    ],
+)
+def test_why_a_script_is_ended_is_told_before(
+    seen: Hang | Unended, living: tuple[int, ...], why: str, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    watch = HangWatch(tmp_path, 60.0, lambda: None, told.append)
+    watch.stop()
+    watch.hang, watch.unended = (seen, None) if isinstance(seen, Hang) else (None, seen)
+    watch._tell_why_it_ends(living)
+    assert told == [f"{why}; ending the script"]

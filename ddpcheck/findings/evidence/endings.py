@@ -69,6 +69,7 @@ class RankAtEnd(Struct, frozen=True):
     forwards: Mapping[int, int] = field(default_factory=dict)
     waits_for: PeerWait | None = None  # what it waits for in a point-to-point call, if that is what it does
     constructs: bool = False  # whether it is in the constructor of a wrapper
+    in_threads: tuple[str, ...] = ()  # the collectives in which other threads wait while the main thread does, too
 
 
 class ScheduledCall(Struct, frozen=True):

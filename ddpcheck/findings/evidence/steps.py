@@ -122,6 +122,7 @@ class Call(Struct, frozen=True):
     # the lines of the program that have led to it, innermost first; empty where only `location` is known
     callers: tuple[str, ...] = ()
     group_words: str = ""  # which group that is, to a reader: "the process group of train.py:12"; "" where not known
+    thread: str = ""  # the name of the thread that called it; "" for the main thread
 
     def __str__(self) -> str:
         return f"{self.operation}({self.payload}){f' at {self.location}' if self.location else ''}"

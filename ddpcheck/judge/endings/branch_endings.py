@@ -78,12 +78,29 @@ def split_line(line: str) -> tuple[str, int]:
     return path, int(number or -1)
 
 
+def loops_left(facts: EndingFacts, left: Position, stays: Position) -> list[Block]:
+    """The loops in which a rank is, and in which the other one was before they parted, and is not; outermost first."""
+    gone = facts.loops(left.lines)
+    return [loop for loop in facts.loops(stays.lines) if loop not in gone and facts.has_left(left, loop)]
+
+
+def exits_of(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> list[tuple[int, str]]:
+    """The lines by which a rank may have left a loop before its end, each with its word."""
+    gone = [] if left.of.ended else facts.around(left.lines, "try")
+    tries = [] if left.of.ended else [one for one in facts.around(stays.lines, "try") if one not in gone]
+    around = [one for one in tries if one.path == loop.path and one.first <= loop.first and one.last >= loop.last]
+    return [*loop.exits, *((one.line, one.word) for one in around)]
+
+
 def own_branches(facts: EndingFacts, one: Position, other: Position) -> list[Block]:
     """The branches in which `one` is, and the other rank neither is nor has made a collective; innermost first.
 
     What comes after an early exit is one, too, and stands last, where the other rank may have left by it: it is not in
-    the function or the loop that this leaves.
+    the function or the loop that this leaves. None is a branch to which the other rank has not come, since it is in a
+    loop that `one` has left before.
     """
+    if loops_left(facts, one, other) and not set(facts.loops(one.lines)) & set(facts.loops(other.lines)):
+        return []
     theirs = facts.around(other.lines, "branch", "rest", "function", "loop")
     left = {"return": "function", "break": "loop", "raise": "function"}
     found = []
@@ -180,7 +197,7 @@ def explain_by_branch(facts: EndingFacts, stays: Position, leaves: Position) -> 
         return []  # one that is at work may still come to it
     for block in _left_out(facts, stays, leaves):
         loops = _loops_around(facts, stays, block)
-        if loops and _is_same_pass(facts, loops[-1], stays, leaves):
+        if loops and _is_same_pass(facts, loops[-1], block, stays, leaves):
             return _decided_alone(facts, stays, leaves, block)
     return []
 
@@ -197,12 +214,17 @@ def _loops_around(facts: EndingFacts, at: Position, block: Block) -> list[Block]
     return [one for one in around[: around.index(block)] if one.kind == "loop"]
 
 
-def _is_same_pass(facts: EndingFacts, loop: Block, stays: Position, leaves: Position) -> bool:
-    """Whether the other rank has left out what this one is in, in the same pass of a loop, and not left the loop."""
+def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stays: Position, leaves: Position) -> bool:
+    """Whether the other rank has left out what this one is in, in the same pass of a loop, and not left the loop.
+
+    It may have left the loop before that: by an exit that stands above what this one is in.
+    """
     before = lines_of(stays.before[-1]) if stays.before else ()
     if loop in facts.loops(leaves.lines):
         return _comes_first(stays.lines, leaves.lines, before) and _is_anew(facts, stays, leaves)
     was_in_it = loop in facts.loops(before)
+    if was_in_it and any(word == "except" or line < block.line for line, word in exits_of(facts, loop, leaves, stays)):
+        return False
     if was_in_it and _comes_first(before, stays.lines, ()):  # so it has begun this pass
         return True
     assert stays.call is not None
@@ -239,14 +261,14 @@ def _is_anew(facts: EndingFacts, stays: Position, leaves: Position) -> bool:
     last, now = backward_of(leaves.before[-1]), None if leaves.call is None else backward_of(leaves.call)
     if last is not None and now is not None and 0 <= last.loader == now.loader:
         return now.batch[0] > last.batch[0]
-    runs = _runs(facts, inner[0], leaves.before)
+    runs = runs_of(facts, inner[0], leaves.before)
     if inner[0].times is not None and inner[0].times > 0 and not leaves.of.earlier and len(inner) == 1:
         made = [call for call in leaves.before[-runs[-1] :] if lines_of(call) == before]
         return len(made) % inner[0].times == 0
     return len(runs) > 1 and runs[-1] % min(runs[:-1]) == 0  # as many as in passes before
 
 
-def _runs(facts: EndingFacts, loop: Block, calls: Sequence[Call]) -> list[int]:
+def runs_of(facts: EndingFacts, loop: Block, calls: Sequence[Call]) -> list[int]:
     """How many calls were made in a loop, each time that it ran, as far as other calls tell these times apart."""
     inside = {lines: loop in facts.loops(lines) for lines in {lines_of(call) for call in calls}}
     runs = [0]

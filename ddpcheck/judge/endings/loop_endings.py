@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from ddpcheck.findings.evidence.endings import RankAtEnd
@@ -17,9 +18,12 @@ from ddpcheck.judge.endings.branch_endings import (
     backwards_of,
     calls_there,
     described_call,
+    exits_of,
     lines_of,
+    loops_left,
     named,
     own_branches,
+    runs_of,
     told,
 )
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, JOINED, JOINING, SHARD_FORWARD, lines_in
@@ -117,14 +121,19 @@ def explain_by_loop(facts: EndingFacts, left: Position, stays: Position) -> list
     if not loops or not (_is_same_pass(left.of, stays.of, loops[-1]) or not own_branches(facts, left, stays)):
         return []
     loops = [loop for loop in loops if not _is_later_pass(left.of, stays.of, loop)] or loops
-    with_exits = [loop for loop in loops if exits_of(facts, loop, left, stays)]
-    return _left(facts, (with_exits or loops[-1:])[0], left, stays)
+    places = [loop for loop, inner in itertools.pairwise(loops) if _may_be_left(facts, loop, inner, left, stays)]
+    return _left(facts, (places or loops[-1:])[0], left, stays)
 
 
-def loops_left(facts: EndingFacts, left: Position, stays: Position) -> list[Block]:
-    """The loops in which a rank is, and in which the other one was before they parted, and is not; outermost first."""
-    gone = facts.loops(left.lines)
-    return [loop for loop in facts.loops(stays.lines) if loop not in gone and facts.has_left(left, loop)]
+def _may_be_left(facts: EndingFacts, loop: Block, inner: Block, left: Position, stays: Position) -> bool:
+    """Whether a rank may have left a loop before another one, and has not ended its last pass of it earlier.
+
+    By how often the loop in it has run, as far as this can be told; else a `for` over a range ends alike on all ranks.
+    """
+    runs = [len(runs_of(facts, inner, side.of.calls)) for side in (left, stays)]
+    if max(runs) > 1:
+        return runs[0] < runs[1]
+    return not loop.over.startswith("range(") or bool(exits_of(facts, loop, left, stays))
 
 
 def _is_same_pass(left: RankAtEnd, stays: RankAtEnd, loop: Block) -> bool:
@@ -161,14 +170,6 @@ def _times_made(rank: RankAtEnd, call: Call) -> str:
         return f"{counted(times, 'call')} of {named(call)}"
     of_forward = call.operation != DDP_BACKWARD and any(one.operation == call.operation for one in rank.calls)
     return counted(times, f"{'forward' if of_forward else 'backward'} pass")
-
-
-def exits_of(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> list[tuple[int, str]]:
-    """The lines by which a rank may have left a loop before its end, each with its word."""
-    gone = [] if left.of.ended else facts.around(left.lines, "try")
-    tries = [] if left.of.ended else [one for one in facts.around(stays.lines, "try") if one not in gone]
-    around = [one for one in tries if one.path == loop.path and one.first <= loop.first and one.last >= loop.last]
-    return [*loop.exits, *((one.line, one.word) for one in around)]
 
 
 def _left(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> list[Finding]:

@@ -9,8 +9,17 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, one_finding, plural_verb
-from ddpcheck.judge.endings.branch_endings import EndingFacts, Position, backwards_of, lines_of, split_line, told
-from ddpcheck.judge.endings.loop_endings import FIX_OF_EXIT, exits_of, loops_left, may_leave_out, shard_in_words
+from ddpcheck.judge.endings.branch_endings import (
+    EndingFacts,
+    Position,
+    backwards_of,
+    exits_of,
+    lines_of,
+    loops_left,
+    split_line,
+    told,
+)
+from ddpcheck.judge.endings.loop_endings import FIX_OF_EXIT, may_leave_out, shard_in_words
 from ddpcheck.stream.entries import DDP_FORWARD, Backward, backward_of
 
 # A pass that a rank leaves out

@@ -26,6 +26,7 @@ from ddpcheck.judge.endings.branch_endings import (
 from ddpcheck.judge.endings.collective_order import first_mismatch, place_of_call_in_addition
 from ddpcheck.judge.endings.loop_endings import explain_by_join, explain_by_loader, explain_by_loop
 from ddpcheck.judge.endings.skipped_endings import explain_by_skipped_end, explain_by_skipped_pass
+from ddpcheck.judge.endings.threads import judge_interleaving
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, backward_of
 
 _MOST_CLASSES = 8  # of ranks that have called the same, whose calls are compared with those of all others
@@ -36,6 +37,8 @@ def judge_endings(ranks: Sequence[RankAtEnd], blocks: Mapping[str, Sequence[Bloc
     facts = EndingFacts(ranks, blocks)
     if circle := judge_circle(ranks):
         return circle
+    if by_threads := judge_interleaving(ranks):
+        return by_threads
     parted = parting(facts)
     if parted is None:
         return explain_by_exit_alone(facts) or judge_missing_peer(ranks) or explain_by_construction(facts)
@@ -273,21 +276,27 @@ def _called_alone(
         return _of_peers(by_rank, [one.of.rank, *({wait.peer} & by_rank.keys())], [wait], "")
     what = named(one.call) if one.call is not None else one.of.doing.partition(" at ")[0].removeprefix("waits in ")
     test = f", {in_words(branch)}" if branch is not None else ""
+    instead, fix, at = "", _fix_of_call(one.call, what, where, branch), where
+    if one.call is not None and other.call is not None and one.call.group != other.call.group:
+        at = next((line for line in one.lines if branch in facts.blocks.get(line, ())), where)
+        test = f", in {one.call.group_words or 'another process group'}{test}"
+        instead = f", in {other.call.group_words}" if other.call.group_words else ""
+        fix = f"Have every rank come to the collectives of both process groups in the same order. {fix}"
     never = branch is None and other.call is None  # what the others call is nothing in addition then
     verb = plural_verb("comes", "come", calling)
     return one_finding(
         "DDP403",
         (one.call.operation if one.call is not None else what.partition("(")[0].rpartition(" ")[2],),
         f"{format_ranks(calling).capitalize()} {verb} to {what} at {where}{test}, and {format_ranks(missing)} "
-        f"{plural_verb('does', 'do', missing)} not: {told(facts, missing)}.",
+        f"{plural_verb('does', 'do', missing)} not: {told(facts, missing)}{instead}.",
         ranks=missing if len(missing) < len(calling) or never else calling,
-        location=Location.parse(where),
+        location=Location.parse(at),
         evidence=[
             f"called from {', from '.join(one.lines[1:4])}" if len(one.lines) > 1 else "",
             *(f"which is {in_words(block)}" for block in own_branches(facts, one, other)[1:]),
             *calls_there(one, other),
         ],
-        fix=_fix_of_call(one.call, what, where, branch),
+        fix=fix,
     )
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -117,6 +118,8 @@ class _WatchedRank:
         self._main = main_frame()
         self._of_group: Counter[str] = Counter()  # wrappers, by their process group
         self._overwritings = 0
+        # the lines of the program that have started each thread
+        self._threads: WeakKeyDictionary[threading.Thread, tuple[str, ...]] = WeakKeyDictionary()
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         started = RankStarted(dist.get_rank(), dist.get_world_size(), dist.get_backend(), restart)
         self._log = RankLog(Path(options.folder), started)
@@ -197,8 +200,11 @@ class _WatchedRank:
             replacements["destroy_process_group"] = accompanied(stand_in, self._destroying)
 
     def _called(self, call: Call) -> None:
-        """A collective is about to be made: write it, with the exception that is being handled where it is called."""
-        error = sys.exc_info()[1]
+        """Write a collective that is about to be made, with its thread and the exception that is being handled."""
+        error, thread = sys.exc_info()[1], threading.current_thread()
+        if thread in self._threads:
+            lines = (*call.callers, *self._threads[thread])
+            call = replace(call, thread=thread.name, callers=lines, location=call.location or next(iter(lines), ""))
         self._log.add_call(call if error is None or call.place else _while_handling(call, error))
 
     def _destroying(self, group: Any = None) -> Iterator[None]:
@@ -228,6 +234,7 @@ class _WatchedRank:
 
         Patch(sys, "excepthook", make)
         patched(threading, "excepthook", self._thread_ends)
+        patched(threading.Thread, "start", self._thread_starts)
         for module, name in ((sys, "exit"), (os, "_exit")):
             patched(module, name, functools.partial(self._exits, f"{module.__name__}.{name}"))
         if (quitter := getattr(builtins, "exit", None)) is not None:  # of `site`; `quit` is of the same class
@@ -241,6 +248,9 @@ class _WatchedRank:
         if os.getpid() == self._process and isinstance(error, Exception):
             handled = {**described(error, "", ""), "exception": None}
         self._log.add(ExitCalled(lines_of_program(sys._getframe(CALLER)), function, handled))
+
+    def _thread_starts(self, thread: threading.Thread) -> None:
+        self._threads[thread] = lines_of_program(sys._getframe(CALLER))
 
     def _thread_ends(self, given: Any, *_more: object) -> None:
         """An exception ends a thread, which Python prints and forgets."""
