@@ -172,6 +172,9 @@ def _made_by(node: ast.AST, varying: Collection[ast.If]) -> Iterator[Block]:
             for handler in node.handlers:
                 if not isinstance(handler.body[-1], ast.Raise):
                     yield _block("try", "except", handler.lineno, node.body)
+        case ast.With(items=[ast.withitem(context_expr=ast.Call(func=called))]):
+            if ast.unparse(called).rpartition(".")[2] == "suppress":
+                yield _block("try", "suppress", node.lineno, node.body)
     for name in ("body", "orelse", "finalbody"):
         statements = getattr(node, name, None)
         if isinstance(statements, list):

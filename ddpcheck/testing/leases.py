@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.errors import RankError
+from ddpcheck.findings.report import Finding
+from ddpcheck.gather.collectives.collective_log import read_log
 from ddpcheck.harness import Watch, World
+from ddpcheck.judge.endings.rank_failure import judge_failure
 from ddpcheck.testing.launched_ranks import LaunchedWorld, once
 from ddpcheck.testing.outcome import TestOutcome, judge, sections
 from ddpcheck.testing.rank_context import RankArtifacts, TestConditions, add_coverage
@@ -164,6 +167,15 @@ class Record:
             self.item.add_report_section("call", f"{what} of rank {rank} of {world.world_size}", text)
 
 
+def _mismatch(world: Lent, error: RankError | None) -> Finding | None:
+    """DDP403 where the collectives of the ranks do not match, and they have failed because of that."""
+    if error is None or not isinstance(world, World):
+        return None
+    logs = [read_log(world.directory, rank) for rank in range(world.world_size)]
+    found = judge_failure(error.failures, logs, world.world_size, error.results)
+    return next((one for one in found if one.code == "DDP403"), None)
+
+
 class WorldLease:
     """A test's hold on a world: a fresh one when it is first needed, and after one that failed.
 
@@ -212,7 +224,7 @@ class WorldLease:
             self._show(world, last=True)
             self.attachment = self._record.unpack(world)
         ended = {rank: one if isinstance(one, Ended) else Ended("passed") for rank, one in returned.items()}
-        return returned, judge(ended, error), error
+        return returned, judge(ended, error, _mismatch(world, error)), error
 
     def explained(self, error: RankError, verdict: TestOutcome) -> RankError:
         """Return an error of the last run, having told the record what its ranks have to say about it."""

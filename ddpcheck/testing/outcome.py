@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 
 from ddpcheck.findings.errors import RankError, RankFailure, UsageError
-from ddpcheck.findings.report import Report
+from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.wording import agreeing, format_ranks, phrase, told_together
 from ddpcheck.testing.rank_context import RankArtifacts
 from ddpcheck.testing.rank_side import Ended, text_of
@@ -68,9 +68,10 @@ class TestOutcome:
     headline: str = ""  # one sentence; the reason of a skip
     lines: tuple[str, ...] = ()  # one for each rank that has something to say, a stuck rank's stack below its own
     first: RankFailure | None = None  # that the headline is about
+    mismatch: Finding | None = None  # DDP403, where that is why the ranks failed
 
 
-def judge(ended: Mapping[int, Ended], error: RankError | None) -> TestOutcome:
+def judge(ended: Mapping[int, Ended], error: RankError | None, mismatch: Finding | None = None) -> TestOutcome:
     """Put the ranks together: by number how those have ended that did not fail, and the error about those that did."""
     ended = dict(ended)
     failures = list(error.failures) if error is not None else []
@@ -82,7 +83,11 @@ def judge(ended: Mapping[int, Ended], error: RankError | None) -> TestOutcome:
         skipped = any(one.how == "skipped" for one in ended.values())
         waiting = all(one.kind in ("stuck", "fell") for one in failures)
         headline = f"{_disagreement(ended)}; {error}" if skipped and waiting else str(error)
-        return TestOutcome("failed", headline, _lines(ended, failures), failures[0] if failures else None)
+        if mismatch is not None and not skipped:
+            said, (first, other, *_) = mismatch.message.rstrip("."), mismatch.evidence
+            calls = "" if first.partition(": ")[2] in said else f": {first}; {other}"
+            headline = f"{mismatch.code}: {said}{calls}; {headline}"
+        return TestOutcome("failed", headline, _lines(ended, failures), failures[0] if failures else None, mismatch)
     hows = {one.how for one in ended.values()}
     if hows <= {"passed"}:
         return TestOutcome("passed")
@@ -160,7 +165,8 @@ def as_pytest_shows(
     """
     first = verdict.first
     shown = None
-    if first is not None and first.rank in attachment and first.kind not in ("stuck", "died"):
+    of_one = first is not None and first.kind not in ("stuck", "died") and verdict.mismatch is None
+    if first is not None and first.rank in attachment and of_one:
         shown = copy.copy(attachment[first.rank].failure)
     if shown is None:
         shown = _from_text(verdict, test)
@@ -184,7 +190,9 @@ def _from_text(verdict: TestOutcome, test: tuple[str, int | None, str]) -> Any:
     try:
         from _pytest._code import code
 
-        path, _, line = (verdict.first.location if verdict.first is not None else "").rpartition(":")
+        of_first = verdict.first.location if verdict.first is not None else ""
+        where = of_first if verdict.mismatch is None else str(verdict.mismatch.location or of_first)
+        path, _, line = where.rpartition(":")
         if not path:
             path, line = test[0], str((test[1] or 0) + 1)
         return code.ReprExceptionInfo(

@@ -22,6 +22,7 @@ import pytest
 
 from ddpcheck.findings.errors import DdpcheckError
 from ddpcheck.findings.tracebacks import for_target
+from ddpcheck.gather.collectives.collective_log import log_path, record_collectives
 from ddpcheck.testing import remote_pdb
 from ddpcheck.testing.rank_context import RankArtifacts, Style, TestConditions, measured
 from ddpcheck.testing.rank_fixtures import FixtureMaker
@@ -97,6 +98,7 @@ def _under(conditions: TestConditions) -> Iterator[RankArtifacts]:
     log = io.StringIO()
     caught: list[warnings.WarningMessage] = []
     explain_comparisons(conditions.style.assertions, conditions.style.comparisons)
+    _log_collectives()
     this_rank.save_attachment(b"")  # of an earlier run
     this_rank.forget_thread_error()
     try:
@@ -125,6 +127,14 @@ def _under(conditions: TestConditions) -> Iterator[RankArtifacts]:
         attachment.log = log.getvalue()
         attachment.warnings = [(one.message, one.category, one.filename, one.lineno) for one in caught]  # type: ignore[misc]
         this_rank.save_attachment(_packed(attachment))
+
+
+def _log_collectives() -> None:
+    """Log the collectives of the test, which begins, for the parent: to tell by them where ranks part."""
+    rank = this_rank.current()
+    if not (path := log_path(rank.directory, rank.rank)).exists():
+        record_collectives(rank.directory, rank.rank)
+    os.truncate(path, 0)  # of an earlier run
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ DDP = (
     "torch._dynamo",  # the first DistributedDataParallel of a process imports it: most of a second in every rank
     "torch.utils.checkpoint",
     "torch.utils.data",
+    "torch.distributed._functional_collectives",  # where collectives are logged, each rank imports it
     "torch.utils.serialization",  # the first torch.save or torch.load of a process imports it
     "ddpcheck.recipe.recipe",
     "ddpcheck.gather.autograd.autograd_graph",

@@ -154,13 +154,32 @@ def numbered():
         dist.broadcast(part)
         yield from part
 
+def scores():
+    for task in tasks:
+        try:
+            score()
+        except ValueError:
+            print(task)
+    dist.barrier()
+
+def score():
+    rows = read()
+    dist.gather(rows)
+
+def tidies():
+    for task in tasks:
+        with contextlib.suppress(ValueError):
+            dist.all_reduce(task)
+        dist.broadcast(task)
+    dist.barrier()
+
 main()
 """
 MAIN = len(PROGRAM.splitlines())  # the line that calls what the test is about
 FILE = Path(tempfile.mkdtemp(), "train.py")
 FILE.write_text(PROGRAM)
 CODES = {"b": DDP_BACKWARD, "f": DDP_FORWARD, "|": "barrier", "r": "all_reduce", "c": "broadcast", "v": "recv"}
-CODES["s"] = SHARD_FORWARD
+CODES |= {"s": SHARD_FORWARD, "g": "gather"}
 
 
 def call(code: str, *lines: int, group: str = "0", members: Sequence[int] = (0, 1), **more: Any) -> Call:
@@ -303,6 +322,18 @@ def test_an_exception_that_is_caught_ends_a_loop() -> None:
     finding = only(judge(calls, [*calls[:2], call("|", 37)]))
     assert (finding.code, finding.ranks, finding.location) == ("DDP405", (1,), Location("train.py", 35))
     assert "by the `except` at train.py:35" in finding.message
+
+
+def test_a_call_that_an_exception_may_have_left_out() -> None:
+    inner, line = line_of("gather", "score"), line_of("except", "scores")
+    made = call("g", inner, line - 1)
+    finding = only(judge([made] * 3, [made, made, call("|", line + 2)]))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP403", (1,), Location("train.py", line))
+    assert "not known" in finding.evidence[0] and "torchrun" in finding.fix and "batches" not in finding.fix
+    line = line_of("suppress", "tidies")
+    same = [call("r", line + 1), call("c", line + 2)]
+    finding = only(judge([*same, call("r", line + 1)], [*same, call("c", line + 2)]))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP403", (1,), Location("train.py", line))
 
 
 def test_a_loop_that_runs_so_often_and_has_made_fewer_passes() -> None:

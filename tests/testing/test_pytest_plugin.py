@@ -300,6 +300,38 @@ def test_the_plugin_can_be_named_where_it_is_also_installed() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_collectives_that_do_not_match_are_told_with_what_each_rank_called(inner) -> None:
+    done = inner(
+        """
+        import pytest, torch, torch.distributed as dist
+
+        def share(values):
+            dist.all_reduce(values)
+
+        @pytest.mark.ddp(world_size=2)
+        def test_rows(rank):
+            share(torch.ones(3))
+            share(torch.ones(5, 4 + rank))
+
+        def test_kinds(ddp_world):
+            ddp_world.run(lambda: share(torch.ones(4, dtype=(torch.float64, torch.int32)[dist.get_rank()])))
+
+        @pytest.mark.ddp(world_size=2)
+        def test_error_of_its_own(rank):
+            share(torch.ones(3))
+            if rank == 1:
+                raise KeyError("width")
+            share(torch.ones(3))
+        """
+    )
+    done.assert_outcomes(failed=3)
+    shape = "rank {0}, collective number 1: all_reduce(float32 of shape (5, {1})) at *test_*.py:4"
+    shapes = "; ".join(shape.format(rank, 4 + rank) for rank in (0, 1)).replace("(", "[(]")
+    done.stdout.fnmatch_lines([f"DDP403: Collective number 1 of the ranks does not match: {shapes}; *"])
+    done.stdout.fnmatch_lines(["E *DDP403: *float64 of shape [(]4,)* *int32 of shape [(]4,)*"])
+    assert "DDP403" not in done.stdout.str().partition("test_error_of_its_own _")[2].partition("short test")[0]
+
+
 @pytest.mark.slow
 def test_an_exception_in_a_thread_that_a_rank_waits_for_is_told(inner) -> None:
     done = inner(

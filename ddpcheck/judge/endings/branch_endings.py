@@ -122,9 +122,8 @@ def described_call(call: Call) -> str:
 
 def in_words(branch: Block) -> str:
     """Where what is in a branch stands, or past an early exit."""
-    return (
-        f"in the branch at {branch.head}" if branch.kind == "branch" else f"past the `{branch.word}` at {branch.head}"
-    )
+    where = {"branch": "in the branch", "try": f"in what the `{branch.word}` cuts short"}
+    return f"{where.get(branch.kind, f'past the `{branch.word}`')} at {branch.head}"
 
 
 def named(call: Call) -> str:
@@ -197,15 +196,16 @@ def explain_by_branch(facts: EndingFacts, stays: Position, leaves: Position) -> 
         return []  # one that is at work may still come to it
     for block in _left_out(facts, stays, leaves):
         loops = _loops_around(facts, stays, block)
-        if loops and _is_same_pass(facts, loops[-1], block, stays, leaves):
+        is_own = block.kind != "try" or loops == facts.loops(stays.lines)  # else what it cuts short is a loop in it
+        if loops and is_own and _is_same_pass(facts, loops[-1], block, stays, leaves):
             return _decided_alone(facts, stays, leaves, block)
     return []
 
 
 def _left_out(facts: EndingFacts, stays: Position, leaves: Position) -> list[Block]:
     """The blocks in which a rank is, and in which the other has been before and is not now; innermost first."""
-    theirs = facts.around(leaves.lines, "branch", "rest")
-    mine = reversed(facts.around(stays.lines, "branch", "rest"))
+    theirs = facts.around(leaves.lines, "branch", "rest", "try")
+    mine = reversed(facts.around(stays.lines, "branch", "rest", "try"))
     return [block for block in mine if block not in theirs and facts.has_been_in(leaves.of, block)]
 
 
@@ -223,12 +223,13 @@ def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stays: Position
     if loop in facts.loops(leaves.lines):
         return _comes_first(stays.lines, leaves.lines, before) and _is_anew(facts, stays, leaves)
     was_in_it = loop in facts.loops(before)
-    if was_in_it and any(word == "except" or line < block.line for line, word in exits_of(facts, loop, leaves, stays)):
+    exits = exits_of(facts, loop, leaves, stays)
+    if was_in_it and any((line, word) not in loop.exits or line < block.line for line, word in exits):
         return False
     if was_in_it and _comes_first(before, stays.lines, ()):  # so it has begun this pass
         return True
     assert stays.call is not None
-    ends_by_itself = loop.word == "for" and not loop.exits and not facts.around(stays.lines, "try")
+    ends_by_itself = loop.word == "for" and not exits
     of_loader = any(str(one.location) == loop.head for rank in facts.ranks for one in rank.passes)
     return ends_by_itself and not of_loader and stays.call.operation not in (DDP_FORWARD, *PASSES)
 
@@ -290,6 +291,22 @@ def _decided_alone(facts: EndingFacts, stays: Position, leaves: Position, block:
     arms = {one.head for one in facts.around(leaves.lines, "branch") if not leaves.of.ended}
     is_arm = block.kind == "branch"
     instead = ", in the other branch of it" if block.head in arms else ""
+    by_itself = f"each rank decides at {block.head} by itself"
+    fix = (
+        f"Let all ranks decide alike at {block.head}: all_reduce what decides it (the metric, the loss, a flag) before "
+        "the test, or broadcast the decision of rank 0. "
+        + (
+            f"Or take {named(call)} out of the branch."
+            if is_arm and call.operation != DDP_BACKWARD
+            else f"Or come to {named(call)} on every rank."
+        )
+    )
+    if block.kind == "try":
+        by_itself = f"what the `{block.word}` at {block.head} may have caught is not known, and leaves it out"
+        fix = (
+            f"Have the `{block.word}` at {block.head} print the traceback and raise the exception again: torchrun then "
+            f"ends all ranks. Or catch it where it is raised, so that this rank comes to {named(call)} all the same."
+        )
     return one_finding(
         "DDP403",
         (call.operation,),
@@ -299,19 +316,11 @@ def _decided_alone(facts: EndingFacts, stays: Position, leaves: Position, block:
         ranks=missing if len(missing) < len(calling) + (not is_arm) else calling,  # who jumps is the odd one of two
         location=Location(block.path, block.line),
         evidence=[
-            f"all of them have come to it before: each rank decides at {block.head} by itself",
+            f"all of them have come to it before: {by_itself}",
             f"called from {', '.join(stays.lines[1:4])}" if len(stays.lines) > 1 else "",
             *calls_there(stays, leaves),
         ],
-        fix=(
-            f"Let all ranks decide alike at {block.head}: all_reduce what decides it (the metric, the loss, a flag) "
-            "before the test, or broadcast the decision of rank 0. "
-            + (
-                f"Or take {named(call)} out of the branch."
-                if is_arm and call.operation != DDP_BACKWARD
-                else f"Or come to {named(call)} on every rank."
-            )
-        ),
+        fix=fix,
     )
 
 
