@@ -10,6 +10,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
 from ddpcheck.judge.data.script_files import told_by_files
+from ddpcheck.judge.gradients.hand_sums import judge_summed_again, judge_sums
 from ddpcheck.judge.gradients.script_alone import are_local, judge_alone, judge_parts_reduced, reduces_in_step
 from ddpcheck.judge.gradients.script_clips import (
     judge_changed,
@@ -18,7 +19,6 @@ from ddpcheck.judge.gradients.script_clips import (
     judge_scaled_by_hand,
     judge_step_gradients,
 )
-from ddpcheck.judge.gradients.script_losses import judge_summed_again, judge_sums
 from ddpcheck.judge.gradients.sharded import judge_shard_scales
 from ddpcheck.judge.loop.script_optimizers import (
     judge_metrics,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,8 @@ class Recording:
         steps: How often optimizers have stepped.
         rounds: How often the one has that has done so most.
         position: Of the script in its loaders.
-        taken: How many batches the script has taken in the passes over loaders that are under way.
+        batches: How many batches the script has taken of each loader.
+        taken: How many of them in the passes over loaders that are under way.
         samples: Copies of the tensors of the batch that was taken last, before a step that is sampled.
     """
 
@@ -39,6 +41,7 @@ class Recording:
         self.watches: Living[Any] = Living()
         self.wrappers = self.steps = self.rounds = self.taken = 0
         self.position: Position = (-1, -1, 0)
+        self.batches: Counter[int] = Counter()
         self.samples: Sequence[torch.Tensor] = ()
 
     def is_written(self, number: int) -> bool:

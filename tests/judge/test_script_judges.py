@@ -41,6 +41,7 @@ from ddpcheck.gather.steps.gradient_distance import sketches
 from ddpcheck.judge.data.script_data import judge_inputs, judge_loaders
 from ddpcheck.judge.data.script_files import _at_the_same_time, judge_files, judge_shards_saved, told_by_files
 from ddpcheck.judge.data.script_tables import judge_tables
+from ddpcheck.judge.gradients.hand_sums import judge_summed_again, judge_sums
 from ddpcheck.judge.gradients.script_alone import (
     are_close,
     are_near,
@@ -55,7 +56,7 @@ from ddpcheck.judge.gradients.script_clips import (
     judge_scaled_by_hand,
     judge_step_gradients,
 )
-from ddpcheck.judge.gradients.script_losses import judge_losses, judge_summed_again, judge_sums
+from ddpcheck.judge.gradients.script_losses import judge_losses
 from ddpcheck.judge.loop.script_optimizers import (
     judge_metrics,
     judge_optimizer_options,
@@ -963,6 +964,34 @@ def test_gradients_that_are_summed_by_hand() -> None:
     several = [ScaledTerm("mean", -1.0, 4), HALF]
     assert codes(judge_sums(steps(), losses(several, several, wrappers=()))) == ["DDP303"]
     assert not judge_sums(steps(options={"class": "AdamW"}), means)  # the scale does not matter
+
+
+@pytest.mark.parametrize(
+    ("used", "unclipped", "kind", "found"),
+    [
+        ((2.0, 6.0), None, "SGD", [Severity.ERROR]),  # the sum of what the ranks have
+        ((1.0, 3.0), None, "SGD", []),  # the average
+        ((0.1, 0.3), None, "SGD", []),  # something else: less of the average, or clipped by hand
+        ((0.1, 0.3), (2.0, 6.0), "SGD", [Severity.ERROR]),  # clipped
+        ((0.1, 0.3), (1.0, 3.0), "SGD", []),
+        ((2.0, 6.0), None, "Adam", []),  # which takes the same steps
+        ((0.1, 0.3), (2.0, 6.0), "Adam", [Severity.WARNING]),  # but for the clip
+        ((0.1, 0.3), (1.0, 3.0), "Adam", []),
+        ((2.0, 5.0), None, "SGD", []),  # another direction
+    ],
+)
+def test_gradients_that_are_summed_in_one_buffer(
+    used: tuple[float, ...], unclipped: tuple[float, ...] | None, kind: str, found: list[Severity]
+) -> None:
+    local = (2.0, 2.0), (0.0, 4.0)
+    more = {} if unclipped is None else {"unclipped": {"w": unclipped}}
+    options = {"class": kind, "module": "torch.optim"}
+    steps = [
+        [step(count, local={"w": own}, gradients={"w": used}, options=options, summed_at=LINE, **more) for own in local]
+        for count in range(1, 4)
+    ]
+    findings = judge_sums([[step(0), step(0)], *steps], losses([MEAN], [MEAN], wrappers=()))
+    assert [(one.code, one.severity, one.location) for one in findings] == [("DDP303", one, LINE) for one in found]
 
 
 def test_gradients_that_are_summed_by_hand_after_the_average() -> None:

@@ -173,6 +173,8 @@ def pace(*runs: tuple[int, int, int], reductions: int = 24) -> WrapperPace:
 
 PLAIN = pace((0, 1, 1))
 SKIPS_5, SKIPS_9 = pace((0, 1, 1), (5, 2, 2), (6, 1, 1)), pace((0, 1, 1), (9, 2, 2), (10, 1, 1))
+SKIPS_FIRST, SKIPS_LAST = pace((0, 2, 2), (1, 1, 1)), pace((0, 1, 1), (24, 1, 1))
+PASSES_FIRST, PASSES_LAST = pace((0, 1, 2), (1, 1, 1)), pace((0, 1, 1), (24, 0, 1))
 PASSES_5, PASSES_9 = pace((0, 1, 1), (5, 1, 2), (6, 1, 1)), pace((0, 1, 1), (9, 1, 2), (10, 1, 1))
 
 
@@ -187,6 +189,12 @@ PASSES_5, PASSES_9 = pace((0, 1, 1), (5, 1, 2), (6, 1, 1)), pace((0, 1, 1), (9, 
         ([SKIPS_5, pace((0, 1, 1), reductions=25)], []),  # which ends otherwise, and is told by that
         ([pace((0, 1, 1), (5, 9, 1), (6, 1, 1)), SKIPS_9], []),  # passes of something else
         ([pace(*((n, 1 + n % 3, 1) for n in range(24))), SKIPS_9], []),  # no regular pace
+        ([SKIPS_FIRST, SKIPS_LAST], [Severity.ERROR]),  # all steps are averaged with others
+        ([SKIPS_FIRST, SKIPS_FIRST], []),
+        ([SKIPS_LAST, SKIPS_LAST], []),
+        ([PASSES_FIRST, PASSES_LAST], [Severity.WARNING]),
+        ([pace((0, 1, 1), (5, 2, 1), (6, 1, 1)), pace((0, 1, 1), (9, 2, 1), (10, 1, 1))], []),  # the same batch again
+        ([pace((0, 1, 0), (5, 2, 0), (6, 1, 0)), pace((0, 1, 0), (24, 1, 0))], [Severity.ERROR]),  # without a loader
     ],
 )
 def test_steps_that_shift_between_ranks(paces: list[WrapperPace], found: list[Severity]) -> None:

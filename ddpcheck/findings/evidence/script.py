@@ -159,7 +159,10 @@ class OptimizerStep(Entry, frozen=True):
     rate: Location | None = None
     schedule: ScheduleState | None = None  # of its learning rate
     summed: tuple[str, ...] = ()  # the parameters whose gradient is just as an all_reduce has left it that sums
-    summed_at: Location | None = None  # the line of that all_reduce
+    summed_at: Location | None = None  # the line of that all_reduce, else of the last one that sums since backward
+    # sketches of some gradients in no wrapper, by name: as the last backward pass has left them, and before a clip
+    local: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    unclipped: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     # the lines that may leave it out after the backward pass: tests around it, and early exits
     left_out_at: tuple[Location, ...] = ()
     # the line that has gradients all_reduced after an earlier step had used them, before any other backward pass;

@@ -47,9 +47,12 @@ the world size.
 detected: The gradients are those of the reference times one factor, to within rounding, and the factor is one that the
 world size explains. `ddpcheck run` compares the loss with the mean that it was made of, looks for a sum that is divided
 by a number which an all_reduce has summed over the ranks, and that neither the loss nor a hook scales back, at
-gradients that are summed by hand, at averaged gradients that are divided by the world size, or multiplied by it, before
-the optimizer uses them, and at a mean over the features of all ranks whose gradient goes on to the rank's own only.
-Errors are relative to the root mean square of the norms of the ranks' own gradients.
+averaged gradients that are divided by the world size, or multiplied by it, before the optimizer uses them, and at a
+mean over the features of all ranks whose gradient goes on to the rank's own only. Without a wrapper it compares what
+backward has left on all ranks with what the optimizer uses, or a clip is given: it is a finding if that is the sum, in
+three steps that were compared, and the loss is a mean of weight 1. An optimizer whose steps do not depend on the scale,
+such as Adam, has one only after a clip, as a warning. Errors are relative to the root mean
+square of the norms of the ranks' own gradients.
 ignore: If the learning rate was tuned with this factor; it changes when the number of ranks does.
 explains: quietly DDP302 if a note
 reports: neuralmagic/sparseml#135 facebookresearch/3detr#56 ultralytics/ultralytics#18616

@@ -87,7 +87,8 @@ why: If one rank alone skips a step (NaN, out of memory), its later gradients ar
 the others, without a message, until one rank has no steps left and the job hangs.
 fix: all_reduce the decision, so that every rank skips or none does.
 detected: The numbers of backward passes and of optimizer steps between two averages are compared between ranks.
-`ddpcheck run` also compares how many forward passes and batches of the loader come between them.
+`ddpcheck run` also compares how many forward passes and batches of the loader come before each of them and after the
+last: several ranks have skipped different ones, at most three in a row, and four fifths of the others have one number.
 ignore: If a rank skips a step on purpose and its parameters are synchronised afterwards.
 explains: DDP306
 reports: NVIDIA-NeMo/Automodel#2468 ecmwf/WeatherGenerator#2718 pytorch/pytorch#64636

@@ -14,9 +14,9 @@ from collections.abc import Container, Sequence
 from functools import partial
 from statistics import median
 
-from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
+from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import counted, group_by, one_finding
+from ddpcheck.findings.wording import group_by, one_finding
 from ddpcheck.judge.gradients.script_weights import judge_own_weights
 
 LEAST_OF_GRADIENT = 0.05
@@ -47,7 +47,9 @@ _UNEQUAL = 0.02  # in parts of the smallest count
 _WHOLE = 0.02  # from the next whole number
 _LARGEST = 1e5  # of which the inverse in float32 tells whether it is whole
 _WEIGHTS = (1.0, 0.5, 0.25, 0.2, 0.1, *map(float, range(2, 11)))  # of a term of a loss of several
-SCALE_FREE = ("Adam", "NAdam", "RAdam", "Rprop", "Lion", "Adafactor")  # steps do not depend on a gradient's scale
+SCALE_FREE = (  # optimizers whose steps do not depend on the scale of gradients
+    *("Adam", "NAdam", "RAdam", "Rprop", "Lion", "Adafactor", "Adagrad", "Adadelta", "RMSprop", "LAMB", "Lamb", "Muon"),
+)
 
 Losses = Sequence[Sequence[LossDifferentiated]]  # by rank, in order
 
@@ -236,16 +238,17 @@ def _divided_by(of_ranks: Sequence[LossDifferentiated]) -> tuple[float, Location
 
 
 def _is_among(number: float, others: Sequence[float]) -> bool:
-    return any(map(partial(_is_near, number), others))
+    return any(map(partial(is_near, number), others))
 
 
 def _is_all_known(term: ScaledTerm) -> bool:
     """Whether the numbers by which a term is divided and multiplied make its factor."""
     known = math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf)
-    return bool(term.divisors) and _is_near(abs(known), abs(term.factor))
+    return bool(term.divisors) and is_near(abs(known), abs(term.factor))
 
 
-def _is_near(one: float, other: float) -> bool:
+def is_near(one: float, other: float) -> bool:
+    """Compare two numbers, but for rounding."""
     return abs(one - other) < _TOLERANCE * abs(one)
 
 
@@ -367,60 +370,3 @@ def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:
     if term.kind == "mean":
         return term.count * abs(factor / term.factor) if term.chosen and term.factor else 0.0
     return weight / abs(term.factor) if term.factor else 0.0
-
-
-def judge_summed_again(steps: Sequence[Sequence[OptimizerStep]], world_size: int) -> list[Finding]:
-    """DDP303: gradients that DDP has averaged and that are summed over the ranks by hand after that."""
-    summed = [
-        of_ranks for of_ranks in steps if all(one.averaged and set(one.summed) & set(one.held) for one in of_ranks)
-    ]
-    if len(summed) < FEWEST_PASSES or len(summed) < len(steps):
-        return []
-    first = summed[0][0]
-    return one_finding(
-        "DDP303",
-        ("all_reduce",),
-        f"DDP has averaged the gradients, and an all_reduce sums them over the ranks once more: they are {world_size} "
-        "times those of the mean.",
-        location=first.summed_at,
-        evidence=[
-            f"in all {len(summed)} optimizer steps that were compared, of {counted(len(first.summed), 'parameter')}"
-        ],
-        severity=Severity.WARNING,
-        fix="Leave the all_reduce out: DDP averages the gradients in backward.",
-    )
-
-
-def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list[Finding]:
-    """DDP303: gradients that are summed over the ranks by hand, of losses that are means over a rank's samples.
-
-    Args:
-        steps: Of one optimizer, each on all ranks.
-        losses: By rank.
-    """
-    means = [
-        not one.wrappers
-        and all(term.kind == "mean" for term in one.terms)
-        and any(abs(term.factor) == 1.0 for term in one.terms)
-        for one in losses[0]
-        if one.terms
-    ]
-    summed = [of_ranks for of_ranks in steps if all(one.summed for one in of_ranks)]
-    if len(summed) < FEWEST_PASSES or len(summed) < len(steps) or len(means) < FEWEST_PASSES or not all(means):
-        return []
-    first = summed[0][0]
-    if first.options.get("class", "").startswith(SCALE_FREE):
-        return []
-    return one_finding(
-        "DDP303",
-        ("all_reduce",),
-        f"Gradients are summed over the ranks and not divided by their number: they are {len(losses)} times those of "
-        "the mean over all samples.",
-        location=first.summed_at,
-        evidence=[
-            f"in all {len(summed)} optimizer steps that were compared, of {counted(len(first.summed), 'parameter')}",
-            "the loss is a mean over the samples of a rank",
-        ],
-        severity=Severity.WARNING,
-        fix="Divide by dist.get_world_size() after the all_reduce, or reduce with dist.ReduceOp.AVG where there is it.",
-    )

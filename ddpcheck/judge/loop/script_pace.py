@@ -46,29 +46,36 @@ def _shifts(
     paces: Sequence[WrapperPace], number: Callable[[PaceRun], int], what: str, message: str, severity: Severity | None
 ) -> list[Finding]:
     unusual: list[dict[int, int]] = []
-    line: Location | None = None
-    for one in paces:
+    lines: list[Location | None] = []
+    for pace in paces:
         counts: Counter[int] = Counter()
-        for run, length in one.lengths():
+        taken: Counter[int] = Counter()
+        for run, length in pace.lengths():
             counts[number(run)] += length
-        usual, often = counts.most_common(1)[0]
-        if not usual or often < _USUAL * sum(counts.values()):
+            taken[run.batches] += length
+        ((turn, often),), ((batches, _),) = counts.most_common(1), taken.most_common(1)
+        if not turn or often < _USUAL * pace.reductions:
             return []
-        odd = {run.first + n: run for run, length in one.lengths() for n in range(length) if number(run) != usual}
-        more = {step: run for step, run in odd.items() if step and number(run) % usual == 0 and number(run) > usual}
-        unusual.append({step: number(run) // usual - 1 for step, run in more.items()})
-        line = line or next((run.location for run in more.values()), None)
+        # a rank that leaves out a backward pass has taken another batch, if there is a loader
+        odd = [one for one in pace.lengths() if number(one[0]) > turn and (one[0].batches > batches or not batches)]
+        more = {run.first + n: run for run, length in odd if number(run) % turn == 0 for n in range(length)}
+        skipped = {step: number(run) // turn - 1 for step, run in more.items()}
+        skipped |= {run.first: number(run) // turn for run in pace.runs[-1:] if run.first == pace.reductions}
+        unusual.append({step: times for step, times in skipped.items() if 0 < times <= _MOST_LEFT_OUT})
+        lines += [more[step].location for step in unusual[-1] if step in more]
     everywhere = set.intersection(*(set(of_rank.items()) for of_rank in unusual))
     own = [{step: n for step, n in of_rank.items() if (step, n) not in everywhere} for of_rank in unusual]
-    if sum(map(bool, own)) < 2 or max(n for of_rank in own for n in of_rank.values()) > _MOST_LEFT_OUT:
+    if sum(map(bool, own)) < 2:
         return []  # one rank alone comes to another number, and is told by that
+    lines += [pace.runs[0].location for pace in paces]  # all were skipped after the last reduction
+    line = next(filter(None, lines), None)
     return one_finding(
         "DDP508",
         ("backward",),
         message,
         location=line,
         evidence=[
-            f"rank {rank}: {what} before reduction {', '.join(map(str, sorted(of_rank)[:4]))}"
+            f"rank {rank}: {what} before reduction {', '.join(map(str, sorted(of_rank)[:4]))} of {paces[0].reductions}"
             for rank, of_rank in enumerate(own[:4])
             if of_rank
         ],

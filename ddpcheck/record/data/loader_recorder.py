@@ -154,6 +154,7 @@ class LoaderRecorder:
                 one.entry = replace(one.entry, skipped=one.entry.batches if one.used >= 0 else one.entry.skipped)
             one.entry = replace(one.entry, batches=one.entry.batches + 1)
             self._run.position = one.entry.loader, one.entry.number, one.entry.batches
+            self._run.batches[one.entry.loader] += 1
             self._run.log.count_batch(*self._run.position)
             self._count_taken()
             return batch

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 
 from ddpcheck.findings.evidence.loop import PaceRun
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import user_frame, user_location
-from ddpcheck.record.recording import Position, Recording
-from ddpcheck.record.source.source_scope import body_of, location_in, own_nodes, scope_of_frame
+from ddpcheck.findings.source_lines import lines_of_program, user_location
+from ddpcheck.record.recording import Recording
+from ddpcheck.record.source.source_scope import lines_left_out_by
 
 MOST_RUNS = 1024
 
@@ -19,6 +18,7 @@ class PaceRecorder:
 
     Attributes:
         forwards: Forward passes in training mode since the last reduction.
+        lines: The stack of the first of them, lines of the program only.
     """
 
     def __init__(self, run: Recording, number: int) -> None:
@@ -26,32 +26,33 @@ class PaceRecorder:
         self._run = run
         self._number = number
         self.forwards = 0
-        self._last: Position = (-1, -1, 0)
+        self.lines: tuple[str, ...] = ()
+        self._taken: dict[int, int] = {}  # batches until the last reduction, by loader
+        self._loader = -1  # at the last reduction
         self._runs = 0
         self._now = (-1, -1)
 
     def reduced(self, step: int) -> None:
         """A reduction has ended."""
-        forwards, self.forwards = self.forwards, 0
-        now, last = self._run.position, self._last
-        self._last = now
-        batches = now[2] - (last[2] if now[:2] == last[:2] else 0)
-        if (forwards, batches) != self._now and self._runs < MOST_RUNS:
-            where = _left_out() if self._runs else user_location()
-            self._now, self._runs = (forwards, batches), self._runs + 1
-            self._run.add(PaceRun(self._number, step, forwards, batches, where))
+        pace, self.forwards = (self.forwards, self._batches()), 0
+        self._loader, self._taken = self._run.position[0], dict(self._run.batches)
+        if pace != self._now and self._runs < MOST_RUNS:
+            where = self._left_out(lines_of_program(sys._getframe(1)), pace[0] != self._now[0])
+            self._now, self._runs = pace, self._runs + 1
+            self._run.add(PaceRun(self._number, step, *pace, where))
 
+    def ended(self, step: int) -> None:
+        """Write what came after the last reduction, unless that is in another loop."""
+        pace = self.forwards, self._batches()
+        if any(pace) and self._run.position[0] == self._loader and 0 < self._runs < MOST_RUNS:
+            self._run.add(PaceRun(self._number, step, *pace, None))
 
-def _left_out() -> Location | None:
-    """The one `continue` in the loop before the line at which the script's function is now; else that line."""
-    frame = user_frame(sys._getframe(1))
-    scope = None if frame is None else scope_of_frame(frame)
-    if frame is None or scope is None:
-        return user_location()
-    body = body_of(frame.f_code)
-    loops = [node for node in own_nodes(body) if isinstance(node, ast.For | ast.While)] if body is not None else []
-    around = [node for node in loops if node.lineno < frame.f_lineno <= (node.end_lineno or 0)]
-    inner = max(around, key=lambda node: node.lineno, default=None)
-    nodes = [] if inner is None else [*own_nodes(inner)]
-    found = [one.lineno for one in nodes if isinstance(one, ast.Continue) and one.lineno < frame.f_lineno]
-    return location_in(scope, found[0]) if len(found) == 1 else user_location(frame)
+    def _batches(self) -> int:
+        """Batches since the last reduction, of the loader that the script goes through."""
+        loader = self._run.position[0]
+        return self._run.batches[loader] - self._taken.get(loader, 0)
+
+    def _left_out(self, backward: tuple[str, ...], after_forward: bool) -> Location | None:
+        """What may leave out the backward pass, if that is one line; else the line of the backward pass."""
+        found = lines_left_out_by(backward, self.lines if after_forward else ())
+        return found[0] if len(found) == 1 else user_location()

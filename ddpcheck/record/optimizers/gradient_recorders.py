@@ -45,11 +45,11 @@ class ClipRecorder:
         follows: Whether it has seen something since an optimizer's step, or the beginning of a backward pass.
     """
 
-    def __init__(self, run: Recording, after: Callable[[], object]) -> None:
-        """Begin; `after` is called after each clip."""
+    def __init__(self, run: Recording, before: Callable[[], object], after: Callable[[], object]) -> None:
+        """Begin; `before` and `after` are called before and after each clip."""
         self.follows = False
         self._run = run
-        self._after = after
+        self._before, self._after = before, after
         self._clips = 0
         self._last: tuple[str, Location | None] = ("", None)
         self._line: Location | None = None  # of the last backward pass
@@ -60,6 +60,7 @@ class ClipRecorder:
 
     def _clips_norm(self, *arguments: Any, **named: Any) -> Generator[None, Any, None]:
         norm = _norm_given(arguments, named)
+        self._before()
         result = yield
         limit = named["max_norm"] if "max_norm" in named else arguments[1]
         self._clipped("clip_grad_norm_", result if norm is None else norm, limit)
@@ -68,6 +69,7 @@ class ClipRecorder:
         given = arguments[0] if arguments else named.get("parameters")
         is_list = isinstance(given, torch.Tensor | list | tuple)
         norm = _norm(given) if is_list and self._run.is_written(self._clips) else None
+        self._before()
         yield
         self._clipped("clip_grad_value_", norm)
 

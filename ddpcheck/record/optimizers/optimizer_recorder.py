@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.optimizers.gradient_recorders import ClipRecorder, GivenRecorder, ZeroingRecorder
 from ddpcheck.record.optimizers.part_recorder import shard_norm_at
 from ddpcheck.record.optimizers.schedule_recorder import ScheduleRecorder
-from ddpcheck.record.rank.line_recorder import LineRecorder, lines_left_out_by
+from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.program_state import (
@@ -44,9 +43,10 @@ from ddpcheck.record.replicas.program_state import (
 )
 from ddpcheck.record.replicas.state_uses import LoadRecorder, UseRecorder
 from ddpcheck.record.replicas.write_recorder import WriteRecorder
-from ddpcheck.record.source.source_scope import assignment_in_program
+from ddpcheck.record.source.source_scope import assignment_in_program, lines_left_out_by
 
 _MOST_MARKS = _MOST_SUMS = 4096
+_MOST_SKETCHED = 64  # gradients in no wrapper
 _MOST_LOOKED_AT = 16  # optimizers, whose gradients may be averaged after the step
 
 
@@ -95,11 +95,14 @@ class OptimizerRecorder:
         patched(torch.optim.Optimizer, "zero_grad", self._before_zero_grad)
         patched(nn.Module, "zero_grad", self._before_module_zero_grad)
         self._zeroings = ZeroingRecorder(run.add, self._names_of)
-        self._clips = ClipRecorder(run, self._zeroings.note_changed)
+        self._clips = ClipRecorder(run, self._before_clip, self._zeroings.note_changed)
         self._loads = LoadRecorder(run.add)
         self.states = StateRecorder(run, UseRecorder(run, self._held), writes.copied)
         self.given = GivenRecorder(run)
-        self._flat: list[tuple[int, float, Location | None]] = []  # elements, squared norm, line
+        self._sum_at: Location | None = None  # the line of the last all_reduce since backward that has left a sum
+        # sketches by identity of a parameter in no wrapper: as backward has left its gradient, and before a clip
+        self._local: dict[int, tuple[float, ...]] = {}
+        self._unclipped: dict[int, tuple[float, ...]] = {}
         self._sums: dict[int, tuple[Callable[[], Any], int, Location | None]] = {}  # version, line, by identity
 
     def close(self) -> None:
@@ -121,8 +124,7 @@ class OptimizerRecorder:
                 known.late = Location.parse(below_common(callers, known.used[1])) or location
         if type(tensor) is torch.Tensor and self._run.is_written(self._run.steps) and len(self._sums) < _MOST_SUMS:
             self._sums[id(tensor)] = tensor_ref(tensor), version_of(tensor), location
-            if tensor.is_floating_point():  # of several gradients in one, perhaps
-                self._flat += [(tensor.numel(), float(tensor.norm()) ** 2, location)]
+            self._sum_at = location if tensor.is_floating_point() and tensor.numel() > 1 else self._sum_at
 
     def are_gradients(self, places: Collection[int]) -> bool:
         """Whether the gradient of a parameter is at any of these places (`place_of`)."""
@@ -175,7 +177,6 @@ class OptimizerRecorder:
             if known.steps or not known.number:  # others may be made anew in each step, for an inner loop
                 self.states.look(known.number, known.steps, self._held())
         self._sums.clear()
-        self._flat.clear()
         self.given.clear()
         known.reduced = {}
         for watch in watches:
@@ -206,8 +207,9 @@ class OptimizerRecorder:
         every = {**whole, **alone}
         summed: dict[str, Location | None] = {}
         if self._sums:
-            summed = {name: line for name, p in every.items() if (line := self._sum_in(p.grad))}
-        summed = summed or self._sums_in_one([(name, p.grad) for name, p in alone.items() if p.grad is not None])
+            # what was written in place before the sum may have been divided
+            written = [name for name, p in alone.items() if p.grad is not None and version_of(p.grad)]
+            summed = {n: line for n, p in every.items() if n not in written and (line := self._sum_in(p.grad))}
         lines = lines_of_program(sys._getframe(1))
         if not known.steps:
             known.rescaled_at = gradients_scaled_at(user_frame(sys._getframe(1)))
@@ -247,8 +249,10 @@ class OptimizerRecorder:
             rate=(known.schedule and known.schedule.made) or assignment_in_program("lr"),
             schedule=known.schedule,
             summed=tuple(summed),
-            summed_at=next(iter(summed.values()), None),
-            left_out_at=lines_left_out_by(lines, self._differentiated),
+            summed_at=next(iter(summed.values()), self._sum_at),
+            local={name: self._local[id(p)] for name, p in alone.items() if id(p) in self._local},
+            unclipped={name: self._unclipped[id(p)] for name, p in alone.items() if id(p) in self._unclipped},
+            left_out_at=lines_left_out_by(lines, self._differentiated) if self._differentiated else (),
             late_sum_at=known.late,
             restored_at=self._lines.of_restored(optimizer),
             rescaled_at=known.rescaled_at,
@@ -264,14 +268,15 @@ class OptimizerRecorder:
             shard_states=shard_states(optimizer, {n: p for n, p in inside.items() if id(p) in shards}),
         )
 
-    def _sums_in_one(self, gradients: list[tuple[str, torch.Tensor]]) -> dict[str, Location | None]:
-        """Those that are what tensors hold which have been reduced: as many elements, of the same norm."""
-        elements, power = sum(part[0] for part in self._flat), sum(part[1] for part in self._flat)
-        if not gradients or elements != sum(gradient.numel() for _, gradient in gradients):
-            return {}
-        sizes = norms(dict(gradients)).values()
-        alike = math.isclose(power, sum(size * size for size in sizes), rel_tol=1e-4)
-        return {name: self._flat[0][2] for name, _ in gradients} if alike and power else {}
+    def _sketches(self) -> dict[int, tuple[float, ...]]:
+        """Sketches of gradients of parameters in no wrapper, by identity of the parameter."""
+        of_optimizers = ((p, known) for one, known in list(self._known.items()) for p in parameters_of(one))
+        loose = {str(id(p)): p.grad for p, known in of_optimizers if id(p) in known.alone and p.grad is not None}
+        some = dict(itertools.islice(loose.items(), _MOST_SKETCHED))
+        return {int(key): numbers for key, numbers in sketches({k: dense(g) for k, g in some.items()}).items()}
+
+    def _before_clip(self) -> None:
+        self._unclipped = self._unclipped or (self._sketches() if self._local else {})
 
     def _sum_in(self, gradient: torch.Tensor | None) -> Location | None:
         """The line of the all_reduce that has left a gradient as it is."""
@@ -339,7 +344,7 @@ class OptimizerRecorder:
     def before_backward(self, loss: Any) -> None:
         """A backward pass of the script begins from `loss`."""
         self._backwards += 1
-        self._flat.clear()
+        self._local, self._unclipped, self._sum_at = {}, {}, None
         described = self._due or self._stepped < self._lines.made  # the step after it, perhaps
         self._differentiated = lines_of_program(sys._getframe(1)) if described else ()
         for watch in filter(None, map(call, self._run.watches.refs)):  # each call costs in a step
@@ -353,6 +358,7 @@ class OptimizerRecorder:
         """It has ended."""
         if self._run.is_written(self._run.steps):
             self._clips.backward_ended()
+            self._local = self._sketches()
         for watch in filter(None, map(call, self._run.watches.refs)):
             watch.any_backward_ended()
         if self._zeroings.follows:

@@ -13,9 +13,8 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from ddpcheck.findings.evidence.loop import ModuleChanged
-from ddpcheck.findings.program_blocks import left_out_by
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import file_of, user_location
+from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.patching import CALLER, patched
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.record.module_hooks import UnpickledHook
@@ -138,11 +137,3 @@ def _path_in(watch: ScriptWatch, module: nn.Module) -> str | None:
     """Where a module is in a wrapped one; "" for that one, and for what holds it."""
     path = watch.path_of(module)
     return "" if path is None and any(part is watch.module for part in module.modules()) else path
-
-
-@functools.cache
-def lines_left_out_by(step: tuple[str, ...], backward: tuple[str, ...]) -> tuple[Location, ...]:
-    """What decides whether a step is made after a backward pass, by the lines of their stacks."""
-    files = {line.rpartition(":")[0]: file_of(line) for line in (*step, *backward)}
-    found = left_out_by(step, backward, files) if backward else ()
-    return tuple(Location(block.path, block.line) for block in found)

@@ -7,6 +7,7 @@ missing. What it writes is judged with the logs of the other ranks when the scri
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_called_by_a_package, user_location
+from ddpcheck.findings.source_lines import is_called_by_a_package, lines_of_program, user_location
 from ddpcheck.gather.ddp.sharding import mesh_of
 from ddpcheck.gather.state.fingerprints import InRows, is_shard
 from ddpcheck.gather.state.module_description import class_name, classes_of_program, module_entries
@@ -298,6 +299,7 @@ class ScriptWatch(StepListener):
         self._replica.write()
         if was_attached and not failing:
             self._replica.write_buffers()
+            self._pace.ended(self.step)
         if was_attached and (apart := self._marks.at_last()) is not None:
             self._log.add(apart)
         self._bypass.close()
@@ -385,6 +387,7 @@ class ScriptWatch(StepListener):
         self._collectives.forward_returned(synced=synced)
         if (wrapper := self._recorder.tracker.parameters.wrapper()) is not None and wrapper.training:
             self._pace.forwards += 1
+            self._pace.lines = self._pace.lines or lines_of_program(sys._getframe(1))
 
     def cannot_follow(self) -> None:
         """Write that its steps are not compared."""

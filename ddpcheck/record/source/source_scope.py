@@ -23,8 +23,10 @@ from typing import Any
 
 from torch import nn
 
+from ddpcheck.findings.program_blocks import left_out_by
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
+    file_of,
     file_of_module,
     frames_from,
     is_of_program,
@@ -179,6 +181,13 @@ def scope_of_frame(frame: FrameType) -> Scope | None:
 def user_caller(frame: FrameType) -> FrameType | None:
     """The function of the script by which that of a frame was called."""
     return next((caller for caller in frames_from(frame.f_back) if is_users(caller.f_code)), None)
+
+
+@functools.cache
+def lines_left_out_by(step: tuple[str, ...], backward: tuple[str, ...]) -> tuple[Location, ...]:
+    """Lines that decide about a step after a backward pass, or a backward pass after a forward, by their stacks."""
+    files = {line.rpartition(":")[0]: file_of(line) for line in (*step, *backward)}
+    return tuple(Location(block.path, block.line) for block in left_out_by(step, backward, files))
 
 
 MOST_CALLERS = 4  # functions of the script, one called by the other, that are looked at
