@@ -60,8 +60,9 @@ from ddpcheck.judge.data.script_draws import (
 from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved
 from ddpcheck.judge.data.script_rows import OTHER_VALUES, hold_own_parts
 from ddpcheck.judge.data.script_tables import judge_tables
-from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
+from ddpcheck.judge.evaluation.script_evaluation import evaluations_of, judge_evaluations
 from ddpcheck.judge.evaluation.script_order import judge_sums_again, judge_targets
+from ddpcheck.judge.evaluation.shown_numbers import trace_numbers
 from ddpcheck.judge.gradients.script_alone import all_gradients_agree, judge_reduced_alike, judge_taken
 from ddpcheck.judge.gradients.script_gathers import judge_gathers, judge_own_parts
 from ddpcheck.judge.gradients.script_losses import FEWEST_PASSES, SCALE_FREE, judge_accumulated, judge_losses
@@ -263,14 +264,14 @@ def _files(facts: ScriptFacts) -> Verdicts:
 def _evaluation(facts: ScriptFacts) -> Verdicts:
     if facts.trains_apart:
         return {}
-    passes = facts.of(EvaluationPass)
-    exchanged, shown, compared = facts.of(ResultExchanged), facts.of(MetricShown), facts.of(RowsCompared)
-    found = judge_evaluations(facts.passes, passes, exchanged, shown, compared)
+    passes, exchanged = facts.of(EvaluationPass), facts.of(ResultExchanged)
+    shown, compared = facts.of(MetricShown), facts.of(RowsCompared)
+    evaluations = evaluations_of(facts.passes, passes, exchanged, shown, compared)
+    found = judge_evaluations(evaluations, facts.passes)
     found += judge_sums_again(facts.of(SumsReduced))
     found += judge_targets(facts.of(GatheredTargets), facts.of(LossDifferentiated))
-    loops = f"after {counted(len(passes[0]), 'loop')} without backward"
-    what = f"the numbers and labels that were exchanged and shown, {loops}"
-    return {"evaluation": _compared(found, what, len(passes[0]))}
+    held, lacking = trace_numbers(evaluations, shown) if evaluations else ("", "")
+    return {"evaluation": Verdict(found, held, "" if found else lacking)}
 
 
 # What is beside the wrappers

@@ -167,8 +167,12 @@ def report_on(run: Run) -> Report:
     return report_on_script(run.script, ending, ranks, select=(), ignore=())
 
 
-NOT_COMPARED = {"tests/healthy_loops.py": {"replicas", "reducer"}}
-"""Check lines that are not of all steps: under Join, post-local SGD and PowerSGD."""
+NOT_COMPARED = {
+    "tests/healthy_loops.py": {"replicas", "reducer"},
+    "tests/healthy_evaluations.py": {"evaluation"},
+    "examples/scripts/gathered_by_rank.py": {"evaluation"},
+}
+"""Check lines that are not of all steps, under Join, post-local SGD and PowerSGD; or not of all numbers shown."""
 
 
 def assert_as_expected(run: Run, report: Report) -> None:

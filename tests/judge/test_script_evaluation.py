@@ -24,8 +24,9 @@ from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.judge.evaluation.evaluation_results import OF_NUMBERS, OF_SCORES
-from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations
+from ddpcheck.judge.evaluation.metrics import OF_NUMBERS, OF_SCORES
+from ddpcheck.judge.evaluation.script_evaluation import evaluations_of
+from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations as judge_groups
 from ddpcheck.judge.evaluation.script_order import judge_targets
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.data.sample_rows import SampleRows
@@ -41,6 +42,16 @@ from ddpcheck.record.loss.target_recorder import _cross_entropies, _place_of
 from ddpcheck.record.source.program_numbers import array_of, columns_of, labels_in, number_of, rows_of_program
 
 LOOP, LINE, REDUCE = Location("train.py", 30), Location("train.py", 34), Location("train.py", 33)
+
+
+def judge_evaluations(
+    loaders: Sequence[Sequence[LoaderPass]],
+    passes: Sequence[Sequence[EvaluationPass]],
+    given: Sequence[Sequence[ResultExchanged]],
+    shown: Sequence[Sequence[MetricShown]],
+    compared: Sequence[Sequence[RowsCompared]] = (),
+) -> list[Finding]:
+    return judge_groups(evaluations_of(loaders, passes, given, shown, compared), loaders)
 
 
 def judged(
@@ -99,7 +110,7 @@ def test_one_rank_alone_evaluates_what_is_no_share_or_others_evaluate_theirs() -
     assert not lone(replicas=0)
     assert not lone(replicas=1)
     assert not lone(of=21)
-    assert not lone(mean=0.75)  # something else is shown
+    assert not lone(mean=0.8)  # something else is shown
     assert lone(others=[replace(theirs, trains=True)])
     assert lone(others=[replace(theirs, dataset="Others")])
 
@@ -117,7 +128,10 @@ def test_one_rank_alone_evaluates_what_is_no_share_or_others_evaluate_theirs() -
     ],
 )
 def test_samples_that_a_sampler_repeats_are_counted(of_rank_0: ResultExchanged, of_rank_1: ResultExchanged) -> None:
-    held = [{"evaluate.correct": 3.0}, {"evaluate.correct": 4.0}]
+    held = [
+        {"evaluate.correct": 3.0, "evaluate.sum(table)": 5.0},
+        {"evaluate.correct": 4.0, "evaluate.sum(table)": 5.0},
+    ]
     (found,) = judged(strided(9), size=9, numbers=held, given=[[of_rank_0], [of_rank_1]])
     assert (found.code, found.subjects) == ("DDP801", ("Photos",))
     assert "over 10 samples, and the ranks have 9 different ones: 1 sample counts twice" in found.message
@@ -130,7 +144,11 @@ def test_a_sum_over_batches_is_counted_too() -> None:
 
 def test_a_line_may_reduce_a_number_and_then_a_pair() -> None:
     calls = [[call(5), call(3, 2.5)], [call(5), call(4, 2.5)]]
-    assert codes(judged(strided(9), size=9, given=calls)) == ["DDP801"]
+    counted = [{"evaluate.loss": 2.5}, {"evaluate.loss": 2.5}]
+    assert codes(judged(strided(9), size=9, given=calls, numbers=counted)) == ["DDP801"]
+    assert judged(strided(9), size=9, given=calls) == []  # 5 may be the number of anything
+    many = [[call(301.0)], [call(301.0)]]
+    assert codes(judged(strided(601), size=601, given=many)) == ["DDP801"]
 
 
 @pytest.mark.parametrize(
@@ -180,47 +198,54 @@ def test_gathered_rows_count_twice_unless_they_are_cut() -> None:
 # Metrics of one rank
 
 
-OWN = [{"evaluate.correct": 3.0}, {"evaluate.correct": 2.0}]
+OWN = [{"evaluate.correct": 300.0}, {"evaluate.correct": 200.0}]
 
 
 @pytest.mark.parametrize("how", ["printed", "logged", "saved", "decides"])
 def test_what_one_rank_shows_of_its_own_samples_is_reported(how: str) -> None:
-    (found,) = judged(strided(8), size=8, numbers=OWN, shown=[prints(0.75, how=how), []])
+    (found,) = judged(strided(800), size=800, numbers=OWN, shown=[prints(0.75, how=how), []])
     assert (found.code, found.subjects, found.ranks, found.location) == ("DDP802", ("correct",), (0,), LINE)
     assert "0.75" in found.message and "rank 1 has 0.5, and all ranks together 0.625" in found.message
 
 
 def test_a_rank_that_shows_the_metric_of_each_rank_is_silent() -> None:
-    assert judged(strided(8), size=8, numbers=OWN, shown=[prints(0.75, 0.5), []]) == []
+    assert judged(strided(800), size=800, numbers=OWN, shown=[prints(0.75, 0.5), []]) == []
 
 
 def test_several_metrics_of_an_own_shard_are_one_finding_and_a_reduced_one_is_none_of_them() -> None:
     own = [
-        {**one, **more} for one, more in zip(OWN, ({"evaluate.total": 1.3, "evaluate.margin": 2.2},) * 2, strict=True)
+        {**one, **more}
+        for one, more in zip(OWN, ({"evaluate.total": 130.3, "evaluate.margin": 220.2},) * 2, strict=True)
     ]
-    own[1] = {**own[1], "evaluate.total": 1.9, "evaluate.margin": 2.9}
-    reduced = [[call(2.2)], [call(2.9)]]
-    (found,) = judged(strided(8), size=8, numbers=own, given=reduced, shown=[prints(0.75, 0.325, 0.55), []])
+    own[0]["evaluate.correct"] = 303.0
+    own[1] = {**own[1], "evaluate.total": 190.9, "evaluate.margin": 290.9}
+    reduced = [[call(220.2)], [call(290.9)]]
+    (found,) = judged(strided(800), size=800, numbers=own, given=reduced, shown=[prints(0.7575, 0.32575, 0.5505), []])
     assert found.subjects == ("correct", "total")
-    assert any(one.startswith("also total: Rank 0 has 0.325 printed") for one in found.evidence)
+    assert any(one.startswith("also total: Rank 0 has 0.32575 printed") for one in found.evidence)
 
 
-@pytest.mark.parametrize("shown", [61 / 39, math.exp(61 / 39)], ids=["a token", "perplexity"])
+@pytest.mark.parametrize("shown", [6100 / 3900, math.exp(6100 / 3900)], ids=["a token", "perplexity"])
 def test_what_is_divided_by_another_number_of_the_same_function_is_a_metric(shown: float) -> None:
-    tokens = [{"evaluate.nll": 61.0, "evaluate.tokens": 39.0}, {"evaluate.nll": 90.0, "evaluate.tokens": 50.0}]
-    (found,) = judged(strided(8), size=8, numbers=tokens, shown=[prints(shown), []])
+    tokens = [{"evaluate.nll": 6100.0, "evaluate.tokens": 3900.0}, {"evaluate.nll": 9000.0, "evaluate.tokens": 5000.0}]
+    (found,) = judged(strided(800), size=800, numbers=tokens, shown=[prints(shown), []])
     assert (found.code, found.subjects, found.ranks) == ("DDP802", ("nll",), (0,))
     assert (
         judged(
-            strided(8), size=8, numbers=tokens, shown=[[MetricShown(0, "printed", LINE, (ShownNumber("1.5641"),))], []]
+            strided(800),
+            size=800,
+            numbers=tokens,
+            shown=[[MetricShown(0, "printed", LINE, (ShownNumber("1.6"),))], []],
         )
         == []
     )
-    assert judged(strided(8), size=8, numbers=tokens, shown=[prints(151 / 89), []]) == []  # of all
+    assert judged(strided(800), size=800, numbers=tokens, shown=[prints(151 / 89), []]) == []  # of all
     apart = [{"evaluate.nll": one["evaluate.nll"], "train.tokens": one["evaluate.tokens"]} for one in tokens]
-    assert judged(strided(8), size=8, numbers=apart, shown=[prints(shown), []]) == []  # of another function
-    half = [{**one, "evaluate.nll": nll} for one, nll in zip(tokens, (19.5, 10.0), strict=True)]
-    assert judged(strided(8), size=8, numbers=half, shown=[prints(50.0), []]) == []  # other numbers may give it, too
+    assert judged(strided(800), size=800, numbers=apart, shown=[prints(shown), []]) == []  # of another function
+    half = [{**one, "evaluate.nll": nll} for one, nll in zip(tokens, (1950.0, 1000.0), strict=True)]
+    assert (
+        judged(strided(800), size=800, numbers=half, shown=[prints(50.0), []]) == []
+    )  # other numbers may give it, too
 
 
 def held_of(counts: Any, added: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
@@ -228,7 +253,7 @@ def held_of(counts: Any, added: Sequence[Any], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(evaluation_recorder, "patched", lambda *_: None)
     written: list[Any] = []
     recorder = EvaluationRecorder(written.append)
-    loader = LoaderPass(3, 0, LOOP, "Photos", 8, indices=[0, 2, 4, 6], batch_size=4, batches=1, exhausted=True)
+    loader = LoaderPass(3, 0, LOOP, "Photos", 8, indices=[0, 2, 4, 6], batch_size=400, batches=1, exhausted=True)
 
     def evaluate() -> None:
         others = torch.zeros(2)
@@ -256,27 +281,31 @@ def held_of(counts: Any, added: Sequence[Any], monkeypatch: pytest.MonkeyPatch) 
     ids=["float32", "float64", "int64", "numpy", "list", "list of tensors"],
 )
 def test_counts_that_are_kept_together_are_told_apart(zeros: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = [held_of(zeros(), added, monkeypatch) for added in ((5, 7), (6, 9))]
+    own = [held_of(zeros(), added, monkeypatch) for added in ((500, 700), (600, 900))]
     assert (
-        own[0].items() >= {"evaluate.counts[0]": 5.0, "evaluate.counts[1]": 7.0, "evaluate.sum(counts)": 12.0}.items()
+        own[0].items()
+        >= {"evaluate.counts[0]": 500.0, "evaluate.counts[1]": 700.0, "evaluate.sum(counts)": 1200.0}.items()
     )
     shown = [prints(float(torch.tensor(5) / 7)), []]  # a quotient of float32
-    (found,) = judged(strided(8), size=8, numbers=own, shown=shown)
+    (found,) = judged(strided(800), size=800, numbers=own, shown=shown)
     assert (found.code, found.subjects, found.ranks) == ("DDP802", ("counts[0]",), (0,))
-    apart = [{"evaluate.hits[0]": 5.0, "evaluate.counts[1]": 7.0}, {"evaluate.hits[0]": 6.0, "evaluate.counts[1]": 9.0}]
-    assert judged(strided(8), size=8, numbers=apart, shown=shown) == []
-    reduced = [[call(5.0, 7.0)], [call(6.0, 9.0)]]
-    assert judged(strided(8), size=8, numbers=own, given=reduced, shown=[prints(11 / 16), []]) == []
-    assert judged([range(4), range(4)], size=4, numbers=own, shown=shown) == []  # each rank evaluates all
+    apart = [
+        {"evaluate.hits[0]": 500.0, "evaluate.counts[1]": 700.0},
+        {"evaluate.hits[0]": 600.0, "evaluate.counts[1]": 900.0},
+    ]
+    assert judged(strided(800), size=800, numbers=apart, shown=shown) == []
+    reduced = [[call(500.0, 700.0)], [call(600.0, 900.0)]]
+    assert judged(strided(800), size=800, numbers=own, given=reduced, shown=[prints(11 / 16), []]) == []
+    assert judged([range(400), range(400)], size=400, numbers=own, shown=shown) == []  # each rank evaluates all
 
 
 def test_a_table_of_counts_has_a_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = [[[3.0, 1.0], [1.0, 6.0]], [[4.0, 1.0], [2.0, 6.0]]]
+    tables = [[[301.0, 100.0], [100.0, 600.0]], [[400.0, 100.0], [200.0, 600.0]]]
     own = [held_of(torch.zeros(2, 2), list(map(torch.tensor, table)), monkeypatch) for table in tables]
-    assert own[0] == {"evaluate.sum(counts)": 11.0, "evaluate.trace(counts)": 9.0}
-    (found,) = judged(strided(8), size=8, numbers=own, shown=[prints(9 / 11), []])
+    assert own[0] == {"evaluate.sum(counts)": 1101.0, "evaluate.trace(counts)": 901.0}
+    (found,) = judged(strided(800), size=800, numbers=own, shown=[prints(901 / 1101), []])
     assert (found.code, found.subjects) == ("DDP802", ("trace(counts)",))
-    assert judged(strided(8), size=8, numbers=own, shown=[prints(19 / 24), []]) == []  # of all
+    assert judged(strided(800), size=800, numbers=own, shown=[prints(1901 / 2401), []]) == []  # of all
 
 
 @pytest.mark.parametrize(
@@ -306,7 +335,7 @@ def test_what_does_not_begin_with_zeros_or_is_large_is_no_counter(
 @pytest.mark.parametrize(("text", "known"), [("0.7500", True), ("75.0", True), ("0.8", False), ("3.00", False)])
 def test_a_printed_number_is_known_by_its_digits(text: str, known: bool) -> None:
     shown = [MetricShown(0, "printed", LINE, (ShownNumber(text),))]
-    assert codes(judged(strided(8), size=8, numbers=OWN, shown=[shown, []])) == ["DDP802"] * known
+    assert codes(judged(strided(800), size=800, numbers=OWN, shown=[shown, []])) == ["DDP802"] * known
 
 
 @pytest.mark.parametrize(
@@ -315,24 +344,24 @@ def test_a_printed_number_is_known_by_its_digits(text: str, known: bool) -> None
         {"shown": [prints(0.75), prints(0.5)]},  # each rank tells its own
         {"shown": [prints(0.625), []]},  # that of all
         {"shown": [prints(0.75, 0.625), []]},  # both
-        {"shown": [prints(0.75), []], "given": [[call(3.0)], [call(2.0)]]},  # which is reduced
+        {"shown": [prints(0.75), []], "given": [[call(300.0)], [call(200.0)]]},  # which is reduced
         {"shown": [prints(0.3), []]},  # another number
         {"shown": [prints(0.75), []], "numbers": [OWN[0], OWN[0]]},  # the same on all ranks
         {"shown": [prints(0.75), []], "numbers": [OWN[0], {}]},
     ],
 )
 def test_a_metric_that_is_of_all_or_of_nobody_is_not_reported(more: dict[str, Any]) -> None:
-    assert judged(strided(8), **{"size": 8, "numbers": OWN, **more}) == []
+    assert judged(strided(800), **{"size": 800, "numbers": OWN, **more}) == []
 
 
 def test_ranks_that_evaluate_all_samples_have_no_shard() -> None:
-    assert judged([range(4), range(4)], size=4, numbers=OWN, shown=[prints(0.75), []]) == []
+    assert judged([range(400), range(400)], size=400, numbers=OWN, shown=[prints(0.75), []]) == []
 
 
 def test_a_metric_of_a_subset_beside_that_of_all_is_known() -> None:
-    subsets = strided(8)
-    assert codes(judged(subsets, size=4, numbers=OWN, shown=[prints(0.75), []])) == ["DDP802"]
-    assert judged(subsets, size=4, numbers=OWN, shown=[prints(0.75, 0.625), []]) == []
+    subsets = strided(800)
+    assert codes(judged(subsets, size=400, numbers=OWN, shown=[prints(0.75), []])) == ["DDP802"]
+    assert judged(subsets, size=400, numbers=OWN, shown=[prints(0.75, 0.625), []]) == []
 
 
 # Order
@@ -583,25 +612,28 @@ def test_labels_are_kept_as_a_loader_gives_them() -> None:
 
 
 UNEVEN = [[0, 1, 2, 3, 4, 5], [6, 7]]
-LOSSES = [{"evaluate.total": 3.0}, {"evaluate.total": 2.0}]  # 0.5 and 1.0 a sample; 0.75, and 0.625 over all of them
+LOSSES = [
+    {"evaluate.total": 3.06},
+    {"evaluate.total": 2.02},
+]  # 0.51 and 1.01 a sample; 0.76, and 0.635 over all of them
 
 
 def test_the_mean_of_means_of_more_and_fewer_samples_is_reported() -> None:
-    for first, second in (([call(0.5)], [call(1.0)]), ([call(1.5)], [call(1.0)])):  # by samples, by batches
+    for first, second in (([call(0.51)], [call(1.01)]), ([call(1.53)], [call(1.01)])):  # by samples, by batches
         plain = (first[0].numbers[0] + second[0].numbers[0]) / 2
         (found,) = judged(UNEVEN, size=8, numbers=LOSSES, given=[first, second], shown=[prints(plain), []])
         assert (found.code, found.location) == ("DDP805", REDUCE)
         assert "2 to 6 samples" in found.message
-    assert "over all samples it is 1.375" in found.message
+    assert "over all samples it is 1.4" in found.message
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        {"shown": [prints(0.625), []]},  # weighted
-        {"shown": [prints(0.75, 0.625), []]},
+        {"shown": [prints(0.635), []]},  # weighted
+        {"shown": [prints(0.76, 0.635), []]},
         {"shown": [(), ()]},
-        {"given": [[call(3.0, 6.0)], [call(2.0, 2.0)]]},  # sums and counts
+        {"given": [[call(3.06, 6.0)], [call(2.02, 2.0)]]},  # sums and counts
         {"given": [[call(0.4)], [call(1.1)]]},  # another number
         {"indices": [range(4), range(4, 8)], "numbers": [{"evaluate.total": 2.0}, {"evaluate.total": 4.0}]},
         {
@@ -612,7 +644,7 @@ def test_the_mean_of_means_of_more_and_fewer_samples_is_reported() -> None:
     ],
 )
 def test_means_that_weigh_alike_are_not_reported(more: dict[str, Any]) -> None:
-    made = {"size": 8, "numbers": LOSSES, "given": [[call(0.5)], [call(1.0)]], "shown": [prints(0.75), []], **more}
+    made = {"size": 8, "numbers": LOSSES, "given": [[call(0.51)], [call(1.01)]], "shown": [prints(0.76), []], **more}
     assert judged(made.pop("indices", UNEVEN), **made) == []
 
 
@@ -622,7 +654,7 @@ def test_ranks_with_subsets_of_their_own_evaluate_together() -> None:
         for i in UNEVEN
     ]
     passes = [[EvaluationPass(0, 3, 0, held)] for held in LOSSES]
-    given, shown = [[call(0.5)], [call(1.0)]], [prints(0.75), []]
+    given, shown = [[call(0.51)], [call(1.01)]], [prints(0.76), []]
     assert codes(judge_evaluations(loaders, passes, given, shown)) == ["DDP805"]
 
 
@@ -814,7 +846,7 @@ def test_samples_that_two_ranks_have_by_their_own_splits_are_no_padding(parts: s
         ]
         for own, part in zip(indices, subsets, strict=True)
     ]
-    passes = [[EvaluationPass(0, 3, 0, {}, {}, {"evaluate": LINE})] for _ in indices]
+    passes = [[EvaluationPass(0, 3, 0, {"evaluate.count": 2.0}, {}, {"evaluate": LINE})] for _ in indices]
     given = [[call(2.0)] for _ in indices]
     assert codes(judge_evaluations(loaders, passes, given, [[], []])) == found
 

@@ -132,9 +132,12 @@ def test_healthy_loops_that_look_like_faults_are_clean() -> None:
 
 
 @pytest.mark.slow
-def test_healthy_evaluations_that_look_like_faults_are_clean() -> None:
-    watched = run_forked(str(ROOT / "tests" / "healthy_evaluations.py"))
-    assert watched.returncode == 0 and "ddpcheck: clean: 2 ranks (gloo), " in watched.stderr, watched.stderr
+@pytest.mark.parametrize("script", ["healthy_evaluations.py", "healthy_numbers.py"])
+def test_healthy_evaluations_that_look_like_faults_have_no_findings(script: str) -> None:
+    """They also show numbers that are of no evaluation, or of one rank's training, which are not compared."""
+    watched = run_forked(str(ROOT / "tests" / script))
+    assert watched.returncode == 0 and "checks was not made: evaluation" in watched.stderr, watched.stderr
+    assert "no findings, but 1 of " in watched.stderr, watched.stderr
 
 
 @pytest.mark.slow

@@ -31,6 +31,10 @@ class EvaluationPass(Entry, frozen=True):
     after: Mapping[str, Location] = field(default_factory=dict)  # by function, the line that follows the loop
     # likewise floating-point numbers; as many of each sample
     numbers_of: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    # by function and variable, square tables of counts that were filled meanwhile, row by row
+    tables: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    # likewise a number or a label for each sample of the pass, in its order
+    rows: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 class ResultExchanged(Entry, frozen=True):
@@ -48,6 +52,10 @@ class ResultExchanged(Entry, frozen=True):
     # the loader and the number of the pass that is under way, or has ended last
     evaluation: tuple[int, int] | None = None
     values: tuple[float, ...] = ()  # the rows themselves where they are floating-point numbers, row by row
+    sums: bool = False  # whether it leaves the sum or the mean of what all ranks give, and nothing of one rank
+    shown: int = 0  # how many `MetricShown` of its round were written before
+    # by function on the stack, innermost first, the line that makes what it hands on
+    lines: Mapping[str, Location] = field(default_factory=dict)
 
 
 class SumsReduced(Entry, frozen=True):

@@ -11,10 +11,10 @@ some. In training that hardly matters; a metric over all ranks counts them twice
 fix: Cut gathered results to the length of the dataset, evaluate with a sampler that repeats nothing
 (indices[rank::world_size]), or evaluate on one rank with the module that is wrapped.
 detected: `ddpcheck run` compares the indices that the ranks' loaders give in a pass without backward. It is reported
-where some are there more often than others, and a collective is given the number of all samples of a rank (a counter,
-the sum of a confusion matrix) or a mean over them, or where a number that is printed, logged or saved is one over all
-gathered rows. A sum that is divided by the length of the dataset, and results that go to files or other processes, are
-not seen.
+if some are there more often than others, and a collective is given the number of all samples of a rank (a counter, the
+sum of a confusion matrix; fewer than 256 only beside what the loop has counted) or a mean over them, or if a number
+that is printed, logged or saved is one over all gathered rows. A sum that is divided by the length of the dataset, and
+results that go to files or other processes, are not seen.
 ignore: If the dataset is large, and the metric only has to be roughly right.
 example:
 correct, total = evaluate(ddp, DataLoader(data, sampler=DistributedSampler(data)))
@@ -26,13 +26,16 @@ One rank shows a metric of its own shard, or decides by it, as if it were of all
 why: Each rank evaluates 1/W of the data. What rank 0 prints, logs or keeps the best checkpoint by is a noisy estimate,
 and another one with each number of ranks. DDP reduces gradients and nothing else.
 fix: all_reduce the sum and the count over the ranks, then divide; or evaluate all of the data on one rank.
-detected: `ddpcheck run` looks at the numbers that the script's functions hold when a pass over a loader without
-backward ends: counters (a few in one tensor or list, too), sums, meters, lists of labels. Where some ranks, not all,
-print, log or save what one of them comes to on their own samples (or tokens; a perplexity, too), or save a file under
-an `if` with it, and the value of the other ranks and that of all together are others, that is reported. So is what one
-rank shows that alone goes through a loader whose DistributedSampler splits the data between several. Seen are print,
-logging, torch.save, broadcasts from a rank, and the first three passes over a loader. A loop without a DataLoader, and
-metrics that are no quotient of what was counted (F1, AUC), are not. A schedule that is given such a metric is DDP518.
+detected: `ddpcheck run` looks at what the script's functions hold when a pass over a loader without backward ends:
+counters (a few in one tensor or list, too), sums, meters, square tables of counts, and lists of a number or a label for
+each sample. It is reported if some ranks, not all, print, log or save a metric of these on their own samples, or save a
+file under an `if` with it, and the other ranks and all together have another value. Known are a mean over samples,
+batches or tokens, its error rate, root and exponential; accuracy, IoU, F1, precision and recall of a table; areas under
+curves, and other metrics of two lists. An all_reduced copy is no excuse if the number is that of the rank.
+The numbers of all evaluations by a loop have to be the metric, and carry at least 6.5 bits against a coincidence: 91 is
+such an integer, and 0.5 no such number. So is what one rank shows that alone goes through a loader whose
+DistributedSampler splits the data between several. Seen are print, logging, torch.save, broadcasts from a rank, and the
+first three passes over a loader. A loop without a DataLoader is not. A schedule that is given such a metric is DDP518.
 ignore: If the number is meant as that of one rank, and says so.
 reports: Lightning-AI/pytorch-lightning#379
 example:
@@ -73,14 +76,15 @@ logits = features @ torch.cat(all_gather(features)).T
 loss = cross_entropy(logits, torch.arange(len(features)))  # right: + rank * len(features)
 
 DDP805 mean-of-ranks-means: warning
-A metric is the mean of the ranks' means, and the ranks have evaluated different numbers of samples.
-why: Each rank's mean counts as much as another's. Where a rank has evaluated fewer samples, each of them counts more:
-the metric is not that of the data, and changes with the number of ranks.
-fix: all_reduce the sum and the count over the ranks, then divide.
+A metric is the mean of the ranks' metrics, which is another one than that of all samples.
+why: Each rank's mean counts as much as another's, however many samples it has. What is no mean over samples (an area
+under a curve, F1, IoU) is another one on a part of the data. A sum that is divided by the size of the whole set is to
+be added up: its mean is as many times too small as there are ranks. So the metric changes with the number of ranks.
+fix: all_reduce the sum and the count over the ranks, then divide; gather the scores and labels for what is no mean.
 detected: `ddpcheck run` looks at what ranks give to collectives after a pass over a loader without backward. It is
-reported where that is what each has added up, divided by its own samples or batches, and a number that is printed,
-logged or saved is the plain mean of it, by more than 1 % another one than over all samples. A number that only a
-schedule is given is not seen.
+reported if that is on each rank a metric of what it has counted (the metrics are those of DDP802), and a number that is
+printed, logged or saved is the mean or the sum of these, by more than 1 % another one than that of all samples. Metrics
+of lists are known up to 2,048 samples a rank. A number that only a schedule is given is not seen.
 ignore: If every rank has data of its own kind, and each kind is meant to count as much.
 example:
 loss = torch.tensor(total / len(own))    # right: all_reduce of total and len(own), then divide

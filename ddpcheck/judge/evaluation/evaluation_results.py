@@ -1,19 +1,12 @@
-"""What the ranks' evaluations have in common: what was given to collectives, gathered, and shown, brought together.
-
-Read by the judges of `judge.evaluation.script_evaluation`. Metrics of pairs of what was predicted for a sample, and its
-label or its target, are as `torch.nn.functional`, torchmetrics and scikit-learn define them, but for a scale that is
-left to who compares.
-"""
+"""What the ranks' evaluations have in common: what was given to collectives, gathered, and shown, brought together."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from statistics import correlation, fmean
-from typing import Literal
+from typing import Any, Literal
 
 from ddpcheck.findings.evidence.evaluation import (
     EvaluationPass,
@@ -24,118 +17,7 @@ from ddpcheck.findings.evidence.evaluation import (
 )
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Location
-
-Row = tuple[float, ...]
-Metric = Callable[[Sequence[tuple[Row, Row]]], float]
-_ROUNDING = 1e-9
-_Of = Callable[[Sequence[float], Sequence[float]], float]
-
-
-def accuracy(pairs: Sequence[tuple[Row, Row]]) -> float:
-    """How many are the same."""
-    return sum(row == label for row, label in pairs) / len(pairs)
-
-
-def is_scaled(numbers: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether these are others in the same order, each times one number and plus another."""
-    if len(numbers) != len(others) or len(set(others)) < 2:
-        return False
-    try:
-        return abs(correlation(numbers, others)) > 1 - _ROUNDING
-    except (ArithmeticError, ValueError):
-        return False
-
-
-def _of(metric: _Of) -> Metric:
-    """The metric of all numbers of all rows; not a number where there is none."""
-
-    def of_pairs(pairs: Sequence[tuple[Row, Row]]) -> float:
-        predicted = [x for row, _ in pairs for x in row]
-        target = [y for _, row in pairs for y in row]
-        try:
-            return metric(predicted, target)
-        except (ArithmeticError, ValueError):
-            return math.nan
-
-    return of_pairs
-
-
-def _mean_of(error: Callable[[float, float], float]) -> _Of:
-    return lambda p, t: fmean([error(x, y) for x, y in zip(p, t, strict=True)])
-
-
-_squared = _mean_of(lambda x, y: (x - y) * (x - y))
-_absolute = _mean_of(lambda x, y: abs(x - y))
-
-
-def _smooth(x: float, y: float) -> float:
-    apart = abs(x - y)
-    return apart * apart / 2 if apart < 1 else apart - 0.5
-
-
-def _variance(numbers: Sequence[float]) -> float:
-    mean = fmean(numbers)
-    return fmean([(x - mean) ** 2 for x in numbers])
-
-
-def _concordance(p: Sequence[float], t: Sequence[float]) -> float:
-    both = correlation(p, t) * math.sqrt(_variance(p) * _variance(t))
-    return 2 * both / (_variance(p) + _variance(t) + (fmean(p) - fmean(t)) ** 2)
-
-
-def _ranks(numbers: Sequence[float]) -> list[float]:
-    """The place of each in their order; that of equal ones is their mean."""
-    if any(map(math.isnan, numbers)):
-        return [math.nan] * len(numbers)  # they have no order
-    found = [0.0] * len(numbers)
-    begin = 0
-    for _, equal in groupby(sorted(range(len(numbers)), key=numbers.__getitem__), numbers.__getitem__):
-        ones = list(equal)
-        for one in ones:
-            found[one] = begin + (len(ones) + 1) / 2
-        begin += len(ones)
-    return found
-
-
-def _area(scores: Sequence[float], labels: Sequence[float]) -> float:
-    """The area under the receiver operating characteristic."""
-    positive = [rank for rank, label in zip(_ranks(scores), labels, strict=True) if label == 1]
-    many, others = len(positive), len(labels) - len(positive)
-    return (math.fsum(positive) - many * (many + 1) / 2) / (many * others)
-
-
-_explained: _Of = lambda p, t: 1 - _variance([x - y for x, y in zip(p, t, strict=True)]) / _variance(t)  # noqa: E731
-
-OF_NUMBERS: Mapping[str, Metric] = {
-    "mean squared error": _of(_squared),
-    "mean absolute error": _of(_absolute),
-    "root mean squared error": _of(lambda p, t: math.sqrt(_squared(p, t))),
-    "sum of squared errors": _of(lambda p, t: len(p) * _squared(p, t)),
-    "sum of absolute errors": _of(lambda p, t: len(p) * _absolute(p, t)),
-    "norm of the errors": _of(lambda p, t: math.sqrt(len(p) * _squared(p, t))),
-    "relative error": _of(lambda p, t: math.sqrt(_squared(p, t) / fmean([y * y for y in t]))),
-    "largest error": _of(lambda p, t: max(abs(x - y) for x, y in zip(p, t, strict=True))),
-    "median absolute error": _of(lambda p, t: sorted(abs(x - y) for x, y in zip(p, t, strict=True))[(len(p) - 1) // 2]),
-    "smooth L1 loss": _of(_mean_of(_smooth)),
-    "mean absolute percentage error": _of(_mean_of(lambda x, y: abs((x - y) / y))),
-    "coefficient of determination": _of(lambda p, t: 1 - _squared(p, t) / _variance(t)),
-    "explained variance": _of(_explained),
-    "correlation": _of(correlation),
-    "rank correlation": _of(lambda p, t: correlation(_ranks(p), _ranks(t))),
-    "concordance": _of(_concordance),
-    "cosine similarity": _of(
-        lambda p, t: math.fsum(x * y for x, y in zip(p, t, strict=True)) / (math.hypot(*p) * math.hypot(*t))
-    ),
-}
-
-OF_SCORES: Mapping[str, Metric] = {
-    "area under the curve": _of(_area),
-    "cross entropy": _of(_mean_of(lambda x, y: -(y * math.log(x) + (1 - y) * math.log(1 - x)))),
-    "mean squared error": _of(_squared),
-    "mean absolute error": _of(_absolute),
-    "correlation": _of(correlation),
-}
-
+from ddpcheck.judge.evaluation.metrics import Row
 
 _SAME = 2e-6  # relative: of float32
 _FEWEST_DIGITS = 3  # of a printed number, before it is known by what is printed alone
@@ -181,14 +63,6 @@ def given_by_loader(
     return {place: (float(value),) for place, value in pairs}
 
 
-def are_quotients(values: Sequence[float], sums: Sequence[float], counts: Sequence[int]) -> bool:
-    """Whether each rank's value is its sum divided by its count, as it is or in per cent."""
-    means = [one / count for one, count in zip(sums, counts, strict=True)]
-    return any(
-        all(is_close(value, scale * mean) for value, mean in zip(values, means, strict=True)) for scale in (1, 100)
-    )
-
-
 def are_other_data(of_ranks: Sequence[Evaluated]) -> bool:
     """Whether an index is known to be another sample on another rank: the datasets are the ranks' own."""
     first, *others = (one.loader for one in of_ranks)
@@ -212,6 +86,7 @@ class Given:
     operation: str
     location: Location | None
     values: Sequence[Sequence[float]]
+    first: ResultExchanged  # the first call of rank 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,14 +119,15 @@ def given_numbers(of_ranks: Sequence[Evaluated]) -> Iterator[Given]:
         if "gather" in first.operation and _are_of_samples(of_ranks, calls):
             continue
         numbers = [
-            [(*one.numbers, *(() if one.total is None else (one.total,))) for one in of_rank] for of_rank in calls
+            [(*one.numbers, *(() if one.total is None or len(one.rows) else (one.total,))) for one in of_rank]
+            for of_rank in calls
         ]
         if first.during:  # in each batch: the sums of them
             several = len({len(one) for of_rank in numbers for one in of_rank}) > 1
             numbers = [[] if several else [tuple(map(sum, zip(*of_rank, strict=True)))] for of_rank in numbers]
         for of_call in zip(*numbers, strict=True):  # a function of the program's may reduce a number, and then a pair
             if len(set(map(len, of_call))) == 1:
-                yield Given(first.operation, first.location, list(zip(*of_call, strict=True)))
+                yield Given(first.operation, first.location, list(zip(*of_call, strict=True)), first)
 
 
 def _are_of_samples(of_ranks: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> bool:
@@ -320,9 +196,12 @@ def equal_rows(one: Sequence[int], other: Sequence[int]) -> list[bool]:
     return [a == b for a, b in zip(one, other, strict=True)]
 
 
-def common_keys(of_ranks: Sequence[Evaluated]) -> list[str]:
-    """The names of the numbers that every rank holds."""
-    return [key for key in of_ranks[0].held.numbers if all(key in one.held.numbers for one in of_ranks)]
+def common(of_ranks: Sequence[Evaluated], kind: str) -> Iterator[tuple[str, list[Any]]]:
+    """What the functions of every rank hold under the same name, by rank."""
+    first, *others = (getattr(one.held, kind) for one in of_ranks)
+    for key, value in first.items():
+        if all(key in other for other in others):
+            yield key, [value, *(other[key] for other in others)]
 
 
 def numbers_shown(one: Evaluated) -> Iterator[tuple[MetricShown, ShownNumber]]:
@@ -359,11 +238,14 @@ def shows(number: ShownNumber, value: float, digits: int = _FEWEST_DIGITS) -> bo
         return True
     if number.values and not (number.text and number.values == (float(number.text),)):
         return False
-    text = number.text.lstrip("-")
-    spelled, _, _exponent = text.partition("e")
-    if len(spelled.replace(".", "").lstrip("0")) < max(digits, _FEWEST_DIGITS) or "e" in text:
+    if significant_digits(number.text) < max(digits, _FEWEST_DIGITS) or "e" in number.text:
         return False
-    return f"{value:.{len(text.partition('.')[2])}f}" == number.text
+    return f"{value:.{len(number.text.partition('.')[2])}f}" == number.text
+
+
+def significant_digits(text: str) -> int:
+    """How many digits of a number are printed, without zeros before them."""
+    return len(text.partition("e")[0].lstrip("-").replace(".", "").lstrip("0"))
 
 
 def is_close(one: float, other: float) -> bool:

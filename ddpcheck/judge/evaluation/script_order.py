@@ -16,21 +16,16 @@ from ddpcheck.findings.evidence.script import LossDifferentiated
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, one_finding
 from ddpcheck.judge.evaluation.evaluation_results import (
-    OF_NUMBERS,
-    OF_SCORES,
     Evaluated,
     Gathered,
-    Metric,
-    Row,
-    accuracy,
     are_other_data,
     first_shown,
     gathered_labels,
     given_by_loader,
-    is_scaled,
     is_shown,
     places_of,
 )
+from ddpcheck.judge.evaluation.metrics import OF_NUMBERS, OF_SCORES, Metric, Row, accuracy, is_scaled
 
 _ALIKE = 4.0  # times as much as another one, that what comes from batch to batch may be
 

@@ -1,33 +1,186 @@
-"""DDP802: an evaluation by one rank alone, of the share of the data that a sampler has cut out for it."""
+"""DDP802 and 805: metrics of a share of the data, and means of the ranks' metrics, that stand for that of all samples.
+
+A number that the program shows is known for a metric of a rank by what it is alone. A coincidence of small integers is
+as good a match, so each number counts by its bits of information, and those of all evaluations of a loop are added.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 
+from ddpcheck.findings.evidence.evaluation import MetricShown, ResultExchanged, ShownNumber
 from ddpcheck.findings.evidence.script import LoaderPass
-from ddpcheck.findings.report import Finding
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, one_finding
-from ddpcheck.judge.evaluation.evaluation_results import Evaluated, is_close, numbers_shown, shows
+from ddpcheck.judge.evaluation.evaluation_results import (
+    Evaluated,
+    common,
+    first_shown,
+    gathered_labels,
+    given_numbers,
+    is_close,
+    numbers_shown,
+    shows,
+)
+from ddpcheck.judge.evaluation.rank_metrics import FEWEST_BITS, Evaluation, RankMetric, bits_of
+
+_APART = 1e-4  # relative: values that are not the same on two ranks
+_SOME = 0.01  # relative: a difference between metrics that matters
+
+_Place = tuple[int, Location | None, int, int]
+"""Of a number: the rank, the line, how often this has shown something in the round before, and which number it is."""
+_Match = tuple[float, MetricShown, Sequence[Evaluated], RankMetric]
+"""The bits of the number, where it is shown, and the evaluation and the metric that it is of."""
 
 
-def judge_lone_share(
-    by_rank: Sequence[Mapping[Any, Evaluated]], loaders: Sequence[Sequence[LoaderPass]]
-) -> list[Finding]:
-    """At most one finding; `by_rank` each evaluation, `loaders` every pass over a loader.
+# Metrics of one rank
+
+
+def judge_own_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
+    """DDP802: some ranks, not all, show metrics of their own shard, or save because of them, and others have others.
+
+    `evaluations`: those by one loop, in order. A finding for each number that is shown.
+    """
+    matches: dict[_Place, dict[tuple[str, str], list[_Match]]] = {}
+    numbers: dict[_Place, dict[int, ShownNumber]] = {}  # by round
+    values: dict[tuple[int, int, str, str], float] = {}  # by round, rank and metric
+    for one in evaluations:
+        of_ranks = [*one.by_rank.values()]
+        for rank, own in enumerate(of_ranks if _are_shares(of_ranks) else ()):
+            values |= {(own.held.round, rank, metric.key, metric.name): metric.values[rank] for metric in one.metrics}
+            for place, shown, number in _placed(rank, of_ranks):
+                numbers.setdefault(place, {})[own.held.round] = number
+                if any(shows(number, metric.pooled) for metric in one.metrics):
+                    continue
+                for metric in one.metrics:
+                    if _is_own(number, rank, metric) and not _is_known(of_ranks, rank, shown, metric):
+                        match = metric.evidence(number, rank), shown, of_ranks, metric
+                        matches.setdefault(place, {}).setdefault((metric.key, metric.name), []).append(match)
+    found: dict[tuple[int, str], list[_Match]] = {}
+    for place, by_metric in matches.items():
+        always = [
+            (sum(_distinct(of_metric).values()), of_metric)
+            for metric, of_metric in by_metric.items()
+            if all(
+                (value := values.get((number_of_round, place[0], *metric))) is None or shows(number, value)
+                for number_of_round, number in numbers[place].items()
+            )
+        ]
+        if always:
+            _, of_metric = max(always, key=lambda pair: pair[0])
+            found.setdefault((place[0], of_metric[0][3].key), []).extend(of_metric)
+    return [
+        _own_shard(rank, *of_key[0][1:])
+        for (rank, _), of_key in found.items()
+        if sum(_distinct(of_key).values()) >= FEWEST_BITS
+    ]
+
+
+def _are_shares(of_ranks: Sequence[Evaluated]) -> bool:
+    """Whether the ranks have evaluated other samples, and none has the results of all."""
+    other = len({frozenset(one.loader.indices) for one in of_ranks}) > 1
+    return other and not any(gathered_labels([one]) for one in of_ranks)
+
+
+def _placed(rank: int, of_ranks: Sequence[Evaluated]) -> Iterator[tuple[_Place, MetricShown, ShownNumber]]:
+    """What a rank shows at lines at which not all ranks do, each telling its own."""
+    times: dict[Location | None, Iterator[int]] = {}
+    for shown in of_ranks[rank].shown:
+        call = next(times.setdefault(shown.location, itertools.count()))
+        if not all(any(other.location == shown.location for other in one.shown) for one in of_ranks):
+            for place, number in enumerate(shown.numbers):
+                yield (rank, shown.location, call, place), shown, number
+
+
+def _distinct(matches: Sequence[_Match]) -> dict[float, float]:
+    """The bits of each number that has been shown, which counts once."""
+    return {float(f"{metric.values[0]:.5g}"): bits for bits, _, _, metric in matches}
+
+
+def _is_own(number: ShownNumber, rank: int, metric: RankMetric) -> bool:
+    """Whether a number is that of a rank, which is another one than the others'."""
+    own = metric.values[rank]
+    return shows(number, own) and all(
+        abs(value - own) > _APART * abs(own) for other, value in enumerate(metric.values) if other != rank
+    )
+
+
+def _is_known(of_ranks: Sequence[Evaluated], rank: int, shown: MetricShown, metric: RankMetric) -> bool:
+    """Whether the ranks bring the metric together all the same; or it is not certain that it is the one shown."""
+    one = of_ranks[rank]
+    before = next(place for place, other in enumerate(one.shown) if other is shown)
+    kept = [each for each in one.exchanged if not (each.sums and each.shown <= before)]
+    if any(_gives(each, one, rank, metric) for each in kept):
+        return True
+    numbers = [other for _, other in numbers_shown(one)]
+    of_all = all(any(shows(other, value) for other in numbers) for value in metric.values)  # by broadcasts, say
+    return of_all or any(shows(other, metric.pooled) for other in numbers)
+
+
+def _gives(exchanged: ResultExchanged, one: Evaluated, rank: int, metric: RankMetric) -> bool:
+    """Whether a rank gives a collective the metric, or what it is computed from."""
+    count = one.held.numbers.get(metric.key, metric.values[rank])
+    table = one.held.tables.get(metric.key)
+    if table is not None and (exchanged.numbers == table or exchanged.total == sum(table)):
+        return True
+    quotients = (a / b for a, b in itertools.permutations(exchanged.numbers, 2) if b)
+    known = itertools.product((*exchanged.numbers, *quotients), (count, metric.values[rank], metric.values[rank] / 100))
+    return any(is_close(value, number) for value, number in known)
+
+
+def _line_of(exchanged: ResultExchanged, function: str) -> Location | None:
+    """The line of the function that has counted, if this calls the collective; else that which calls such a helper."""
+    (name, line), *callers = [*exchanged.lines.items(), ("", exchanged.location)]
+    return line if name == function or len(callers) < 2 else callers[0][1]
+
+
+def _own_shard(rank: int, shown: MetricShown, of_ranks: Sequence[Evaluated], metric: RankMetric) -> Finding:
+    one, values = of_ranks[rank], metric.values
+    function, _, variable = metric.key.partition(".")
+    others = [f"rank {r} has {value:.6g}" for r, value in enumerate(values[:4]) if r != rank]
+    value = f"{values[rank]:.6g}"
+    decides = shown.how == "decides"
+    what = f"decides by {value} whether a file is saved" if decides else f"has {value} {shown.how}"
+    sums = next((each for each in one.exchanged if each.sums and _gives(each, one, rank, metric)), None)
+    if sums:
+        reduced = f"{sums.operation} is given it at {sums.location}, and the metric is not computed from the result"
+    (found,) = one_finding(
+        "DDP802",
+        (variable or metric.key,),
+        f"Rank {rank} {what}, a metric of its own {one.samples} samples; {others[0]}, and all "
+        f"ranks together {metric.pooled:.6g}.",
+        ranks=(rank,),
+        location=_line_of(sums, function) if sums else one.held.after.get(function) or shown.location,
+        evidence=[
+            reduced if sums else "",
+            f"it {'decides' if decides else f'is {shown.how}'} at {shown.location}",
+            f"the loop over the loader begins at {one.loader.location}; each rank has other samples",
+            *others[1:],
+        ],
+        fix="Compute the metric from the tensor that the collective has reduced." if sums else "",
+    )
+    return found
+
+
+def judge_lone_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """At most one finding; `loaders`: every pass over a loader, by rank.
 
     The sampler splits the data between more ranks than there are that evaluate them, and what such a rank shows, or
     gives to the others, is the metric of its share.
     """
-    for rank, theirs in enumerate(by_rank):
-        for one in theirs.values():
+    for evaluation in evaluations:
+        for place, (rank, one) in enumerate(evaluation.by_rank.items()):
             parts = one.loader.replicas
             ranks = [other for other, passes in enumerate(loaders) if any(_is_alike(one.loader, it) for it in passes)]
             if parts < 2 or len(ranks) >= parts or not 0 < one.samples < one.loader.size:
                 continue
-            for key, value in _metrics(one):
-                if (what := _use_of(one, value)) is None:
+            for metric, (shown, number) in itertools.product(evaluation.metrics, numbers_shown(one)):
+                key, value = metric.key, metric.values[place]
+                if metric.evidence(number, place) < FEWEST_BITS:
                     continue
+                what = "what decides" if shown.how == "decides" else shown.how
                 return one_finding(
                     "DDP802",
                     (key.rpartition(".")[2] or key,),
@@ -36,7 +189,10 @@ def judge_lone_share(
                     f"has {value:.6g} of {one.samples} of them, and the others are on no rank.",
                     ranks=ranks,
                     location=one.loader.made or one.loader.location,
-                    evidence=[f"it is {what}", f"the loop over the loader begins at {one.loader.location}"],
+                    evidence=[
+                        f"it is {what} at {shown.location}",
+                        f"the loop over the loader begins at {one.loader.location}",
+                    ],
                     fix="Give a loader that one rank alone evaluates no DistributedSampler; or evaluate on every rank, "
                     "and all_reduce the sum and the count.",
                 )
@@ -48,17 +204,35 @@ def _is_alike(one: LoaderPass, other: LoaderPass) -> bool:
     return not other.trains and (other.dataset, other.size, other.replicas) == (one.dataset, one.size, one.replicas)
 
 
-def _metrics(one: Evaluated) -> Iterator[tuple[str, float]]:
-    """What may be made of what the loop has counted, for each sample or for each batch; no counter."""
-    for key, count in one.held.numbers.items():
-        for divisor in dict.fromkeys((one.samples, max(1, one.loader.batches), 1)):
-            value = count / divisor
-            if not is_close(value, round(value)):
-                yield key, value
+# Means of means
 
 
-def _use_of(one: Evaluated, value: float) -> str | None:
-    for shown, number in numbers_shown(one):
-        if shows(number, value):
-            return f"{'what decides' if shown.how == 'decides' else shown.how} at {shown.location}"
-    return None
+def judge_mean_of_means(of_ranks: Sequence[Evaluated], metrics: Sequence[RankMetric]) -> list[Finding]:
+    """DDP805: what is shown is the mean or the sum of the ranks' metrics, and not the metric of all samples."""
+    samples = [one.samples for one in of_ranks]
+    sums = [counts for _, counts in common(of_ranks, "numbers") if not any(count % 1 for count in counts)]
+    for given in given_numbers(of_ranks):
+        for values, metric in itertools.product(given.values, metrics):
+            if not metric.name or list(values) in sums or not all(map(is_close, values, metric.values)):
+                continue
+            right = metric.pooled
+            for how, wrong in (("mean", sum(values) / len(values)), ("sum", sum(values))):
+                bits = min(sum(metric.bits), bits_of(wrong)) - math.log2(metric.tries)
+                if bits < FEWEST_BITS or abs(wrong - right) <= _SOME * abs(right):
+                    continue
+                if (seen := first_shown(of_ranks, wrong, right)) is None:
+                    continue
+                by_rank = list(zip(values, samples, strict=True))[:4]
+                return one_finding(
+                    "DDP805",
+                    (of_ranks[0].loader.dataset,),
+                    f"The {wrong:.6g} that is {seen.how} is the {how} of the ranks' values, the {metric.name} of "
+                    f"{min(samples)} to {max(samples)} samples each: over all samples it is {right:.6g}.",
+                    location=_line_of(given.first, metric.key.partition(".")[0]),
+                    evidence=[
+                        f"rank {rank} gives {given.operation} {value:.6g}, of {counted(count, 'sample')}"
+                        for rank, (value, count) in enumerate(by_rank)
+                    ]
+                    + [f"{given.operation} is called at {given.location}, and it is {seen.how} at {seen.location}"],
+                )
+    return []

@@ -9,7 +9,7 @@ import logging
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import frames_from, is_installed, is_user_file, user_location
 from ddpcheck.gather.patching import patched
 from ddpcheck.recipe.pytree import tree_leaves
-from ddpcheck.record.evaluation.loop_source import lines_after, numbers_of_conditions
+from ddpcheck.record.evaluation.loop_source import lines_after, lines_of_value, numbers_of_conditions
 from ddpcheck.record.evaluation.result_recorders import ComparisonRecorder
 from ddpcheck.record.source import program_numbers
 
@@ -43,11 +43,14 @@ _LONGEST = 4096  # characters of what is printed
 _MOST_LABELS = 1 << 14
 _MOST_COLUMNS = 8  # of floating-point numbers
 _MOST_PARTS = 8  # of an object that is gathered
+_MOST_ROWS = 1 << 11  # of what is held for each sample
+_MOST_HELD = 4  # things of which there is one for each sample
 _ROUNDED = 7  # characters of a number that a program may have rounded
 _DECIMAL = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[+-]?\d+)?(?![\w.]*\w)")
 _GIVEN = ("tensor", "input_tensor", "obj", "object", "self", "input")  # the names of what goes into a collective
 _OF_STATES = ("param_groups", "_last_lr", "growth_factor")  # keys in the states of what is no model
 _WITH_RESULTS = ("reduce", "gather")  # in the names of collectives
+_SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _Entry = EvaluationPass | ResultExchanged | MetricShown | RowsCompared
 
 
@@ -57,7 +60,7 @@ class _Open:
 
     backwards: int
     numbers: Mapping[str, float]
-    zeros: Set[str]  # the variables that hold several zeros: counts, as it seems
+    counters: Mapping[str, bool]  # the variables that hold several numbers, and whether one of them is not zero
     exchanged: list[ResultExchanged] = field(default_factory=list)
 
 
@@ -109,8 +112,8 @@ class EvaluationRecorder:
         one = self._open.pop(key, None)
         if one is None:
             self._comparisons.close()
-            zeros = {name for name, numbers in program_numbers.counters_of_program().items() if not numbers.any()}
-            self._open[key] = _Open(self._backwards, program_numbers.numbers_of_program(), zeros)
+            counters = {name: bool(numbers.any()) for name, numbers in program_numbers.counters_of_program().items()}
+            self._open[key] = _Open(self._backwards, program_numbers.numbers_of_program(), counters)
             return
         if not entry.exhausted or entry.trains or not entry.batches or self._backwards > one.backwards:
             return
@@ -122,8 +125,8 @@ class EvaluationRecorder:
         held_by = {} if entry.loader in self._references else _held_by(dataset, entry.size)
         self._references.add(entry.loader)
         labels, floats = _labels_of(held_by, entry.size), _numbers_of(held_by, entry.size)
-        numbers = _counted_since(one, len(entry.indices))
-        written = EvaluationPass(self._round, entry.loader, entry.number, numbers, labels, lines_after(), floats)
+        numbers, *more = _counted_since(one, len(entry.indices))
+        written = EvaluationPass(self._round, entry.loader, entry.number, numbers, labels, lines_after(), floats, *more)
         self._sink(written)
         self._late = (one, written) if _is_fetched_ahead() else None
         for exchanged in one.exchanged:
@@ -136,8 +139,8 @@ class EvaluationRecorder:
         one, written = self._late
         if call is None or all(o.location != Location.parse(call.location) for o in one.exchanged):  # of the last batch
             self._late = None
-            numbers = _counted_since(one, self._samples)
-            self._sink(replace(written, numbers=numbers))
+            numbers, tables, rows = _counted_since(one, self._samples)
+            self._sink(replace(written, numbers=numbers, tables=tables, rows=rows))
 
     # Collectives
 
@@ -154,7 +157,13 @@ class EvaluationRecorder:
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return
         made = _described(value, self._round, call, during=bool(under_way))
-        made = replace(made, evaluation=under_way[-1] if under_way else self._ended)
+        made = replace(
+            made,
+            evaluation=under_way[-1] if under_way else self._ended,
+            sums=call.operation in ("all_reduce", "reduce") and given.get("op", dist.ReduceOp.SUM) in _SUMS,
+            shown=0 if under_way else _MOST_SHOWN - self._left[1],
+            lines=lines_of_value(),
+        )
         if not under_way:
             self._write_late(call)
         if under_way:
@@ -221,14 +230,35 @@ class EvaluationRecorder:
         self._sink(MetricShown(self._round, how, _line(), tuple(numbers[:_FEW])))
 
 
-def _counted_since(one: _Open, samples: int) -> dict[str, float]:
-    """The numbers of the program that have changed since a pass over so many samples began."""
+def _counted_since(one: _Open, samples: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The numbers, tables and rows of the program that have changed since a pass over so many samples began."""
     held = program_numbers.numbers_of_program()
     numbers = {name: value for name, value in held.items() if one.numbers.get(name) != value}
-    for name, counter in program_numbers.counters_of_program().items() if one.zeros else ():
-        if name in one.zeros and counter.any():
+    tables = {}
+    for name, counter in program_numbers.counters_of_program().items():
+        if one.counters.get(name, False) or not counter.any():
+            continue
+        if name in one.counters:
             numbers |= program_numbers.parts_of_counter(name, counter, samples)
-    return numbers | _agreements(program_numbers.rows_of_program(samples))
+        if (
+            counter.dim() == 2
+            and counter.shape[0] == counter.shape[1]
+            and bool((counter == counter.floor().abs()).all())
+        ):
+            tables[name] = tuple(counter.flatten().tolist())
+    labels = program_numbers.rows_of_program(samples)
+    rows = {name: tuple(map(float, held.tolist())) for name, held in labels.items()} if samples <= _MOST_ROWS else {}
+    for name, value in program_numbers.held_by_program() if 1 < samples <= _MOST_ROWS else ():
+        if len(rows) < _MOST_HELD and _rows_in(value) == samples and len(floats := _values_given(value)) == samples:
+            rows[name] = floats
+    return numbers | _agreements(labels), tables, rows
+
+
+def _rows_in(value: Any) -> int:
+    """How many rows a tensor, an array, or a list of numbers or of these has."""
+    if type(value) is list and value and isinstance(value[0], torch.Tensor):
+        return sum(map(_length, value))
+    return _length(value) if type(value) in (list, torch.Tensor) or type(value).__module__ == "numpy" else 0
 
 
 def _is_fetched_ahead() -> bool:

@@ -6,11 +6,13 @@ import ast
 import functools
 import itertools
 from collections.abc import Mapping
+from types import CodeType
 from typing import Any
 
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import parsed_source, relative_path, variables_of
+from ddpcheck.findings.source_lines import parsed_source, relative_path, targets_of, variables_of
 from ddpcheck.record.source import program_numbers
+from ddpcheck.record.source.source_scope import body_of, own_nodes
 
 
 def numbers_of_conditions() -> list[float]:
@@ -32,6 +34,27 @@ def _value_of(node: ast.expr, variables: Mapping[str, Any]) -> float | None:
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return program_numbers.number_of((getattr(variables.get(node.value.id), "__dict__", None) or {}).get(node.attr))
     return None
+
+
+def lines_of_value() -> dict[str, Location]:
+    """By function of the program, innermost first, the line that makes what it hands on: a call, or what assigns it."""
+    frames = itertools.islice(program_numbers.program_frames(), 4)
+    codes = {frame.f_code.co_name: (frame.f_code, frame.f_lineno) for frame in reversed([*frames])}
+    return {
+        name: Location(relative_path(code.co_filename), _line_of_value(code, line))
+        for name, (code, line) in reversed(codes.items())
+    }
+
+
+@functools.cache
+def _line_of_value(code: CodeType, line: int) -> int:
+    body = body_of(code)
+    nodes = list(own_nodes(body)) if body is not None else []
+    calls = (node for node in nodes if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or 0))
+    names = {argument.id for call in calls for argument in call.args[:1] if isinstance(argument, ast.Name)}
+    targets = (target for node in nodes for target in targets_of(node) if isinstance(target, ast.Name))
+    assigned = (target.lineno for target in targets if target.id in names and target.lineno < line)
+    return max(assigned, default=line)
 
 
 def lines_after() -> dict[str, Location]:

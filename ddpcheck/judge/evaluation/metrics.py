@@ -1,0 +1,151 @@
+"""Metrics of a model: of what it predicted for each sample and its label or target, and of tables of such pairs.
+
+As `torch.nn.functional`, torchmetrics and scikit-learn define them, but for a scale that is left to who compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from statistics import correlation, fmean
+
+Row = tuple[float, ...]
+Metric = Callable[[Sequence[tuple[Row, Row]]], float]
+_Of = Callable[[Sequence[float], Sequence[float]], float]
+_ROUNDING = 1e-9
+_MOST_CLASSES = 16  # of which each has metrics of its own
+
+
+def accuracy(pairs: Sequence[tuple[Row, Row]]) -> float:
+    """How many are the same."""
+    return sum(row == label for row, label in pairs) / len(pairs)
+
+
+def is_scaled(numbers: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether these are others in the same order, each times one number and plus another."""
+    if len(numbers) != len(others) or len(set(others)) < 2:
+        return False
+    try:
+        return abs(correlation(numbers, others)) > 1 - _ROUNDING
+    except (ArithmeticError, ValueError):
+        return False
+
+
+def _of(metric: _Of) -> Metric:
+    """The metric of all numbers of all rows; not a number where there is none."""
+
+    def of_pairs(pairs: Sequence[tuple[Row, Row]]) -> float:
+        predicted = [x for row, _ in pairs for x in row]
+        target = [y for _, row in pairs for y in row]
+        try:
+            return metric(predicted, target)
+        except (ArithmeticError, ValueError):
+            return math.nan
+
+    return of_pairs
+
+
+def _mean_of(error: Callable[[float, float], float]) -> _Of:
+    return lambda p, t: fmean([error(x, y) for x, y in zip(p, t, strict=True)])
+
+
+_squared = _mean_of(lambda x, y: (x - y) * (x - y))
+_absolute = _mean_of(lambda x, y: abs(x - y))
+
+
+def _smooth(x: float, y: float) -> float:
+    apart = abs(x - y)
+    return apart * apart / 2 if apart < 1 else apart - 0.5
+
+
+def _variance(numbers: Sequence[float]) -> float:
+    mean = fmean(numbers)
+    return fmean([(x - mean) ** 2 for x in numbers])
+
+
+def _concordance(p: Sequence[float], t: Sequence[float]) -> float:
+    both = correlation(p, t) * math.sqrt(_variance(p) * _variance(t))
+    return 2 * both / (_variance(p) + _variance(t) + (fmean(p) - fmean(t)) ** 2)
+
+
+def _ranks(numbers: Sequence[float]) -> list[float]:
+    """The place of each in their order; that of equal ones is their mean."""
+    if any(map(math.isnan, numbers)):
+        return [math.nan] * len(numbers)  # they have no order
+    found = [0.0] * len(numbers)
+    begin = 0
+    for _, equal in groupby(sorted(range(len(numbers)), key=numbers.__getitem__), numbers.__getitem__):
+        ones = list(equal)
+        for one in ones:
+            found[one] = begin + (len(ones) + 1) / 2
+        begin += len(ones)
+    return found
+
+
+def _area(scores: Sequence[float], labels: Sequence[float]) -> float:
+    """The area under the receiver operating characteristic."""
+    positive = [rank for rank, label in zip(_ranks(scores), labels, strict=True) if label == 1]
+    many, others = len(positive), len(labels) - len(positive)
+    return (math.fsum(positive) - many * (many + 1) / 2) / (many * others)
+
+
+_explained: _Of = lambda p, t: 1 - _variance([x - y for x, y in zip(p, t, strict=True)]) / _variance(t)  # noqa: E731
+
+OF_NUMBERS: Mapping[str, Metric] = {
+    "mean squared error": _of(_squared),
+    "mean absolute error": _of(_absolute),
+    "root mean squared error": _of(lambda p, t: math.sqrt(_squared(p, t))),
+    "sum of squared errors": _of(lambda p, t: len(p) * _squared(p, t)),
+    "sum of absolute errors": _of(lambda p, t: len(p) * _absolute(p, t)),
+    "norm of the errors": _of(lambda p, t: math.sqrt(len(p) * _squared(p, t))),
+    "relative error": _of(lambda p, t: math.sqrt(_squared(p, t) / fmean([y * y for y in t]))),
+    "largest error": _of(lambda p, t: max(abs(x - y) for x, y in zip(p, t, strict=True))),
+    "median absolute error": _of(lambda p, t: sorted(abs(x - y) for x, y in zip(p, t, strict=True))[(len(p) - 1) // 2]),
+    "smooth L1 loss": _of(_mean_of(_smooth)),
+    "mean absolute percentage error": _of(_mean_of(lambda x, y: abs((x - y) / y))),
+    "coefficient of determination": _of(lambda p, t: 1 - _squared(p, t) / _variance(t)),
+    "explained variance": _of(_explained),
+    "correlation": _of(correlation),
+    "rank correlation": _of(lambda p, t: correlation(_ranks(p), _ranks(t))),
+    "concordance": _of(_concordance),
+    "cosine similarity": _of(
+        lambda p, t: math.fsum(x * y for x, y in zip(p, t, strict=True)) / (math.hypot(*p) * math.hypot(*t))
+    ),
+}
+
+OF_SCORES: Mapping[str, Metric] = {
+    "area under the curve": _of(_area),
+    "cross entropy": _of(_mean_of(lambda x, y: -(y * math.log(x) + (1 - y) * math.log(1 - x)))),
+    "mean squared error": _of(_squared),
+    "mean absolute error": _of(_absolute),
+    "correlation": _of(correlation),
+}
+
+
+_OF_CLASSES: Mapping[str, Callable[[float, float, float], float]] = {  # of hits, and the sums of a row and a column
+    "recall": lambda hits, row, _: hits / row,
+    "precision": lambda hits, _, column: hits / column,
+    "IoU": lambda hits, row, column: hits / (row + column - hits),
+    "F1": lambda hits, row, column: 2 * hits / (row + column),
+}
+
+
+def table_metrics(table: Sequence[float]) -> dict[str, float]:
+    """By name, those of a square table of targets by predictions, row by row."""
+    size = math.isqrt(len(table))
+    rows = [math.fsum(table[n * size : (n + 1) * size]) for n in range(size)]
+    columns = [math.fsum(table[n::size]) for n in range(size)]
+    total, found = math.fsum(table), dict[str, float]()
+    for name, of_class in _OF_CLASSES.items():
+        by_class = {}
+        for n, (row, column) in enumerate(zip(rows, columns, strict=True)):
+            with contextlib.suppress(ZeroDivisionError):
+                by_class[n] = of_class(table[n * size + n], row, column)
+        found[f"mean {name}"] = math.fsum(by_class.values()) / max(1, len(by_class))
+        found[f"mean {name} of all classes"] = math.fsum(by_class.values()) / size
+        found[f"weighted {name}"] = math.fsum(rows[n] * value for n, value in by_class.items()) / max(1, total)
+        found |= {f"{name} of class {n}": value for n, value in itertools.islice(by_class.items(), _MOST_CLASSES)}
+    return {"accuracy": math.fsum(table[:: size + 1]) / max(1, total), **found}

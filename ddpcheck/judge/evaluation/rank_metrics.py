@@ -1,0 +1,177 @@
+"""Metrics that each rank can compute from what its evaluation counted, with that of all samples together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ddpcheck.findings.evidence.evaluation import ShownNumber
+from ddpcheck.judge.evaluation.evaluation_results import Evaluated, common, is_close, shows, significant_digits
+from ddpcheck.judge.evaluation.metrics import OF_NUMBERS, OF_SCORES, table_metrics
+
+FEWEST_BITS = 6.5
+"""Of the numbers that are shown, before they are known for a metric.
+
+Of 590 numbers that the 20 programs of `tests/healthy_numbers.py` show, 30 are to all digits also a number of one rank
+that has nothing to do with them. 17 of these coincidences have less than 1 bit, 6 have 2 bits or more, and the largest
+has 6.3: three digits, among 13 numbers, in one of two evaluations.
+"""
+_FLOAT_BITS = 19.0  # of a number that is known as far as float32 goes
+_DIGIT_BITS = math.log2(10)
+MEAN, _SHARE = "mean over samples", "share of the whole set"
+_LARGEST_EXPONENT = 50.0  # of a perplexity
+_MOST_CLASSES = 32
+_MOST_OF_RATIOS = 32  # numbers: of more, there are so many quotients that none is known by what it is
+
+
+@dataclass(frozen=True, slots=True)
+class RankMetric:
+    """A metric of the samples of each rank, and of all samples together.
+
+    `bits` says by rank how many bits of information the value has: few if it is made of a small integer.
+    """
+
+    key: str  # the number, table or rows that it is computed from, as function and variable
+    name: str  # which metric of these
+    values: Sequence[float]  # by rank
+    pooled: float
+    bits: Sequence[float]
+    tries: int  # how many others might be the one that is shown as well
+
+    def evidence(self, number: ShownNumber, rank: int | None = None) -> float:
+        """How many bits speak against a coincidence, if the number is that of a rank, or of all; none if it is not."""
+        value, bits = (self.pooled, max(self.bits)) if rank is None else (self.values[rank], self.bits[rank])
+        if not shows(number, value):
+            return 0.0
+        known = any(is_close(held, value) or is_close(100 * held, value) for held in number.values)
+        of_number = _FLOAT_BITS if known else _DIGIT_BITS * significant_digits(number.text)
+        return max(0.0, min(of_number, bits) - math.log2(self.tries))
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation on the ranks that have made it."""
+
+    loop: tuple[object, ...]  # its line, that at which the loader is made, and the dataset
+    by_rank: Mapping[int, Evaluated]
+    metrics: Sequence[RankMetric]
+
+
+def rank_metrics(of_ranks: Sequence[Evaluated]) -> list[RankMetric]:
+    """All metrics that the ranks' sums, tables and rows allow, those that are computed most often first."""
+    if not of_ranks or min(one.samples for one in of_ranks) < 1:
+        return []
+    return [*_of_sums(of_ranks), *_of_tables(of_ranks), *_of_rows(of_ranks), *_of_ratios(of_ranks)]
+
+
+def bits_of(number: float) -> float:
+    """How many bits of information a number has: an integer, as many as it needs."""
+    if is_close(number, round(number)):
+        return math.log2(1 + abs(number))
+    return _DIGIT_BITS * significant_digits(f"{number:.6g}")
+
+
+def _scaled(
+    key: str, name: str, values: Sequence[float], pooled: float, bits: Sequence[float], tries: int
+) -> Iterator[RankMetric]:
+    """A mean as it is, in per cent, as an error rate, and the functions of it that are shown in its place."""
+    numbers = [*values, pooled]
+    made = {name: numbers, f"{name}, in per cent": [100 * number for number in numbers]}
+    if name != _SHARE and all(0 <= number <= 1 for number in numbers):
+        made |= {f"1 - {name}": [1 - n for n in numbers], f"1 - {name}, in per cent": [100 - 100 * n for n in numbers]}
+    if name != _SHARE and all(0 < number < _LARGEST_EXPONENT for number in numbers):
+        made[f"exp({name})"] = [math.exp(number) for number in numbers]
+        made[f"sqrt({name})"] = [math.sqrt(number) for number in numbers]
+    for each, (*of_ranks, of_all) in made.items():
+        scale = 100 if each.endswith("per cent") else 1
+        of_values = [min(of_rank, bits_of(value / scale)) for of_rank, value in zip(bits, of_ranks, strict=True)]
+        yield RankMetric(key, each, of_ranks, of_all, of_values, tries)
+
+
+def _sums(of_ranks: Sequence[Evaluated]) -> dict[str, list[float]]:
+    """The numbers that all ranks have counted, without those that are parts of tables."""
+    tables = [key.partition(".") for key, _ in common(of_ranks, "tables")]
+    parts = {f"{function}.{part}({name})" for function, _, name in tables for part in ("sum", "trace")}
+    return {key: counts for key, counts in common(of_ranks, "numbers") if key not in parts}
+
+
+def _of_sums(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
+    """Sums divided by what a rank has evaluated, or by the size of the whole set; and running means as they are."""
+    samples, batches = [float(one.samples) for one in of_ranks], [float(one.loader.batches) for one in of_ranks]
+    sizes = [float(one.loader.size) for one in of_ranks]
+    sums = _sums(of_ranks)
+    for key, counts in sums.items():
+        bits = [*map(bits_of, counts)]
+        for name, divisors in {MEAN: samples, "mean over batches": batches, _SHARE: sizes}.items():
+            if min(divisors) >= 1 and (divisors is samples or divisors != samples):
+                values = [count / divisor for count, divisor in zip(counts, divisors, strict=True)]
+                pooled = sum(counts) / sizes[0] if name == _SHARE else _weighted(values, samples)
+                yield from _scaled(key, name, values, pooled, bits, len(sums))
+        if any(count != int(count) for count in counts):  # no counter
+            yield from _scaled(key, "", counts, _weighted(counts, samples), bits, len(sums))
+
+
+def _weighted(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _of_ratios(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
+    """Quotients of two numbers of one function: a sum and a number of tokens, say."""
+    sums = _sums(of_ranks)
+    for key, other in itertools.permutations(sums, 2) if len(sums) <= _MOST_OF_RATIOS else ():
+        if key.partition(".")[0] != other.partition(".")[0] or _kept_in(key) != _kept_in(other):
+            continue
+        counts, divisors = sums[key], sums[other]
+        if any(divisor < 2 or divisor != int(divisor) for divisor in divisors):
+            continue
+        values = [count / divisor for count, divisor in zip(counts, divisors, strict=True)]
+        bits = [bits_of(count) + bits_of(divisor) for count, divisor in zip(counts, divisors, strict=True)]
+        yield from _scaled(key, f"mean over {other}", values, sum(counts) / sum(divisors), bits, len(sums) ** 2)
+
+
+def _kept_in(key: str) -> str:
+    """The tensor or list of which a number is one, by its place; two of these are not put together."""
+    return key.rpartition("[")[0] if key.endswith("]") and key.rpartition("[")[2][:-1].isdigit() else ""
+
+
+def _of_tables(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
+    """Metrics of tables of targets by predictions."""
+    for key, tables in common(of_ranks, "tables"):
+        if len(set(map(len, tables))) == 1:
+            yield from _of_each(
+                key, [table_metrics(one) for one in tables], table_metrics([*map(sum, zip(*tables, strict=True))])
+            )
+
+
+def _of_rows(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
+    """Metrics of two things that each rank holds of each of its samples: scores and labels, say."""
+    held = dict(common(of_ranks, "rows"))
+    for key, other in itertools.permutations(held, 2):
+        pairs = [list(zip(*each, strict=True)) for each in zip(held[key], held[other], strict=True)]
+        if any(len(each) != one.samples for each, one in zip(pairs, of_ranks, strict=True)):
+            continue
+        every = list(itertools.chain.from_iterable(pairs))
+        yield from _of_each(f"{key}, {other.partition('.')[2]}", [*map(_of_pairs, pairs)], _of_pairs(every))
+
+
+def _of_pairs(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """The metrics of what was predicted and its label or target, by name."""
+    classes = sorted({number for pair in pairs for number in pair})
+    if len(classes) <= _MOST_CLASSES and all(number == int(number) >= 0 for number in classes):
+        place = {number: n for n, number in enumerate(classes)}
+        table = [0.0] * len(classes) ** 2
+        for predicted, label in pairs:
+            table[place[label] * len(classes) + place[predicted]] += 1
+        return table_metrics(table)
+    labels = {label for _, label in pairs}
+    rows = [((x,), (y,)) for x, y in pairs]
+    return {name: metric(rows) for name, metric in (OF_SCORES if labels <= {0, 1} else OF_NUMBERS).items()}
+
+
+def _of_each(key: str, of_ranks: Sequence[Mapping[str, float]], of_all: Mapping[str, float]) -> Iterator[RankMetric]:
+    for name, pooled in of_all.items():
+        values = [one.get(name, math.nan) for one in of_ranks]
+        if all(map(math.isfinite, (*values, pooled))):
+            yield from _scaled(key, name, values, pooled, [_FLOAT_BITS] * len(values), len(of_all))
