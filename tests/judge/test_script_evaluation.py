@@ -673,6 +673,13 @@ def test_targets_that_name_the_rows_of_rank_0_on_every_rank_are_reported() -> No
     (found,) = judge_targets(uses, of_loss)
     assert found.location == Location("train.py", 7) and f"gathered at {LINE}" in found.evidence
     assert "those of rank 1 begin at 4" in found.message
+    (found,) = judge_targets([[replace(one, loss=LOOP) for one in of_rank] for of_rank in uses], of_loss)
+    assert found.location == LOOP
+
+
+def test_an_offset_may_be_a_wrong_one() -> None:
+    assert codes(judge_targets([[use(0, range(4, 8))], [use(4, range(4, 8))]], [[], []])) == ["DDP804"]
+    assert codes(judge_targets([[use(0, range(4))], [use(4, range(2))]], [[], []])) == []  # chosen in some way
 
 
 @pytest.mark.parametrize(

@@ -103,3 +103,4 @@ class GatheredTargets(Entry, frozen=True):
     rows: int  # how many rows this rank has given
     classes: int  # how many classes there are
     targets: tuple[int, ...]  # of the cross entropy, as far as they are different ones
+    loss: Location | None = None  # the line that calls the cross entropy, as far as source tells

@@ -66,10 +66,11 @@ Targets index rows that were gathered from all ranks, without the offset of the 
 why: The rows of rank r begin at r * batch size in what all_gather returns. With targets arange(batch size) on every
 rank, all ranks but the first learn to match their samples with those of rank 0.
 fix: Add the offset: targets = torch.arange(len(x)) + rank * len(x).
-detected: `ddpcheck run` looks at cross entropies over products with a gathered matrix, in some of the steps. It finds
-the rank's own rows in the matrix; where the ranks have them at different places and the same targets, and on some no
-target is one of these rows, that is reported. Losses other than cross entropy, and rows that pass through a layer after
-they were gathered, are not seen.
+detected: `ddpcheck run` looks at cross entropies over products with a gathered matrix, cosine similarities and
+torch.cdist, in some of the steps. It finds the rank's own rows in the matrix; if the ranks have them at different
+places and the same targets, or as many in a row, and on some no target is one of these rows, that is reported. Losses
+other than cross entropy, differences of rows that are written out, and rows that pass through a layer after they were
+gathered, are not seen.
 ignore: If the positives of a rank are meant to be rows of another one.
 example:
 logits = features @ torch.cat(all_gather(features)).T

@@ -69,8 +69,8 @@ def judge_targets(
     """At most one finding, at the line of the loss; all by rank, in order.
 
     The rows of each rank are at a place of their own among the classes, and the targets are the same numbers on all
-    ranks: so they are rows of one rank only, and the others take its samples for their positives. Where a rank puts its
-    own rows first, or counts from where they begin, that is not so.
+    ranks, or as many in a row: on some ranks, those of another rank, whose samples they take for their positives. If a
+    rank puts its own rows first, or counts from where they begin, that is not so.
     """
     members = sorted({one.members for of_rank in uses for one in of_rank})
     for group in members:
@@ -79,14 +79,19 @@ def judge_targets(
             continue
         for of_ranks in zip(*of_group, strict=False):
             places = {(one.step, one.location, one.rows, one.classes) for one in of_ranks}
-            same = len({one.targets for one in of_ranks}) == 1 and len({one.own for one in of_ranks}) == len(of_ranks)
-            if len(places) > 1 or not same:
+            alike = len({one.targets for one in of_ranks}) == 1 or all(map(_are_in_a_row, of_ranks))
+            if len(places) > 1 or not alike or len({one.own for one in of_ranks}) < len(of_ranks):
                 continue
             wrong = [rank for rank, one in zip(group, of_ranks, strict=True) if not _names_own(one)]
             if wrong and len(wrong) < len(group):
                 made = {one.step: one.made for one in losses[group[0]] if one.made is not None}
                 return _finding(wrong, group, of_ranks, made.get(of_ranks[0].step))
     return []
+
+
+def _are_in_a_row(one: GatheredTargets) -> bool:
+    """Whether the targets are one after the other, as many as the rank's rows: an offset, which may be a wrong one."""
+    return max(one.targets) - min(one.targets) + 1 == len(one.targets) == one.rows
 
 
 def _names_own(one: GatheredTargets) -> bool:
@@ -105,9 +110,9 @@ def _finding(
         f"The targets on {format_ranks(wrong)} are {first} to {last}, rows of another rank among the {one.classes} "
         f"that all_gather has brought together: those of rank {wrong[0]} begin at {one.own}.",
         ranks=wrong,
-        location=line or one.location,
+        location=one.loss or line or one.location,
         evidence=[
-            f"gathered at {one.location}" if line and one.location else "",
+            f"gathered at {one.location}" if (one.loss or line) and one.location else "",
             *(
                 f"rank {rank}: its rows are {each.own} to {each.own + each.rows - 1}, its targets {first} to {last}"
                 for rank, each in list(zip(group, of_ranks, strict=True))[:4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,17 +11,22 @@ import torch
 from ddpcheck.findings.evidence.evaluation import GatheredTargets
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import relative_path, variables_of
 from ddpcheck.gather.autograd.autograd_graph import kept_tensor, nodes_behind
 from ddpcheck.record.recording import Recording
+from ddpcheck.record.source import program_numbers
+from ddpcheck.record.source.source_scope import body_of, own_nodes
 
 _MOST_NODES = 64
 _MOST_GATHERED = 4  # tensors since the last backward pass
 _MOST_ELEMENTS = 1 << 22
 _ALIKE = 0.99  # cosine of a row before it is gathered and after: it may be normalised, scaled or rounded in between
 _GIVEN = ("tensor", "input_tensor", "self", "input")
+_OF_PRODUCTS = ("mat2", "self", "other", "x1", "x2")  # what a product or a distance of two matrices keeps
 _KEEPS_COLUMNS = (
     *("Mul", "Div", "Add", "Sub", "MaskedFill", "Clone", "ToCopy", "Where", "Alias", "Neg", "Squeeze"),
-    *("View", "UnsafeView", "Reshape", "Permute", "Unsqueeze"),  # of a product by einsum
+    *("View", "UnsafeView", "Reshape", "Permute", "Unsqueeze", "T", "Transpose"),  # of a product by einsum, or turned
+    *("Sum", "Expand", "Pow", "Sqrt", "Exp"),  # of a cosine similarity, or of distances
 )
 
 
@@ -29,7 +35,7 @@ class TargetRecorder:
 
     def __init__(self, run: Recording) -> None:
         self._run = run
-        self._gathered: list[tuple[torch.Tensor, Call]] = []
+        self._gathered: list[tuple[torch.Tensor, Call, Location | None]] = []
         self.awaits_backward = False
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
@@ -38,7 +44,7 @@ class TargetRecorder:
             return
         tensor = next((given[name] for name in _GIVEN if isinstance(given.get(name), torch.Tensor)), None)
         if tensor is not None and tensor.is_floating_point() and tensor.dim() == 2 and tensor.numel() <= _MOST_ELEMENTS:
-            self._gathered = [*self._gathered, (tensor.detach(), call)][-_MOST_GATHERED:]
+            self._gathered = [*self._gathered, (tensor.detach(), call, _line_of_cross_entropy())][-_MOST_GATHERED:]
             self.awaits_backward = True
 
     def note_backward(self, loss: Any) -> None:
@@ -46,8 +52,9 @@ class TargetRecorder:
         gathered, self._gathered, self.awaits_backward = self._gathered, [], False
         if not gathered or not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
             return
+        last: GatheredTargets | None = None
         for targets, columns in _cross_entropies(loss.grad_fn):
-            for tensor, call in gathered:
+            for tensor, call, line in gathered:
                 own = _place_of(tensor, columns)
                 if own is None or columns.shape[1] < 2 * len(tensor):
                     continue
@@ -55,7 +62,30 @@ class TargetRecorder:
                 if len(different) <= 2 * len(tensor):  # of two views; more are a loss of all rows
                     where, classes = Location.parse(call.location), columns.shape[1]
                     step, rows = self._run.steps, len(tensor)
-                    self._run.add(GatheredTargets(step, where, call.members, own, rows, classes, different))
+                    found = GatheredTargets(step, where, call.members, own, rows, classes, different, line)
+                    if found != last:
+                        self._run.add(found)
+                    last = found
+
+
+def _line_of_cross_entropy() -> Location | None:
+    """The next cross entropy in the source of the functions that are under way, the innermost first."""
+    for frame in program_numbers.program_frames():
+        body, held = body_of(frame.f_code), {**frame.f_globals, **variables_of(frame)}
+        calls = (node for node in own_nodes(body) if isinstance(node, ast.Call)) if body is not None else ()
+        lines = [call.lineno for call in calls if call.lineno > frame.f_lineno and _is_cross_entropy(call.func, held)]
+        if lines:
+            return Location(relative_path(frame.f_code.co_filename), min(lines))
+    return None
+
+
+def _is_cross_entropy(called: ast.expr, held: Mapping[str, Any]) -> bool:
+    name, *attributes = ast.unparse(called).split(".")
+    value = held.get(name)
+    for attribute in attributes:
+        own = getattr(value, "__dict__", None) or {}
+        value = own.get(attribute, own.get("_modules", {}).get(attribute))
+    return [name, *attributes][-1] == "cross_entropy" or isinstance(value, torch.nn.CrossEntropyLoss)
 
 
 def _cross_entropies(root: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -69,13 +99,13 @@ def _cross_entropies(root: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             continue
         if not soft[0].name().startswith("LogSoftmax"):
             continue
-        for product in nodes_behind(soft, _MOST_NODES, _keeps_columns):
-            if product.name().startswith(("Mm", "Addmm", "Bmm")):
-                columns, classes = kept_tensor(product, "mat2"), kept_tensor(soft[0], "result")
-                columns = columns[0] if columns is not None and columns.dim() == 3 else columns
-                if columns is not None and classes is not None:
-                    if columns.dim() == 2 and columns.shape[1] == classes.shape[-1]:
-                        yield targets.detach(), columns.detach()
+        classes = kept_tensor(soft[0], "result")
+        products = nodes_behind(soft, _MOST_NODES, _keeps_columns) if classes is not None else ()
+        for kept in (kept_tensor(product, name) for product in products for name in _OF_PRODUCTS):
+            matrix = kept[0] if kept is not None and kept.dim() == 3 else kept
+            if classes is not None and matrix is not None and matrix.dim() == 2 and classes.shape[-1] in matrix.shape:
+                columns = matrix if matrix.shape[1] == classes.shape[-1] else matrix.T
+                yield targets.detach(), columns.detach()
 
 
 def _keeps_columns(node: Any) -> bool:
