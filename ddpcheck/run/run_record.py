@@ -34,10 +34,11 @@ import msgspec
 
 from ddpcheck import __version__
 from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.evidence.endings import DEFAULT_GROUP
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import ProgramSource
 from ddpcheck.findings.report import Location, Report
-from ddpcheck.report.hang.flight_recorder import CALL_KEY, DEFAULT_GROUP, DTYPES
+from ddpcheck.report.hang.flight_recorder import CALL_KEY, DTYPES
 from ddpcheck.run.ending import Ending, still_in_a_call
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.codec import entry_from_fields, fields_of_entry

@@ -96,6 +96,7 @@ NO_FAULT_NEEDS = {
     **{name: "test_loss_normalisation" for name in judges() if name.startswith("target_weights.")},
     **{name: "test_meetings" for name in judges() if name.startswith("meetings.")},
     **{name: "test_threads" for name in judges() if name.startswith("threads.")},
+    **{name: "test_wait_roots" for name in judges() if name.startswith("wait_roots.")},
     **{name: "test_endings" for name in judges() if name.partition(".")[0].endswith(("endings", "stories"))},
     "skipped_endings.explain_by_skipped_end": "test_skipped_endings",
     **{name: "test_wrapper_construction" for name in judges() if name.startswith("wrapper_construction.")},

@@ -72,6 +72,40 @@ class RankAtEnd(Struct, frozen=True):
     in_threads: tuple[str, ...] = ()  # the collectives in which other threads wait while the main thread does, too
 
 
+DEFAULT_GROUP = "0"  # its name, in recorders
+
+
+class RecordedCall(Struct, frozen=True):
+    """A collective, or a send or receive, that a rank has entered, by its recorder."""
+
+    group: str  # name of the process group
+    number: int  # that the group gave to it; of a send or receive, that among those
+    call: Call  # in words; its members are not known yet
+    ended: bool  # whether it is known to have ended
+    # whether it is a send or a receive, which pairs up with one other rank, or the end of several
+    between_two: bool = False
+    peer: int = -1  # the other rank of a send or receive; -1 if not known
+    created: float = 0.0  # when the rank entered it, in seconds since 1970; 0 if not known
+    timeout: float = 0.0  # in seconds; 0 if not known
+
+
+class RankDump(Struct, frozen=True):
+    """What the recorder of one rank held."""
+
+    entries: Sequence[RecordedCall]  # in the order in which they were entered
+    # the ranks of each process group, as far as the dump names them
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    wrapped: bool = False  # whether earlier entries are lost
+    world_size: int = 0  # as far as the sizes of what was gathered tell; else 0
+    has_stacks: bool = False  # whether any entry has the line of its call
+    gloo: bool = False  # whether all of it is gloo's
+    active_only: bool = False  # whether entries that have ended are left out
+    descriptions: Mapping[str, str] = field(default_factory=dict)  # what the program calls its groups, by their names
+    enqueued: Mapping[str, int] = field(
+        default_factory=dict
+    )  # the number of the last call of each group, if it is told
+
+
 class ScheduledCall(Struct, frozen=True):
     """One collective of a rank."""
 

@@ -24,7 +24,9 @@ fix: Compare the places and stacks of the ranks: bring the rank that is somewher
 rank is at work and only slow, give it more time (--timeout).
 detected: No rank has failed, and some did not finish in time. Each rank's log of collectives and its Python stack say
 where it stands; ranks that do not wait for others are named as the cause. Where ranks wait in init_process_group,
-`ddpcheck run` compares what each has been told: rank, world size and address.
+`ddpcheck run` compares what each has been told: rank, world size and address. `ddpcheck hang` follows who waits for
+whom in Flight Recorder dumps through all process groups, to ranks that call nothing any more, devices that do not
+complete what peers have completed, ranks that came late, and ranks without a dump.
 ignore: If the rank is only slow: give it more time with --timeout or --check-timeout.
 reports: Lightning-AI/pytorch-lightning#10947
 example:

@@ -48,14 +48,13 @@ def judge_collectives(
         absent = [rank for rank, call in zip(ranks, found, strict=True) if call is None]
         if absent and len(set(map(_signature, calls))) == 1 and set(absent) <= set(at_work):
             continue
-        differing = calls[0]
-        if absent:
-            minority = tuple(absent)
-            there = [rank for rank in ranks if rank not in absent]
+        there = [rank for rank in ranks if rank not in absent]
+        if len(set(map(_signature, calls))) == 1:
+            differing, minority = calls[0], tuple(absent)
             message = f"{format_ranks(there).capitalize()} called {calls[0]}, and {format_ranks(absent)} never did."
         else:
-            minority = tuple(ranks[index] for index in minority_ranks([_signature(call) for call in calls]))
-            differing = calls[ranks.index(minority[0])]
+            minority = tuple(there[index] for index in minority_ranks([_signature(call) for call in calls]))
+            differing = calls[there.index(minority[0])]
             message = f"Collective number {place} of the ranks does not match."
         findings += one_finding(
             "DDP403",
@@ -169,7 +168,7 @@ def _is_reordered(values: Sequence[tuple[float, ...]]) -> bool:
     return all(value not in (0.0, 1.0, -1.0) and 1e-6 < abs(value) < 1e6 for value in moved)
 
 
-_ROOTED = ("broadcast", "reduce", "gather", "scatter", "broadcast_object_list", "gather_object", "scatter_object_list")
+ROOTED = ("broadcast", "reduce", "gather", "scatter", "broadcast_object_list", "gather_object", "scatter_object_list")
 _LONGEST = 64  # calls that one rank makes in addition where the other makes them as well, in another number
 _TRIES = 50  # places at which lines differ
 
@@ -317,7 +316,7 @@ class _Comparison:
     def _may_be_any(self, one: int, other: int) -> bool:
         """Whether nothing follows from the lines of two calls that pair up."""
         here, there = self._calls[one], self._calls[other]
-        rooted = here.operation in _ROOTED and "root" not in here.payload
+        rooted = here.operation in ROOTED and "root" not in here.payload
         return same_signature(here, there) and (rooted or not (here.location and there.location))
 
     def _are_pair(self, one: int, other: int) -> bool:

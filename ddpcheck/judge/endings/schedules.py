@@ -10,6 +10,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, join_names, one_finding, plural_verb
 from ddpcheck.judge.endings.collective_order import judge_collectives
+from ddpcheck.judge.endings.stories import GROUP_ORDER
 
 _Key = tuple[str, int]  # a process group, and the number of a collective in it
 
@@ -30,7 +31,7 @@ def _judge_waits(ranks: Sequence[Sequence[ScheduledCall]]) -> list[Finding]:
     stuck = dict(_run(ranks))
     if not stuck:
         return []
-    circle = _circle(stuck)
+    circle = find_circle(stuck)
     told = [f"{format_ranks([rank])} in {_described(stuck[rank][0])} for {format_ranks([of])}" for rank, of in circle]
     waits: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, (call, missing) in stuck.items():
@@ -46,7 +47,7 @@ def _judge_waits(ranks: Sequence[Sequence[ScheduledCall]]) -> list[Finding]:
             f"{format_ranks(some)} {plural_verb('waits', 'wait', some)} in {call} for {missing}"
             for (call, missing), some in waits.items()
         ],
-        fix="Have every rank come to the collectives of its process groups in the same order.",
+        fix=GROUP_ORDER,
     )
 
 
@@ -54,13 +55,15 @@ def _described(call: Call) -> str:
     return f"{call} of {format_ranks(call.members)}"
 
 
-def _circle(stuck: Mapping[int, tuple[Call, Sequence[int]]]) -> list[tuple[int, int]]:
+def find_circle(stuck: Mapping[int, tuple[Call, Sequence[int]]]) -> list[tuple[int, int]]:
     """Ranks of which each waits for the next, and the last one for the first, with whom each waits for."""
-    path = [min(stuck)]
-    while (following := next(rank for rank in stuck[path[-1]][1] if rank in stuck)) not in path:
+    path = list[int]()
+    following = min(stuck, default=None)
+    while following is not None and following not in path:
         path.append(following)
-    circle = path[path.index(following) :]
-    return list(zip(circle, [*circle[1:], circle[0]], strict=True))
+        following = next((rank for rank in stuck[path[-1]][1] if rank in stuck), None)
+    circle = path[path.index(following) :] if following is not None else []
+    return list(zip(circle, [*circle[1:], *circle[:1]], strict=True))
 
 
 def _run(ranks: Sequence[Sequence[ScheduledCall]]) -> Iterator[tuple[int, tuple[Call, Sequence[int]]]]:

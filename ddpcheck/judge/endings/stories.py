@@ -82,10 +82,11 @@ def _position(rank: RankAtEnd, calls: Sequence[Call], at: int) -> Position:
 # Point-to-point calls
 
 
-_ORDER = (
+SEND_ORDER = (
     "Let one of two ranks send first and the other one receive first (if rank % 2: ...), or start both directions "
     "together: batch_isend_irecv([P2POp(isend, ...), P2POp(irecv, ...)]), and wait for all of them after that."
 )
+GROUP_ORDER = "Have every rank come to the collectives of its process groups in the same order."
 _PARTNER = "Let every send have its recv on the other rank: of the same two ranks, group and tag, in the same order."
 
 
@@ -122,7 +123,7 @@ def _of_peers(
         f"{capitalized(join_names([f'rank {number} {by_rank[number].doing}' for number in ranks], most=8))}{how}.",
         ranks=ranks if len(ranks) < len(by_rank) else (),
         location=Location.parse(waits[0].location),
-        fix=_ORDER if alike else _PARTNER,
+        fix=SEND_ORDER if alike else _PARTNER,
     )
 
 
@@ -345,10 +346,10 @@ def _different(facts: EndingFacts, one: Position, other: Position) -> list[Findi
         f"{format_ranks(alike)} {plural_verb('comes', 'come', alike)} to {second.call}{there if apart else ''}"
         + (f", in the other branch of the `if` at {min(heads)}" if heads else "")
         + ".",
-        ranks=alike if len(alike) * 2 <= len(facts.ranks) else (),
+        ranks=alike if len(alike) * 2 <= len(facts.ranks) else [r.rank for r in facts.ranks if r.rank not in alike],
         location=Location.parse(min(heads) if heads else second.call.location),
         evidence=calls_there(first, second),
-        fix="Have every rank come to the collectives of its process groups in the same order." if apart else "",
+        fix=GROUP_ORDER if apart else "",
     )
 
 

@@ -26,6 +26,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ddpcheck.findings.errors import TargetError, UsageError
+from ddpcheck.findings.evidence.endings import RankDump, RecordedCall
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.stacks import (
     collective_of,
@@ -38,7 +39,7 @@ from ddpcheck.findings.stacks import (
     waits_for_result,
 )
 from ddpcheck.findings.wording import counted, format_ranks, group_by
-from ddpcheck.report.hang.flight_recorder import Entry, RankDump, as_rank_dump
+from ddpcheck.report.hang.flight_recorder import as_rank_dump
 
 PORT = 25999  # unless start_debug_server is told another one
 _SECONDS = 75.0  # of a request: the server itself waits 60 for a rank
@@ -291,7 +292,7 @@ def _with_line(dump: RankDump, stack: str) -> RankDump:
     return replace(dump, entries=entries)
 
 
-def _at(entry: Entry, lines: Sequence[str]) -> Entry:
+def _at(entry: RecordedCall, lines: Sequence[str]) -> RecordedCall:
     return replace(entry, call=replace(entry.call, location=lines[0], callers=tuple(lines)))
 
 

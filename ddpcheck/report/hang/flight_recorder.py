@@ -14,18 +14,18 @@ import json
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.evidence.endings import DEFAULT_GROUP, RankDump, RecordedCall
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, relative_path
 from ddpcheck.findings.wording import join_names
 
-DEFAULT_GROUP = "0"
 _UNRECORDED = "unrecorded"  # gloo's monitored_barrier takes numbers, and is not in the dump
 _MOST_MISSING = 1000  # calls in a row that are not in a dump
 _OPERATIONS = {  # in the words of torch.distributed
@@ -48,42 +48,14 @@ CALL_KEY = "ddpcheck"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A collective, or a send or receive, that a rank has entered."""
-
-    group: str  # name of the process group
-    number: int  # that the group gave to it; of a send or receive, that among those
-    call: Call  # in words; its members are not known yet
-    ended: bool  # whether it is known to have ended
-    # whether it is a send or a receive, which pairs up with one other rank, or the end of several
-    between_two: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RankDump:
-    """What the recorder of one rank held."""
-
-    entries: Sequence[Entry]  # in the order in which they were entered
-    # the ranks of each process group, as far as the dump names them
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    wrapped: bool = False  # whether earlier entries are lost
-    world_size: int = 0  # as far as the sizes of what was gathered tell; else 0
-    has_stacks: bool = False  # whether any entry has the line of its call
-    gloo: bool = False  # whether all of it is gloo's
-    active_only: bool = False  # whether entries that have ended are left out
-
-
-@dataclass(frozen=True, slots=True)
 class GroupLogs:
     """The collectives of one process group, lined up."""
 
     name: str  # of the group
     members: tuple[int, ...]  # as far as they are known
-    are_known: bool  # whether the dumps name them
     first: int  # the number of the first call in the logs, from 0
     logs: Sequence[Sequence[Call]]  # by rank, empty for those without a dump
     ended: Sequence[Sequence[bool]]  # whether each of these calls has ended
-    behind: frozenset[int] = frozenset()  # ranks that are in a call from before the first, which others have ended
 
 
 def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:
@@ -97,20 +69,45 @@ def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:
     try:
         if raw and all(map(_is_of_torchcomms, raw)):
             raw, configured = _as_of_torch(raw, configured if isinstance(configured, dict) else {}, where)
-        entries = [_entry(one) for one in raw]
+        groups = {}
+        for name, group in configured.items() if isinstance(configured, dict) else ():
+            ranks = tuple(map(int, re.findall(r"\d+", str(group.get("ranks", "")) if isinstance(group, dict) else "")))
+            if ranks:
+                groups[str(name)] = ranks
+        entries = [_entry(one, groups) for one in raw]
+        descriptions = {str(one["process_group"][0]): str(one["process_group"][1]) for one in raw}
+        enqueued = _enqueued(dump.get("pg_status"), list(groups), raw)
         gloo = all(str(one["profiling_name"]).startswith("gloo:") for one in raw)
         world_size = max((_gathered_from(one) for one in raw), default=0)
         wrapped = bool(raw) and int(raw[0].get("record_id", 0)) > 0
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"[:80]
         raise UsageError(f"{where} is no Flight Recorder dump that ddpcheck can read ({what})") from error
-    groups = {}
-    for name, group in configured.items() if isinstance(configured, dict) else ():
-        ranks = tuple(map(int, re.findall(r"\d+", str(group.get("ranks", "")) if isinstance(group, dict) else "")))
-        if ranks:
-            groups[str(name)] = ranks
     stacks = any(entry.call.location for entry in entries)
-    return RankDump(entries, groups, wrapped, world_size, stacks, gloo and bool(raw))
+    return RankDump(
+        entries,
+        groups,
+        wrapped,
+        world_size,
+        stacks,
+        gloo and bool(raw),
+        active_only=wrapped and not gloo and not any(entry.ended for entry in entries),
+        descriptions={name: text for name, text in descriptions.items() if text not in _UNDESCRIBED},
+        enqueued=enqueued,
+    )
+
+
+_UNDESCRIBED = ("", "undefined", "default_pg")
+
+
+def _enqueued(statuses: object, names: Sequence[str], raw: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """The number of the last call of each group, of nccl: it counts the groups of a rank, as their names do."""
+    if not isinstance(statuses, dict) or len(statuses) != len(names) or not all(map(str.isdigit, names)):
+        return {}
+    by_id = dict(zip(sorted(map(int, statuses)), sorted(names, key=int), strict=True))
+    if any(by_id.get(int(one.get("pg_id", -1))) != str(one["process_group"][0]) for one in raw):
+        return {}
+    return {by_id[int(key)]: int(status["last_enqueued_collective"]) for key, status in statuses.items()}
 
 
 def _is_of_torchcomms(raw: Mapping[str, Any]) -> bool:
@@ -140,7 +137,7 @@ def _as_of_torch(
         counts[group, is_p2p] = counts.get((group, is_p2p), 0) + 1
         number = counts[group, is_p2p] if is_whole else int(one["collective_seq_id"]) + 1
         key = "p2p_seq_id" if is_p2p else "collective_seq_id"
-        entries.append({**one, "process_group": (group, backend), "is_p2p": is_p2p, key: number})
+        entries.append({**one, "process_group": (group, ""), "is_p2p": is_p2p, key: number})
         if name in configured:
             groups[group] = configured[name]
     if not is_whole and (len(counts) > 1 or len(configured) > 1 or any(is_p2p for _, is_p2p in counts)):
@@ -154,7 +151,7 @@ def _as_of_torch(
 _BETWEEN_TWO = ("send", "recv", "batch_op_issue")
 
 
-def _entry(raw: Mapping[str, Any]) -> Entry:
+def _entry(raw: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> RecordedCall:
     name = str(raw["profiling_name"]).partition(":")[2] or str(raw["profiling_name"])
     group = str(raw["process_group"][0])
     between_two = bool(raw.get("is_p2p", name.startswith(("send", "recv"))))
@@ -166,7 +163,17 @@ def _entry(raw: Mapping[str, Any]) -> Entry:
     if isinstance(own, dict):
         operation, payload = str(own.get("operation", operation)), str(own.get("payload", payload))
     call = _call(operation, group, payload, tuple(map(str, user_lines(raw.get("frames") or ()))))
-    return Entry(group, number, call, bool(raw.get("retired")) or raw.get("state") == "completed", between_two)
+    peer = int(at[1]) if between_two and (at := re.search(r"(?:->|<-)(\d+)$", name)) else -1
+    return RecordedCall(
+        group,
+        number,
+        call,
+        bool(raw.get("retired")) or raw.get("state") == "completed",
+        between_two,
+        groups[group][peer] if 0 <= peer < len(groups.get(group, ())) else peer,
+        int(raw.get("time_created_ns") or 0) / 1e9,
+        int(raw.get("timeout_ms") or 0) / 1e3,
+    )
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -212,7 +219,7 @@ def world_size_of(dumps: Mapping[int, RankDump]) -> int:
 def line_up(dumps: Mapping[int, RankDump]) -> Iterator[GroupLogs]:
     """The collectives of each process group, from the first that all of its ranks still have."""
     world_size = world_size_of(dumps)
-    for name, members, are_known in _groups(dumps, world_size):
+    for name, members in _groups(dumps, world_size):
         here = {rank: dumps[rank] for rank in members if rank in dumps}
         own = {rank: [e for e in dump.entries if e.group == name and not e.between_two] for rank, dump in here.items()}
         own = {rank: entries for rank, entries in own.items() if entries or not _is_cut(here[rank])}
@@ -230,36 +237,35 @@ def line_up(dumps: Mapping[int, RankDump]) -> Iterator[GroupLogs]:
                 logs[rank].append(call)
                 ended[rank].append(entry.ended)
         _extend_by_gaps([(logs[rank], ended[rank]) for rank in ranks])
-        behind = frozenset(rank for rank in ranks if here[rank].active_only and own[rank] and not logs[rank])
-        yield GroupLogs(name, members, are_known, max(start - 1, 0), logs, ended, behind)
+        yield GroupLogs(name, members, max(start - 1, 0), logs, ended)
 
 
 def _is_cut(dump: RankDump) -> bool:
     return dump.wrapped and not dump.active_only
 
 
-def _groups(dumps: Mapping[int, RankDump], world_size: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+def _groups(dumps: Mapping[int, RankDump], world_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and ranks of each process group that has entries; two groups may have one name, where no rank is in both."""
     names = dict.fromkeys(entry.group for dump in dumps.values() for entry in dump.entries if not entry.between_two)
     for name in names:
         named = {dump.groups[name] for dump in dumps.values() if name in dump.groups}
         if named:
             for members in sorted(named):
-                yield name, members, True
+                yield name, members
         elif name == DEFAULT_GROUP:
-            yield name, tuple(range(world_size)), True
+            yield name, tuple(range(world_size))
         else:
             using = {rank for rank, dump in dumps.items() for entry in dump.entries if entry.group == name}
-            yield name, tuple(sorted(using)), False
+            yield name, tuple(sorted(using))
 
 
-def _with_gaps(entries: Sequence[Entry], start: int, gloo: bool) -> Iterator[Entry]:
+def _with_gaps(entries: Sequence[RecordedCall], start: int, gloo: bool) -> Iterator[RecordedCall]:
     """The entries of a rank and group, with one for each number that gloo has given to what it does not record."""
     expected = start
     for entry in entries:
         missing = entry.number - expected if gloo else 0
         for number in range(expected, expected + min(missing, _MOST_MISSING)):
-            yield Entry(entry.group, number, Call(_UNRECORDED, entry.group, ()), True)
+            yield RecordedCall(entry.group, number, Call(_UNRECORDED, entry.group, ()), True)
         yield entry
         expected = entry.number + 1
 

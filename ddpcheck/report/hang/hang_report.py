@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 from ddpcheck import __version__
 from ddpcheck.findings.errors import EXIT_TARGET
-from ddpcheck.findings.evidence.endings import RankAtEnd
+from ddpcheck.findings.evidence.endings import DEFAULT_GROUP, RankAtEnd, RankDump, RecordedCall
 from ddpcheck.findings.figures import CollectiveTimeline
 from ddpcheck.findings.program_blocks import blocks_of_lines
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Location, Report, ReportError
+from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, ReportError
 from ddpcheck.findings.selection import Suppression, sort_out
-from ddpcheck.findings.wording import counted, format_ranks, group_by, one_finding, plural_verb, told_together
+from ddpcheck.findings.wording import counted, format_ranks, group_by, plural_verb, told_together
 from ddpcheck.judge.endings.branch_endings import lines_of
 from ddpcheck.judge.endings.collective_order import judge_partings
 from ddpcheck.judge.endings.stories import judge_endings
 from ddpcheck.judge.endings.timelines import timelines
+from ddpcheck.judge.endings.wait_roots import WaitGraph, judge_waits
 from ddpcheck.report.hang import flight_recorder
 from ddpcheck.report.hang.debug_server import DebugServer, RanksSeen, look_at_ranks, said_of_missing
 
@@ -43,7 +44,8 @@ def report_on_hang(
     dumps = seen.dumps
     groups = list(flight_recorder.line_up(dumps))
     at_end = {rank: _wait(dump) for rank, dump in dumps.items()} | dict(seen.doing)
-    findings = [finding for group in groups for finding in _judge(group, at_end, seen)]
+    findings = _judge(groups, at_end, seen)
+    causes = {rank for finding in findings for rank in finding.ranks}
     chosen = sort_out(findings, source, select=select, ignore=ignore, suppress=suppress)
     report = Report(
         target=source,
@@ -51,7 +53,7 @@ def report_on_hang(
         world={"world_size": flight_recorder.world_size_of(dumps)},
         checks=(_ranks(seen), _collectives(seen, groups, findings, chosen.kept), _call_sites(seen)),
         error=_error(seen, findings),
-        timelines=tuple(one for group in groups for one in _timelines(group, at_end, seen))[:_MOST_TIMELINES],
+        timelines=_timelines(groups, at_end, causes),
     )
     return chosen.complete(report).with_excerpts()
 
@@ -68,86 +70,93 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _judge(group: flight_recorder.GroupLogs, at_end: Mapping[int, str], seen: RanksSeen) -> list[Finding]:
-    """DDP403 where the ranks of a group part; DDP402 where one waits alone in a group whose ranks are not known."""
-    here = set(at_end)
-    waits = [f"rank {rank}: {said}" for rank, said in at_end.items()]
-    found = judge_partings(group.logs, _coming(group, seen), {group.name: group.first})
-    if not found and not group.are_known and len(group.members) == 1:
-        (rank,) = group.members
-        pairs = zip(group.logs[rank], group.ended[rank], strict=True)
-        call = next((call for call, ended in pairs if not ended), None)
-        if call is not None and not seen.at_work:
-            found = one_finding(
-                "DDP402",
-                (call.operation,),
-                f"Rank {rank} waits in {call} of process group {group.name}, and no {seen.source} shows another "
-                "rank in a collective of that group.",
-                ranks=(rank,),
-                location=Location.parse(call.location),
-            )
-    if found and (story := _story(group, at_end, seen)):
-        numbers = [f"by the collectives of the ranks: {one.message}" for one in found]
-        found = [replace(one, evidence=(*one.evidence, *numbers), tags=found[0].tags) for one in story]
-        waits = []  # is in the story
-    missing = sorted(set(group.members) - here)
+def _judge(groups: Sequence[flight_recorder.GroupLogs], at_end: Mapping[int, str], seen: RanksSeen) -> list[Finding]:
+    """One finding a cause: groups whose calls do not match, then ranks that do not come to those of others."""
+    by_key = {(group.name, group.members): group for group in groups}
+    graph = WaitGraph(seen.dumps, by_key)
+    findings, explained = list[Finding](), set(seen.at_work)
+    if seen.is_live:  # a device may need more than the time between two looks
+        explained |= {rank for rank in graph.stopped | graph.devices.keys() if graph.open_calls[rank]}
+    for group in groups:
+        if found := _told(group, range(len(group.logs)), at_end, seen, graph):
+            findings += found
+            explained.update(group.members)
+    while stopped := graph.stopped - explained:  # told by the program, if their group has lines
+        awaited: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+        for rank, call, peers in graph.waits_for(stopped):  # the earliest first
+            awaited.setdefault(graph.group(rank, call), set()).update(peers)
+        most = max(by_key.keys() & awaited, key=lambda key: (len(awaited[key]), -[*awaited].index(key)), default=None)
+        if most is None:
+            break  # in sends and receives alone
+        if not (story := _told(by_key[most], graph.dumps.keys() - stopped, at_end, seen, graph)):
+            break
+        findings += story
+        explained |= awaited[most]
+    findings += judge_waits(graph, explained, at_end, names_missing=not seen.is_live)
+    missing = sorted(set(range(flight_recorder.world_size_of(seen.dumps))) - seen.dumps.keys())
     unknown = [f"{format_ranks(missing)}: no {seen.source}"] if missing else []
-    which = [f"process group {group.name}"] if group.name != flight_recorder.DEFAULT_GROUP else []
-    return [replace(one, evidence=(*which, *one.evidence, *waits, *unknown)) for one in found]
+    return [replace(finding, evidence=(*finding.evidence, *unknown)) for finding in findings]
 
 
-def _story(group: flight_recorder.GroupLogs, at_end: Mapping[int, str], seen: RanksSeen) -> list[Finding]:
-    """What one rank of the group did and the others did not; by the program, too, where its files are here."""
+def _told(
+    group: flight_recorder.GroupLogs,
+    coming: Collection[int],
+    at_end: Mapping[int, str],
+    seen: RanksSeen,
+    graph: WaitGraph,
+) -> list[Finding]:
+    """DDP403 if calls of a group do not match, else what one rank did and the others did not, if the program tells."""
+    if not (found := judge_partings(group.logs, coming, {group.name: group.first})):
+        return []
     members = sorted(set(group.members) & set(at_end))
     ranks = [
         RankAtEnd(
             rank,
-            [replace(call, members=tuple(members)) for call in log],
+            [replace(call, members=tuple(members)) for call in group.logs[rank]],
             group.first,
             at_end[rank],
             seen.lines.get(rank, ()),
             waits=rank not in seen.at_work,
             ended=rank in seen.over,
         )
-        for rank, log in enumerate(group.logs)
-        if rank in members
+        for rank in members
     ]
     lines = {line for rank in ranks for call in rank.calls for line in lines_of(call)}
-    return judge_endings(ranks, blocks_of_lines(lines))
-
-
-def _coming(group: flight_recorder.GroupLogs, seen: RanksSeen) -> set[int]:
-    """The ranks that may still come to what the others have called.
-
-    A dump is of one moment, and that of another rank of another: what has ended, others have come to or will.
-    """
-    return {*seen.at_work, *group.behind} | {
-        rank
-        for rank, log in enumerate(group.logs)
-        if all(all(ended[len(log) :]) for other, ended in enumerate(group.ended) if other != rank)
-    }
+    numbers = [f"by the collectives of the ranks: {finding.message}" for finding in found]
+    stories = judge_endings(ranks, blocks_of_lines(lines))
+    stories = [replace(story, evidence=(*story.evidence, *numbers), tags=found[0].tags) for story in stories]
+    if not stories and all(graph.open_calls.get(rank) for rank in set(group.members).difference(coming)):
+        stories = found
+    which = [f"process group {group.name}"] if group.name != DEFAULT_GROUP else []
+    waits, _ = graph.who_waits(group.members)
+    return [replace(story, evidence=(*which, *story.evidence, *waits)) for story in stories]
 
 
 def _timelines(
-    group: flight_recorder.GroupLogs, at_end: Mapping[int, str], seen: RanksSeen
+    groups: Sequence[flight_recorder.GroupLogs], at_end: Mapping[int, str], causes: Set[int]
 ) -> tuple[CollectiveTimeline, ...]:
-    open_ones = {(group.name, rank) for rank, ended in enumerate(group.ended) if ended and not ended[-1]}
-    return timelines(group.logs, open_ones, at_end, _coming(group, seen), {group.name: group.first})
+    """Those of groups that the ranks to which waits lead are in come first."""
+    made = list[CollectiveTimeline]()
+    for group in sorted(groups, key=lambda group: causes.isdisjoint(group.members))[:_MOST_TIMELINES]:
+        open_ones = {(group.name, rank) for rank, ended in enumerate(group.ended) if ended and not ended[-1]}
+        coming = set(range(len(group.logs))).difference(causes)
+        made += timelines(group.logs, open_ones, at_end, coming, {group.name: group.first})
+    return tuple(made)
 
 
-def _wait(dump: flight_recorder.RankDump) -> str:
+def _wait(dump: RankDump) -> str:
     """What a rank waits for, by its dump."""
     open_ones = [entry for entry in dump.entries if not entry.ended]
     if open_ones:
         more = f", and in {counted(len(open_ones) - 1, 'other')} after it" if len(open_ones) > 1 else ""
         return f"waits in {_described(open_ones[0])}{more}"
     if not dump.entries:
-        return "has entered no collective"
+        return "has no collective that has not ended" if dump.enqueued else "has entered no collective"
     return f"waits in no collective; its last one, {_described(dump.entries[-1])}, has ended"
 
 
-def _described(entry: flight_recorder.Entry) -> str:
-    return f"{entry.call}{f' of process group {entry.group}' if entry.group != flight_recorder.DEFAULT_GROUP else ''}"
+def _described(entry: RecordedCall) -> str:
+    return f"{entry.call}{f' of process group {entry.group}' if entry.group != DEFAULT_GROUP else ''}"
 
 
 def _ranks(seen: RanksSeen) -> CheckResult:

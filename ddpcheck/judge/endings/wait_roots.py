@@ -1,0 +1,308 @@
+"""DDP402 and 403: who waits for whom by what recorders hold, and the ranks at which all waits end.
+
+A collective waits for the members of its group that have not entered it or are in an earlier one, a send or recv for
+its peer. Most ranks of a job that hangs wait for a rank that waits itself, in a pipeline or in another group. All waits
+lead to few ranks that wait for nobody: these are the cause, whatever the groups, and one finding tells it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from ddpcheck.findings.evidence.endings import DEFAULT_GROUP, RankDump, RecordedCall
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import capitalized, format_ranks, group_by, one_finding, plural_verb, told_together
+from ddpcheck.judge.endings.collective_order import ROOTED
+from ddpcheck.judge.endings.schedules import find_circle
+from ddpcheck.judge.endings.stories import GROUP_ORDER, SEND_ORDER
+
+_MOST_LINES = 6  # of evidence of one kind
+_Group = tuple[str, tuple[int, ...]]  # name and members: two groups may have one name, if no rank is in both
+_Wait = tuple[int, RecordedCall, frozenset[int]]  # a rank, a call in which it waits, and for whom
+
+
+class WaitGraph:
+    """Ranks, and the ranks for which each one waits.
+
+    Attributes:
+        open_calls: What has not ended, by rank, in the order in which the rank entered it.
+        devices: Ranks whose device has not completed calls that peers have completed, with the first of these.
+        waits: Where a rank waits, by rank; not of `devices`.
+        stopped: Ranks that others wait for, and that are in no call, or in one that peers have completed.
+        missing: Ranks that others wait for, and that have no dump.
+    """
+
+    def __init__(self, dumps: Mapping[int, RankDump], groups: Iterable[_Group]) -> None:
+        self.dumps = dumps
+        self.open_calls = {rank: [call for call in dump.entries if not call.ended] for rank, dump in dumps.items()}
+        self._groups = {(group[0], rank): group for group in groups for rank in group[1]}
+        self._next = {group: dict(_positions(dumps, *group)) for group in {*self._groups.values()}}
+        self._furthest = {group: max(at.values(), default=(0, False))[0] for group, at in self._next.items()}
+        self._absent: dict[tuple[_Group, int], frozenset[int]] = {}
+        self.devices = {rank: call for rank in dumps if (call := self._uncompleted(rank)) is not None}
+        self.waits = {rank: self._waits(rank) for rank in dumps if rank not in self.devices}
+        waited_for = {peer for waits in self.waits.values() for *_, peers in waits for peer in peers}
+        self.missing = waited_for - dumps.keys()
+        self.stopped = {
+            rank
+            for rank in waited_for - self.missing - self.devices.keys()
+            if not self.waits[rank] and all(self._is_passed(rank, call) for call in self.open_calls[rank][:1])
+        }
+
+    def group(self, rank: int, call: RecordedCall) -> _Group:
+        """The process group of a call."""
+        return self._groups.get((call.group, rank), (call.group, ()))
+
+    def _is_passed(self, rank: int, call: RecordedCall) -> bool:
+        """Detect a collective that a peer has completed."""
+        return not call.between_two and call.number < self._furthest.get(self.group(rank, call), 0)
+
+    def _uncompleted(self, rank: int) -> RecordedCall | None:
+        """The first call that a device has not completed although no peer completes it alone, where most are so."""
+        passed = [call for call in self.open_calls[rank] if self._is_passed(rank, call)]
+        if self.dumps[rank].gloo or all(call.call.operation in ROOTED for call in passed):
+            return None
+        return max(group_by(passed, lambda call: call.group).values(), key=len)[0]
+
+    def _waits(self, rank: int) -> list[_Wait]:
+        """The calls in which a rank waits: for those that have not come to it, else for those that come to it late."""
+        calls = [call for call in self.open_calls[rank] if call.between_two or self._is_next(rank, call)]
+        absent = [(rank, call, peers) for call in calls if (peers := self._absent_from(rank, call) - {rank})]
+        return absent or [(rank, call, peers) for call in calls if (peers := self._delayed(rank, call))]
+
+    def _is_next(self, rank: int, call: RecordedCall) -> bool:
+        return self._next.get(self.group(rank, call), {}).get(rank) == (call.number, True)
+
+    def _absent_from(self, rank: int, call: RecordedCall) -> frozenset[int]:
+        if call.between_two:
+            answers = any(
+                other.peer == rank and other.group == call.group for other in self.open_calls.get(call.peer, ())
+            )
+            return frozenset({call.peer} if call.peer >= 0 and (not answers or call.peer in self.devices) else ())
+        key = group, number = self.group(rank, call), call.number
+        if key not in self._absent:
+            self._absent[key] = frozenset(
+                peer
+                for peer, at in self._next[group].items()
+                if at < (number, True) or (at[0] == number and peer in self.devices)
+            )
+        return self._absent[key]
+
+    def _delayed(self, rank: int, call: RecordedCall) -> frozenset[int]:
+        """The ranks that have entered a call, too, but after another one that has not ended."""
+        peers = {call.peer} if call.between_two else {*self.group(rank, call)[1]}
+        before = {peer: calls[0] for peer in peers - {rank} if (calls := self.open_calls.get(peer))}
+        return frozenset(
+            peer
+            for peer, first in before.items()
+            if first.group != call.group or (first.peer != rank if call.between_two else first.between_two)
+        )
+
+    def furthest(self, rank: int, call: RecordedCall) -> tuple[list[int], int]:
+        """The ranks of a group that have completed most collectives, and the number of the last one."""
+        group = self.group(rank, call)
+        number = self._furthest[group]
+        return [peer for peer, at in self._next[group].items() if at[0] == number], number - 1
+
+    def waits_for(self, roots: Collection[int]) -> list[_Wait]:
+        """Where ranks wait for some of `roots`, and for which of these; the earliest first."""
+        waits = ((rank, call, peers & {*roots}) for all_waits in self.waits.values() for rank, call, peers in all_waits)
+        return sorted((wait for wait in waits if wait[2]), key=lambda wait: wait[1].created)
+
+    def who_waits(self, roots: Collection[int]) -> tuple[list[str], set[int]]:
+        """Lines on the ranks that wait for `roots`, then on those that wait for these; and all of these ranks."""
+        reached, direct, further = set(roots), list[_Wait](), list[_Wait]()
+        while True:
+            waiting = {rank: waits for rank, waits in self.waits.items() if rank not in reached}
+            first = (next((wait for wait in waits if wait[2] & reached), None) for waits in waiting.values())
+            new = [(rank, call, peers & reached) for rank, call, peers in filter(None, first)]
+            if not new:
+                return _limited([*self._lines(direct), *self._lines(further)]), reached - {*roots}
+            further += new if direct else []
+            direct = direct or new
+            reached |= {rank for rank, *_ in new}
+
+    def _lines(self, waits: Sequence[_Wait]) -> list[str]:
+        """A line for each kind of group and call."""
+        kinds = group_by(
+            waits, lambda wait: (self._description(wait[1]), _operation(wait[1]), wait[1].group == DEFAULT_GROUP)
+        )
+        return [self._line(same) for same in sorted(kinds.values(), key=len, reverse=True)]
+
+    def _line(self, waits: Sequence[_Wait]) -> str:
+        ranks = [rank for rank, *_ in waits]
+        words = {self.words(call) for _, call, _ in waits}
+        names = {call.group for _, call, _ in waits}
+        description = self._description(waits[0][1]) or "process groups"
+        what = words.pop() if len(words) == 1 else f"{_operation(waits[0][1])} of {description} ({len(names)} groups)"
+        peers = {peer for *_, peers in waits for peer in peers}
+        return f"{_few(ranks)} {plural_verb('waits', 'wait', ranks)} for {_few(peers)} in {what}"
+
+    def words(self, call: RecordedCall) -> str:
+        """A call, its number and its group."""
+        what = _operation(call) if call.between_two else f"{call.call}, number {call.number}"
+        which, description = f"process group {call.group}", self._description(call)
+        return (
+            what if call.group == DEFAULT_GROUP else f"{what} of {f'{description} ({which})' if description else which}"
+        )
+
+    def _description(self, call: RecordedCall) -> str:
+        named = (dump.descriptions for dump in self.dumps.values())
+        return next((names[call.group] for names in named if call.group in names), "")
+
+
+def _positions(
+    dumps: Mapping[int, RankDump], name: str, members: Sequence[int]
+) -> Iterator[tuple[int, tuple[int, bool]]]:
+    """The number of the next collective of a group to end on each rank, and whether the rank has entered it."""
+    here = {rank: dumps[rank] for rank in members if rank in dumps}
+    calls = {
+        r: [call for call in dump.entries if call.group == name and not call.between_two] for r, dump in here.items()
+    }
+    most = max((call.number for same in calls.values() for call in same), default=0)
+    yield from ((rank, (0, False)) for rank in members if rank not in here)
+    for rank, dump in here.items():
+        is_lost = dump.wrapped and not dump.active_only and name not in dump.enqueued
+        # what has ended may be in no dump; a number that is higher than all in dumps counts sends and receives
+        last = calls[rank][-1].number if calls[rank] else dump.enqueued.get(name, 0)
+        first = next((call.number for call in calls[rank] if not call.ended), None)
+        if first is not None or calls[rank] or not is_lost:
+            yield rank, (first, True) if first is not None else (last + 1 if last <= most else 1, False)
+
+
+def _operation(call: RecordedCall) -> str:
+    return "send or recv" if call.between_two else call.call.operation
+
+
+def _few(ranks: Collection[int]) -> str:
+    words = format_ranks(ranks)
+    return f"{len(ranks)} ranks" if words.endswith(" more") else words
+
+
+def _limited(lines: Sequence[str]) -> list[str]:
+    rest = len(lines) - _MOST_LINES
+    return [*lines[:_MOST_LINES], f"and {rest} more"] if rest > 1 else [*lines]
+
+
+def judge_waits(
+    graph: WaitGraph, explained: Collection[int], doing: Mapping[int, str], *, names_missing: bool
+) -> list[Finding]:
+    """DDP402 and 403: a finding for each cause for which ranks wait.
+
+    Args:
+        graph: The ranks.
+        explained: Those for which others wait by right, or for a reason that another finding tells.
+        doing: What ranks do, in words that come after their name.
+        names_missing: A rank of which nothing is known may be the cause, if there is no other.
+    """
+    findings = list[Finding]()
+    if ranks := sorted(graph.devices.keys() - explained):
+        findings += _of_devices(graph, ranks)
+    if ranks := sorted(graph.stopped.difference(explained)):
+        fix = (
+            f"Look at the stacks of {format_ranks(ranks)} (py-spy dump --native --pid PID): a lock, native code that "
+            "holds the GIL, data loading, a file system, or a branch that other ranks do not take. If a process is "
+            "gone, its log says why."
+        )
+        evidence = told_together((rank, doing[rank]) for rank in ranks)
+        findings += _hang(graph, ranks, f"{format_ranks(ranks)} stopped calling collectives", fix, evidence)
+    if findings or explained:
+        return findings
+    if graph.missing:
+        ranks, who = sorted(graph.missing), format_ranks(graph.missing)
+        fix = f"Find out from the log of {who} why there is no dump: the process may have ended or been killed."
+        return _hang(graph, ranks, f"{who} left no dump", fix) if names_missing else []
+    return _of_late(graph) or _of_no_end(graph) or _of_circle(graph)
+
+
+def _hang(
+    graph: WaitGraph,
+    roots: Sequence[int],
+    cause: str,
+    fix: str,
+    evidence: Sequence[str] = (),
+    call: RecordedCall | None = None,
+    code: str = "DDP402",
+) -> list[Finding]:
+    """A finding on the ranks to which waits lead; `call` is where, unless those that wait tell."""
+    lines, waiting = graph.who_waits(roots)
+    calls = [call] if call is not None else [call for _, call, _ in graph.waits_for(roots)]
+    others = "the other " if len(waiting) + len(roots) == len(graph.dumps.keys() | graph.missing) else ""
+    who = f"{others}{len(waiting)} ranks wait" if len(waiting) > 1 else f"{format_ranks(waiting)} waits"
+    return one_finding(
+        code,
+        sorted({call.call.operation.partition(" ")[0] for call in calls}),
+        f"{capitalized(cause)}{f', and {who} for that' if waiting else ''}.",
+        ranks=roots,
+        location=Location.parse(next((call.call.location for call in calls if call.call.location), "")),
+        evidence=[*_limited(evidence), *lines],
+        fix=fix,
+    )
+
+
+def _of_devices(graph: WaitGraph, ranks: Sequence[int]) -> list[Finding]:
+    """A device that completes nothing: its rank goes on to enqueue, until it waits for a result."""
+    evidence = []
+    for rank in ranks:
+        call = graph.devices[rank]
+        peers, completed = graph.furthest(rank, call)
+        last = max(other.number for other in graph.open_calls[rank] if other.group == call.group)
+        evidence.append(
+            f"rank {rank} has enqueued calls up to number {last} and not completed {graph.words(call)}; "
+            f"{format_ranks(peers)} completed {completed}"
+        )
+    fix = (
+        f"Look at the devices and machines of {format_ranks(ranks)}: Xid errors in dmesg, ECC errors in nvidia-smi -q, "
+        "NVLink and network adapters. The collectives match, so that no line of the program is to be changed."
+    )
+    cause = f"the device stopped on {format_ranks(ranks)}: peers completed collectives that it did not complete"
+    return _hang(graph, ranks, cause, fix, evidence, graph.devices[ranks[0]])
+
+
+def _of_late(graph: WaitGraph) -> list[Finding]:
+    """A rank that has come to a call in which all others are, but long after them."""
+    calls = [
+        (rank, call) for rank, calls in graph.open_calls.items() for call in calls if call.created and call.timeout
+    ]
+    for same in group_by(calls, lambda item: (graph.group(*item), item[1].between_two, item[1].number)).values():
+        first = min((call for _, call in same), key=lambda call: call.created)
+        delays = {rank: call.created - first.created for rank, call in same if not call.between_two}
+        if late := sorted(rank for rank, seconds in delays.items() if seconds >= first.timeout / 2):
+            who = format_ranks(late)
+            fix = (
+                f"See what {who} did before (loading data, saving a checkpoint, evaluating, compiling), and let all "
+                "ranks do as much; or allow for it: init_process_group(timeout=...)."
+            )
+            cause = f"{who} came {delays[late[0]]:.0f} s late to {graph.words(first)} (timeout: {first.timeout:.0f} s)"
+            return _hang(graph, late, cause, fix, call=first)
+    return []
+
+
+def _of_circle(graph: WaitGraph) -> list[Finding]:
+    """Ranks that wait for each other, each in a call to which the next one does not come; if no waits end elsewhere."""
+    waits = {rank: found[0] for rank, found in graph.waits.items() if found}
+    circle = find_circle({rank: (call.call, sorted(peers)) for rank, call, peers in waits.values()})
+    if not circle:
+        return []
+    calls = [waits[rank][1] for rank, _ in circle]
+    ranks = sorted(rank for rank, _ in circle)
+    told = [f"rank {rank} waits for rank {peer} in {graph.words(waits[rank][1])}" for rank, peer in circle]
+    code, fix = ("DDP402", SEND_ORDER) if all(call.between_two for call in calls) else ("DDP403", GROUP_ORDER)
+    return _hang(graph, ranks, f"{format_ranks(ranks)} wait for each other", fix, told, calls[0], code)
+
+
+def _of_no_end(graph: WaitGraph) -> list[Finding]:
+    """A call in which all ranks are and that does not end, if others wait for these, or are not known."""
+    waited_for = {peer for waits in graph.waits.values() for *_, peers in waits for peer in peers}
+    waiting = {rank for rank, waits in graph.waits.items() if waits}
+    calls = [(rank, call) for rank, calls in graph.open_calls.items() for call in calls[:1]]
+    calls = [
+        (rank, call) for rank, call in calls if rank in waited_for - waiting or len(graph.group(rank, call)[1]) == 1
+    ]
+    if not calls:
+        return []
+    rank, call = calls[0]
+    ranks = sorted({rank, call.peer} if call.between_two else graph.group(rank, call)[1])
+    fix = f"Look at the devices of {format_ranks(ranks)} and at the network between them (NCCL_DEBUG=INFO)."
+    cause = f"{format_ranks(ranks)} entered {graph.words(call)}, which does not end"
+    return _hang(graph, ranks, cause, fix if len(ranks) > 1 else "", call=call)
