@@ -10,14 +10,14 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
-from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated, OptimizerEnd, OptimizerStep
+from ddpcheck.findings.evidence.script import Inputs, LoaderPass, LossDifferentiated, OptimizerEnd, OptimizerStep
 from ddpcheck.findings.program_blocks import ProgramSource
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import group_by
 from ddpcheck.judge.gradients.script_alone import all_gradients_agree, are_apart, are_near
 from ddpcheck.judge.replicas.descriptions import differing_names
-from ddpcheck.stream.entries import PeerReceived, ReplicaCaptured, WrapperMade
+from ddpcheck.stream.entries import GroupUsed, PeerReceived, ReplicaCaptured, WrapperMade
 from ddpcheck.stream.rank_log import WatchedRank
 
 _Kind = TypeVar("_Kind")
@@ -156,16 +156,28 @@ class ScriptFacts:
 
     @cached_property
     def training_groups(self) -> list[list[WatchedRank]]:
-        """The ranks that have samples of their own: not those that compute one replica together (tensor parallel)."""
-        if self.model_groups:
+        """The ranks that have samples of their own: not those that compute together (tensor or context parallel)."""
+        if models := self.model_groups or self.sample_groups:
             by_number = {rank.started.rank: rank for rank in self.ranks}
-            return [[by_number[number] for number in same] for same in zip(*self.model_groups, strict=False)]
+            return [[by_number[number] for number in same] for same in zip(*models, strict=False)]
         members = {wrapper.made.ranks for wrapper in self.wrappers}
         if not members and self.stages:
             members = {*zip(*self.stages, strict=False)}
         if not members or any(len(group) == len(self.ranks) for group in members):
             return [list(self.ranks)]
         return [[rank for rank in self.ranks if rank.started.rank in group] for group in sorted(members)]
+
+    @cached_property
+    def sample_groups(self) -> list[tuple[int, ...]]:
+        """The groups of ranks that take the same samples by right: they exchange activations, or compute on parts."""
+        trained = {rank.started.rank: [one for one in rank.passes if one.trains] for rank in self.ranks}
+        given = {number: (one[0].indices, one[0].rows) if one else ((), ()) for number, one in trained.items()}
+        same = group_by(self.ranks, lambda rank: given[rank.started.rank])
+        if any(not indices for indices, _ in same) or len({*map(len, same.values())}) != 1 or len(same) == len(given):
+            return []
+        replicas = {one[0].replicas for one in trained.values()}
+        shares = all(_share_by_right(group, replicas == {len(same)} != {1}) for group in same.values())
+        return [tuple(rank.started.rank for rank in group) for group in same.values()] if shares else []
 
     @cached_property
     def stages(self) -> list[tuple[int, ...]]:
@@ -316,6 +328,19 @@ class ScriptFacts:
         of_hook = [same for same in self.captured(wrapper).values() if same[0].hook]
         parted = (same for same in of_hook if differing_names([one.state.values.gradients for one in same]))
         return next((same[0].hook for same in parted), "")
+
+
+def _share_by_right(ranks: Sequence[WatchedRank], dealt: bool) -> bool:
+    """Whether ranks compute together on the same samples, which are `dealt` to as many groups of ranks, perhaps."""
+    group = tuple(rank.started.rank for rank in ranks)
+    used = [one.members for rank in ranks for one in entries_of(rank, GroupUsed) if one.differentiated_at is not None]
+    if group in used and len(group) < ranks[0].started.world_size:
+        return True
+    peers = {one.peer for rank in ranks for one in entries_of(rank, PeerReceived) if one.training}
+    given = [{(one.wrapper, one.step): one.samples for one in entries_of(rank, Inputs)} for rank in ranks]
+    steps = set.intersection(*map(set, given))
+    in_parts = all(len({of_rank[step] for of_rank in given}) == len(group) for step in steps)
+    return bool(steps) and in_parts and (dealt or group in used or not peers.isdisjoint(group))
 
 
 def _step_alike(one: WatchedRank, other: WatchedRank) -> bool:

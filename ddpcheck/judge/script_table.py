@@ -10,55 +10,15 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from ddpcheck.findings.evidence.evaluation import (
-    EvaluationPass,
-    GatheredTargets,
-    MetricShown,
-    ResultExchanged,
-    RowsCompared,
-    SumsReduced,
-)
+from ddpcheck.findings.evidence import evaluation, loop, replicas, script
 from ddpcheck.findings.evidence.gradients import LEAST
-from ddpcheck.findings.evidence.loop import (
-    OF_A_COPY,
-    FunctionCompiled,
-    GatheredConstant,
-    GradientsLeft,
-    GradientsTaken,
-    ModuleChanged,
-    OwnPartPutBack,
-    PaceRun,
-    StepDraw,
-    TensorOfWorkWritten,
-    WorkDropped,
-    WorkUsed,
-    WrapperPace,
-)
-from ddpcheck.findings.evidence.replicas import NothingLoaded, RunningStatistic, StateUsed
-from ddpcheck.findings.evidence.script import (
-    DerivedTable,
-    Evaluated,
-    FilesLeft,
-    FileUsed,
-    GradientsZeroed,
-    Inputs,
-    LossDifferentiated,
-    OptimizerStep,
-    ReducedInPlace,
-    StateHeld,
-)
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
+from ddpcheck.judge.data import script_draws
 from ddpcheck.judge.data.script_data import FEWEST_INPUTS, judge_inputs, judge_loaders
-from ddpcheck.judge.data.script_draws import (
-    judge_added_noise,
-    judge_behind,
-    judge_same_targets,
-    judge_step_draws,
-    judge_streams,
-)
 from ddpcheck.judge.data.script_files import judge_files, judge_shards_saved
-from ddpcheck.judge.data.script_rows import OTHER_VALUES, hold_own_parts
+from ddpcheck.judge.data.script_rows import OTHER_VALUES, deal_repeated, hold_own_parts
 from ddpcheck.judge.data.script_tables import judge_tables
 from ddpcheck.judge.evaluation.script_evaluation import evaluations_of, judge_evaluations
 from ddpcheck.judge.evaluation.script_order import judge_sums_again, judge_targets
@@ -103,18 +63,18 @@ def _compared(found: Sequence[Finding], words: str, times: int) -> Verdict:
 
 
 def _loop(facts: ScriptFacts) -> Verdicts:
-    zeroed = next(filter(None, map(judge_zeroed, facts.of(GradientsZeroed))), [])
+    zeroed = next(filter(None, map(judge_zeroed, facts.of(script.GradientsZeroed))), [])
     return {"loop": Verdict([*zeroed, *_judge_reduced(facts), *_judge_taken(facts), *_judge_pace(facts)])}
 
 
 def _judge_reduced(facts: ScriptFacts) -> list[Finding]:
-    steps = (one for of_rank in facts.of(OptimizerStep) for one in of_rank)
+    steps = (one for of_rank in facts.of(script.OptimizerStep) for one in of_rank)
     accumulates = any(one.reductions > one.count + 1 for one in steps)
-    return judge_reduced_in_place(facts.of(ReducedInPlace), world_size=facts.world_size, accumulates=accumulates)
+    return judge_reduced_in_place(facts.of(script.ReducedInPlace), world_size=facts.world_size, accumulates=accumulates)
 
 
 def _judge_taken(facts: ScriptFacts) -> list[Finding]:
-    taken = facts.of(GradientsTaken)
+    taken = facts.of(loop.GradientsTaken)
     for number in sorted({one.wrapper for of_rank in taken for one in of_rank}):
         of_one = [[one for one in of_rank if one.wrapper == number] for of_rank in taken]
         if found := judge_taken([of_rank for of_rank in of_one if of_rank]):
@@ -124,13 +84,13 @@ def _judge_taken(facts: ScriptFacts) -> list[Finding]:
 
 def _judge_pace(facts: ScriptFacts) -> list[Finding]:
     """The findings on steps that shift between ranks, and on gradients that are used again."""
-    for of_rank in facts.of(GradientsLeft):
+    for of_rank in facts.of(loop.GradientsLeft):
         if left := judge_left(of_rank):
             return left
     for wrapper in facts.wrappers:
         paces = [
-            WrapperPace(tuple(runs), rank.counts[wrapper.number][1])
-            for rank, runs in zip(wrapper.ranks, wrapper.of(PaceRun), strict=True)
+            loop.WrapperPace(tuple(runs), rank.counts[wrapper.number][1])
+            for rank, runs in zip(wrapper.ranks, wrapper.of(loop.PaceRun), strict=True)
             if 0 < len(runs) < _MOST_RUNS
         ]
         if len(paces) == len(wrapper.made.ranks) and (found := judge_shifts(paces)):
@@ -139,12 +99,12 @@ def _judge_pace(facts: ScriptFacts) -> list[Finding]:
 
 
 def _works(facts: ScriptFacts) -> Verdicts:
-    found = judge_works(facts.of(WorkDropped), facts.of(WorkUsed), facts.of(TensorOfWorkWritten))
+    found = judge_works(facts.of(loop.WorkDropped), facts.of(loop.WorkUsed), facts.of(loop.TensorOfWorkWritten))
     return {"collectives": Verdict(found)}
 
 
 def _compilations(facts: ScriptFacts) -> Verdicts:
-    functions = trained_functions(facts.of(FunctionCompiled)) if _have_one_model(facts) else []
+    functions = trained_functions(facts.of(loop.FunctionCompiled)) if _have_one_model(facts) else []
     what = f"what torch.compile has made of {counted(len(functions), 'function')}"
     return {"loop": _compared(judge_recompilations(functions), what, len(functions))}
 
@@ -152,7 +112,7 @@ def _compilations(facts: ScriptFacts) -> Verdicts:
 def _graphs(facts: ScriptFacts) -> Verdicts:
     if not _have_one_model(facts) or facts.steps < _FEWEST_STEPS:
         return {}
-    return {"loop": Verdict(judge_graphs(facts.of(FunctionCompiled)))}
+    return {"loop": Verdict(judge_graphs(facts.of(loop.FunctionCompiled)))}
 
 
 def _have_one_model(facts: ScriptFacts) -> bool:
@@ -165,9 +125,9 @@ def _have_one_model(facts: ScriptFacts) -> bool:
 
 def _losses(facts: ScriptFacts) -> Verdicts:
     ranks = facts.training_groups[0] if facts.model_groups else facts.ranks
-    losses = [[one for one in entries_of(rank, LossDifferentiated) if not _is_too_small(one)] for rank in ranks]
-    parts = [entries_of(rank, OwnPartPutBack) for rank in ranks]
-    classes = [one.options.get("class", "") for one in entries_of(facts.ranks[0], OptimizerStep)]
+    losses = [[one for one in entries_of(rank, script.LossDifferentiated) if not _is_too_small(one)] for rank in ranks]
+    parts = [entries_of(rank, loop.OwnPartPutBack) for rank in ranks]
+    classes = [one.options.get("class", "") for one in entries_of(facts.ranks[0], script.OptimizerStep)]
     scale_matters = not all(name.startswith(SCALE_FREE) for name in classes)
     whole = [{one.step for one in of_rank} for of_rank in parts]
     together = len(next(iter(facts.model_groups), (0,)))
@@ -175,19 +135,19 @@ def _losses(facts: ScriptFacts) -> Verdicts:
     found = judge_losses(losses, whole, together=together, summed=summed) or judge_accumulated(losses)
     found = found or judge_own_parts(parts, losses, scale_matters=scale_matters)
     found = [one for one in found if one.code != "DDP303" or not _are_scaled_back(facts.ranks[0])]
-    found += judge_gathers(facts.of(GatheredConstant))
+    found += judge_gathers(facts.of(loop.GatheredConstant))
     passes = min(len([one for one in of_rank if one.terms and one.wrappers]) for of_rank in losses)
     what = f"scale and normalisation of the loss, in {counted(passes, 'backward pass')}"
     return {"loss": _compared(found, what, passes if passes >= FEWEST_PASSES else 0)}
 
 
-def _is_too_small(loss: LossDifferentiated) -> bool:
+def _is_too_small(loss: script.LossDifferentiated) -> bool:
     return any(0 < abs(term.factor) <= LEAST for term in loss.terms)
 
 
 def _are_scaled_back(rank: WatchedRank) -> bool:
     """Whether steps use averaged gradients times the world size, or divided by it, as far as sketches tell."""
-    for step, left in used_by(rank, entries_of(rank, OptimizerStep)):
+    for step, left in used_by(rank, entries_of(rank, script.OptimizerStep)):
         there = math.hypot(*itertools.chain.from_iterable(left.averaged.values()))
         factor = math.hypot(*step.norms.values()) / there if there else 0.0
         if factor and abs(abs(math.log(factor, rank.started.world_size)) - 1) < _NEAR:
@@ -201,7 +161,7 @@ def _are_scaled_back(rank: WatchedRank) -> bool:
 def _data(facts: ScriptFacts) -> Verdicts:
     if facts.trains_apart:
         return {}
-    passes, draws, inputs = facts.passes, facts.of(StepDraw), facts.of(Inputs)
+    passes, draws, inputs = facts.passes, facts.of(loop.StepDraw), facts.of(script.Inputs)
     found: list[Finding] = []
     for group in facts.training_groups:
         of_loaders = judge_loaders([rank.passes for rank in group], [rank.started.rank for rank in group])
@@ -209,28 +169,35 @@ def _data(facts: ScriptFacts) -> Verdicts:
             of_loaders = [finding for finding in of_loaders if finding.code not in ("DDP505", "DDP519")]
         found += [finding for finding in of_loaders if finding not in found]
     orders = [tuple(tuple(one.indices) for one in of_rank if one.trains) for of_rank in passes]
-    if facts.model_groups or facts.stages:  # ranks that compute one model together have all of this alike
+    if facts.model_groups or facts.stages or facts.sample_groups:  # ranks that compute together have this alike
         places = [place for place, rank in enumerate(facts.ranks) if rank in facts.training_groups[0]]
         draws, inputs = [draws[place] for place in places], [inputs[place] for place in places]
         orders = [orders[place] for place in places]
     others = len(set(orders)) == len(orders)  # which a loader gives the ranks
-    of_draws = judge_step_draws(draws, inputs, loads_others=others)
-    of_draws = of_draws or judge_added_noise(draws, inputs)
+    of_draws = script_draws.judge_step_draws(draws, inputs, loads_others=others)
+    of_draws = of_draws or script_draws.judge_added_noise(draws, inputs)
     found += of_draws
     if not of_draws and not any(finding.code == "DDP505" for finding in found):
         for wrapper in facts.wrappers:
-            by_number = {rank.started.rank: entries_of(rank, StepDraw) for rank in wrapper.ranks}
-            given = dict(zip(by_number, wrapper.of(Inputs), strict=True))
-            evaluated = dict(zip(by_number, wrapper.of(Evaluated), strict=True))
-            found += judge_inputs(given, by_number) or judge_streams(by_number, given, evaluated) or judge_behind(given)
+            if facts.sample_groups:
+                wrapper = replace(wrapper, ranks=[rank for rank in wrapper.ranks if rank in facts.training_groups[0]])
+            by_number = {rank.started.rank: entries_of(rank, loop.StepDraw) for rank in wrapper.ranks}
+            given = dict(zip(by_number, wrapper.of(script.Inputs), strict=True))
+            evaluated = dict(zip(by_number, wrapper.of(script.Evaluated), strict=True))
+            found += (
+                judge_inputs(given, by_number)
+                or script_draws.judge_streams(by_number, given, evaluated)
+                or script_draws.judge_behind(given)
+            )
     if not others and not facts.model_groups and not any(finding.code in ("DDP505", "DDP510") for finding in found):
-        trained = [[one for one in of_rank if one.trains][:1] for of_rank in passes]
-        if not (all(trained) and hold_own_parts([one for (one,) in trained])):
-            found += judge_same_targets(facts.of(LossDifferentiated), inputs, draws)
-    by_hand = not facts.wrappers and not facts.model_groups
+        trained = [one for of_rank in passes for one in [one for one in of_rank if one.trains][:1]]
+        if len(trained) < len(passes) or not (hold_own_parts(trained) or deal_repeated(trained)):
+            found += script_draws.judge_same_targets(facts.of(script.LossDifferentiated), inputs, draws)
+    by_hand = not facts.wrappers and not facts.model_groups and not facts.sample_groups
     if by_hand and not any(finding.code == "DDP505" for finding in found):
-        found += [finding for one in facts.optimizers for finding in judge_reduced_alike(one.steps)][:1]
-    tables = facts.of(DerivedTable)
+        line = script_draws.line_of_selection(draws)
+        found += [finding for one in facts.optimizers for finding in judge_reduced_alike(one.steps, line)][:1]
+    tables = facts.of(script.DerivedTable)
     if of_tables := judge_tables(tables, passes):
         found = [finding for finding in found if OTHER_VALUES not in finding.tags] + of_tables
     taken = [one for one in passes[0] if one.trains]
@@ -239,37 +206,37 @@ def _data(facts: ScriptFacts) -> Verdicts:
         f"inputs of {counted(len(inputs[0]), 'forward pass')}": len(inputs[0]) >= FEWEST_INPUTS,
         counted(len(tables[0]), "table"): tables[0],
         "gradients before they are averaged": by_hand
-        and any(one.given for one in entries_of(facts.ranks[0], OptimizerStep)),
+        and any(one.given for one in entries_of(facts.ranks[0], script.OptimizerStep)),
     }
     return {"data": Verdict(found, ", ".join(words for words, there in what.items() if there))}
 
 
 def _take_slices(ranks: Sequence[WatchedRank]) -> bool:
     """Whether each rank's forward is given a part of the batches that the loader gives."""
-    rows = [len(one.samples) for one in entries_of(ranks[0], Inputs)]
+    rows = [len(one.samples) for one in entries_of(ranks[0], script.Inputs)]
     sizes = [one.batch_size for one in ranks[0].passes if one.trains]
     return bool(rows and sizes) and 1 < max(rows) and max(rows) * len(ranks) <= max(sizes)
 
 
 def _files(facts: ScriptFacts) -> Verdicts:
-    uses = facts.of(FileUsed)
+    uses = facts.of(script.FileUsed)
     paths = {one.path for of_rank in uses for one in of_rank}
-    sizes = [item for of_rank in facts.of(FilesLeft) for one in of_rank for item in one.sizes.items()]
+    sizes = [item for of_rank in facts.of(script.FilesLeft) for one in of_rank for item in one.sizes.items()]
     empty = {path for path, _ in sizes} - {path for path, size in sizes if size}
     found = judge_files(uses, empty) + (judge_shards_saved(uses) if facts.ended else [])
-    found += judge_loads(facts.of(NothingLoaded))
+    found += judge_loads(facts.of(replicas.NothingLoaded))
     return {"files": _compared(found, f"uses of {counted(len(paths), 'file')}", len(paths))}
 
 
 def _evaluation(facts: ScriptFacts) -> Verdicts:
     if facts.trains_apart:
         return {}
-    passes, exchanged = facts.of(EvaluationPass), facts.of(ResultExchanged)
-    shown, compared = facts.of(MetricShown), facts.of(RowsCompared)
+    passes, exchanged = facts.of(evaluation.EvaluationPass), facts.of(evaluation.ResultExchanged)
+    shown, compared = facts.of(evaluation.MetricShown), facts.of(evaluation.RowsCompared)
     evaluations = evaluations_of(facts.passes, passes, exchanged, shown, compared)
     found = judge_evaluations(evaluations, facts.passes)
-    found += judge_sums_again(facts.of(SumsReduced))
-    found += judge_targets(facts.of(GatheredTargets), facts.of(LossDifferentiated))
+    found += judge_sums_again(facts.of(evaluation.SumsReduced))
+    found += judge_targets(facts.of(evaluation.GatheredTargets), facts.of(script.LossDifferentiated))
     held, lacking = trace_numbers(evaluations, shown) if evaluations else ("", "")
     return {"evaluation": Verdict(found, held, "" if found else lacking)}
 
@@ -278,18 +245,18 @@ def _evaluation(facts: ScriptFacts) -> Verdicts:
 
 
 def _statistics(facts: ScriptFacts) -> Verdicts:
-    return {"replicas": Verdict(judge_statistics(facts.of(RunningStatistic)))}
+    return {"replicas": Verdict(judge_statistics(facts.of(replicas.RunningStatistic)))}
 
 
 def _copies(facts: ScriptFacts) -> Verdicts:
     """Models beside the wrappers: no cause if the wrapped modules themselves are apart."""
-    held = facts.of(StateHeld)
+    held = facts.of(script.StateHeld)
     whole = all(len(wrapper.made.ranks) == len(facts.ranks) for wrapper in facts.wrappers)
     if not whole or facts.model_groups:
         held = [[one for one in of_rank if not one.other] for of_rank in held]
     steps = [of_ranks for one in facts.optimizers for of_ranks in one.steps if of_ranks[0].held]
-    uses = facts.of(StateUsed) if whole and all(map(all_gradients_agree, steps)) else []
-    written = [[one for one in of_rank if one.wrapper == OF_A_COPY] for of_rank in facts.of(ModuleChanged)]
+    uses = facts.of(replicas.StateUsed) if whole and all(map(all_gradients_agree, steps)) else []
+    written = [[one for one in of_rank if one.wrapper == loop.OF_A_COPY] for of_rank in facts.of(loop.ModuleChanged)]
     found = judge_states(held, written) or judge_uses(uses, held, written)
     if found and found[0].code == "DDP306" and any(map(are_rounded, facts.wrappers)):  # and so are copies of them
         return {"replicas": Verdict(lacking=_ROUNDED)}

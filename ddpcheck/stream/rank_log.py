@@ -44,6 +44,7 @@ class RankLog:
     Attributes:
         count: Writes, of a wrapper by its number, how many backward passes have begun and how many steps have ended.
         collectives: How many of all ranks have been made, or are.
+        forwards: How many forward passes wrappers have made that may train.
         waited: Whether this rank has waited for others since the last of them, in another way.
         loads: How many files `torch.load` has read.
         batch: The loader, the pass over it and the number of the batch that was taken last; "" before the first.
@@ -62,7 +63,7 @@ class RankLog:
         self.batch = ""
         self._process = os.getpid()
         self._world_size = started.world_size
-        self.collectives = 0
+        self.collectives = self.forwards = 0
         self.waited = False
         self.loads = 0
         self._file = HeldFile(self.path)
@@ -122,6 +123,7 @@ class RankLog:
 
     def count_forward(self, wrapper: int, line: int, made: int) -> None:
         """Write that a wrapper has made a forward pass at a line, and how many there."""
+        self.forwards += 1
         if os.getpid() == self._process:
             self._forwards.put(wrapper, line, made)
 

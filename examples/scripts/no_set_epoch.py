@@ -16,7 +16,7 @@ EXPECT = {
     "code": "DDP506",
     "subjects": ["Samples"],
     "cause": "all 4 epochs have the same order",
-    "line": "DistributedSampler(data",
+    "line": "for epoch in range(",
 }
 FIXED = "--fixed" in sys.argv
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-EXPECT = {"code": "DDP506", "subjects": ["TensorDataset"], "cause": "resumed", "line": "DistributedSampler(data"}
+EXPECT = {"code": "DDP506", "subjects": ["TensorDataset"], "cause": "resumed", "line": "for epoch in range(first_epoch"}
 FIXED = "--fixed" in sys.argv
 
 

@@ -17,6 +17,7 @@ from ddpcheck.judge.data.script_rows import hold_own_parts
 from ddpcheck.record.data.sample_rows import SampleRows, rows_of_whole, samples_of
 
 LINE, MADE = Location("train.py", 30), Location("train.py", 10)
+STAY, HEAD = Location("train.py", 12), Location("train.py", 20)
 
 
 def epoch(rows: Sequence[int], number: int = 0, **more: Any) -> LoaderPass:
@@ -215,6 +216,65 @@ def test_workers_that_keep_the_first_epoch() -> None:
     assert not found(two(EVEN, again=False), two(ODD, again=False))
     assert not found(two(EVEN, told=False), two(ODD, told=False))  # no other order was asked for
     assert not found(two(EVEN, persistent=False), two(ODD, persistent=False))
+
+
+def test_workers_of_a_set_that_is_shuffled_anew_give_the_same_sample_for_an_index() -> None:
+    def two(begin: int, change: int = 0, ahead: int = 8, **more: Any) -> list[LoaderPass]:
+        first, second = range(begin, begin + 32), range(begin + ahead, begin + ahead + 32)
+        rows = [500 + index + change * (index == begin + 20) for index in second]
+        plain = {"persistent": True, "size": 128, "stay_at": STAY}
+        later = {"indices": tuple(second), "state": {"stage": 2}, "outdated": True, **more}
+        begun = epoch([500 + index for index in first], indices=tuple(first), state={"stage": 1}, **plain)
+        return [begun, epoch(rows, 1, **plain, **later)]
+
+    assert found(two(0), two(50)) == [("DDP506", STAY)]
+    assert not found(two(0), two(50, change=1))  # one sample is another one
+    assert not found(two(0), two(50, outdated=False))  # it is a number that no sample depends on
+    assert not found(two(0), two(50, ahead=28))  # too few of the same indices
+
+
+def test_the_order_of_every_epoch_is_told_at_the_head_of_its_loop() -> None:
+    plain = {"size": 64, "indices": EVEN[::-1], "order": 5, "shuffles": True, "has_epoch": True, "epochs_at": HEAD}
+
+    def twice(**more: Any) -> list[LoaderPass]:
+        return [epoch((), number, **{**plain, **more}) for number in range(2)]
+
+    assert found(twice(), twice()) == [("DDP506", HEAD)]
+    assert found(*[twice(told=LINE)] * 2) == [("DDP506", LINE)]  # with the same epoch
+    assert found(*[twice(has_epoch=False)] * 2) == [("DDP506", MADE)]
+    (finding,) = judge_loaders([twice(), twice()])
+    assert finding.evidence[-2:] == (f"the loop over the loader is at {LINE}", f"RandomSampler is made at {MADE}")
+
+
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        ({}, "DDP519"),
+        ({"part": 16}, ""),  # it gives each rank no more
+        ({"replicas": 0}, ""),  # another sampler, which may leave out what it likes
+        ({"exhausted": False}, ""),
+    ],
+)
+def test_a_framework_that_splits_what_a_sampler_has_split(more: dict[str, Any], code: str) -> None:
+    def ranks(epochs: int) -> list[list[LoaderPass]]:
+        given = {"size": 64, "replicas": 2, "part": 32, "batches": 4, **more}
+        return [
+            [
+                epoch((), number, indices=tuple((number + rank + 2 * n) % 64 for n in range(16)), **given)
+                for number in range(epochs)
+            ]
+            for rank in range(2)
+        ]
+
+    assert found(*ranks(3)) == [(code, MADE)] * bool(code)
+    assert not found(*ranks(1))  # an epoch that is resumed
+
+
+def test_a_sample_that_is_dealt_to_several_ranks_is_no_duplicate() -> None:
+    same = {"size": 32, "indices": tuple(range(0, 32, 2)), "contents": {"0": {0: 1, 2: 2}}}
+    assert not found(*[[epoch((), dealt=96, **same)]] * 3)
+    assert found(*[[epoch((), dealt=33, **same)]] * 3) == [("DDP505", MADE)]  # padded
+    assert found(*[[epoch((), **same)]] * 3) == [("DDP505", MADE)]
 
 
 def test_an_epoch_that_is_resumed_in_another_order() -> None:

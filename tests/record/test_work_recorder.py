@@ -53,6 +53,55 @@ def of_sparse_numbers(gradient: torch.Tensor) -> None:
     work.wait()
 
 
+def averaged(tensor: torch.Tensor) -> dist.Work:
+    work = dist.all_reduce(tensor, op=dist.ReduceOp.AVG, async_op=True)
+    assert work is not None
+    return work
+
+
+def of_an_average(gradient: torch.Tensor) -> None:
+    averaged(gradient).wait()
+    work = averaged(gradient)
+    time.sleep(0.2)  # gloo's thread has divided by then
+    work.wait()
+    gradient += 1
+
+
+def of_an_average_onto_a_rank(gradient: torch.Tensor) -> None:
+    work = dist.reduce(torch.ones(3), 0, op=dist.ReduceOp.AVG, async_op=True)
+    time.sleep(0.2)
+    assert work is not None
+    work.wait()
+
+
+def of_a_part_of_what_is_scattered(gradient: torch.Tensor) -> None:
+    whole = torch.ones(8)
+    work = dist.reduce_scatter_tensor(whole.chunk(2)[dist.get_rank()], whole, async_op=True)
+    assert work is not None
+    work.wait()
+
+
+def average_written_early(gradient: torch.Tensor) -> None:
+    work = averaged(gradient)
+    gradient /= 2
+    work.wait()
+
+
+def average_written_late(gradient: torch.Tensor) -> None:
+    work = averaged(gradient)
+    time.sleep(0.2)
+    gradient /= 2
+    work.wait()
+
+
+def written_while_it_is_scattered(gradient: torch.Tensor) -> None:
+    whole = torch.cat([gradient, gradient[:1]])
+    work = dist.reduce_scatter_tensor(torch.empty(2), whole, op=dist.ReduceOp.AVG, async_op=True)
+    whole.zero_()
+    assert work is not None
+    work.wait()
+
+
 def of_what_nobody_reads(gradient: torch.Tensor) -> None:
     dist.all_reduce(torch.ones(1), async_op=True)
 
@@ -96,9 +145,14 @@ CASES: list[tuple[Callable[[torch.Tensor], None], list[type[Entry]]]] = [
     (of_an_item, [WorkDropped]),
     (of_a_buffer, [WorkDropped]),
     *((healthy, []) for healthy in (of_what_nobody_reads, coalesced)),
-    (waited_late, [WorkUsed, TensorOfWorkWritten]),
-    *((healthy, [WorkUsed]) for healthy in (waited, asked_in_turn, parts, then, of_sparse_numbers)),
+    *((early, [WorkUsed, TensorOfWorkWritten]) for early in (waited_late, average_written_early, average_written_late)),
+    (written_while_it_is_scattered, [WorkUsed, TensorOfWorkWritten]),
+    *((healthy, [WorkUsed]) for healthy in (waited, asked_in_turn, parts, then, of_sparse_numbers, of_an_average)),
+    *((healthy, [WorkUsed]) for healthy in (of_an_average_onto_a_rank, of_a_part_of_what_is_scattered)),
 ]
+
+
+NO_GRADIENTS = (of_a_number, of_an_item, of_a_buffer, written_while_it_is_scattered)
 
 
 @pytest.mark.ddp(world_size=2)
@@ -116,6 +170,6 @@ def test_what_becomes_of_asynchronous_collectives() -> None:
         case(gradient)
         assert [type(one) for one in seen] == kinds, case
         told = [one.of_gradients for one in seen if isinstance(one, WorkDropped | TensorOfWorkWritten)]
-        assert all(of_gradients == (case not in (of_a_number, of_an_item, of_a_buffer)) for of_gradients in told), case
+        assert all(of_gradients == (case not in NO_GRADIENTS) for of_gradients in told), case
         dist.barrier()
         dist.barrier(async_op=True)

@@ -76,29 +76,17 @@ class FunctionCompiled(Entry, frozen=True):
 
 
 class StepDraw(Entry, frozen=True):
-    """A generator has drawn numbers between two optimizer steps: in one call, or in what is not followed call by call.
+    """Numbers drawn by a generator between two optimizer steps, in one call or in what is not followed by calls."""
 
-    Attributes:
-        step: How often optimizers had stepped before.
-        generator: A global one: "torch", "cuda", "python" or "numpy"; "" for one of the program's own.
-        kind: "noise" for real numbers, "choice" for whole ones, "any" where the calls are not known.
-        count: At least so many numbers; 0 where that is not known.
-        before: A digest of the generator's state; of one of the program's own 0.
-        after: The same, after the call.
-        in_forward: Whether the forward pass of a wrapper makes the call.
-        location: The line of the script.
-        seeded: The line that has last seeded the generator.
-    """
-
-    step: int
-    generator: str
-    kind: str
-    count: int
-    before: int
-    after: int
-    in_forward: bool = False
-    location: Location | None = None
-    seeded: Location | None = None
+    step: int  # how often optimizers had stepped before
+    generator: str  # a global one: "torch", "cuda", "python" or "numpy"; "" for one of the program's own
+    kind: str  # "noise" for real numbers, "choice" for whole ones, "any" if the calls are not known
+    count: int  # at least so many numbers; 0 if that is not known
+    before: int  # a digest of the generator's state; of one of the program's own 0
+    after: int  # the same, after the call
+    in_forward: bool = False  # whether the forward pass of a wrapper makes the call
+    location: Location | None = None  # the line of the script
+    seeded: Location | None = None  # the line that has last seeded the generator
 
 
 class GatheredConstant(Entry, frozen=True):

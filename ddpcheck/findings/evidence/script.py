@@ -38,13 +38,11 @@ class LoaderPass(Entry, frozen=True):
     expected: int = -1  # how many batches the loader says that it has; negative where it does not say
     batch_size: int = 1  # samples of a batch
     sampler: str = ""  # the class of the sampler
-    # whether the sampler says that it gives another order in each pass; or gives another one in another epoch, where
-    # the pass before had the same order, so that a copy of it was asked
-    shuffles: bool = False
+    shuffles: bool = False  # whether the sampler says so; or a copy of it gives another order in another epoch
     replaces: bool = False  # whether the sampler says that it draws with replacement
     has_epoch: bool = False  # whether the sampler has `set_epoch`
     batches: int = 0  # how many batches the script took
-    skipped: int = 0  # of them, those that it took before a wrapper or an optimizer was used, but for the last of these
+    skipped: int = 0  # of them, those that were gone before a wrapper or an optimizer was used, but for the last taken
     exhausted: bool = False  # whether it took all of them
     trains: bool = False  # whether an optimizer stepped meanwhile
     order: int = 0  # a digest of all indices in their order; 0 where the sampler gives none
@@ -52,21 +50,16 @@ class LoaderPass(Entry, frozen=True):
     subset: tuple[int, ...] = ()  # the indices of a `Subset`; empty for another dataset
     # by place in a batch, digests of the first samples by index
     contents: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-    # digests of the states of the random generators before and after the samples of a batch were made, in this process
-    # or in a worker, of those that changed
+    # digests of the states of random generators before and after the samples of a batch, of those that changed
     draws: Mapping[int, int] = field(default_factory=dict)
-    # from which the workers of the loader seed theirs; negative where there are no workers, or they seed in a way of
-    # their own
-    worker_seed: int = -1
+    worker_seed: int = -1  # from which workers seed theirs; negative if there are none, or they seed in another way
     chooses: bool = False  # whether the sampler holds the indices of some of the samples, from which it draws
-    # how many wrappers there had been when it ended: shards are known from their first forward pass on
-    wrappers: int = 0
+    wrappers: int = 0  # how many there had been when it ended: shards are known from their first forward pass on
     data: int = 0  # the number of the dataset, in the order in which they were first gone through
     made: Location | None = None  # the line that constructs the sampler beneath, or the loader where that is not known
     split: Location | None = None  # the line that makes the `Subset`
     seeded: Location | None = None  # the line that has last seeded the generator from which samples are made
-    # fingerprints of all samples in the order in which they were taken, without their labels; empty where they were too
-    # many, or no tensors on the CPU
+    # fingerprints of all samples as they were taken, without labels; empty if too many, or no tensors on the CPU
     rows: tuple[int, ...] = ()
     # likewise of their labels, if they have some: tensors of one whole number for each sample
     labels: tuple[int, ...] = ()
@@ -90,6 +83,11 @@ class LoaderPass(Entry, frozen=True):
     held: tuple[int, ...] = ()  # the keys of `draws` that are states of generators which the dataset holds
     held_at: Location | None = None  # the line that assigns the first of these generators
     holds_samples: bool = False  # whether some of `samples` are these themselves: rows of many numbers, or files there
+    stay_at: Location | None = None  # the line that has the workers stay, where they do
+    outdated: bool = False  # whether the dataset makes other samples than when its workers, which stay, were started
+    epochs_at: Location | None = None  # the head of the loop that begins the pass
+    dealt: int = 0  # the `total_size` of the sampler, of which each rank takes its part
+    part: int = 0  # how many samples the sampler says that it gives
 
 
 class Inputs(Entry, frozen=True):
@@ -235,10 +233,11 @@ class ScaledTerm(Struct, frozen=True):
 
 
 class NumberReduced(Struct, frozen=True):
-    """A number that a rank has given to an all_reduce over all ranks, which sums it."""
+    """A number that a rank has given to an all_reduce, which sums it."""
 
     value: float  # the rank's own
     location: Location | None  # the line of the call
+    members: tuple[int, ...] = ()  # the ranks over which it sums; empty for all
 
 
 class LossTarget(Struct, frozen=True):

@@ -12,7 +12,10 @@ detected: The samples that each rank gets in a step are compared by fingerprints
 loader with the indices of its sampler, and of the inputs of forward. Parts of a dataset that overlap, in an epoch or
 from the second one on, are a warning; so is a rank that is given what another one is given some steps later, and so
 are targets of a loss that are the same on every rank, and others in each step, where forward is given other inputs.
-Without a wrapper, what all_reduce is given of gradients is compared.
+Without a wrapper, what all_reduce is given is compared, if it has as many elements as the gradients of an optimizer, or
+of all. Ranks that differentiate through a collective of their own group are not reported, nor those that take other
+parts of the same samples (context and sequence parallelism), if they are as many groups as the sampler deals to or
+exchange activations; nor samplers whose total_size is twice the dataset or more (repeated augmentation).
 ignore: If all ranks are to see the same samples, for example with other augmentation or in a part of the loss.
 explains: DDP303 DDP304 DDP305 DDP312
 reports: PatrickHua/SimSiam#16 Lightning-AI/pytorch-lightning#7813 coqui-ai/Trainer#144
@@ -26,10 +29,11 @@ why: DistributedSampler shuffles from seed + epoch. Without set_epoch the epoch 
 DistributedSampler: call set_epoch before creating the iterator of each epoch.)
 fix: Call sampler.set_epoch(epoch) at the start of every epoch, on every rank.
 detected: `ddpcheck run` records the order of indices that each sampler gives. A sampler that shuffles and gives the
-same order in each epoch is reported; so are workers that stay and give the first epoch's samples again, although the
-dataset was told of another epoch; and a pass whose first batches the loop leaves out, to resume an epoch, where the
-epoch had begun with other samples; and a sampler that is at epoch 0 after an optimizer was restored that had gone
-through the data before.
+same order in each epoch is reported; so are workers that stay and give the same sample again for 8 indices or more,
+although the program has changed a plain attribute of the dataset itself, with which a copy makes other samples; and a
+pass whose first batches are gone before anything is trained, to resume an epoch, if the epoch had begun with other
+samples; and a sampler that is at epoch 0 after an optimizer was restored that had gone through the data before. The
+location is the line that calls set_epoch, else the head of the loop around the one over the loader.
 ignore: If one order is meant, for example to compare two runs.
 reports: pytorch/pytorch#31771 kan-bayashi/ParallelWaveGAN#177 lucidrains/DALLE-pytorch#230
 example:
@@ -129,9 +133,10 @@ why: What no shard holds is not trained on. A remainder that is cut off shrinks 
 samples; a split by fixed sizes loses the same samples in every step. (PyTorch docs, DistributedSampler, drop_last.)
 fix: Split by rank and world size so that the shards cover the batch, or choose a batch that divides evenly.
 detected: The samples of all shards, or the indices that all samplers give, are compared with the batch or the dataset.
-A remainder of less than one batch of each rank is not reported for a loader. A sampler that splits by rank is reported
-where the datasets of the ranks hold other samples, or give others for the same index, and are not drawn at random by
-each rank.
+A remainder of less than one batch of each rank is not reported for a loader, nor what another epoch takes; but for all
+passes that take at most half of what a DistributedSampler gives, since a framework splits that once more. A sampler
+that splits by rank is reported if the datasets of the ranks hold other samples, or give others for the same index, and
+are not drawn at random by each rank.
 ignore: If samples are held out on purpose.
 explains: DDP303 DDP304 DDP305 DDP312
 example:

@@ -115,9 +115,9 @@ synchronous and asynchronous collective operations.)
 fix: Keep the handle that the call returns, and call its wait() before anything reads or writes the tensor; or leave out
 async_op=True.
 detected: The handles of the script's own calls are followed: whether anything asks them before they are freed, where a
-variable still refers to the tensor, or an optimizer holds its parameter; and whether the version of a tensor is another
-one at the wait than at the start. Of views, whose versions are those of the whole tensor, only the first is known; of
-tensors on a GPU, only the second.
+variable still refers to the tensor, or an optimizer holds its parameter; and whether the version of a tensor says that
+the program has written it before the wait, beside what gloo itself writes (an average). Of views, and of tensors of
+which the collective is given a view too, only the first is known; of tensors on a GPU, only the second.
 ignore: If nothing ever reads the tensor.
 explains: DDP208 DDP301 DDP306 DDP501 if of gradients
 example:

@@ -10,18 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from ddpcheck.findings import wording
 from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import Inputs, LoaderPass
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import (
-    counted,
-    format_ranks,
-    group_by,
-    group_by_value,
-    join_names,
-    minority_ranks,
-    one_finding,
-)
 from ddpcheck.judge.data import script_rows
 from ddpcheck.judge.data.script_draws import judge_shared_draws, line_of_selection
 
@@ -42,21 +34,11 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
         everyone = [of_rank[place] for of_rank in by_place if place in of_rank]
         if len(everyone) == len(passes):
             same = _are_of_same_data([of_rank[0] for of_rank in everyone])
-            found += (
-                (
-                    judge_split(everyone)
-                    or judge_overlap(everyone, ranks)
-                    or judge_later_overlap(everyone)
-                    or judge_left_out(everyone)
-                )
-                or (
-                    script_rows.judge_other_values(everyone)
-                    or script_rows.judge_sharded_twice(everyone)
-                    or script_rows.judge_rows(everyone, same_data=same)
-                )
-                or script_rows.judge_workers(everyone)
-                or script_rows.judge_labels(everyone)
-            )
+            of_samples = judge_split(everyone) or judge_overlap(everyone, ranks) or judge_later_overlap(everyone)
+            of_samples = of_samples or judge_left_out(everyone) or script_rows.judge_other_values(everyone)
+            of_samples = of_samples or script_rows.judge_sharded_twice(everyone)
+            of_samples = of_samples or script_rows.judge_rows(everyone, same_data=same)
+            found += of_samples or script_rows.judge_workers(everyone) or script_rows.judge_labels(everyone)
             found += judge_epoch_order(everyone) or script_rows.judge_stale_workers(everyone)
             found += judge_shared_draws(everyone, same_data=same)
     return found
@@ -67,10 +49,9 @@ def _trained_on(
 ) -> dict[tuple[Location | None, str, int], list[LoaderPass]]:
     """The training passes over each loader, by the line of the loop, the dataset, and how many of these came before.
 
-    The numbers of loaders do not pair up where one rank alone goes through others: rank 0 validates, say. Nor do lines,
-    where one rank alone shows its progress.
+    Numbers of loaders do not pair up if one rank alone validates; nor do lines, if one rank alone shows its progress.
     """
-    by_loader = group_by((one for one in passes if one.trains), lambda one: one.loader)
+    by_loader = wording.group_by((one for one in passes if one.trains), lambda one: one.loader)
     places: Counter[tuple[Location | None, str]] = Counter()
     found = {}
     for theirs in by_loader.values():
@@ -93,10 +74,11 @@ def judge_split(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     return script_rows.finding_on_loader(
         "DDP516",
         passes[0][0],
-        f"The ranks have split the dataset differently: {lone} of the {counted(len(subsets[0]), 'sample')} of rank 0's "
-        "part are not in every other rank's, so that what one rank trains on, another one holds back.",
+        "The ranks have split the dataset differently: "
+        f"{lone} of the {wording.counted(len(subsets[0]), 'sample')} of rank 0's part are not in every other rank's, "
+        "so that what one rank trains on, another one holds back.",
         line=passes[0][0].split or passes[0][0].location,
-        ranks=minority_ranks([tuple(sorted(subset)) for subset in subsets]) if len(subsets) > 2 else (),
+        ranks=wording.minority_ranks([tuple(sorted(subset)) for subset in subsets]) if len(subsets) > 2 else (),
         evidence=[
             f"rank {rank} begins with samples {_first(of_rank[0].subset)}" for rank, of_rank in enumerate(passes)
         ],
@@ -113,17 +95,19 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
     size = min(len(one.indices) for one in first)
     lists = [tuple(one.indices[:size]) for one in first]
     numbers = ranks or range(len(lists))
-    by_list = group_by(range(len(lists)), lambda place: lists[place])
+    by_list = wording.group_by(range(len(lists)), lambda place: lists[place])
     groups = [[numbers[at] for at in places] for one, places in by_list.items() if len(places) > 1 < len(set(one))]
     groups.sort(key=len, reverse=True)
+    if script_rows.deal_repeated(first):
+        return []
     if groups:
         alike, *more = groups
         every = sum(map(len, groups)) == len(lists)
         return script_rows.finding_on_loader(
             "DDP505",
             first[0],
-            f"{format_ranks(alike).capitalize()} take the same samples in the same order from the loader, so together "
-            "they do the work of one.",
+            f"{wording.format_ranks(alike).capitalize()} take the same samples in the same order from the loader, so "
+            "together they do the work of one.",
             ranks=() if every else sorted(itertools.chain.from_iterable(groups)),
             evidence=[
                 f"the first samples on each of them: {_first(lists[list(numbers).index(alike[0])])}",
@@ -152,7 +136,7 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
         line=next((one.told for one in first if one.told), None) if by_epoch else None,
         severity=Severity.WARNING,
         evidence=[
-            f"the epoch of the sampler: {'; '.join(group_by_value([one.epoch for one in first]))}" * by_epoch,
+            f"the epoch of the sampler: {'; '.join(wording.group_by_value([one.epoch for one in first]))}" * by_epoch,
             *(f"rank {rank} begins with samples {_first(indices)}" for rank, indices in enumerate(lists[:3])),
             _taken(first[0]),
         ],
@@ -166,7 +150,11 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
 
 def _likewise(groups: Sequence[Sequence[int]]) -> list[str]:
     """Of groups of ranks beside the one that is told of."""
-    return [f"likewise {join_names([*map(format_ranks, groups)])}, with samples of their own"] if groups else []
+    return (
+        [f"likewise {wording.join_names([*map(wording.format_ranks, groups)])}, with samples of their own"]
+        if groups
+        else []
+    )
 
 
 def _come_several_times(lists: Sequence[Sequence[int]]) -> bool:
@@ -182,11 +170,9 @@ def judge_later_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
     """
     epochs = list(zip(*passes, strict=False))
     first = passes[0][0]
-    if len(passes) < 2 or len(epochs) < 2 or not _are_of_same_data(epochs[0]):
+    if len(passes) < 2 or len(epochs) < 2 or not _are_of_same_data(epochs[0]) or not all(map(_has_parts, epochs)):
         return []
     if any(one.size != first.size or one.epoch != of_ranks[0].epoch for of_ranks in epochs for one in of_ranks):
-        return []
-    if not all(map(_has_parts, epochs)):
         return []
     size, union = len(first.indices), {index for one in epochs[0] for index in one.indices}
     shared = [script_rows.shared_by_ranks(of_ranks, [one.indices for one in of_ranks], size) for of_ranks in epochs[1:]]
@@ -221,26 +207,36 @@ def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     epochs = [of_ranks for of_ranks in zip(*passes, strict=False) if all(one.indices for one in of_ranks)]
     first = [of_rank[0] for of_rank in passes]
     size = first[0].size
-    if len(epochs) < 2 or size < 1 or any(one.subset for one in first) or not _are_of_same_data(first):
+    twice = all(_takes_a_part(one) for of_ranks in epochs for one in of_ranks)
+    if len(epochs) < 2 or size < 1 or not (twice or _are_of_same_data(first)):
         return []
-    if any(one.chooses for one in first):
-        return []  # the rest is held out
+    if any(one.subset or one.chooses or one.size != size for one in first):  # the rest is held out
+        return []
     if any(not _is_whole(one) or one.replaces for of_ranks in epochs for one in of_ranks):
         return []
-    if any(one.size != size for one in first):
-        return []
     seen = {frozenset(index for one in of_ranks for index in one.indices) for of_ranks in epochs}
-    missing = size - len(next(iter(seen)))
-    if len(seen) > 1 or missing <= max(_LEFT_OUT * size, max(one.batch_size for one in first) * len(first)):
+    missing = size - max(map(len, seen))
+    least = max(_LEFT_OUT * size, max(one.batch_size for one in first) * len(first))
+    if missing <= least or (len(seen) > 1 and not twice):
         return []
+    one = first[0]
     return script_rows.finding_on_loader(
         "DDP519",
-        first[0],
-        f"{missing} of the {size} samples of the dataset are on no rank in any of {len(epochs)} epochs.",
-        evidence=[f"each rank takes {len(one.indices)} samples, by {one.sampler}" for one in first[:1]],
+        one,
+        f"{missing} of the {size} samples of the dataset are on no rank in {'each' if twice else 'any'} of "
+        f"{len(epochs)} epochs.",
+        evidence=[
+            f"each rank takes {len(one.indices)} samples, by {one.sampler}"
+            f"{f', which gives it {one.part}: they are split once more' if twice else ''}"
+        ],
         fix="Give the sampler the world size and the rank of the process group, and split the data once only: by "
         "the sampler, or by the framework.",
     )
+
+
+def _takes_a_part(one: LoaderPass) -> bool:
+    """Whether a whole pass has at most half of what its distributed sampler gives."""
+    return one.replicas > 1 and 2 * max(len(one.indices), one.batches * one.batch_size) <= one.part + one.batch_size
 
 
 def judge_epoch_order(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
@@ -264,6 +260,7 @@ def judge_epoch_order(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         "DDP506",
         one,
         f"{one.sampler} shuffles, and all {epochs} epochs have the same order.",
+        line=one.told or (one.epochs_at if one.has_epoch or one.epoch >= 0 else None),
         evidence=[f"every epoch begins with samples {_first(one.indices)} on rank 0"],
         fix=""
         if one.has_epoch
@@ -278,11 +275,7 @@ def judge_inputs(
 ) -> list[Finding]:
     """DDP505: a wrapper that is given the same samples on several ranks in each step, and others in the next.
 
-    In all steps, in the first ones, or from a step on, as after a checkpoint with the generator of one rank.
-
-    Args:
-        inputs: By rank of the wrapper's group, of the same steps.
-        draws: By rank, by which samples may be chosen.
+    In all steps, in the first ones, or from a step on, as after a checkpoint with one rank's generator; all by rank.
     """
     steps = [of_ranks for of_ranks in zip(*inputs.values(), strict=False) if len({one.step for one in of_ranks}) == 1]
     given = {rank: [tuple(sorted(of_ranks[place].samples)) for of_ranks in steps] for place, rank in enumerate(inputs)}
@@ -296,13 +289,13 @@ def judge_inputs(
     others = steps[::-1][held:] if later else steps[held:]
     line, forward = line_of_selection([draws.get(rank, ()) for rank in same]), steps[0][0].location
     every, all_of_them = len(same) == len(inputs), sorted(rank for ranks, _ in groups for rank in ranks)
-    who = "Every rank's forward pass is" if every else f"The forward passes of {format_ranks(same)} are"
+    who = "Every rank's forward pass is" if every else f"The forward passes of {wording.format_ranks(same)} are"
     part = "all" if not others else "the last" if later else "the first"
     when = f"{part} {held} steps that were compared"
     differ = [
         f"{'until' if later else 'from'} step {one[0].step}{'' if later else ' on'} they differ" for one in others
     ]
-    return one_finding(
+    return wording.one_finding(
         "DDP505",
         ("forward",),
         f"{who} given the same samples, in {when}; so together {'the' if every else 'these'} ranks do the work of one.",
@@ -324,7 +317,7 @@ def judge_inputs(
 def _given_alike(given: Mapping[int, Sequence[tuple[int, ...]]], count: int) -> list[tuple[list[int], int]]:
     """Groups of ranks that are given the same samples from the first of so many steps on, and in how many."""
     found = []
-    for same in group_by(given, lambda rank: tuple(given[rank][:FEWEST_INPUTS])).values():
+    for same in wording.group_by(given, lambda rank: tuple(given[rank][:FEWEST_INPUTS])).values():
         of_same = [{given[rank][place] for rank in same} for place in range(count)]
         held = next((place for place, samples in enumerate(of_same) if len(samples) > 1), count)
         if len(same) > 1 and held >= FEWEST_INPUTS and len(set.union(*of_same[:held])) > 1:
@@ -351,10 +344,9 @@ def _is_of_same_data(one: LoaderPass, other: LoaderPass) -> bool:
 
 
 def _hold_the_same(one: LoaderPass, other: LoaderPass) -> bool:
-    """Whether datasets hold the same samples, and gave the same ones for indices that both ranks took.
+    """Whether datasets hold the same samples, and gave the same ones, in some order, for indices that both ranks took.
 
-    A batch may be put together in another order than that of its indices, so no single row is that of an index. Where
-    random numbers were drawn for it, no row may be that of another rank.
+    If random numbers were drawn for it, no row may be that of another rank.
     """
     if one.holds_samples and one.draws and other.draws and one.samples == other.samples:
         return True
@@ -369,7 +361,7 @@ def _is_whole(one: LoaderPass) -> bool:
 
 
 def _taken(one: LoaderPass) -> str:
-    return f"{counted(one.size, 'sample')}, of which each takes {len(one.indices)}, by {one.sampler}"
+    return f"{wording.counted(one.size, 'sample')}, of which each takes {len(one.indices)}, by {one.sampler}"
 
 
 def _first(indices: Sequence[int]) -> str:

@@ -32,8 +32,6 @@ def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]], *, same_data: boo
     """DDP510: batches of other samples that every rank has made with the same random numbers.
 
     `same_data`: An index is the same sample on every rank; else the same indices may be of each rank's own part.
-
-    Ranks that draw from the same state are given the same numbers, also where one of them draws more of them.
     """
     draws = [{before: after for one in of_rank for before, after in one.draws.items()} for of_rank in passes]
     shared = set.intersection(*map(set, draws))
@@ -78,10 +76,8 @@ def judge_step_draws(
 
     `loads_others`: A loader gives the ranks other samples, and what forward was given last may be made of noise alone.
 
-    Numbers for each sample are as many as there are samples, or as a tensor that forward is given has elements. Fewer
-    are for the batch as a whole (its size, the weight of a mixture), and others are for what all ranks are to draw
-    alike: for the batch of all ranks, of which each takes its part, or for weights. Within the forward pass whole
-    numbers for each sample tell the steps of a diffusion from dropout, whose masks are not reported.
+    As many numbers as there are samples, or elements in what forward is given, are for the samples; others are for the
+    batch as a whole, for that of all ranks, or for weights. In forward, whole numbers are the steps of a diffusion.
     """
     given = _compared(inputs)
     if len(draws) < 2 or not given or not (loads_others or any(map(_all_differ, given))):
@@ -156,9 +152,8 @@ def judge_same_targets(
 ) -> list[Finding]:
     """DDP505: ranks that are given other inputs, and the same targets in the same order, in each step that is compared.
 
-    They take the same samples, and each augments them by random numbers of its own; or they draw the same noise for
-    other samples, if that is what the targets are. Or one of the tensors that forward is given is the same as well, and
-    others are not, as the hidden state of a recurrent network that drops units. All by rank.
+    They augment the same samples by their own random numbers, or draw the same noise (the targets) for other samples.
+    Or one tensor that forward is given is the same as well, and others are not, as a hidden state. All by rank.
     """
     by_pass = [{(one.step, one.number): one for one in of_rank if one.wrappers} for of_rank in losses]
     common = sorted(set.intersection(*map(set, by_pass))) if len(by_pass) > 1 else []

@@ -79,10 +79,7 @@ def judge_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         f"{one.workers} times{', and by every rank' if by_all else ''}.",
         severity=Severity.ERROR if by_all else Severity.WARNING,
         evidence=[f"of the {len(one.rows)} samples of the first pass, {len(set(one.rows))} differ by their contents"],
-        fix=_SPLIT_STREAM
-        if by_all
-        else "Split the stream in the dataset's __iter__ also by get_worker_info(): by the number of the worker, and "
-        "by that of all workers.",
+        fix=_SPLIT_STREAM,
     )
 
 
@@ -133,8 +130,12 @@ def judge_stale_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
     """DDP506: workers that give the first epoch's samples again, although the dataset was told of another epoch."""
     changed: set[str] = set()
     for of_rank in passes:
-        whole = [one for one in of_rank if one.exhausted and _tell_apart(one)]
-        if len(whole) < 2 or any(list(one.rows) != list(whole[0].rows) for one in whole[1:]):
+        whole = [one for one in of_rank if (one.exhausted or one.indices) and one.rows]
+        first, *later = [dict(zip(one.indices or itertools.count(), one.rows, strict=False)) for one in whole] or [{}]
+        again = [{key: row for key, row in rows.items() if key in first} for rows in later]
+        if not later or any(len(rows) < FEWEST_ROWS or not rows.items() <= first.items() for rows in again):
+            return []
+        if len(set(first.values())) < FEWEST_ROWS or not any(one.outdated or one.size < 0 for one in whole):
             return []
         names = {name for one in whole[1:] for name in one.state if one.state[name] != whole[0].state.get(name)}
         if not names or not whole[0].persistent:
@@ -146,6 +147,7 @@ def judge_stale_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
         one,
         f"The program changes {join_names(sorted(changed))} of the dataset from epoch to epoch, and the workers of the "
         "loader keep the copy that they were started with: every epoch has the samples of the first.",
+        line=one.stay_at,
         evidence=["persistent_workers=True: workers are started once, and the dataset is copied to them then"],
         fix="Set persistent_workers=False, or keep the epoch in shared memory: a tensor after share_memory_().",
     )
@@ -161,12 +163,12 @@ def judge_resumed(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     if len(found) < len(passes) or len({one.skipped for one, _ in found}) != 1:
         return []
     one, left = found[0]
-    first = "the first batch" if one.skipped == 1 else f"the first {one.skipped} batches"
     return finding_on_loader(
         "DDP506",
         one,
-        f"An epoch is resumed in another order: the loop passes over {first}, and {left} of "
-        "these samples had not been trained on. Others are trained on again.",
+        f"An epoch is resumed in another order: of the samples of the first {counted(one.skipped, 'batch')}, which the "
+        f"loop leaves out, {left} had not been trained on. Others are trained on again.",
+        line=one.told or one.epochs_at,
         evidence=["the pass before began with other samples than those that are passed over"],
         fix="Before the loop that resumes, call set_epoch of the sampler with the epoch that is resumed; or restore "
         "the state of the generator from which the loader shuffles.",
@@ -222,7 +224,7 @@ def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         one,
         f"Training goes on after {far}, and {one.sampler} is at epoch 0 again: the epochs have the orders that the "
         "first ones had.",
-        line=one.told,
+        line=one.told or one.epochs_at,
         evidence=[f"an optimizer was restored at {restored.location}"],
         fix="Count the epochs on from the one that the checkpoint is of, and call set_epoch with that before each.",
     )
@@ -374,6 +376,11 @@ def _are_own_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
     return bool(of_whole or drawn_alike) and _disjoint([one.rows for one in first]) and (apart or _give_others(passes))
 
 
+def deal_repeated(first: Sequence[LoaderPass]) -> bool:
+    """Whether samplers deal each sample to several ranks, which each augment it anew, by what they deal in all."""
+    return all(one.size > len(first) and one.dealt + len(first) >= 2 * one.size for one in first)
+
+
 def hold_own_parts(first: Sequence[LoaderPass]) -> bool:
     """Whether each rank's dataset holds a rank's share of an array, and no two of them have a sample in common."""
     parts = all(one.whole > 0 and _is_share(one, len(first)) and _tell_apart(one) for one in first)
@@ -427,7 +434,8 @@ def shared_by_ranks(first: Sequence[LoaderPass], taken: Sequence[Iterable[int]],
 def finding_on_loader(
     code: str, one: LoaderPass, message: str, *, line: Location | None = None, evidence: Sequence[str] = (), **more: Any
 ) -> list[Finding]:
-    """A finding at the `line` to change, else where the loader is made; where it was noticed, the loop, is evidence."""
+    """A finding at the `line` to change, else where the loader is made; where that is, and the loop, is evidence."""
     where = line or one.made or one.location
-    noticed = f"the loop over the loader is at {one.location}" if one.location and one.location != where else ""
-    return one_finding(code, (one.dataset,), message, location=where, evidence=[*evidence, noticed], **more)
+    others = {"the loop over the loader is": one.location, f"{one.sampler or 'the loader'} is made": one.made}
+    noticed = [f"{what} at {place}" for what, place in others.items() if place not in (None, where)]
+    return one_finding(code, (one.dataset,), message, location=where, evidence=[*evidence, *noticed], **more)

@@ -330,8 +330,11 @@ def judge_taken(taken: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:
     )
 
 
-def judge_reduced_alike(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP505: gradients that are the same on every rank before they are averaged by hand, in each step."""
+def judge_reduced_alike(steps: Sequence[Steps], line: Location | None = None) -> list[Finding]:
+    """DDP505: gradients that are the same on every rank before they are averaged by hand, in each step.
+
+    `line`: By which every rank draws the same samples, where that is known.
+    """
     known = [of_ranks for of_ranks in steps if all(one.given for one in of_ranks)]
     given = [{one.given for one in of_ranks} for of_ranks in known]
     if len(known) < _FEWEST_TAKEN or max(map(len, given)) > 1 or len(set.union(*given)) < 2 or len(known[0]) < 2:
@@ -341,7 +344,7 @@ def judge_reduced_alike(steps: Sequence[Steps]) -> list[Finding]:
         ("gradients",),
         "Every rank has the same gradients already before they are averaged: the ranks compute on the same samples, "
         "with the same random numbers; so together they do the work of one.",
-        location=known[0][0].location,
+        location=line or known[0][0].location,
         evidence=[f"their bits are equal on all ranks in all {len(known)} steps that were compared"],
         fix="Take other samples on each rank: by rank and world size, or from generators and environments that are "
         "seeded with seed + rank.",

@@ -220,7 +220,7 @@ def _divided_by(of_ranks: Sequence[LossDifferentiated]) -> tuple[float, Location
     size = float(len(of_ranks))
     if any(one.hooked for one in of_ranks):
         return None
-    for numbers in zip(*(one.reduced for one in of_ranks), strict=False):
+    for numbers in zip(*([number for number in one.reduced if not number.members] for one in of_ranks), strict=False):
         total = sum(number.value for number in numbers)
         of_rank = [
             (term, term.kind == "sum" or _is_among(number.value, term.multipliers))
@@ -318,12 +318,14 @@ def _judge_counts(passes: Losses) -> list[Finding]:
 
 
 def _unequal_counts(passes: Losses, every: Sequence[list[float]], unequal: Sequence[list[float]]) -> list[Finding]:
+    summed = _line_of_sums(*next(pair for pair in zip(passes, every, strict=True) if pair[1]))
+    own = "a number that is summed over some of the ranks only" if summed else "its own number of elements"
     return one_finding(
         "DDP305",
         ("loss",),
-        "The loss of each rank is divided by its own number of elements, and the numbers differ, so the average over "
-        "ranks is a mean of means and not that of all elements of the step.",
-        location=_line_of_counts(passes) or passes[0][0].made or passes[0][0].location,
+        f"The loss of each rank is divided by {own}, and the numbers differ, so the average over ranks is a mean of "
+        "means and not that of all elements of the step.",
+        location=summed or _line_of_counts(passes) or passes[0][0].made or passes[0][0].location,
         evidence=[
             f"in {len(unequal)} of {len(passes)} backward passes that were compared; in the first of them "
             + ", ".join(f"by {count:.0f} on rank {rank}" for rank, count in enumerate(unequal[0]))
@@ -331,6 +333,16 @@ def _unequal_counts(passes: Losses, every: Sequence[list[float]], unequal: Seque
         severity=severity_of_weights([[1 / n for n in counts] or [1.0] * len(passes[0]) for counts in every]),
         fix="Divide by the sum of the numbers over all ranks, and multiply by the world size, over which DDP averages.",
     )
+
+
+def _line_of_sums(of_ranks: Sequence[LossDifferentiated], counts: Sequence[float]) -> Location | None:
+    """The line of an all_reduce over some ranks that makes the number by which each rank divides."""
+    for numbers in zip(*([number for number in one.reduced if number.members] for one in of_ranks), strict=False):
+        sums = [sum(one.value for rank, one in enumerate(numbers) if rank in own.members) for own in numbers]
+        line: Location | None = numbers[0].location
+        if all(map(is_near, counts, sums)):
+            return line
+    return None
 
 
 def _line_of_counts(passes: Losses) -> Location | None:

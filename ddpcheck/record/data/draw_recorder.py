@@ -18,9 +18,7 @@ from ddpcheck.record.data.generator_history import generator_bytes, generators_t
 from ddpcheck.record.loop.step_hooks import follow_steps, unfollow_steps
 from ddpcheck.record.recording import Recording
 
-_MOST_INTERVALS = (
-    7  # from the first wrapper, and between optimizer steps, of which there may be two in a step of training
-)
+_MOST_INTERVALS = 7  # from the first wrapper, and between optimizer steps; training may have two in a step
 _MOST_CALLS = 1 << 18  # of any function; what comes after them in the interval is not followed
 _MOST_DRAWS = 32  # of an interval
 _NOISE = frozenset(
@@ -36,6 +34,7 @@ _WRAPPER = "torch.nn.parallel.distributed"
 _KEYS = 624  # numbers in the state of a Mersenne Twister, which are made anew when all have been drawn
 
 _State = tuple[int, int]  # a digest, and the place in it of the next number
+_Pair = tuple[_State, _State]  # before and after
 
 
 class DrawRecorder:
@@ -96,7 +95,7 @@ class DrawRecorder:
         now = _states(others=True)
         for name in ("python", "numpy"):
             if name in began and name in now and began[name] != now[name]:
-                self._note(name, "any", began[name], now[name])
+                self._note(name, "any", (began[name], now[name]), None, in_forward=False)
         for before, (generator, line) in zip(self._own, generators, strict=False):
             if state_of_own(generator) != before:
                 self._draws.append(StepDraw(self._run.steps, "", "any", 0, 0, 0, location=line))
@@ -128,20 +127,12 @@ class DrawRecorder:
         now = _states()
         changed = [one for one in now if one in before and before[one] != now[one]]
         for one in changed:
-            self._note(one, kind, before[one], now[one], frame, in_forward=in_forward)
+            self._note(one, kind, (before[one], now[one]), frame, in_forward=in_forward)
         if not changed:
-            self._note("", kind, (0, 0), (0, 0), frame, in_forward=in_forward)
+            self._note("", kind, ((0, 0), (0, 0)), frame, in_forward=in_forward)
 
-    def _note(
-        self,
-        generator: str,
-        kind: str,
-        before: _State,
-        after: _State,
-        frame: FrameType | None = None,
-        *,
-        in_forward: bool = False,
-    ) -> None:
+    def _note(self, generator: str, kind: str, states: _Pair, frame: FrameType | None, *, in_forward: bool) -> None:
+        before, after = states
         count = 0 if not generator or generator == "cuda" else (after[1] - before[1]) % _KEYS or _KEYS
         where = None if frame is None else user_location(frame)
         seeded = seeded_at({"cuda": "torch"}.get(generator, generator))

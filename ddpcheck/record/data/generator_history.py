@@ -25,9 +25,7 @@ _NEXT = struct.Struct("<Q")
 _NEXT_AT = 16  # bytes into torch's state
 
 _seeds = 0
-_began: dict[
-    str, tuple[int, int]
-] = {}  # by generator, its state when it was last seeded, or first there; torch's is made later
+_began: dict[str, tuple[int, int]] = {}  # states when last seeded, or first there; torch's is made later
 _drawn: dict[str, bytes] = {}  # and what was drawn before that
 
 

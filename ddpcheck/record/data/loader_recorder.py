@@ -7,27 +7,20 @@ import functools
 import hashlib
 import itertools
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Subset,
-    WeightedRandomSampler,
-)
+from torch.utils import data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import user_location
-from ddpcheck.gather.patching import Patch, guarded
+from ddpcheck.gather.patching import Patch, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.recipe.pytree import tree_tensors
@@ -35,7 +28,7 @@ from ddpcheck.record.data.added_noise import kept_samples
 from ddpcheck.record.data.constructions import drawn_before, made_at, seeded_at
 from ddpcheck.record.data.sample_draws import HELD, SampleDraws
 from ddpcheck.record.data.sample_rows import SampleRows, digests_of, rows_of_whole, samples_of, state_of, uncollated
-from ddpcheck.record.data.sampler_orders import epoch_of, shuffles_by_epoch
+from ddpcheck.record.data.sampler_orders import argument_line, epoch_line, epoch_of, makes_others, shuffles_by_epoch
 from ddpcheck.record.optimizers.resume_recorder import ResumeRecorder
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.program_state import tables_of
@@ -63,16 +56,14 @@ class _Pass:
     rows: SampleRows = field(default_factory=SampleRows)
     until: int = -1  # steps of all optimizers when another pass began after its last batch
     used: int = -1  # how often a wrapper or an optimizer was, when it began; -1 when one has been since
+    unused: list[ref[Any]] = field(default_factory=list)  # the batches until then
 
 
 class LoaderRecorder:
     """Follows every `DataLoader` of this process."""
 
     def __init__(self, run: Recording, resumes: ResumeRecorder, on_pass: Callable[[LoaderPass, Any], object]) -> None:
-        """Begin; `resumes` says where training is resumed.
-
-        `on_pass` is told when a pass begins and when it ends, and what it is over.
-        """
+        """Begin; `resumes` says where training is resumed, `on_pass` is told of each pass, and of its dataset."""
         self._run = run
         self._on_pass = on_pass
         self._kept = 0
@@ -80,13 +71,14 @@ class LoaderRecorder:
         self._numbers: dict[tuple[Any, ...], list[int]] = {}  # number of the loader, passes so far
         self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
         self._orders: dict[int, list[int]] = {}  # of the epochs, by loader
+        self._started: dict[int, dict[str, Any]] = {}  # attributes of a dataset at the first pass, by loader
         self._draws: WeakKeyDictionary[Any, SampleDraws | None] = WeakKeyDictionary()
         self._open: dict[int, _Pass] = {}  # by number of the loader
         self._datasets: Any = WeakIdKeyDictionary()  # a dataset may be a tensor, which == compares element by element
         self._dataset_numbers = itertools.count()
         self._opening: _Pass | None = None
-        Patch(DataLoader, "__iter__", self._opened_by)
-        Patch(_BaseDataLoaderIter, "_next_index", self._counted_by)  # private to torch; without it, no indices
+        patched(data.DataLoader, "__iter__", self._opens)
+        patched(_BaseDataLoaderIter, "_next_index", self._counts)  # private to torch; without it, no indices
         Patch(_BaseDataLoaderIter, "__next__", self._taken_by)
 
     def close(self) -> None:
@@ -94,44 +86,31 @@ class LoaderRecorder:
         for one in list(self._open.values()):
             self._end(one, exhausted=False)
 
-    def _opened_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        begin, note_workers, draws_of = guarded(self._begin), guarded(_note_workers), guarded(_draws_of)
+    def _opens(self, loader: Any) -> Generator[None, Any, None]:
+        outer = self._opening
+        self._opening = made = self._begin(loader)
+        draws = SampleDraws(loader, _MOST_BATCHES) if made.map_style and made.entry.number < _MOST_PASSES else None
+        try:
+            with contextlib.nullcontext() if draws is None else draws.followed(loader):
+                iterator = yield
+        finally:
+            self._opening = outer
+        seed = getattr(iterator, "_base_seed", None)  # private to torch; without it, nothing is said of workers
+        if loader.num_workers and loader.worker_init_fn is None and isinstance(seed, int):
+            made.entry = replace(made.entry, worker_seed=seed)
+        with contextlib.suppress(TypeError):  # of another class, which a subclass returns
+            made.draws = self._draws.setdefault(iterator, draws)  # workers may stay from pass to pass
+            self._passes[iterator] = made
 
-        @functools.wraps(original)
-        def __iter__(loader: Any) -> Any:
-            outer = self._opening
-            self._opening = made = begin(loader)
-            draws = None if made is None else draws_of(made, loader)
-            try:
-                with contextlib.nullcontext() if draws is None else draws.followed(loader):
-                    iterator = original(loader)
-            finally:
-                self._opening = outer
-            if made is not None:
-                note_workers(made, loader, iterator)
-                with contextlib.suppress(TypeError):  # of another class, which a subclass returns
-                    made.draws = self._draws.setdefault(iterator, draws)  # workers may stay from pass to pass
-                    self._passes[iterator] = made
-            return iterator
-
-        return __iter__
-
-    def _counted_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        note_index = guarded(_note_index)
-
-        @functools.wraps(original)
-        def _next_index(iterator: Any) -> Any:
-            index = original(iterator)
-            one = self._opening or self._passes.get(iterator)
-            if one is not None and one.map_style:
-                note_index(one, index)
-            return index
-
-        return _next_index
+    def _counts(self, iterator: Any) -> Generator[None, Any, None]:
+        index = yield
+        one = self._opening or self._passes.get(iterator)
+        if one is not None and one.map_style:
+            _note_index(one, index)
 
     def _taken_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
         note_batch, note_rows, end = guarded(_note_batch), guarded(SampleRows.note), guarded(self._end)
-        keep = guarded(kept_samples)
+        keep, follow = guarded(kept_samples), guarded(self._follow_unused)
 
         @functools.wraps(original)
         def __next__(iterator: Any) -> Any:
@@ -150,8 +129,7 @@ class LoaderRecorder:
             self._run.samples = keep(batch) or [] if self._is_sampled() else []
             one.until = -1
             if one.used >= 0:
-                one.used = one.used if self._used() == one.used else -1
-                one.entry = replace(one.entry, skipped=one.entry.batches if one.used >= 0 else one.entry.skipped)
+                follow(one, batch)
             one.entry = replace(one.entry, batches=one.entry.batches + 1)
             self._run.position = one.entry.loader, one.entry.number, one.entry.batches
             self._run.batches[one.entry.loader] += 1
@@ -164,9 +142,22 @@ class LoaderRecorder:
     def _count_taken(self) -> None:
         self._run.taken = sum(one.entry.batches for one in self._open.values())
 
+    def _follow_unused(self, one: _Pass, batch: Any) -> None:
+        """Count the batches that are gone before any is used, but for the last: that may be on a device by then."""
+
+        def gone(_batch: object) -> None:
+            if self._used() == one.used:
+                one.entry = replace(one.entry, skipped=one.entry.skipped + 1)
+
+        if self._used() != one.used:
+            one.used, one.unused = -1, []
+            one.entry = replace(one.entry, skipped=min(one.entry.skipped, one.entry.batches - 1))
+        elif (tensor := next(tree_tensors(batch), None)) is not None:
+            one.unused.append(ref(tensor, guarded(gone)))
+
     def _used(self) -> int:
         """How often a wrapper or an optimizer has been used."""
-        return self._run.steps + sum(int(watch.forwards) for watch in list(self._run.watches))
+        return self._run.steps + int(self._run.log.forwards)
 
     def _is_sampled(self) -> bool:
         """Whether a step of a wrapper is under way that is looked at; one that rests may be in such a step for long."""
@@ -176,7 +167,7 @@ class LoaderRecorder:
 
     def _begin(self, loader: Any) -> _Pass:
         location = user_location()
-        map_style = not isinstance(loader.dataset, IterableDataset)
+        map_style = not isinstance(loader.dataset, data.IterableDataset)
         size = _length(loader.dataset) if map_style else -1
         beneath = _beneath(loader.dataset)[0]
         key = (location, made_at(loader), type(loader.dataset), size)
@@ -187,8 +178,10 @@ class LoaderRecorder:
         for other in self._open.values():
             other.until = self._run.steps if other.until < 0 else other.until
         sampler = _innermost_sampler(loader)
-        subset = loader.dataset.indices if type(loader.dataset) is Subset and not number else ()
+        subset = loader.dataset.indices if type(loader.dataset) is data.Subset and not number else ()
         samples, whole = ({}, False) if number else samples_of(loader.dataset, size)
+        state = state_of(loader.dataset) if number < _MOST_PASSES else {}
+        persistent = bool(getattr(loader, "persistent_workers", False))
         entry = LoaderPass(
             loader=counts[0],
             number=number,
@@ -199,8 +192,8 @@ class LoaderRecorder:
             expected=_length(loader) if map_style else -1,
             batch_size=_batch_size(loader),
             sampler=type(sampler).__name__,
-            shuffles=isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
-            replaces=bool(getattr(sampler, "replacement", isinstance(sampler, WeightedRandomSampler))),
+            shuffles=isinstance(sampler, data.RandomSampler) or bool(getattr(sampler, "shuffle", False)),
+            replaces=bool(getattr(sampler, "replacement", isinstance(sampler, data.WeightedRandomSampler))),
             has_epoch=hasattr(sampler, "set_epoch"),
             chooses=_chooses(sampler, size),
             wrappers=self._run.wrappers,
@@ -212,9 +205,14 @@ class LoaderRecorder:
             samples=samples,
             holds_samples=whole,
             drawn=next(filter(None, map(drawn_before, (beneath, loader.dataset, sampler, loader))), 0),
-            replicas=sampler.num_replicas if isinstance(sampler, DistributedSampler) else 0,
-            state=state_of(loader.dataset) if number < _MOST_PASSES else {},
-            persistent=bool(getattr(loader, "persistent_workers", False)),
+            replicas=sampler.num_replicas if isinstance(sampler, data.DistributedSampler) else 0,
+            state=state,
+            persistent=persistent,
+            stay_at=argument_line(line, "persistent_workers") if persistent and (line := made_at(loader)) else None,
+            outdated=persistent and map_style and self._is_outdated(loader.dataset, counts[0], state, size),
+            epochs_at=epoch_line(),
+            part=_length(sampler),
+            dealt=dealt if type(dealt := getattr(sampler, "total_size", 0)) is int else 0,
             epoch=epoch_of(sampler),
             told=self._resumes.told(sampler),
             restored=self._resumes.restored,
@@ -229,6 +227,13 @@ class LoaderRecorder:
         self._run.add(entry)
         self._on_pass(entry, loader.dataset)
         return one
+
+    def _is_outdated(self, dataset: Any, loader: int, state: Mapping[str, int], size: int) -> bool:
+        """Whether a dataset makes other samples than with the attributes that it had when its workers were started."""
+        now = {name: vars(dataset)[name] for name in state}
+        before = self._started.setdefault(loader, now)
+        changed = {name: before[name] for name in before.keys() & now if before[name] != now[name]}
+        return bool(changed) and makes_others(dataset, size, changed)
 
     def _number_of(self, dataset: Any) -> int:
         with contextlib.suppress(TypeError):  # without weak references
@@ -272,17 +277,6 @@ class LoaderRecorder:
         if not order or not has_epoch or len(orders) != 2 or orders[0] != order:
             return False
         return shuffles_by_epoch(one.sampler, _beneath(one.dataset)[0])
-
-
-def _draws_of(one: _Pass, loader: Any) -> SampleDraws | None:
-    return SampleDraws(loader, _MOST_BATCHES) if one.map_style and one.entry.number < _MOST_PASSES else None
-
-
-def _note_workers(one: _Pass, loader: Any, iterator: Any) -> None:
-    """Keep the seed of the workers."""
-    seed = getattr(iterator, "_base_seed", None)  # private to torch; without it, nothing is said of workers
-    if loader.num_workers and loader.worker_init_fn is None and isinstance(seed, int):
-        one.entry = replace(one.entry, worker_seed=seed)
 
 
 def _note_index(one: _Pass, index: Any) -> None:
@@ -364,7 +358,7 @@ def _length(sized: Any) -> int:
 def _beneath(dataset: Any) -> tuple[Any, list[Sequence[int]]]:
     """The dataset beneath all of torch's `Subset`, and their indices."""
     subsets = []
-    while type(dataset) is Subset:
+    while type(dataset) is data.Subset:
         subsets.append(dataset.indices)
         dataset = dataset.dataset
     return dataset, subsets

@@ -1,8 +1,7 @@
 """The random numbers that a dataset draws for its samples, where it draws them: in this process, or in a worker.
 
 The states of the global generators, and of those that the dataset holds, are noted before the samples of a batch are
-made, and when they are put together. What `collate_fn` draws comes after that: it may be for the batch, as a size that
-all ranks have to agree on.
+made, and when they are put together: what `collate_fn` draws after that may be for the batch, and alike on all ranks.
 """
 
 from __future__ import annotations

@@ -1,19 +1,33 @@
-"""The epoch that a sampler is at, and whether it would give another order in another one: a copy of it is asked."""
+"""The epochs of a sampler and of a dataset: copies are asked for what they give in another one.
+
+Also the lines of the program that begin an epoch, and that have the workers of a loader stay.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import itertools
+import sys
+from collections.abc import Mapping
+from inspect import CO_GENERATOR
 from typing import Any
 
 from torch.utils.data import Dataset
 
+from ddpcheck.findings.program_blocks import blocks_around
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import file_of, frames_from, is_of_program, location_of, parsed_source, user_frame
 from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.collectives.fake_collectives import alone
+from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.randomness import generators_kept
+from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_INDICES = 1 << 16  # of an order
+_MOST_SAMPLES = 4  # that a dataset is asked for
 
 
 def epoch_of(sampler: Any) -> int:
@@ -44,3 +58,34 @@ def _set_epoch(sampler: Any, epoch: int) -> None:
         sampler.set_epoch(epoch)
     else:
         sampler.epoch = epoch
+
+
+def makes_others(dataset: Any, size: int, before: Mapping[str, Any]) -> bool:
+    """Whether the samples of a dataset are others than with the attributes that it had `before`; as above."""
+    made = []
+    for state in (before, {}):
+        with contextlib.suppress(Exception), generators_kept(), unlogged(), alone():  # of the user's
+            copied = copy.copy(dataset)
+            vars(copied).update(state)
+            samples = [copied[index] for index in range(0, size, -(-size // _MOST_SAMPLES))]
+            made.append([fingerprint(tensor) for tensor in tree_tensors(samples)])
+    return len(made) > 1 and made[0] != made[1]
+
+
+def epoch_line() -> Location | None:
+    """The head of the program's loop around the pass over a loader that begins, else the line that calls `iter`."""
+    begun = user_frame(sys._getframe(1))
+    for frame in frames_from(begun):
+        at, file = location_of(frame), frame.f_code.co_filename
+        loops = [one for one in blocks_around(file, at.path, at.line) if one.kind == "loop"]
+        if is_of_program(file) and (around := [one for one in loops if one.line != at.line]):
+            by_hand = frame is begun and around == loops and not frame.f_code.co_flags & CO_GENERATOR
+            return at if by_hand else replace(at, line=around[-1].line)
+    return None
+
+
+def argument_line(call: Location, name: str) -> Location:
+    """The line of an argument that is given by name, of a call that begins at a line; else that line."""
+    calls = (node for node in ast.walk(parsed_source(file_of(str(call)))) if isinstance(node, ast.Call))
+    words = (word for node in calls if node.lineno == call.line for word in node.keywords)
+    return replace(call, line=next((word.value.lineno for word in words if word.arg == name), call.line))

@@ -105,14 +105,15 @@ class LossRecorder:
         tensor = given.get("tensor")
         if call.operation != "all_reduce" or given.get("op", dist.ReduceOp.SUM) != dist.ReduceOp.SUM:
             return
-        if len(call.members) != dist.get_world_size() or not self._is_probed(self._run.steps):
+        if not self._is_probed(self._run.steps):
             return
         if isinstance(tensor, torch.Tensor) and not tensor.is_complex() and tensor.numel() <= _MOST_A_NUMBER:
             if self._used not in (None, self._run.steps):
                 self._reduced, self._used = [], None
             where = Location.parse(call.location)
             values = tensor.detach().flatten().tolist()
-            self._reduced += [NumberReduced(float(value), where) for value in values]
+            members = () if len(call.members) == dist.get_world_size() else call.members
+            self._reduced += [NumberReduced(float(value), where, members) for value in values]
             del self._reduced[:-_MOST_NUMBERS]
 
     def _is_probed(self, step: int) -> bool:

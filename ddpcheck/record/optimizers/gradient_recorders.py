@@ -332,10 +332,10 @@ class GivenRecorder:
             if next(iter(self._run.watches), None) is None:  # gradients are averaged by hand
                 self._given.append((tensor.numel(), fingerprint(tensor)))
 
-    def of(self, gradients: list[torch.Tensor]) -> tuple[int, ...]:
-        """Fingerprints, if they are of as many elements as these gradients have; small ones may be in buckets only."""
-        sizes = [gradient.numel() for gradient in gradients]
-        elements = sum(sizes), sum(size for size in sizes if size > _FEW)
+    def of(self, *gradients: list[torch.Tensor]) -> tuple[int, ...]:
+        """Fingerprints, if they are of as many elements as some of these lists; small ones may be in buckets only."""
+        sizes = [[gradient.numel() for gradient in some] for some in gradients]
+        elements = {sum(size for size in some if size > least) for some in sizes for least in (0, _FEW)}
         return tuple(one for _, one in self._given) if sum(size for size, _ in self._given) in elements else ()
 
     def is_reduced(self, parameter: torch.Tensor) -> bool:

@@ -204,6 +204,7 @@ class OptimizerRecorder:
         idle_watches = [watch for watch in watches if watch.step == known.reduced.get(watch.number, 0)]
         settled = not known.apart and not any(watch.has_unreduced for watch in watches)
         options = optimizer_options(optimizer, {})
+        gradients = ([p.grad for p in some if p.grad is not None] for some in (alone.values(), self._held()))
         every = {**whole, **alone}
         summed: dict[str, Location | None] = {}
         if self._sums:
@@ -262,7 +263,7 @@ class OptimizerRecorder:
             shard_scales={name: scale for watch in watches for name, scale in watch.shard_scales().items()},
             in_fsdp1=count_in_fsdp1(held),
             made_with=self._lines.rates_of(optimizer),
-            given=self.given.of([p.grad for p in alone.values() if p.grad is not None]),
+            given=self.given.of(*gradients),
             parts_reduced=self._names_of([p for p in held if self.given.is_reduced(p)]),
             parts_reduced_at=self.given.of_a_part,
             shard_states=shard_states(optimizer, {n: p for n, p in inside.items() if id(p) in shards}),

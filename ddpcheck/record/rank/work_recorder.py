@@ -11,7 +11,7 @@ import itertools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -53,7 +53,8 @@ class _Pending(Struct):
     on_cpu: bool  # whether its tensors are there
     tensors: list[weakref.ref[torch.Tensor]]
     places: set[int]  # of its tensors
-    versions: list[tuple[Callable[[], Any], int]]  # of what was given to it, when it was started
+    # of what was given to it, and the highest version that this has by the collective alone
+    versions: list[tuple[Callable[[], Any], int]]
 
 
 class WorkRecorder:
@@ -83,9 +84,12 @@ class WorkRecorder:
                 if hasattr(distributed_c10d.Work, name):
                     patched(distributed_c10d.Work, name, self._uses)
         handle = weakref.ref(work, functools.partial(guarded(self._dropped), id(work)))
-        by_gloo = dist.get_backend(given.get("group")) == "gloo"
-        whole = (one for one in map(given.get, _GIVEN) if isinstance(one, torch.Tensor) and _tells(one, by_gloo))
-        versions = [(tensor_ref(tensor), version_of(tensor)) for tensor in whole]
+        backend = dist.get_backend(given.get("group"))
+        versions = [  # all views of a tensor have its version in common
+            (tensor_ref(one), version_of(one) + (id(one) == id(given.get("tensor")) and _writes(one, call, backend)))
+            for one in map(given.get, _GIVEN)
+            if isinstance(one, torch.Tensor) and not one._is_view() and all(other._base is not one for other in tensors)
+        ]
         self._pending[id(work)] = _Pending(
             handle,
             call.operation,
@@ -96,13 +100,14 @@ class WorkRecorder:
             versions,
         )
 
-    def _uses(self, work: object, *_arguments: Any, **_named: Any) -> None:
+    def _uses(self, work: object, *_arguments: Any, **_named: Any) -> Iterator[None]:
         pending = self._pending.pop(id(work), None)
         if pending is None:
             return
         self._add(WorkUsed(pending.location))
+        yield  # after wait(), the backend has made all of its own writes
         written = [
-            ref for ref, version in pending.versions if (tensor := ref()) is not None and version_of(tensor) != version
+            ref for ref, version in pending.versions if (tensor := ref()) is not None and version_of(tensor) > version
         ]
         if written and self._looks_at(pending):
             waits_at = user_location(sys._getframe(CALLER))
@@ -129,13 +134,10 @@ class WorkRecorder:
             self._sink(entry)
 
 
-def _tells(tensor: torch.Tensor, by_gloo: bool) -> bool:
-    """Whether the version of a tensor says that the program has written it: all views of one have it in common.
-
-    gloo copies results into sparse tensors, and into those of another device, from a thread of its own, which counts.
-    """
-    copied = by_gloo and (tensor.layout != torch.strided or tensor.device.type != "cpu")
-    return not copied and not tensor._is_view()
+def _writes(tensor: torch.Tensor, call: Call, backend: str) -> bool:
+    """Whether gloo itself writes a result by an operation that the version counts: a division, or a copy."""
+    on_cpu, averages = tensor.device.type == "cpu", "AVG" in call.payload.split(", ")
+    return (on_cpu or "nccl" not in backend) and (averages or not on_cpu or tensor.layout != torch.strided)
 
 
 def _are_held(tensors: Sequence[torch.Tensor]) -> bool:
