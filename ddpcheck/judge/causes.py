@@ -112,10 +112,12 @@ class ReportedCauses:
 
     Attributes:
         findings: In their order.
+        consequences: Of the errors among them, the first with each code.
     """
 
     def __init__(self, reported: Sequence[Finding] = ()) -> None:
         self.findings = list(reported)
+        self.consequences: dict[str, Finding] = {}
         self._causes = set(map(cause_of, reported))
 
     def add(self, findings: Sequence[Finding], locate: Callable[[Finding], Finding]) -> list[Finding]:
@@ -125,7 +127,9 @@ class ReportedCauses:
         for finding in findings:
             cause = cause_of(finding)
             known = cause in self._causes or goes_on(finding, self.findings)
-            if not known and not follows_from(finding, every):
+            if not known and follows_from(finding, every):
+                self.consequences.setdefault(finding.code, finding)
+            elif not known:
                 self._causes.add(cause)
                 new.append(locate(finding))
         self.findings += new

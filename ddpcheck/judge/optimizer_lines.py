@@ -11,7 +11,13 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
 from ddpcheck.judge.data.script_files import told_by_files
 from ddpcheck.judge.gradients.hand_sums import judge_summed_again, judge_sums
-from ddpcheck.judge.gradients.script_alone import are_local, judge_alone, judge_parts_reduced, reduces_in_step
+from ddpcheck.judge.gradients.script_alone import (
+    are_local,
+    differing,
+    judge_alone,
+    judge_parts_reduced,
+    reduces_in_step,
+)
 from ddpcheck.judge.gradients.script_clips import (
     judge_changed,
     judge_clips,
@@ -85,7 +91,9 @@ def judge_all_of_optimizers(facts: ScriptFacts) -> Verdicts:
     of_shards = "options and pace, and scale of the shards' gradients,"
     compared = of_shards if facts.shards else "options, state and gradients"
     what = f"{compared} of {counted(len(known), 'optimizer')}, in {counted(steps, 'step')}" if steps else ""
-    return {"optimizers": Verdict(found, what, facts.why_unwatched)}
+    differ = sum(bool(differing([of.norms for of in of_ranks])) for one in known for of_ranks in one.steps)
+    lacking = f"gradients differ between ranks in {differ} of them" if differ else facts.why_unwatched
+    return {"optimizers": Verdict(found, what, lacking)}
 
 
 def _are_of_same(one: Optimizer, other: Optimizer) -> bool:

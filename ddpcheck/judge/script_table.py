@@ -136,9 +136,13 @@ def _losses(facts: ScriptFacts) -> Verdicts:
     found = found or judge_own_parts(parts, losses, scale_matters=scale_matters)
     found = [one for one in found if one.code != "DDP303" or not _are_scaled_back(facts.ranks[0])]
     found += judge_gathers(facts.of(loop.GatheredConstant))
-    passes = min(len([one for one in of_rank if one.terms and one.wrappers]) for of_rank in losses)
+    known = [[one for one in of_rank if one.terms and one.wrappers] for of_rank in losses]
+    passes = min(map(len, known))
+    is_sum = all(term.kind == "sum" and abs(term.factor) == 1 for one in known[0] for term in one.terms)
     what = f"scale and normalisation of the loss, in {counted(passes, 'backward pass')}"
-    return {"loss": _compared(found, what, passes if passes >= FEWEST_PASSES else 0)}
+    of_sum = "it is a sum over the samples of a rank, which DDP averages, " if is_sum else ""
+    what = f"{what}; {of_sum}not compared with a single process" if passes >= FEWEST_PASSES else ""
+    return {"loss": Verdict(found, "", what) if is_sum and not summed else Verdict(found, what)}
 
 
 def _is_too_small(loss: script.LossDifferentiated) -> bool:

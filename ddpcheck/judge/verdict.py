@@ -55,6 +55,7 @@ class Judged:
     verdicts: Mapping[str, list[Verdict]]  # by heading
     errors: Mapping[str, Exception]  # what a judge has raised, which is a bug of ddpcheck, by heading
     found: Sequence[tuple[str, Finding]]  # all that was found, with its heading, as judges say it
+    reported: Sequence[tuple[str, Finding]]  # what yields to findings of earlier rows, with its heading
 
     def status_of(self, heading: str, kept: Sequence[Finding]) -> tuple[CheckStatus, str] | None:
         """How the check under a heading ended, and a sentence on it; `None` where it had no subject.
@@ -68,7 +69,8 @@ class Judged:
 
     def adding(self, heading: str, findings: Sequence[Finding]) -> Judged:
         """The same with findings that were made when these were known; some of these may come of them."""
-        return _by_causes([*self.found, *((heading, finding) for finding in findings)], self.verdicts, self.errors)
+        added = [*self.found, *((heading, finding) for finding in findings)]
+        return _by_causes(added, self.verdicts, self.errors, self.reported)
 
 
 def judge_all(facts: Facts, rows: Sequence[Row[Facts]]) -> Judged:
@@ -76,6 +78,7 @@ def judge_all(facts: Facts, rows: Sequence[Row[Facts]]) -> Judged:
     found: list[tuple[str, Finding]] = []
     verdicts: dict[str, list[Verdict]] = {}
     errors: dict[str, Exception] = {}
+    reported: list[tuple[str, Finding]] = []
     for row in rows:
         known = {finding.code for _, finding in found}
         if not known.isdisjoint(row.unless):
@@ -89,18 +92,28 @@ def judge_all(facts: Facts, rows: Sequence[Row[Facts]]) -> Judged:
         for heading, verdict in said.items():
             verdicts.setdefault(heading, []).append(verdict)
             found += ((heading, finding) for finding in verdict.findings if finding.code not in left_out)
-    return _by_causes(found, verdicts, errors)
+            reported += ((heading, finding) for finding in verdict.findings if finding.code in left_out)
+    return _by_causes(found, verdicts, errors, reported)
 
 
 def _by_causes(
-    found: Sequence[tuple[str, Finding]], verdicts: Mapping[str, list[Verdict]], errors: Mapping[str, Exception]
+    found: Sequence[tuple[str, Finding]],
+    verdicts: Mapping[str, list[Verdict]],
+    errors: Mapping[str, Exception],
+    reported: Sequence[tuple[str, Finding]],
 ) -> Judged:
+    """Find causes; `reported` yield to findings of the same code, which stand for them on their check lines."""
     causes = find_causes([finding for _, finding in found])
     told: dict[str, list[Told]] = {}
     for (heading, finding), by in zip(found, causes.told_by, strict=True):
         if by is not None:
             told.setdefault(heading, []).append((without_prefix(finding), without_prefix(by)))
-    return Judged([*map(without_prefix, causes.findings)], told, verdicts, errors, found)
+    every = [one for some in told.values() for one in some]
+    for heading, finding in reported:
+        by = next((root for one, root in every if one.code == finding.code), None)
+        if by is not None:
+            told.setdefault(heading, []).append((without_prefix(finding), by))
+    return Judged([*map(without_prefix, causes.findings)], told, verdicts, errors, found, reported)
 
 
 # Check lines

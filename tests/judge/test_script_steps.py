@@ -44,6 +44,13 @@ def passes(
     return found
 
 
+KD = [ScaledTerm("mean", 0.3, 24, multipliers=(0.3,)), ScaledTerm("sum", 0.7 / 8, 80, False, (8.0,), (0.7,))]
+
+
+def windows(terms: Sequence[ScaledTerm], batches: Sequence[int] = (0, 0, 0)) -> list[LossDifferentiated]:
+    return [replace(one, terms=tuple(terms), batches=batches[one.step]) for one in passes(1.0)]
+
+
 @pytest.mark.parametrize(
     ("of_rank", "found"),
     [
@@ -60,6 +67,11 @@ def passes(
         ([replace(one, weighed=(1.0,)) for one in passes(0.9)], ["DDP514"]),  # of smoothed labels
         ([replace(one, weighed=(0.25,)) for one in passes(1.0)], []),  # with a penalty of another weight
         (passes(1.0, batches=(1,)), []),
+        (windows(KD, batches=(5, 9, 13)), ["DDP514"]),  # a trainer takes all batches of a step before the first pass
+        (windows(KD, batches=(2, 3, 4)), []),  # several losses of one batch
+        (windows([replace(one, divisors=(4.0, *one.divisors), factor=one.factor / 4) for one in KD]), []),
+        (windows([replace(one, multipliers=(*one.multipliers, 0.25), factor=one.factor / 4) for one in KD]), []),
+        (windows([replace(KD[0], multipliers=())]), []),  # its weight is not explained
     ],
 )
 def test_means_over_micro_batches_that_are_added_up(of_rank: list[LossDifferentiated], found: list[str]) -> None:

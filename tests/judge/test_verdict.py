@@ -42,6 +42,13 @@ def test_a_check_line_says_what_was_compared_under_its_heading() -> None:
     }
 
 
+def test_what_yields_to_an_earlier_finding_is_crossed_under_its_own_heading_too() -> None:
+    rows = (row("loop", finding("DDP301", "a")), row("data", finding("DDP301", "b"), held="2", yields=("DDP301",)))
+    judged = judge_all(None, rows)
+    assert [one.subjects for one in judged.findings] == [("a",)]
+    assert lines(judged)["data"] == ("failed", "DDP301")
+
+
 def test_a_finding_stands_under_the_heading_of_the_row_that_made_it() -> None:
     cause, consequence = finding("DDP501", "module"), finding("DDP208", "a")
     judged = judge_all(None, (row("loop", cause, held="3 steps"), row("data", consequence, held="2 passes")))

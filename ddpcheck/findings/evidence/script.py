@@ -267,6 +267,8 @@ class LossDifferentiated(Entry, frozen=True):
     targets: tuple[LossTarget, ...] = ()  # none where ranks have gathered or broadcast something for the step
     # of each cross entropy, what its targets weigh together, where each counts as one: smoothed and mixed labels, too
     weighed: tuple[float, ...] = ()
+    # the function that calls the model, if a trainer gives it the number of items of the step, and it reads it nowhere
+    uncounted: Location | None = None
 
 
 class MetricUsed(Entry, frozen=True):

@@ -262,8 +262,18 @@ def judge_accumulated(losses: Losses) -> list[Finding]:
     for rank, of_rank in enumerate(losses):
         for one in of_rank:
             steps.setdefault(one.step, [[] for _ in losses])[rank].append(one)
-    several = [of_ranks for of_ranks in steps.values() if all(len(passes) > 1 for passes in of_ranks)]
-    undivided = [of_ranks for of_ranks in several if all(map(_is_undivided, of_ranks))]
+    before = {step: [of_rank[-1].batches if of_rank else 0 for of_rank in of_ranks] for step, of_ranks in steps.items()}
+    before[-1] = [0] * len(losses)
+    several = [
+        (of_ranks, before.get(step - 1))
+        for step, of_ranks in steps.items()
+        if all(len(passes) > 1 and _tells_batches(passes, before.get(step - 1)) for passes in of_ranks)
+    ]
+    undivided = [
+        of_ranks
+        for of_ranks, taken in several
+        if all(_is_undivided(passes, 0 if taken is None else taken[rank]) for rank, passes in enumerate(of_ranks))
+    ]
     if len(undivided) < FEWEST_PASSES - 1 or len(undivided) < len(several):
         return []
     passes = undivided[0][0]
@@ -272,18 +282,29 @@ def judge_accumulated(losses: Losses) -> list[Finding]:
         ("loss",),
         f"The losses of {len(passes)} micro-batches, each a mean, are added up and not divided by their number: the "
         f"gradient of a step is {len(passes)} times that of the mean over its samples.",
-        location=passes[0].made or passes[0].location,
+        location=passes[0].uncounted or passes[0].made or passes[0].location,
         evidence=[
-            f"the weights of the means in the gradient add up to {len(passes)}, in all {len(undivided)} optimizer "
-            "steps that were compared"
+            f"nothing divides the means by {len(passes)}, in all {len(undivided)} optimizer steps that were compared",
+            "the function is given num_items_in_batch, and does not read it" if passes[0].uncounted else "",
         ],
         severity=Severity.WARNING,
-        fix="Divide the loss by the number of micro-batches of the step before backward.",
+        fix="Divide sums over items by num_items_in_batch; or let the trainer divide by the number of micro-batches "
+        "(model_accepts_loss_kwargs = False)."
+        if passes[0].uncounted
+        else "Divide the loss by the number of micro-batches of the step before backward.",
     )
 
 
-def _is_undivided(passes: Sequence[LossDifferentiated]) -> bool:
-    """Whether the backward passes of a step are of micro-batches, and each of a whole mean."""
+def _tells_batches(passes: Sequence[LossDifferentiated], before: object) -> bool:
+    """Whether the batches of a step are known: there is no loader, one is taken for each pass, or those before are."""
+    return not passes[-1].batches or before is not None or passes[0].batches < passes[-1].batches
+
+
+def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
+    """Whether the backward passes of a step are of micro-batches, and each of a whole mean.
+
+    `before`: how many batches had been taken when the step began; more where another epoch has begun since then.
+    """
     last, wrappers = passes[-1], set(passes[-1].wrappers)
     kinds = {tuple(term.kind for term in one.terms) for one in passes}
     if not wrappers or len({one.location for one in passes}) > 1 or len(kinds) > 1:
@@ -291,10 +312,33 @@ def _is_undivided(passes: Sequence[LossDifferentiated]) -> bool:
     own = all(not wrappers.isdisjoint((*one.put_off, *one.wrappers)) for one in passes)
     taken = all(before.batches < after.batches for before, after in itertools.pairwise(passes))
     put_off = all(not wrappers.isdisjoint(one.put_off) for one in passes[:-1])
-    if not own or not (taken if last.batches else put_off):
+    fetched = put_off and (last.batches < before or last.batches - before >= len(passes))  # all before the first pass
+    if not own or not (taken or fetched if last.batches else put_off):
         return False
     weights = [max(one.weighed or map(abs, map(_total, one.terms)), default=0.0) for one in passes]
-    return all(abs(weight - 1.0) < _TOLERANCE for weight in weights)
+    scales = {tuple(map(_scales_of_mean, one.terms)) for one in passes}
+    divided = any(is_near(1 / len(passes), weight) for one in passes for weight in one.weighed)
+    return all(abs(weight - 1.0) < _TOLERANCE for weight in weights) or (
+        not divided
+        and len(scales) == 1
+        and all(one and not _divides(one, len(passes)) for one in scales.pop() or ((),))
+    )
+
+
+def _scales_of_mean(term: ScaledTerm) -> tuple[float, ...]:
+    """The numbers that multiply a mean on the way to the loss, if all are known; a sum may be divided by its rows."""
+    rows = next((by for by in term.divisors if by > 1 and not term.count % by), 1.0) if term.kind == "sum" else 1.0
+    by = [number for number in term.divisors if number not in (rows, 0.0)]
+    known = is_near(math.prod(term.multipliers) / math.prod(by) / rows, abs(term.factor))
+    return (
+        (1.0, *term.multipliers, *(1 / number for number in by)) if known and (rows > 1 or term.kind == "mean") else ()
+    )
+
+
+def _divides(scales: Sequence[float], count: int) -> bool:
+    """Whether some of the numbers divide by the count together."""
+    chosen = itertools.chain.from_iterable(itertools.combinations(scales[:8], n) for n in range(1, 9))
+    return any(is_near(1 / count, math.prod(some)) for some in chosen)
 
 
 def _total(term: ScaledTerm) -> float:

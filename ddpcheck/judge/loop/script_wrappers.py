@@ -13,6 +13,7 @@ from ddpcheck.findings.evidence.loop import GradientsHooked, ModuleChanged
 from ddpcheck.findings.evidence.replicas import WrapperBegun
 from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.evidence.steps import StepEvidence
+from ddpcheck.findings.program_blocks import blocks_of_lines
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity, select_findings
 from ddpcheck.findings.source_lines import assignment_in_classes, last_assignment
@@ -215,7 +216,22 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
     shards = {one.shard for one in chain.from_iterable(captured.values())}
     if not wrapper.missing and made.context.sharded is not None and len(shards) == len(made.ranks) > 1:
         by_hand += judge_written_alone(changes, wrapper.values_built)
-    return [*by_hand, *(at_the_change(one, changes, made.location) for one in kept)]
+    consequences = [one for one in reported.consequences.values() if one.code != "DDP107"]
+    located = (_at_condition(one, facts) for one in (*kept, *consequences))
+    return [*by_hand, *(at_the_change(one, changes, made.location) for one in located)]
+
+
+def _at_condition(finding: Finding, facts: ScriptFacts) -> Finding:
+    """DDP502 at the innermost `if` around the line that enters `no_sync`, if no loop is inside of it."""
+    line = str(finding.location or "")
+    if finding.code != "DDP502" or finding.severity is not Severity.ERROR or not line:
+        return finding
+    around = [block for block in blocks_of_lines([line], source=facts.source)[line] if block.kind in _DECIDES]
+    decides = bool(around) and around[-1].kind == "branch"
+    return replace(finding, location=Location(around[-1].path, around[-1].line)) if decides else finding
+
+
+_DECIDES = ("branch", "loop", "function")
 
 
 def _step_of(facts: ScriptFacts, name: str) -> Location | None:

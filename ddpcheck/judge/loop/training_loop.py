@@ -175,7 +175,7 @@ def _judge_unreduced(ledgers: _Ledgers) -> list[Finding]:
         if len(unreduced) < len(of_step)
         else "No gradient of the step is averaged: DDP was not to synchronise after any of its forward passes.",
         ranks=_ranks(found, ledgers),
-        location=Location.parse(set_at or step.location or unreduced[-1].backward.location),
+        location=Location.parse(set_at or called or step.location or unreduced[-1].backward.location),
         evidence=[
             "whether a backward pass is averaged was decided in its forward, by require_backward_grad_sync",
             *([f"the optimizer steps{at_step}"] if set_at and at_step else []),

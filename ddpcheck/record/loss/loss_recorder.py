@@ -22,7 +22,7 @@ from ddpcheck.gather.autograd.loss_terms import head_of
 from ddpcheck.gather.patching import guarded, patched
 from ddpcheck.gather.state.fingerprints import own_part
 from ddpcheck.record.loop.taken_recorder import TakenRecorder
-from ddpcheck.record.loss.loss_source import LossSource, loss_source
+from ddpcheck.record.loss.loss_source import LossSource, loss_source, uncounted_at
 from ddpcheck.record.loss.loss_targets import targets_of
 from ddpcheck.record.loss.micro_batches import log_softmaxes
 from ddpcheck.record.module_hooks import UnpickledHook
@@ -168,8 +168,11 @@ class LossRecorder:
             wrappers = tuple(number for number in now if now[number] > reductions.get(number, 0))
             put_off = tuple(sorted(self._optimizers.put_off() - set(wrappers)))
             known = tuple(weight / scale for weight in weighed) if scale else ()
-            made = step, before, terms, where, source.made, source.scaled, wrappers, put_off
-            self._run.add(LossDifferentiated(*made, self._run.taken, reduced, hooked, targets, known))
+            callers = [watch.called_in for watch in list(self._run.watches)]
+            uncounted = next(filter(None, (uncounted_at(code) for code, _ in callers if code is not None)), None)
+            line = source.made or next((line for _, line in callers), None)  # a package has called the loss
+            made = step, before, terms, where, line, source.scaled, wrappers, put_off
+            self._run.add(LossDifferentiated(*made, self._run.taken, reduced, hooked, targets, known, uncounted))
 
         return guarded(ended)
 

@@ -13,19 +13,20 @@ import itertools
 import types
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import parsed_source, targets_of
+from ddpcheck.findings.source_lines import parsed_source, relative_path, targets_of
 from ddpcheck.record.source.source_scope import (
     UNKNOWN,
     Place,
     Scope,
     bindings,
+    body_of,
     function_of,
     is_users,
     location_in,
@@ -40,6 +41,7 @@ from ddpcheck.record.source.source_scope import (
 )
 
 _DEEPEST = 24  # names, operations and functions, one in the other
+_ITEMS = "num_items_in_batch"  # what the Trainer of transformers gives to compute_loss
 _WORLD_SIZE = "world_size"  # the keyword of torch's init_process_group, and half of the name of get_world_size
 
 
@@ -248,6 +250,16 @@ def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, before: Place, p
 def is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
     """Whether an expression comes from the number of ranks; `seen`: the names that have been asked."""
     return any(_says_world_size(scope, one, seen) for one in ast.walk(node))
+
+
+@functools.cache
+def uncounted_at(code: CodeType) -> Location | None:
+    """The head of a function that is given the number of items of a step, as trainers do, and does not read it."""
+    body = body_of(code)
+    if body is None or _ITEMS not in parameters_of(body):
+        return None
+    reads = any(isinstance(node, ast.Name) and node.id == _ITEMS for node in ast.walk(body))
+    return None if reads else Location(relative_path(code.co_filename), code.co_firstlineno)
 
 
 def gradients_scaled_at(frame: FrameType | None) -> Location | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -143,6 +144,11 @@ class ScriptWatch(StepListener):
     def forwards(self) -> int:
         """How many forward passes there have been that may train."""
         return self._collectives.forwards
+
+    @property
+    def called_in(self) -> tuple[CodeType | None, Location | None]:
+        """The function of the program that has called the wrapper last, in a pass that may train, and its line."""
+        return self._collectives.code, self._collectives.line
 
     def has_other_shards(self) -> bool:
         """Whether a sharded module has other parameters now, as after `load_state_dict(assign=True)`, and uses them."""

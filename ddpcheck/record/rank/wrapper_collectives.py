@@ -69,6 +69,11 @@ class WrapperCollectives:
         self._unsynced += not synced
 
     @property
+    def code(self) -> CodeType | None:
+        """The function of the program that has made the last of them."""
+        return next((key[0] for key, line in self._lines.items() if key and line is self._last), None)
+
+    @property
     def line(self) -> Location | None:
         """Of the last forward pass that may train."""
         return self._last.location
