@@ -145,7 +145,8 @@ tokens, divide sums over tokens by the number of tokens in all of them.
 detected: The backward passes of a step are counted, and the gradient is that number times the global batch's.
 `ddpcheck run` requires passes from one line of the script, for each of which a batch was taken, one by one or all
 before, or no_sync without a loader; and terms that are means, of weight 1 or with factors that are all known, of which
-none, nor any product, is one over that number. The wrapper and `ddpcheck run` also measure what weight each target of the cross entropy has in each micro-batch.
+none, nor any product, is one over that number. The wrapper and `ddpcheck
+run` also measure what weight each target of the cross entropy has in each micro-batch.
 ignore: If the learning rate was tuned with the sum, or if micro-batches are to have the same weight whatever they hold.
 reports: huggingface/transformers#34191 huggingface/transformers#24725 meta-pytorch/torchtune#1875
 example:
