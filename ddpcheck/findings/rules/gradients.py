@@ -68,8 +68,9 @@ fix: Convert with nn.SyncBatchNorm.convert_sync_batchnorm, use GroupNorm or Laye
 differentiable all_gather; if per-rank coupling is meant, ignore DDP304.
 detected: Each term of the loss is differentiated on the global batch and on each shard in a single process. Coupling is
 reported if it was shown: a module whose output for one sample depends on others, a line at which samples meet, or
-gradients of some samples that change with others. Errors are relative to the norm of the global batch's gradient, or of
-others in its layer where it is small beside them.
+gradients of some samples that change with others: a little, or a thousand times and negated, so that a loss of the
+samples with the largest or smallest losses chooses others. Errors are relative to the norm of the global batch's
+gradient, or of others in its layer where it is small beside them.
 ignore: If coupling within a rank is meant: plain BatchNorm, local negatives, batch dice. Many train so on purpose, so
 it is a warning, however large. What only weighs samples is DDP305.
 explains: DDP214 DDP215 if its statistics

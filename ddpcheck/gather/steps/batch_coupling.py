@@ -22,6 +22,7 @@ from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_ELEMENTS = 1 << 26  # of what is kept of one forward pass
 _SMALL_CHANGE = 1e-2  # relative
+_LARGE_CHANGE = -1e3  # times: losses of these samples are the largest then, or the smallest
 _FELT = {torch.float64: 1e-8, torch.float32: 1e-4}  # relative change of a gradient that is more than rounding
 _MOST_ROWS = 16  # of a part that are looked for in the whole
 _NOT_ROUNDING = 1e3  # times machine eps
@@ -291,7 +292,8 @@ def changes_for(
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """By position: rows of the part's samples among the first activations of the batch, and factors that change them.
 
-    Those are `large` where they negate, so that what is chosen by them (the expert of a sample) becomes another, too.
+    Those are `large` where they negate and grow, so that what is chosen by them becomes another, too: the expert of a
+    sample, or the samples with the largest losses.
     """
     found = {}
     generator = torch.Generator().manual_seed(0)
@@ -301,7 +303,9 @@ def changes_for(
             continue
         factor = torch.ones(full.value.shape, dtype=full.value.dtype)
         noise = torch.rand(factor[owned].shape, generator=generator, dtype=torch.float64) * 2 - 1
-        factor[owned] = -factor[owned] if large else factor[owned] + _SMALL_CHANGE * noise.to(factor.dtype)
+        factor[owned] = (
+            _LARGE_CHANGE * factor[owned] if large else factor[owned] + _SMALL_CHANGE * noise.to(factor.dtype)
+        )
         found[number] = (owned, factor.to(full.value.device))
     return found
 
