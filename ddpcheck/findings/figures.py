@@ -33,6 +33,17 @@ class Location:
         return cls(path, int(line)) if path and line.isdigit() else None
 
 
+@dataclass(frozen=True, slots=True)
+class RelatedLocation:
+    """A line that bears on a finding, beside the line to edit: `role` says what happens there ("optimizer steps")."""
+
+    role: str
+    location: Location
+
+    def __str__(self) -> str:
+        return f"{self.role} at {self.location}"
+
+
 MOST_MODULES = 1000
 """Modules that a report describes."""
 

@@ -15,6 +15,8 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_type_hints
 import msgspec
 
 from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import computed_for, file_of_class, is_user_file, parsed_source, relative_path
 
 _Asked = ParamSpec("_Asked")
 _Answer = TypeVar("_Answer")
@@ -107,6 +109,61 @@ def left_out_by(lines: Sequence[str], done: Sequence[str], files: Mapping[str, s
     found = [block for block in around if block.kind in ("branch", "rest", "try") and block.word != "raise"]
     varying = [block for block in found if block.varies]
     return varying if len(varying) == 1 else found
+
+
+@functools.cache
+def omission_of(attribute: str, kind: Any) -> Location | None:
+    """The line of a module's class that may leave out `self.attribute`: a branch, an early exit or a choice.
+
+    If its test is an argument alone, the one line that computes that for a call.
+    """
+    for owner in kind.__mro__:
+        tree = parsed_source(file if is_user_file(file := file_of_class(owner)) else "")
+        for node in ast.walk(tree):
+            methods = node.body if isinstance(node, ast.ClassDef) and node.name == owner.__name__ else []
+            for method in sorted(methods, key=lambda one: getattr(one, "name", "") != "forward"):
+                name = method.name if isinstance(method, _FUNCTIONS) else "__init__"
+                for use in _uses(method, f"self.{attribute}") if name != "__init__" else ():
+                    skipped = omission_of(name, kind) if name not in ("forward", attribute) else None
+                    if line := _omitted_by(use, method, file) or skipped:
+                        return line
+    return None
+
+
+def _uses(method: ast.AST, attribute: str) -> list[ast.expr]:
+    """The expressions that read an attribute in a method, after the calls of variables that hold it or its items."""
+    nodes, names = [*ast.walk(method)], set()
+    read = [node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node) == attribute]
+    for node in nodes:
+        match node:
+            case (
+                ast.For(target=target, iter=value)
+                | ast.Assign(targets=[target], value=(ast.Attribute() | ast.Subscript()) as value)
+            ) if any(part in read for part in ast.walk(value)):
+                names |= {part.id for part in ast.walk(target) if isinstance(part, ast.Name)}
+    calls = (node for node in nodes if isinstance(node, ast.Call))
+    called = [one for call in calls for one in (call.func, *call.args) if isinstance(one, ast.Name)]
+    return [*(one for one in called if one.id in names), *read]
+
+
+def _omitted_by(use: ast.expr, method: ast.AST, file: str) -> Location | None:
+    shown, nodes = relative_path(file), [*ast.walk(method)]
+    blocks = left_out_by([f"{shown}:{use.lineno}"], [f"{shown}:{getattr(method, 'lineno', 0)}"], {shown: file})
+    around = [node for node in nodes if use in ast.walk(node)]
+    choices = [node for node in around if isinstance(node, ast.IfExp)]
+    if not blocks and not choices and not any(_selects(node, use) for node in around):
+        return None
+    line = use.lineno if choices or not blocks else blocks[-1].line
+    tests = [one.test for one in (*choices, *nodes) if isinstance(one, ast.IfExp | ast.If) and one.lineno == line]
+    arguments = {one.arg for one in nodes if isinstance(one, ast.arg)}
+    names = [one.id for one in tests if isinstance(one, ast.Name) and one.id in arguments]
+    return Location(shown, next(filter(None, (computed_for(parsed_source(file), name) for name in names)), line))
+
+
+def _selects(node: ast.AST, use: ast.expr) -> bool:
+    """Detect an item by a computed index, and a comprehension with a condition."""
+    of_use = isinstance(node, ast.Subscript) and node.value is use and not isinstance(node.slice, ast.Constant)
+    return of_use or any(one.ifs for one in getattr(node, "generators", ()))
 
 
 @functools.cache

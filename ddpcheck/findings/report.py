@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS, EXIT_HANG, FindingsError
 from ddpcheck.findings.figures import CollectiveTimeline, ModuleEntry, ParameterPath, SourceExcerpt, excerpts_of
 from ddpcheck.findings.figures import Location as Location
+from ddpcheck.findings.figures import RelatedLocation as RelatedLocation
 from ddpcheck.findings.from_json import added, parse, read
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.rules import RULES
@@ -33,9 +34,10 @@ class Finding:
         severity: Usually the rule's; a detector may choose another where the circumstances do.
         ranks: The ranks concerned; empty means every rank.
         steps: The steps concerned, counted from 0; empty means every step, or before the first.
-        location: The line that made the subject, when known.
+        location: The line to edit, when known.
         evidence: One fact a line: numbers, places, consequences.
         fix: What to do, in this case; the rule's advice when empty.
+        related: Other lines: where it was noticed, where a layer is made, where the loop is.
         path: Of a parameter, which stands for all subjects, to where it ends; None where it is not known.
         tags: Beyond the code, for code that decides which finding causes which: words of a detector, and the codes of
             findings that came with this one. Not in the JSON.
@@ -50,6 +52,7 @@ class Finding:
     location: Location | None = None
     evidence: tuple[str, ...] = ()
     fix: str = ""
+    related: tuple[RelatedLocation, ...] = added(())
     path: ParameterPath | None = field(default=None, metadata={"added": True})
     tags: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={"added": True})
 
@@ -61,11 +64,20 @@ class Finding:
     def places(self) -> tuple[Location, ...]:
         """The lines that it names, each once.
 
-        They are where what cut its path begins, where the path ends, and the line of the finding itself.
+        They are where what cut its path begins, where the path ends, the line of the finding itself, and related ones.
         """
         path = self.path
         of_path = () if path is None else (path.begins_at, path.steps[-1].location if path.steps else None)
-        return tuple(dict.fromkeys(place for place in (*of_path, self.location) if place is not None))
+        places = (*of_path, self.location, *(one.location for one in self.related))
+        return tuple(dict.fromkeys(place for place in places if place is not None))
+
+    def relocated(self, location: Location | None, role: str = "noticed") -> Finding:
+        """The finding at another line, if that is known; its own line becomes a related location."""
+        if location in (None, self.location):
+            return self
+        own = () if self.location is None else (RelatedLocation(role, self.location),)
+        others = tuple(one for one in self.related if one.location not in (location, self.location))
+        return replace(self, location=location, related=(*own, *others))
 
     @property
     def what_to_do(self) -> str:

@@ -310,7 +310,7 @@ def last_assignment(at: Location, name: str) -> Location | None:
     first, *attributes = name.split(".")
     if attributes and (lines := [line for line, target in _targets(tree) if target.endswith(f".{attributes[-1]}")]):
         return Location(at.path, lines[0])
-    if attributes and (given := _computed_for(tree, attributes[-1])):
+    if attributes and (given := computed_for(tree, attributes[-1])):
         return Location(at.path, given)
     around = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     around = [node for node in around if node.lineno <= at.line <= (node.end_lineno or 0)]
@@ -320,7 +320,7 @@ def last_assignment(at: Location, name: str) -> Location | None:
         arguments = () if isinstance(scope, ast.Module) else ast.walk(scope.args)
         if all(not isinstance(one, ast.arg) or one.arg != first for one in arguments):
             continue
-        if given := _computed_for(tree, first):
+        if given := computed_for(tree, first):
             return Location(at.path, given)
         if len(lines := [line for line, target in _targets(tree) if target == first]) == 1:
             return Location(at.path, lines[0])
@@ -328,7 +328,7 @@ def last_assignment(at: Location, name: str) -> Location | None:
 
 
 @functools.cache
-def _computed_for(tree: ast.AST, name: str) -> int | None:
+def computed_for(tree: ast.AST, name: str) -> int | None:
     """The one line of a call that is given an argument by this name, and what is more than a variable or a number."""
     plain = (ast.Name, ast.Attribute, ast.Constant)
     found = {

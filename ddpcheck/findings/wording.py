@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
+import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -14,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.figures import ParameterPath
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.report import Finding, Location, RelatedLocation
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.rules.rule import Severity
 
@@ -194,6 +195,10 @@ def unless_all(numbers: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(numbers) if len(numbers) < count else ()
 
 
+PARAMETER_MADE = "parameter made"
+"""Role of the line that makes the first parameter of a finding."""
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """The names of parameters in findings: with all aliases of tied ones, and the lines that made them."""
@@ -209,9 +214,13 @@ class Names:
         """The line that made the first of `names`."""
         return next((self.locations[name] for name in names if name in self.locations), None)
 
-    def one_finding(self, code: str, names: Sequence[str], message: str, **more: Any) -> list[Finding]:
-        """A finding on parameters, with all their names, and the line that made the first unless another is given."""
-        return one_finding(code, self.subjects(names), message, **{"location": self.location(names), **more})
+    def one_finding(
+        self, code: str, names: Sequence[str], message: str, location: Location | None = None, **more: Any
+    ) -> list[Finding]:
+        """A finding on parameters, with all their names, at the line that made the first if `location` is unknown."""
+        made = self.location(names)
+        related = {**more.pop("related", {}), PARAMETER_MADE: made}
+        return one_finding(code, self.subjects(names), message, location=location or made, related=related, **more)
 
 
 def format_place(finding: Finding) -> str:
@@ -234,6 +243,7 @@ def make_finding(
     evidence: Sequence[str] = (),
     severity: Severity | None = None,
     fix: str = "",
+    related: Mapping[str, Location | None] = types.MappingProxyType({}),
     path: ParameterPath | None = None,
     tags: tuple[str, ...] = (),
 ) -> Finding:
@@ -248,6 +258,7 @@ def make_finding(
         location=location,
         evidence=tuple(filter(None, evidence)),
         fix=fix,
+        related=tuple(RelatedLocation(role, at) for role, at in related.items() if at not in (None, location)),
         path=path,
         tags=tags,
     )

@@ -18,6 +18,7 @@ from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.source_lines import exception_location, making_of
+from ddpcheck.findings.wording import PARAMETER_MADE
 from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper, group_of, is_ddp
 from ddpcheck.gather.steps.compilations import CompilationRecorder
 from ddpcheck.judge.loop.script_wrappers import judge_apart
@@ -30,6 +31,7 @@ from ddpcheck.monitor.other_meshes import OtherMeshes
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.reporting import FindingReporter, FindingWarning
 from ddpcheck.record.loop.apart_marks import ApartMarks
+from ddpcheck.record.loop.bypass_recorder import BypassRecorder
 from ddpcheck.record.loop.ignored_data import IgnoredData
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
 from ddpcheck.record.module_hooks import hold, release
@@ -138,6 +140,7 @@ class Watch:
                 normalisation=options.check_normalisation,
                 compares=self._compares,
                 keeps=functools.partial(_is_due, options.check_parity_every),
+                bypassed=lambda: self._bypass.found(),
             ),
             began_alike=began_alike,
             keeps_start=began_alike and bool(options.check_consistency_every),
@@ -147,6 +150,7 @@ class Watch:
         self._compilations = CompilationRecorder(
             self._compiled.append, lambda: self._recorder.module.training, lambda: self.step
         )
+        self._bypass = BypassRecorder(self._recorder.module, (), self._recorder.loop.add)
         self._comparison = ReplicaComparison(self._recorder, self._alarms)
         self._attached = True
         self._recorder.attach()
@@ -176,6 +180,7 @@ class Watch:
         was_attached, self._attached = self._attached, False
         self._recorder.detach()
         self._compilations.close()
+        self._bypass.close()
         self._parts.close()
         self._ignored.close()
         release(self._recorder.module, self)
@@ -315,9 +320,8 @@ class Watch:
 
     def _locate(self, finding: Finding) -> Finding:
         """Add the line that makes the first subject."""
-        if finding.location or not finding.subjects:
-            return finding
-        return replace(finding, location=making_of(self._recorder.module, finding.subjects[0]))
+        made = making_of(self._recorder.module, finding.subjects[0]) if finding.subjects else None
+        return replace(finding, location=made).relocated(finding.location, PARAMETER_MADE)
 
 
 _HIDDEN = (

@@ -26,6 +26,7 @@ def facts_of(finding: Finding) -> list[Fact]:
         Fact("subjects", finding.subjects),
         Fact("message", (finding.message,)),
         Fact("place", (format_place(finding),)),
+        Fact("related", tuple(map(str, finding.related))),
         Fact("evidence", finding.evidence),
         Fact("fix", (finding.what_to_do,) if finding.what_to_do else (), "fix"),
     )

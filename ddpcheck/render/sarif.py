@@ -13,7 +13,7 @@ from urllib.parse import quote
 from ddpcheck.findings.report import AcceptedFinding, Finding, Location, Report, Severity
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.selection import fingerprint
-from ddpcheck.findings.wording import counted
+from ddpcheck.findings.wording import PARAMETER_MADE, counted
 from ddpcheck.render import Renderer
 from ddpcheck.render.parts import plain_facts, sorted_findings
 
@@ -82,6 +82,8 @@ def _result(finding: Finding, index: int, target: str, accepted: AcceptedFinding
         "partialFingerprints": {"ddpcheckFinding/v1": _fingerprint(finding)},
         "properties": {"subjects": list(finding.subjects), "ranks": list(finding.ranks), "steps": list(finding.steps)},
     }
+    if finding.related:
+        result["relatedLocations"] = [_location(one.location, one.role) for one in finding.related]
     if flows := _flows(finding.evidence) or _path(finding):
         result["codeFlows"] = [{"threadFlows": flows}]
     if accepted is not None:  # "external" in SARIF's words: not said in the source
@@ -107,7 +109,8 @@ def _path(finding: Finding) -> list[dict[str, Any]]:
     path = finding.path
     if path is None or not path.steps:
         return []
-    told = [(finding.location, path.parameter), *((step.location, step.operation) for step in path.steps)]
+    made = next((one.location for one in finding.related if one.role == PARAMETER_MADE), finding.location)
+    told = [(made, path.parameter), *((step.location, step.operation) for step in path.steps)]
     told.append((path.begins_at, f"{path.reason} begins here"))
     locations = [{"location": _location(location, text)} for location, text in told if location is not None]
     return [{"id": f"from {path.parameter} to where its path ends", "locations": locations}] if locations else []

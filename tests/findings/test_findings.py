@@ -96,7 +96,7 @@ def test_json_has_the_promised_keys_and_no_others() -> None:
     }
     assert set(data["findings"][0]) == {
         *("code", "name", "severity", "message", "subjects", "ranks", "steps", "location", "evidence", "fix"),
-        "path",
+        *("path", "related"),
     }
     assert data["findings"][0]["name"] == "unused-parameter"
     assert data["findings"][0]["fix"] == RULES["DDP101"].fix

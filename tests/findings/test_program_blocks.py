@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from ddpcheck.findings.program_blocks import left_out_by
+from ddpcheck.findings.program_blocks import left_out_by, omission_of
 
 BODY = """\
 def train(loader, options, optimizer):
@@ -50,3 +52,62 @@ def test_a_helper_that_returns_early_and_the_loop_that_calls_it(tmp_path: Path) 
     )
     (block,) = left_out_by(["train.py:4", "train.py:11"], ["train.py:10"], {"train.py": str(file)})
     assert (block.line, block.word) == (3, "return")
+
+
+MODULES = """
+from torch import nn
+
+class Base(nn.Module):
+    def __init__(self):
+        self.aside = self.late = nn.Linear(4, 4)
+
+    def encode(self, x):
+        return self.aside(x)
+
+    def forward(self, x, wide=False, names=()):
+        for number, block in enumerate(self.blocks):
+            if number in self.skipped:
+                continue
+            x = block(x)
+        if x.sum() > 0:
+            x = self.gate(x)
+        else:
+            x = x + self.other
+        if wide:
+            x = self.wide(x)
+        one = self.experts[int(x.sum())]
+        x = one(x) + sum(head(x) for name, head in self.heads.items() if name in names)
+        y = self.always(x) + self.first[0](x)
+        x = self.narrow(x) if wide else y
+        if not names:
+            return x
+        return self.late(self.encode(x))
+
+class Net(Base):
+    pass
+
+def train(model, batches):
+    for step, x in enumerate(batches):
+        model(x, wide=step % 2 == 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("attribute", "line"),
+    [
+        *(("blocks", "continue"), ("gate", "if x.sum() > 0:"), ("other", "if x.sum() > 0:")),
+        *(("wide", "model(x, wide=step % 2 == 0)"), ("narrow", "model(x, wide=step % 2 == 0)")),
+        *(("experts", "one = self.experts[int(x.sum())]"), ("heads", "x = one(x) + sum(")),
+        *(("late", "return x"), ("aside", "return x"), ("always", ""), ("first", ""), ("unknown", "")),
+    ],
+)
+def test_the_line_of_a_class_that_may_leave_out_a_module(attribute: str, line: str, tmp_path: Path) -> None:
+    module = ModuleType("net_of_this_test")
+    module.__file__ = str(tmp_path / "net.py")
+    (tmp_path / "net.py").write_text(MODULES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)
+        exec(compile(MODULES, module.__file__, "exec"), module.__dict__)
+        found = omission_of(attribute, module.Net)
+    lines = MODULES.splitlines()
+    assert (lines[found.line - 1].strip() if found else "").startswith(line) and bool(found) == bool(line)

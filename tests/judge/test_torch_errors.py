@@ -74,7 +74,7 @@ def test_gradients_that_have_not_come() -> None:
     assert str(finding.location) == LINE
     made = replace(net, lines={"weight1": Location("net.py", 7)})
     assert judged(text, STEP, made).location == Location("net.py", 7)
-    assert f"noticed in forward at {LINE}" in judged(text, STEP, made).evidence
+    assert [*map(str, judged(text, STEP, made).related)] == [f"raised at {LINE}"]
     other = replace(net, description=ModuleDescription(net.description.parameters[::-1]))
     assert judged(text, STEP, net, other).subjects == ("parameters",)  # of one of two wrappers
     assert judged(text, STEP, net, wrapper([(8, 4)], [])).subjects == ("weight1", "weight2")
@@ -118,7 +118,7 @@ def test_whole_tensors_that_are_given_to_shards_are_no_call_past_forward() -> No
     assigned = ModuleChanged(0, "replaced", "head.weight", ("head.weight",), Location("train.py", 9))
     found = judged(lost, (), traceback=inside, replaced=[assigned])
     assert (found.code, found.subjects, found.location) == ("DDP503", ("head.weight",), Location("train.py", 9))
-    assert f"noticed at {LINE}" in found.evidence
+    assert [*map(str, found.related)] == [f"raised at {LINE}"]
     assert str(judged(lost, (), traceback=inside).location) == LINE
     assert not judge_torch_errors(RaisedFacts([raised(0, lost)], [calls()] * 2))  # of the script's own
 

@@ -23,7 +23,15 @@ from ddpcheck.findings.figures import (
     excerpts_of,
 )
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import AcceptedFinding, Finding, Location, ParityEntry, Report, ReportError
+from ddpcheck.findings.report import (
+    AcceptedFinding,
+    Finding,
+    Location,
+    ParityEntry,
+    RelatedLocation,
+    Report,
+    ReportError,
+)
 from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
 from ddpcheck.render.page.page import data_in, visible
@@ -93,7 +101,8 @@ CUT = Finding(
     ("body.weight",),
     "The path from body.weight to the loss is cut by torch.no_grad() at net.py:9.",
     Severity.ERROR,
-    location=Location("net.py", 4),
+    location=Location("net.py", 7),
+    related=(RelatedLocation("parameter made", Location("net.py", 4)),),
     path=ParameterPath(
         "body.weight",
         "cut",
@@ -180,7 +189,7 @@ def test_a_finding_shows_its_source_and_its_path(tmp_path: Path, monkeypatch: py
     page = shown(report)
     assert [lines for lines in page.texts if lines.startswith("line =")].count("line = 7") == 3
     assert len(page.of_class("here")) == 3
-    for words in ("where torch.no_grad() begins", "where the path ends", "which makes body.weight", "relu()"):
+    for words in ("where torch.no_grad() begins", "where the path ends", ": parameter made", "relu()"):
         assert words in page.text
 
 

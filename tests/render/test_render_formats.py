@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.figures import ParameterPath, PathStep
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Location, Report, ReportError
+from ddpcheck.findings.report import Finding, Location, RelatedLocation, Report, ReportError
 from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.wording import make_finding
+from ddpcheck.monitor.reporting import as_text
 from ddpcheck.render import FORMATS, MATRIX_FORMATS, Medium, renderer_for
 from ddpcheck.render.github import MOST_OF_A_KIND
 from ddpcheck.render.parts import Fact, facts_of
@@ -91,6 +93,22 @@ def test_sarif_shows_a_thread_from_a_parameter_to_where_its_path_ends() -> None:
     (thread,) = result["codeFlows"][0]["threadFlows"]
     places = [one["location"]["physicalLocation"]["region"]["startLine"] for one in thread["locations"]]
     assert thread["id"].startswith("from head.weight") and places == [25, 31, 7]
+
+
+def test_each_format_shows_where_a_finding_was_noticed_beside_the_line_to_edit() -> None:
+    made, edit = Location("model.py", 25), Location("model.py", 31)
+    moved = UNUSED.relocated(edit, "parameter made")
+    assert moved.location == edit and moved.related == (RelatedLocation("parameter made", made),)
+    assert moved.relocated(made).relocated(edit, "parameter made") == moved and UNUSED.relocated(None) is UNUSED
+    assert make_finding("DDP101", (), "", location=edit, related={"noticed": edit, "made": None}).related == ()
+    report = replace(REPORT, findings=(moved,))
+    for name in FORMATS:
+        assert "parameter made" in rendered(name, report), name
+    (result,) = sarif(report)["results"]
+    places = [one["physicalLocation"]["region"]["startLine"] for one in result["relatedLocations"]]
+    assert (places, result["relatedLocations"][0]["message"]) == ([25], {"text": "parameter made"})
+    assert Report.from_json(report.to_json()).findings == report.findings
+    assert "parameter made at model.py:25" in as_text(moved)
 
 
 def test_a_fingerprint_stays_where_lines_and_numbers_change() -> None:

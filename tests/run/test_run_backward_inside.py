@@ -145,4 +145,4 @@ def test_how_a_wrapper_is_bypassed_is_said(kind: str, words: str) -> None:
     (finding,) = judge_reports([report], WatchContext(Names({}), WrapperFacts(), 2), settled=False)
     assert (finding.code, str(finding.location)) == ("DDP501", "train.py:4")
     assert words in finding.message
-    assert "noticed at train.py:9" in finding.evidence
+    assert [*map(str, finding.related)] == ["optimizer steps at train.py:9"]

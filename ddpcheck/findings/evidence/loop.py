@@ -86,7 +86,8 @@ class StepDraw(Entry, frozen=True):
     after: int  # the same, after the call
     in_forward: bool = False  # whether the forward pass of a wrapper makes the call
     location: Location | None = None  # the line of the script
-    seeded: Location | None = None  # the line that has last seeded the generator
+    seeded: Location | None = None  # the line that has last seeded the generator, or restored its state
+    restored_by: str = ""  # the function that has restored it there; empty if it was seeded
 
 
 class GatheredConstant(Entry, frozen=True):

@@ -82,6 +82,7 @@ class LoaderPass(Entry, frozen=True):
     targets: tuple[float, ...] = ()  # likewise numbers, where each sample has just one that is floating-point
     held: tuple[int, ...] = ()  # the keys of `draws` that are states of generators which the dataset holds
     held_at: Location | None = None  # the line that assigns the first of these generators
+    restored_by: str = ""  # the function that has restored a state of it at `seeded`; empty if it was seeded
     holds_samples: bool = False  # whether some of `samples` are these themselves: rows of many numbers, or files there
     stay_at: Location | None = None  # the line that has the workers stay, where they do
     outdated: bool = False  # whether the dataset makes other samples than when its workers, which stay, were started
@@ -182,6 +183,9 @@ class OptimizerStep(Entry, frozen=True):
     shard_states: Mapping[str, float] = field(default_factory=dict)
     # the one line that writes gradients between backward and the step, if there is just one
     changed_at: Location | None = None
+    # the line of the largest collective of all ranks since the last backward pass, and before the first one
+    reduced_at: Location | None = None
+    broadcast_at: Location | None = None
     # without a wrapper, fingerprints of what was given to each all_reduce of all ranks in this step, if it is as many
     # elements as its gradients have
     given: tuple[int, ...] = ()

@@ -33,7 +33,7 @@ class PathEnd:
             on the way to it), `zero` (an operation on the way turns every gradient into zeros), or `unknown`.
         reason: What cut the path ("detach()", "torch.no_grad()", "argmax(), which is not differentiable"), or the last
             operation on it.
-        location: The line of the user's code at which that happened.
+        location: The line of the user's code at which that happened; of `unused`, the branch that may leave it out.
         module: The module whose forward was running there, empty at the top.
         no_grad_location: The line that switched gradients off, where that is what cut the path.
         steps: The operations from the parameter to there, the last of them the one that cut the path, or the last on
@@ -62,6 +62,11 @@ class PathEnd:
             end: Literal["zero", "lost"] = "zero" if self.cause == "zero" else "lost"
             return ParameterPath(parameter, end, (PathStep(self.reason, self.module, self.location),))
         return None
+
+    @property
+    def edit_at(self) -> Location | None:
+        """The line to edit, if it is known."""
+        return self.no_grad_location or self.location
 
     @property
     def at(self) -> str:

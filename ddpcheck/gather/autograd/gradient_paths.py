@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.figures import PathStep
+from ddpcheck.findings.program_blocks import omission_of
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at, frames_from, user_location
@@ -127,6 +128,7 @@ class PathRecorder(TensorRecorder):
         self._alive = list(suspects)
         self._module_names = {id(submodule): name for name, submodule in module.named_modules()}
         self._modules: list[str] = [""]
+        self.called: set[nn.Module] = set()
         # `_known`: taint of a tensor, and whether it required grad then
         self._written: dict[int, _Taint] = {}  # storage -> taint written in place through any view of it
         self._last_use: dict[int, PathEnd] = {}
@@ -144,6 +146,7 @@ class PathRecorder(TensorRecorder):
         return super().__enter__()
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
+        self.called.add(module)
         self._modules.append(self._module_names.get(id(module), self._modules[-1]))
 
     def _leave_module(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
@@ -401,9 +404,20 @@ class Explainer:
         with PathRecorder(self.module, tensors) as recorder:
             losses = list(self.forward())
         ends = recorder.explain(losses)
+        for index, name in enumerate(suspects):
+            if ends[index].cause == "unused":
+                ends[index] = replace(ends[index], location=self._omitted_at(name, recorder.called))
         if not self.once:
             ends |= {index: recorder.escape(index) for index in self._on_hidden_ways(tensors, ends, _values(losses))}
         return {name: ends[index] for index, name in enumerate(suspects)}
+
+    def _omitted_at(self, parameter: str, called: Set[nn.Module]) -> Location | None:
+        """The line that may have left a parameter out, in the class of the nearest module that was called."""
+        path = parameter.split(".")
+        for size in reversed(range(len(path))):
+            if (holder := self.module.get_submodule(".".join(path[:size]))) in called:
+                return omission_of(path[size], type(holder))  # type: ignore[arg-type]
+        return None
 
     def _on_hidden_ways(
         self, tensors: Sequence[torch.Tensor], ends: Mapping[int, PathEnd], value: Sequence[float]

@@ -306,8 +306,8 @@ def judge_inputs(
             f"their bits are equal on {'all' if every else 'these'} ranks, and others in other steps",
             *differ[:1],
             *_likewise([ranks for ranks, _ in more]),
-            *([f"forward is called at {forward}"] if line else []),
         ],
+        related={"forward called": forward},
         fix="Take other samples on each rank: by a DistributedSampler, by rank and world size, or from a generator "
         "that is seeded with seed + rank"
         + (", and whose state each rank restores from its own checkpoint." if later else "."),

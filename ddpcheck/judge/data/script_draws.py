@@ -36,7 +36,7 @@ def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]], *, same_data: boo
     draws = [{before: after for one in of_rank for before, after in one.draws.items()} for of_rank in passes]
     shared = set.intersection(*map(set, draws))
     orders = {tuple(of_rank[0].indices) for of_rank in passes}
-    one = passes[0][0]
+    one = next((one for one in passes[-1] if shared & one.draws.keys()), passes[-1][0])
     alike = all(len({of_rank[state] for of_rank in draws}) == 1 for state in shared)
     batches = [state for each in passes[-1] for state in each.held if state in shared]
     held = bool(batches) and shared <= set(batches)
@@ -50,6 +50,8 @@ def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]], *, same_data: boo
         fix = "Have the workers seed with what they get from the loader and the rank, in worker_init_fn"
     elif one.workers:
         fix += "; or give the loader a generator that is seeded with seed + rank"
+    if one.restored_by:
+        fix = f"Give {one.restored_by} a state that this rank itself has saved, or seed with seed + rank after it"
     if held:
         fix = "Seed the generator with seed + rank" + (
             ", and again in each worker, with torch.initial_seed() in worker_init_fn" if one.workers else ""
@@ -58,7 +60,7 @@ def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]], *, same_data: boo
         "DDP510",
         one,
         f"The dataset draws random numbers for its samples{where}, and every rank draws the same ones.",
-        line=(one.held_at if held else passes[-1][0].seeded) or one.location,
+        line=(one.held_at if held else one.seeded) or one.location,
         evidence=[
             f"{len(batches) or len(shared)} of {max(len(batches), *map(len, draws))} states of "
             f"{'random generators that the dataset holds,' if held else 'global random generators'} {when} the batches "
@@ -109,9 +111,13 @@ def judge_step_draws(
         evidence=[
             "before and after these draws the random generators have the same state on every rank",
             f"they are drawn at {', '.join(places[:3])}" if places else "",
-            f"the generator ({one.generator}) was last seeded at {one.seeded}" if one.seeded else "",
+            f"{one.restored_by} has restored the same state of the generator ({one.generator}) on every rank"
+            if one.restored_by
+            else f"the generator ({one.generator}) was last seeded at {one.seeded}" * (one.seeded is not None),
         ],
-        fix=_FIX,
+        fix=_FIX
+        if not one.restored_by
+        else f"Give {one.restored_by} a state that this rank itself has saved, or seed with seed + rank after it.",
     )
 
 
@@ -136,10 +142,8 @@ def judge_added_noise(draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequ
             "The training step adds random numbers to its samples, and every rank adds the same ones to other "
             f"samples, in {counted(len(known), 'step')} that were looked at.",
             location=line,
-            evidence=[
-                "what is added to the batches of the loader is the same on every rank, and another in each step",
-                f"forward is called at {steps[0][0].location}" if line != steps[0][0].location else "",
-            ],
+            evidence=["what is added to the batches of the loader is the same on every rank, and another in each step"],
+            related={"forward called": steps[0][0].location},
             fix=_FIX,
         )
     return []
@@ -193,11 +197,8 @@ def judge_same_targets(
                     f"{', or they draw the same noise' if noise else ''}."
                 ),
                 location=line_of_selection(draws) or loss or forward,
-                evidence=[
-                    "the bits of the targets are equal on all ranks, and others in other steps",
-                    f"the loss is computed at {loss}",
-                    f"forward is called at {forward}",
-                ],
+                evidence=["the bits of the targets are equal on all ranks, and others in other steps"],
+                related={"loss computed": loss, "forward called": forward},
                 severity=Severity.WARNING,
                 fix="Take other samples on each rank: by a DistributedSampler, by rank and world size, or from a "
                 f"generator that is seeded with seed + rank{'; noise likewise' if noise else ''}.",
@@ -237,9 +238,9 @@ def judge_streams(
             ranks=(rank,),
             location=line,
             evidence=[
-                f"rank {ahead} has evaluated on what rank {rank} is given in {format_steps(places)}, in that order",
-                f"forward is called at {inputs[rank][0].location}",
+                f"rank {ahead} has evaluated on what rank {rank} is given in {format_steps(places)}, in that order"
             ],
+            related={"forward called": inputs[rank][0].location},
             fix="Seed the generator by which samples are chosen with seed + rank.",
         )
     return []

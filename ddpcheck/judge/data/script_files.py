@@ -77,14 +77,8 @@ def told_by_files(findings: Iterable[Finding], uses: Sequence[Sequence[FileUsed]
         if one.code in ("DDP405", "DDP508"):
             one = replace(one, evidence=(*one.evidence, f"torch.load is called at {of_ranks[0].location}. {said}"))
         elif (one.code in ("DDP306", "DDP515") and one.steps == (0,)) or one.code == "DDP208":
-            noticed = [f"noticed at {one.location}"] if one.location else []
-            one = replace(
-                one,
-                message=f"{said} {one.message}",
-                location=of_ranks[0].location,
-                evidence=(*noticed, *one.evidence),
-                fix="Load the same file on every rank: let rank 0 choose it, and broadcast its name.",
-            )
+            fix = "Load the same file on every rank: let rank 0 choose it, and broadcast its name."
+            one = replace(one, message=f"{said} {one.message}", fix=fix).relocated(of_ranks[0].location)
         told.append(one)
     return told
 

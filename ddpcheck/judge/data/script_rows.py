@@ -432,10 +432,9 @@ def shared_by_ranks(first: Sequence[LoaderPass], taken: Sequence[Iterable[int]],
 
 
 def finding_on_loader(
-    code: str, one: LoaderPass, message: str, *, line: Location | None = None, evidence: Sequence[str] = (), **more: Any
+    code: str, one: LoaderPass, message: str, *, line: Location | None = None, **more: Any
 ) -> list[Finding]:
-    """A finding at the `line` to change, else where the loader is made; where that is, and the loop, is evidence."""
+    """A finding at the `line` to change, else where the loader is made; where that is, and the loop, is related."""
     where = line or one.made or one.location
-    others = {"the loop over the loader is": one.location, f"{one.sampler or 'the loader'} is made": one.made}
-    noticed = [f"{what} at {place}" for what, place in others.items() if place not in (None, where)]
-    return one_finding(code, (one.dataset,), message, location=where, evidence=[*evidence, *noticed], **more)
+    related = {"loop over the loader": one.location, f"{one.sampler or 'loader'} made": one.made}
+    return one_finding(code, (one.dataset,), message, location=where, related=related, **more)

@@ -43,7 +43,8 @@ class RaisedFacts:
     def one_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
         """A finding at the line that raised, on the ranks that raised the same, unless others are given."""
         first, ranks = self.first, unless_all(self.ranks, len(self.logs))
-        own = {"ranks": ranks, "location": Location.parse(first.location), "evidence": [first.message]}
+        raised = Location.parse(first.location)
+        own = {"ranks": ranks, "location": raised, "related": {"raised": raised}, "evidence": [first.message]}
         return one_finding(code, subjects, message, **{**own, **more})
 
 
@@ -82,7 +83,6 @@ def _marked_twice(facts: RaisedFacts, text: str) -> list[Finding]:
         named or ("backward",),
         f"DDP took a gradient to be complete, and it came again in the same backward pass{how}.",
         location=where,
-        evidence=[f"noticed in backward at {facts.first.location}", facts.first.message],
         fix=fix,
     )
 
@@ -154,15 +154,13 @@ def _not_finished(facts: RaisedFacts, text: str) -> list[Finding]:
     named = {tuple(of_one[n] for n in numbers) for of_one in trained if numbers and max(numbers) < len(of_one)}
     names = named.pop() if len(named) == 1 else ()  # wrappers may be several, and DDP does not say which
     made = next((begun.lines[names[0]] for begun in facts.begun if names and names[0] in begun.lines), None)
-    raised = Location.parse(facts.first.location)
     who = join_names(names, most=4) if names else counted(len(numbers), "parameter") if numbers else "A parameter"
     return facts.one_finding(
         "DDP101",
         names or ("parameters",),
         f"{who} had no part in the backward pass before: DDP has waited for what did not come, and raises at its next "
         "forward.",
-        location=made or raised,
-        evidence=[f"noticed in forward at {raised}" if made else "", facts.first.message],
+        location=made or Location.parse(facts.first.location),
     )
 
 
@@ -280,10 +278,10 @@ def _no_shard(facts: RaisedFacts, text: str) -> list[Finding]:
         replace(
             finding,
             ranks=unless_all(facts.ranks, len(facts.logs)),
-            evidence=(f"noticed at {facts.first.location}", facts.first.message),
-        )
+            evidence=(facts.first.message,),
+        ).relocated(where, "raised")
         for finding in replaced_after_sharding(
-            names or ["parameters"], where or Location.parse(facts.first.location), later=False
+            names or ["parameters"], Location.parse(facts.first.location), later=False
         )
     ]
 

@@ -244,9 +244,9 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
     steps = sorted({step for name in names for step in facts.unequal[name]})
     is_known = facts.known.wrapper.is_ddp or facts.known.wrapper.sharded
     whose = f"the wrapper is a {facts.known.wrapper_class}, which is no DistributedDataParallel"
-    more = {"fix": _AVERAGING_HOOK} if facts.known.wrapper.comm_hook else {}
+    fix = _AVERAGING_HOOK if facts.known.wrapper.comm_hook else ""
     if facts.known.wrapper.named == "tensor parallelism":
-        more = {"fix": _DATA_DIMENSION}
+        fix = _DATA_DIMENSION
     return facts.known.names.one_finding(
         "DDP301",
         names,
@@ -254,7 +254,7 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
         f"differ between ranks after backward, from {format_steps(steps[:1])} on.",
         steps=unless_all(steps, facts.step_count),
         evidence=["" if is_known else whose, *_evidence_between_ranks(facts)],
-        **more,
+        fix=fix,
     )
 
 

@@ -14,7 +14,7 @@ from ddpcheck.findings.evidence.gradients import LEAST, relative
 from ddpcheck.findings.evidence.loop import GradientsTaken, ModuleChanged
 from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, join_names, minority_ranks, one_finding, plural_verb
+from ddpcheck.findings.wording import counted, join_names, make_finding, minority_ranks, one_finding, plural_verb
 
 _TOLERANCE = 1e-3  # relative, of norms and sketches that are equal but for rounding
 
@@ -162,22 +162,27 @@ def judge_alone(
             return _averaged_late(local, of_ranks, late)
         if sharded_at is not None:
             return _in_no_group(local, of_ranks, sharded_at, assigned)
+        at = of_ranks[0][0].made
         how = f"{plural_verb('is', 'are', local)} averaged by nothing in this script"
         fix = "Wrap the module in DistributedDataParallel, or all_reduce every gradient before the step."
         if later:
+            at = None
             how = f"{plural_verb('was', 'were', local)} added or unfrozen after wrapping"
             fix = "Finish the module first, wrap it last; wrap again after any such change."
         elif met:
+            at = None
             how = f"{plural_verb('is', 'are', local)} never averaged, as the others are after some steps"
             fix = "Average it with the others."
         elif wrapped:
             how = f"{plural_verb('is', 'are', local)} in no DistributedDataParallel"
             fix = "Put it into the module that is wrapped, or wrap it too."
         elif in_step:
+            at = of_ranks[-1][0].reduced_at
             local = [name for name in local if all(gradients_differ(one, name) for one in of_ranks)] or local
             how = f"{plural_verb('is', 'are', local)} reduced by nothing, as others are inside of an optimizer's step"
             fix = "Have the step reduce every gradient, or average it before the step on all ranks."
         elif all(one.collectives > before.collectives for before, one in itertools.pairwise(of[0] for of in of_ranks)):
+            at = of_ranks[-1][0].reduced_at
             local = _not_scaled(local, of_ranks) or local  # what is averaged, and clipped with the others by their norm
             how = f"{plural_verb('has', 'have', local)} another gradient on each rank after the collectives of a step"
             fix = (
@@ -190,6 +195,7 @@ def judge_alone(
             of_ranks,
             _PARTED,
             fix,
+            at,
         )
     other = [name for name in names if name not in began and not any(alike(one, name) for one in of_ranks)]
     given = {name: [[each.gradients.get(name, ()) for each in one] for one in of_ranks] for name in other}
@@ -207,6 +213,7 @@ def judge_alone(
             of_ranks,
             "the gradients are the same on all ranks in every step that was compared, and the values in none",
             "Broadcast the parameters from rank 0 before the first step, or seed their construction equally.",
+            of_ranks[0][0].broadcast_at or of_ranks[0][0].made,
         )
     return []
 
@@ -266,7 +273,8 @@ def _in_no_group(
         f"{plural_verb('it', 'them', names)}: every rank trains {plural_verb('it', 'them', names)} on its own "
         "gradients.",
         location=sharded_at if by is None else by.location,
-        evidence=[*told, f"the optimizer steps at {steps[0][0].location}", _PARTED],
+        evidence=[*told, _PARTED],
+        related={"optimizer steps": steps[0][0].location},
         fix="Call fully_shard on the root module as well, last, and without these in ignored_params."
         if by is None
         else "Replace modules before fully_shard.",
@@ -280,7 +288,8 @@ def _averaged_late(names: Sequence[str], steps: Sequence[Steps], late: Location)
         f"The gradients of {join_names(names)} are all_reduced after the optimizer's step that uses them: every rank "
         "steps by its own.",
         location=late,
-        evidence=[f"the optimizer steps at {steps[0][0].location}", _PARTED],
+        evidence=[_PARTED],
+        related={"optimizer steps": steps[0][0].location},
         fix="all_reduce every gradient after backward and before the optimizer's step, or wrap the module in "
         "DistributedDataParallel.",
     )
@@ -364,10 +373,8 @@ def judge_parts_reduced(steps: Sequence[Steps]) -> list[Finding]:
         f"Each rank has {join_names(names)} for itself, and the gradients are all_reduced over all ranks: each of "
         "these parts of the model is trained on what the others ask for.",
         location=first.parts_reduced_at or first.location,
-        evidence=[
-            "the loss has them through an all_to_all only, so that each has its gradient of all ranks already",
-            f"the optimizer steps at {first.location}",
-        ],
+        evidence=["the loss has them through an all_to_all only, so that each has its gradient of all ranks already"],
+        related={"optimizer steps": first.location},
         fix="Reduce the gradients of replicas only. What a rank has for itself needs no all_reduce: divide its "
         "gradient by the world size, where those of the replicas are averaged.",
     )
@@ -394,9 +401,10 @@ def _are_alike(steps: Steps) -> bool:
 
 
 def _alone(
-    code: str, names: Sequence[str], message: str, steps: Sequence[Steps], evidence: str, fix: str
+    code: str, names: Sequence[str], message: str, steps: Sequence[Steps], evidence: str, fix: str, at: Location | None
 ) -> list[Finding]:
-    return one_finding(code, names, message, location=steps[0][0].location, evidence=[evidence], fix=fix)
+    found = make_finding(code, names, message, location=steps[0][0].location, evidence=[evidence], fix=fix)
+    return [found.relocated(at, "optimizer steps")]
 
 
 def _few_agree(steps: Sequence[Steps]) -> bool:

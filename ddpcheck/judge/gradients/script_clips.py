@@ -9,7 +9,7 @@ from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsHooked, HookedGradient
 from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import group_by_value, join_names, minority_ranks, one_finding, plural_verb, told_by_rank
 from ddpcheck.judge.gradients.script_alone import (
     Steps,
@@ -60,7 +60,10 @@ def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
                 fix="Clip, scale, mask and add noise in the same way on every rank; what is decided from local data "
                 "has to be shared first.",
             )
-            return [_at_clip(finding, clips) or _at_write(finding, of_ranks[0].changed_at) for finding in found]
+            return [
+                _at_clip(finding, clips) or finding.relocated(of_ranks[0].changed_at, "optimizer steps")
+                for finding in found
+            ]
     return []
 
 
@@ -82,16 +85,12 @@ def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
             evidence=[f"norm of {short(names[0])}: {_by_rank(sizes)}"],
             fix="Clip and scale in the same way on every rank; what is decided from local data has to be shared first.",
         )
-        return [_at_clip(finding, clips) or _at_write(finding, of_ranks[0].changed_at) for finding in found]
+        return [
+            _at_clip(finding, clips)
+            or finding.relocated(of_ranks[0].changed_at or of_ranks[0].reduced_at, "optimizer steps")
+            for finding in found
+        ]
     return []
-
-
-def _at_write(finding: Finding, line: Location | None) -> Finding:
-    """At the line that writes gradients before the step, where there is just one."""
-    if line is None:
-        return finding
-    steps = f"the optimizer steps at {finding.location}"
-    return replace(finding, location=line, evidence=(*finding.evidence, steps))
 
 
 def _at_clip(finding: Finding, clips: Clips) -> Finding | None:
@@ -101,9 +100,8 @@ def _at_clip(finding: Finding, clips: Clips) -> Finding | None:
         paired = len({(one.count, one.step, one.location, one.by) for one in of_ranks}) == 1
         if paired and (why := _clips_apart(of_ranks)) is not None:
             told, fix = why
-            steps = f"the optimizer steps at {finding.location}"
-            evidence = *finding.evidence, f"{first.by} {told}", steps
-            return replace(finding, location=first.location, evidence=evidence, fix=fix)
+            explained = replace(finding, evidence=(*finding.evidence, f"{first.by} {told}"), fix=fix)
+            return explained.relocated(first.location, "optimizer steps")
     return None
 
 
@@ -336,8 +334,8 @@ def judge_rescaled(used: Sequence[Used], losses: Sequence[Sequence[LossDifferent
         evidence=[
             f"in all {len(known) // len(used)} steps that were compared, on every rank: a norm of {known[0]:.6g} times "
             "that of the average",
-            f"the optimizer steps at {step.location}",
         ],
+        related={"optimizer steps": step.location},
         severity=Severity.WARNING,
         fix="Use the gradients as backward leaves them: DDP has divided their sum by the number of ranks.",
     )

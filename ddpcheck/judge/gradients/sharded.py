@@ -92,10 +92,8 @@ def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
             "computed from is that of a shard, and not of the whole.",
             steps=(first.count,),
             location=first.norm_at or first.location,
-            evidence=[
-                *(f"rank {rank}: a norm of {factor:.6g} times that" for rank, factor in enumerate(known[:4])),
-                f"the optimizer steps at {first.location}" if first.norm_at is not None else "",
-            ],
+            related={"optimizer steps": first.location},
+            evidence=[f"rank {rank}: a norm of {factor:.6g} times that" for rank, factor in enumerate(known[:4])],
             fix="Compute the norm of the DTensors (clip_grad_norm_ does), or all_reduce the squares of the shards' "
             "norms over the ranks, before the root is taken.",
         )
@@ -169,7 +167,7 @@ def judge_switched_off(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
         "no gradient, and the optimizer's steps do not change them.",
         ranks=unless_all(sorted({one.rank for one, _ in told}), len(evidence)),
         location=Location.parse(off.location if off is not None and off.location else last.ended_by.location),
-        evidence=[f"the optimizer steps at {last.ended_by.location}"] if last.ended_by.location else [],
+        related={"optimizer steps": Location.parse(last.ended_by.location)},
         fix=f"Call {kind}(True) before the last backward of a step, or leave it out.",
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from ddpcheck.findings.evidence.script import GradientsZeroed, MetricUsed, OptimizerEnd, OptimizerStep, ReducedInPlace
+from ddpcheck.findings.evidence.script import GradientsZeroed, MetricUsed, OptimizerEnd, ReducedInPlace
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import (
@@ -69,15 +69,14 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
         made = _rate_line(of_ranks) if finding.code == "DDP507" else first.made
         restored = _restored_on_some(of_ranks)
         made = next(iter(restored.values()), made)
-        noticed = (f"noticed at {first.location}",) if made and made != first.location else ()
-        evidence = (*finding.evidence, *((_told(restored, first),) if restored else noticed))
-        ranks = tuple(restored) or finding.ranks
-        fix, where = _LOAD_EVERYWHERE if restored else finding.fix, made or first.location
+        evidence = (*finding.evidence, *((_loaded_on(restored),) if restored else ()))
+        ranks, fix = tuple(restored) or finding.ranks, _LOAD_EVERYWHERE if restored else finding.fix
         paces = [one.schedule.steps for one in of_ranks if one.schedule is not None]
         if finding.code == "DDP507" and len(set(paces)) > 1:
             fix = "Step the schedule as often on every rank."
             evidence = (*evidence, f"steps of the schedule so far: {'; '.join(group_by_value(paces))}")
-        return [replace(finding, ranks=ranks, steps=(first.count,), location=where, evidence=evidence, fix=fix)]
+        finding = replace(finding, ranks=ranks, steps=(first.count,), location=first.location)
+        return [replace(finding, evidence=evidence, fix=fix).relocated(made, "optimizer steps")]
     return []
 
 
@@ -93,8 +92,8 @@ def _restored_on_some(of_ranks: Steps) -> dict[int, Location]:
     return restored if len(restored) < len(of_ranks) else {}
 
 
-def _told(restored: Iterable[int], first: OptimizerStep) -> str:
-    return f"load_state_dict is called there, on {format_ranks(restored)} only; it steps at {first.location}"
+def _loaded_on(restored: Iterable[int]) -> str:
+    return f"load_state_dict is called there, on {format_ranks(restored)} only"
 
 
 def judge_parts(first: Steps) -> list[Finding]:
@@ -219,7 +218,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             steps=(of_ranks[0].count,),
             location=next(iter(restored.values()), (reordered and of_ranks[0].made) or of_ranks[0].location),
             evidence=[
-                _told(restored, of_ranks[0]) if restored else "",
+                _loaded_on(restored) if restored else "",
                 f"it did not differ in step {alike}: the ranks have used other gradients in a step after that"
                 if between
                 else "",
@@ -279,8 +278,9 @@ def _loaded_on_some(of_ranks: Steps, restored: Mapping[int, Location], counts: S
         ranks=tuple(restored),
         steps=(first.count,),
         location=next(iter(restored.values())),
+        related={"optimizer steps": first.location},
         evidence=[
-            _told(restored, first),
+            _loaded_on(restored),
             *(f"rank {rank}: {count:g} steps were counted before" for rank, count in enumerate(counts[:4])),
         ],
         fix=_LOAD_EVERYWHERE.replace("from the same file", "each for its own parts"),
@@ -306,7 +306,7 @@ def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], held: set[str
         f"{join_names([short(name) for name in left])} {plural_verb('is', 'are', left)} in no optimizer and never "
         f"{plural_verb('moves', 'move', left)}, and the optimizer holds {len(unknown)} tensors that no module has.",
         location=steps[0][0].made or steps[0][0].location,
-        evidence=[f"it steps at {steps[0][0].location}"] if steps[0][0].made else [],
+        related={"optimizer steps": steps[0][0].location},
     )
 
 

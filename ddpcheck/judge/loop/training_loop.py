@@ -204,7 +204,7 @@ def _judge_bypassed(ledgers: _Ledgers) -> list[Finding]:
         if inside_forward
         else BYPASSED,
         location=Location.parse(line or noticed),
-        evidence=[f"noticed at {noticed}"] if line and line != noticed else [],
+        related={"optimizer steps": Location.parse(noticed)},
         fix="Call backward when forward has returned; in a LightningModule that is not automatic, "
         "self.manual_backward(loss) in the place of loss.backward()."
         if inside_forward

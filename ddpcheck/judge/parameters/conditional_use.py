@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import StepEvidence
-from ddpcheck.findings.figures import ParameterPath
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import Names, format_ranks, format_steps, group_by, join_names, plural_verb, unless_all
 
@@ -129,7 +128,8 @@ class ConditionalUse:
 
     def one_finding(self, code: str, message: str, evidence: Sequence[str], ranks: Sequence[int] = ()) -> list[Finding]:
         """A finding on these parameters, with what it means under the options of the wrapper."""
-        facts, wrapper = self.facts, self.facts.wrapper
+        facts, wrapper, name = self.facts, self.facts.wrapper, self.parameters[0]
+        ends = [item.path_ends[name] for item in facts.missing[name] if name in item.path_ends]
         sparse = any(name in wrapper.sparse for name in self.parameters)
         more = [SPARSE_REFUSED] if sparse and wrapper.find_unused_parameters else []
         more += [UNDER_SHARDING] if wrapper.sharded else []
@@ -143,14 +143,9 @@ class ConditionalUse:
             steps=unless_all(self.steps, len(facts.steps)),
             evidence=[*evidence, *more],
             fix=SPARSE_ADVICE if sparse else ADVICE_UNDER_SHARDING if wrapper.sharded else "",
-            path=self._path(),
+            location=next((end.edit_at for end in ends if end.edit_at), None),
+            path=ends[0].path_of(name) if ends else None,
         )
-
-    def _path(self) -> ParameterPath | None:
-        """The path of the first parameter, where it was missing first."""
-        name = self.parameters[0]
-        ends = (item.path_ends.get(name) for item in self.facts.missing[name])
-        return next((end.path_of(name) for end in ends if end is not None), None)
 
 
 def judge_conditional_use(facts: ParameterFacts) -> list[Finding]:

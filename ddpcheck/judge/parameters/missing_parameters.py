@@ -64,7 +64,7 @@ def judge_always_missing(facts: ParameterFacts) -> list[Finding]:
 
     def cause_and_place(name: str) -> tuple[object, ...]:
         end = end_of(name)
-        where = facts.family_of(name, missing) if end.cause == "unused" else end.no_grad_location or end.location
+        where = facts.family_of(name, missing) if end.cause == "unused" else end.edit_at
         return end.cause, end.reason, where, name in facts.wrapper.sparse
 
     groups = group_by(names, cause_and_place).values()
@@ -103,6 +103,7 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
         severity=mildest if harmless else None,
         evidence=[*evidence, *more],
         fix=SPARSE_ADVICE if sparse else _ADVICE_UNDER_SHARDING if wrapper.sharded else "",
+        location=end.edit_at,
         path=end.path_of(group[0]),
     )
 
@@ -189,6 +190,7 @@ def judge_lost_gradients(facts: ParameterFacts) -> list[Finding]:
                 message,
                 ranks=unless_all(ranks, facts.world_size),
                 evidence=[*more, _NO_ERROR.format(them=them)],
+                location=end.edit_at,
                 path=end.path_of(group[0]),
             )
             continue
@@ -199,6 +201,7 @@ def judge_lost_gradients(facts: ParameterFacts) -> list[Finding]:
             f"Backward reaches {join_names(facts.names.subjects(group))} and gives no gradient: {by}{end.at} returns "
             "None.",
             ranks=unless_all(ranks, facts.world_size),
+            location=end.edit_at,
             path=end.path_of(group[0]),
         )
     return findings
@@ -230,6 +233,7 @@ def judge_zero_gradients(
             group,
             f"The gradient of {subjects} is exactly zero in every step on every rank{where}.",
             evidence=("in the last of these steps it stays zero for other values of the parameters",),
+            location=end.edit_at if end else None,
             path=end.path_of(group[0]) if end else None,
         )
     return findings

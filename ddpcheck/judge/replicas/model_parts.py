@@ -55,10 +55,7 @@ def judge_unheld_parts(steps: Sequence[PartSteps], ranks: Sequence[int], split: 
                 f"{plural_verb('is', 'are', first.unheld)} split over {format_ranks(ranks)}: it has those of before, "
                 "which are in no module any more.",
                 location=first.made or first.location,
-                evidence=[
-                    f"the model is split at {split.location}" if split.location else "",
-                    f"the optimizer steps at {first.location}",
-                ],
+                related={"model split": split.location, "optimizer steps": first.location},
                 fix="Call parallelize_module before the optimizer is constructed.",
             )
     return []
@@ -99,12 +96,10 @@ def judge_scaled_apart(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list
         ranks=ranks,
         steps=(first.count,),
         location=first.norm_at or first.location,
+        related={"optimizer steps": first.location},
         evidence=[
-            *(
-                f"rank {rank}: {factor:.6g} times those of rank {ranks[0]}"
-                for rank, factor in zip(ranks, factors, strict=True)
-            ),
-            f"the optimizer steps at {first.location}" if first.norm_at is not None else "",
+            f"rank {rank}: {factor:.6g} times those of rank {ranks[0]}"
+            for rank, factor in zip(ranks, factors, strict=True)
         ],
         fix="all_reduce the squares of the norms of what is split over the group of tensor parallelism, and count "
         "what is not split once; or keep DTensors, of which clip_grad_norm_ takes the norm of the whole.",
@@ -164,8 +159,8 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
             "torch's random numbers are in another state on these ranks before each step, and are drawn in each"
             if drawn
             else "as of its own part of the sequence, where what is not split works on a part",
-            f"the optimizer steps at {of_ranks[0].location}",
         ],
+        related={"optimizer steps": of_ranks[0].location},
         fix="Seed ranks that compute one model together equally (by their place in the data dimension of the mesh): "
         "dropout and the like have to give all of them the same."
         if drawn
@@ -221,8 +216,8 @@ def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[S
         evidence=[
             f"in {len(clipped)} steps that norm is {limit:.6g}, and that of the gradients from {min(told):.6g} to "
             f"{max(told):.6g}",
-            f"the optimizer steps at {first.location}" if first.norm_at is not None else "",
         ],
+        related={"optimizer steps": first.location},
         fix="Add up over the group of tensor parallelism the squares of the norms of what is split only, and those of "
         "the rest once.",
     )

@@ -19,7 +19,7 @@ from typing import Any
 from weakref import ref
 
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import location_of, user_frame, variables_of
+from ddpcheck.findings.source_lines import is_user_file, location_of, user_frame, variables_of
 from ddpcheck.gather.patching import Patch
 from ddpcheck.record.data import generator_history
 
@@ -31,13 +31,14 @@ _CLASSES = {
     "torch.utils.data.distributed": ("DistributedSampler",),
     "torch.utils.data.dataloader": ("DataLoader",),
 }
-_SEEDS = {"torch.random": ("torch", "manual_seed"), "numpy.random": ("numpy", "seed")}
+_SEEDS = {"random": ("seed", "setstate"), "torch.random": ("manual_seed", "set_rng_state")}
+_SEEDS |= {"numpy.random": ("seed", "set_state")}
 _MOST = 4096  # objects; of the samplers of a search, say
 _MOST_HISTORIES = 64
 _MOST_GENERATORS = 8
 
 _made: dict[int, tuple[ref[Any], Location, int]] = {}
-_seeded: dict[str, Location] = {}
+_seeded: dict[str, tuple[Location, str]] = {}
 generators: list[tuple[Any, Location]] = []
 """The first generators of numpy's that the program has made for itself, and where."""
 
@@ -55,18 +56,24 @@ def drawn_before(thing: object) -> int:
 
 
 def seeded_at(generator: str) -> Location | None:
-    """The line that has last seeded a global generator: "torch", "python" or "numpy"."""
-    return _seeded.get(generator)
+    """The line that has last seeded or restored a global generator: "torch", "python" or "numpy"."""
+    return _seeded.get(generator, (None, ""))[0]
+
+
+def restored_by(generator: str) -> str:
+    """The function that has last restored a state of it there; empty if it was seeded."""
+    name = _seeded.get(generator, (None, ""))[1]
+    return name if "state" in name else ""
 
 
 def follow(module: ModuleType) -> None:
     """Note what is constructed or seeded by a module that has just been imported; with torch's, Python's own too."""
     if module.__name__ == "torch.random":
-        Patch(random, "seed", functools.partial(_noting_seed, generator="python"))
+        _follow_seeds(random, "python")
         with contextlib.suppress(Exception):
             generator_history.begin("python")
-    if (seeds := _SEEDS.get(module.__name__)) is not None:
-        Patch(module, seeds[1], functools.partial(_noting_seed, generator=seeds[0]))
+    if module.__name__ in _SEEDS:
+        _follow_seeds(module, module.__name__.partition(".")[0])
     if module.__name__ == "numpy.random":  # torch's cannot be asked while it is imported
         Patch(module, "default_rng", _noting_generator)
         with contextlib.suppress(Exception):
@@ -74,6 +81,11 @@ def follow(module: ModuleType) -> None:
     for name in _CLASSES.get(module.__name__, ()):
         if (kind := getattr(module, name, None)) is not None and "__init__" in vars(kind):
             Patch(kind, "__init__", _noting)
+
+
+def _follow_seeds(module: ModuleType, generator: str) -> None:
+    for name in _SEEDS[module.__name__]:
+        Patch(module, name, functools.partial(_noting_seed, generator=generator))
 
 
 def _noting(construct: Callable[..., None]) -> Callable[..., None]:
@@ -90,9 +102,11 @@ def _noting(construct: Callable[..., None]) -> Callable[..., None]:
 def _noting_seed(original: Any, generator: str) -> Any:
     @functools.wraps(original)
     def seed(*arguments: Any, **named: Any) -> Any:
+        if "state" in original.__name__ and not is_user_file(sys._getframe(1).f_code.co_filename):
+            return original(*arguments, **named)  # torch puts a state back that it has borrowed
         with contextlib.suppress(Exception):  # of ours; there is no log yet to tell it in
             if (frame := _frame_of_program(sys._getframe(1))) is not None:
-                _seeded[generator] = location_of(_that_decides(frame))
+                _seeded[generator] = location_of(_that_decides(frame)), original.__name__
             generator_history.end(generator)
         result = original(*arguments, **named)
         with contextlib.suppress(Exception):

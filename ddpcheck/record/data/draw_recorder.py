@@ -13,7 +13,7 @@ from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.source_lines import frames_from, is_user_file, user_location, variables_of
 from ddpcheck.gather.patching import guarded
 from ddpcheck.gather.state.fingerprints import digest_of
-from ddpcheck.record.data.constructions import generators, seeded_at
+from ddpcheck.record.data.constructions import generators, restored_by, seeded_at
 from ddpcheck.record.data.generator_history import generator_bytes, generators_there, state_of, state_of_own
 from ddpcheck.record.loop.step_hooks import follow_steps, unfollow_steps
 from ddpcheck.record.recording import Recording
@@ -135,9 +135,9 @@ class DrawRecorder:
         before, after = states
         count = 0 if not generator or generator == "cuda" else (after[1] - before[1]) % _KEYS or _KEYS
         where = None if frame is None else user_location(frame)
-        seeded = seeded_at({"cuda": "torch"}.get(generator, generator))
-        step = self._run.steps
-        self._draws.append(StepDraw(step, generator, kind, count, before[0], after[0], in_forward, where, seeded))
+        name, step = {"cuda": "torch"}.get(generator, generator), self._run.steps
+        said = where, seeded_at(name), restored_by(name)
+        self._draws.append(StepDraw(step, generator, kind, count, before[0], after[0], in_forward, *said))
 
 
 def _states(*, others: bool = False) -> dict[str, _State]:

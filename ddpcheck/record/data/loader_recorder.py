@@ -25,7 +25,7 @@ from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.data.added_noise import kept_samples
-from ddpcheck.record.data.constructions import drawn_before, made_at, seeded_at
+from ddpcheck.record.data.constructions import drawn_before, made_at, restored_by, seeded_at
 from ddpcheck.record.data.sample_draws import HELD, SampleDraws
 from ddpcheck.record.data.sample_rows import SampleRows, digests_of, rows_of_whole, samples_of, state_of, uncollated
 from ddpcheck.record.data.sampler_orders import argument_line, epoch_line, epoch_of, makes_others, shuffles_by_epoch
@@ -297,10 +297,12 @@ def _note_index(one: _Pass, index: Any) -> None:
 def _note_batch(one: _Pass, batch: Any) -> None:
     """Fingerprints of the first samples of a batch, and of the random states around them, where these have changed."""
     if one.draws is not None and (drawn := one.draws.of(one.entry.batches)):
-        where = one.draws.seeded or next((seeded_at(name) for name in drawn if name != HELD), None)
+        name = next((name for name in drawn if name != HELD), "")
+        where = one.draws.seeded or seeded_at(name)
+        by = "" if one.draws.seeded else restored_by(name)
         held = *one.entry.held, *(drawn[name][0] for name in drawn if name == HELD)
         draws = {**one.entry.draws, **dict(drawn.values())}
-        one.entry = replace(one.entry, draws=draws, seeded=where, held=held, held_at=one.draws.held_at)
+        one.entry = replace(one.entry, draws=draws, seeded=where, restored_by=by, held=held, held_at=one.draws.held_at)
     taken = one.entry.batches
     if taken >= len(one.batches):
         return

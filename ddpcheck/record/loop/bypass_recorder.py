@@ -31,8 +31,6 @@ class BypassRecorder:
     """Follows the backward passes around one wrapper.
 
     Attributes:
-        event: That makes them so: the module inside of the wrapper is called, or backward inside of its forward; with
-            the line, once it is known.
         reductions: How many had ended when the backward pass that runs has begun.
     """
 
@@ -40,7 +38,7 @@ class BypassRecorder:
         self, module: nn.Module, parameters: Sequence[torch.Tensor], sink: Callable[[LoopEvent], object]
     ) -> None:
         """Begin; `sink` is told of each such pass."""
-        self.event = LoopEvent("forward inside")
+        self._event = LoopEvent("forward inside")
         self._sink = sink
         self._module = module
         self._some = [*parameters[:1], *parameters[-1:]]  # by which a backward pass is known to have come
@@ -60,10 +58,15 @@ class BypassRecorder:
         marks, before = self._marked(), self._marks
         if any(now is not None and now != then for now, then in zip(marks, before, strict=False)):
             if self._in_forward:
-                self.event = LoopEvent("backward inside", location=str(user_location() or ""))
+                self._event = LoopEvent("backward inside", location=str(user_location() or ""))
             else:
                 self._listen()
-            self._sink(self.event)
+            self._sink(self._event)
+
+    def found(self) -> LoopEvent:
+        """Begin to listen; return what makes them so: a call of the module inside, or of backward inside of forward."""
+        self._listen()
+        return self._event
 
     def close(self) -> None:
         """Listen no more."""
@@ -78,13 +81,13 @@ class BypassRecorder:
         return marks
 
     def _listen(self) -> None:
-        if self._listens and not self._handles and not self.event.location:
+        if self._listens and not self._handles and not self._event.location:
             hook = OutsideOfCompiledCode(UnpickledHook(self._called))
             self._handles = [before_forward(part, hook) for part in self._module.modules()]
 
     def _called(self, *_arguments: Any) -> None:
         """A part of the module is called: by a line outside of it, if not by the wrapper."""
-        if self.event.location or not torch.is_grad_enabled():
+        if self._event.location or not torch.is_grad_enabled():
             return
         parts = set(self._module.modules())
         frames = [*frames_from(sys._getframe(1))]
@@ -93,7 +96,7 @@ class BypassRecorder:
         own = (frame for frame in frames if is_of_program(frame.f_code.co_filename))
         found = next((frame for frame in own if not _is_method_of(frame, parts)), None)
         if found is not None:
-            self.event = LoopEvent("forward inside", location=str(location_of(found)))
+            self._event = LoopEvent("forward inside", location=str(location_of(found)))
 
 
 def _is_method_of(frame: FrameType, parts: set[nn.Module]) -> bool:

@@ -69,13 +69,15 @@ class OptimizerSteps:
         has_others: Callable[[], bool],
         tell: Callable[[Contribution | None], object],
         look: Callable[[], object],
+        listen: Callable[[], object],
     ) -> None:
         """Note the steps of optimizers in `loop`, beside those of `tracker`.
 
         `has_others` says whether there are ranks to average with. `tell` is called where several steps used gradients
         that were not averaged, with those of the last step that belong to a forward pass of the wrapper; or where one
         has used what a second backward pass through it has added. `look` is
-        called where nothing was reduced for several steps, although DDP has prepared for it.
+        called where nothing was reduced for several steps, although DDP has prepared for it; `listen` after the first
+        step on gradients that no forward pass of the wrapper accounts for.
         """
         self._tracker = tracker
         self.settle = tracker.settle
@@ -83,6 +85,7 @@ class OptimizerSteps:
         self._has_others = has_others
         self._tell = tell
         self._look = look
+        self._listen = listen
         self._known: WeakKeyDictionary[Any, _Followed] = WeakKeyDictionary()
         self._alone = 0  # steps, one after the other, since whose optimizer's last one nothing was reduced
         self._around = 0  # steps on gradients of backward passes around the wrapper
@@ -165,6 +168,8 @@ class OptimizerSteps:
             times = self._alone = self._alone + 1
             if prepared:  # the loss does not come through the tensors that they have returned
                 times, self._tracker.hooks_parameters = 0, True
+        if times == 1 and not own:
+            self._listen()
         if times == _FEWEST and not there & parameters_in_wrappers(but=self._tracker.wrapper):  # wrapped again
             self._tell(own[-1] if own else None)
 

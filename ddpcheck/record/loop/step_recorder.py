@@ -176,7 +176,7 @@ class StepRecorder(StepListener):
         self._probe: StepProbe | None = None
         self._micro_batches = MicroBatches(synced.tensors) if options.normalisation else None
         self._optimizer_steps = OptimizerSteps(
-            self.tracker, self.loop, lambda: self.has_others, self.unaveraged, self.tell_replaced
+            self.tracker, self.loop, lambda: self.has_others, self.unaveraged, self.tell_replaced, options.bypassed
         )
 
     def attach(self) -> None:

@@ -309,11 +309,15 @@ class GivenRecorder:
 
     Attributes:
         of_a_part: The line of one that is given the gradient of a parameter which this rank has for itself.
+        before: The line of the largest collective of all ranks before the first backward pass: of parameters, perhaps.
         clear: To be called when a step has been made.
     """
 
     def __init__(self, run: Recording) -> None:
         self.of_a_part: Location | None = None
+        self.before: Location | None = None
+        self._largest: tuple[int, str] = (0, "")  # elements, line
+        self._began = False
         self._run = run
         self._given: list[tuple[int, int]] = []  # elements, fingerprint
         self.clear = self._given.clear
@@ -322,8 +326,15 @@ class GivenRecorder:
     def note(self, call: Call, given: Mapping[str, Any]) -> None:
         """A collective is about to be made."""
         tensor = given.get("tensor")
-        of_all = call.operation == "all_reduce" and len(call.members) == dist.get_world_size()
-        if not of_all or type(tensor) is not torch.Tensor or not tensor.is_floating_point():
+        of_all = len(call.members) == dist.get_world_size()
+        if of_all and call.elements > max(self._largest[0], _FEW):
+            self._largest = call.elements, call.location
+        if (
+            not of_all
+            or call.operation != "all_reduce"
+            or type(tensor) is not torch.Tensor
+            or not tensor.is_floating_point()
+        ):
             return
         if (part := part_of_gradient(tensor)) is not None:
             self._parts[id(part)] += 1
@@ -331,6 +342,17 @@ class GivenRecorder:
         if self._run.is_written(self._run.steps) and tensor.numel() > _FEW and len(self._given) < _MOST_GIVEN:
             if next(iter(self._run.watches), None) is None:  # gradients are averaged by hand
                 self._given.append((tensor.numel(), fingerprint(tensor)))
+
+    def backward_begins(self) -> None:
+        """A backward pass of the script begins."""
+        if not self._began:
+            self._began, self.before = True, self.largest
+        self._largest = (0, "")
+
+    @property
+    def largest(self) -> Location | None:
+        """The line of the largest collective of all ranks since the last backward pass: of gradients, perhaps."""
+        return Location.parse(self._largest[1])
 
     def of(self, *gradients: list[torch.Tensor]) -> tuple[int, ...]:
         """Fingerprints, if they are of as many elements as some of these lists; small ones may be in buckets only."""

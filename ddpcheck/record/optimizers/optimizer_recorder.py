@@ -263,6 +263,8 @@ class OptimizerRecorder:
             shard_scales={name: scale for watch in watches for name, scale in watch.shard_scales().items()},
             in_fsdp1=count_in_fsdp1(held),
             made_with=self._lines.rates_of(optimizer),
+            reduced_at=self.given.largest,
+            broadcast_at=self.given.before,
             given=self.given.of(*gradients),
             parts_reduced=self._names_of([p for p in held if self.given.is_reduced(p)]),
             parts_reduced_at=self.given.of_a_part,
@@ -346,6 +348,7 @@ class OptimizerRecorder:
         """A backward pass of the script begins from `loss`."""
         self._backwards += 1
         self._local, self._unclipped, self._sum_at = {}, {}, None
+        self.given.backward_begins()
         described = self._due or self._stepped < self._lines.made  # the step after it, perhaps
         self._differentiated = lines_of_program(sys._getframe(1)) if described else ()
         for watch in filter(None, map(call, self._run.watches.refs)):  # each call costs in a step

@@ -105,7 +105,7 @@ class ScriptWatch(StepListener):
                 parameters_later=True,
                 shards=True,
                 hooks_shards=False,
-                bypassed=lambda: self._bypass.event,
+                bypassed=lambda: self._bypass.found(),
             ),
             began_alike=began_alike,
             keeps_start=began_alike,

@@ -211,8 +211,8 @@ def _source(place: Location, finding: Finding, excerpts: Sequence[SourceExcerpt]
         what = f", where {path.reason} begins"
     elif path is not None and path.steps and place == path.steps[-1].location:
         what = ", where the path ends"
-    elif path is not None:
-        what = f", which makes {finding.subjects[0] if finding.subjects else path.parameter}"
+    elif role := next((one.role for one in finding.related if one.location == place), ""):
+        what = f": {role}"
     return Source(place, excerpt, what)
 
 
