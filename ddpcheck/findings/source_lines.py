@@ -18,7 +18,7 @@ import textwrap
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings.report import Location
@@ -210,11 +210,17 @@ def file_of_class(kind: type) -> str:
     return file_of_module(sys.modules.get(kind.__module__))
 
 
-def defined_at(function: Any) -> Location | None:
-    """The line at which the definition of a function begins, with its decorators; `None` for one without code."""
+def code_of(function: Any) -> CodeType | None:
+    """The code that a function runs, or the function of a partial one; `None` for one without code."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def defined_at(function: Any) -> Location | None:
+    """The line at which the definition of a function begins, with its decorators; `None` for one without code."""
+    code = code_of(function)
     return Location(relative_path(code.co_filename), code.co_firstlineno) if code is not None else None
 
 

@@ -37,6 +37,7 @@ from ddpcheck.judge.loop.script_optimizers import (
     judge_stale,
 )
 from ddpcheck.judge.loop.script_pace import judge_unheld, judge_unmoved
+from ddpcheck.judge.replicas.script_changes import at_the_seed
 from ddpcheck.judge.script_facts import Optimizer, ScriptFacts, entries_of, first_steps, used_by
 from ddpcheck.judge.verdict import Verdict, Verdicts
 
@@ -78,6 +79,7 @@ def judge_all_of_optimizers(facts: ScriptFacts) -> Verdicts:
                     assigned=assigned,
                 )
             )
+            alone = [found if one.steps[0][0].broadcast_at else at_the_seed(found, one.steps[0]) for found in alone]
             of_one += alone or judge_sums(one.steps, losses)
         found += of_one + _with_model(judge_stale(one.steps, facts.moved, held), facts)
         found += judge_unmoved(one.steps, facts.moved) + judge_parts_reduced(one.steps)

@@ -166,6 +166,7 @@ def _raised_facts(ranks: Sequence[WatchedRank], ordered: Sequence[RankFailure], 
         source.ask(call_of, _CHECKPOINTS, first.files),
         [one for one in first.entries if isinstance(one, ModuleChanged) and one.what == REPLACED],
         [made for made in first.wrappers if made.context.sharded is not None],
+        next((one.reply.get("clipped", ()) for one in first.entries if isinstance(one, RankRaised)), ()),
     )
 
 

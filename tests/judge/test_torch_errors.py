@@ -63,6 +63,15 @@ def test_a_gradient_that_has_come_after_the_reduction() -> None:
     assert (finding.code, finding.subjects) == ("DDP509", ("backward",))
 
 
+def test_one_norm_of_shards_and_whole_gradients_names_both() -> None:
+    text = "aten._foreach_norm.Scalar got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor"
+    kinds = ("ff.gate.weight", "ff.up.weight"), ("norm.weight",)
+    found = judged(text, (), traceback="torch/nn/utils/clip_grad.py", clipped=kinds)
+    assert (found.code, found.subjects, str(found.location)) == ("DDP521", kinds[0], LINE)
+    assert all(name in found.message for names in kinds for name in names) and "fully_shard" not in found.what_to_do
+    assert judged(text, (), traceback="torch/nn/utils/clip_grad.py").subjects == ("gradients",)
+
+
 def test_gradients_that_have_not_come() -> None:
     text = (
         "Expected to have finished reduction in the prior iteration before starting a new one. "

@@ -24,9 +24,9 @@ class ModuleChanged(Entry, frozen=True):
     # "values" (loaded, or set by a function that was applied), "written" (in place, or as `.data`, outside of an
     # optimizer's step), "buffer" (one has another value), "requires_grad", "parameters" (others are registered now),
     # "mode" (to evaluation), "scale" (what a reduction divides by), "hook" (for the reduction, by
-    # `register_comm_hook`), "ignored" (`.data` of a shard was assigned, which has left it as it was), "replaced" (a
-    # parameter was assigned in the place of a shard, and is none that `fully_shard` gathers), or "module" (likewise one
-    # with shards, by one without)
+    # `register_comm_hook`), "stepped" (by an optimizer while backward runs), "ignored" (`.data` of a
+    # shard was assigned, which has left it as it was), "replaced" (a parameter was assigned in the place of a shard and
+    # is none that `fully_shard` gathers), or "module" (likewise one with shards, by one without)
     what: str
     how: str  # the name of what was called, or assigned
     # of the parameters; empty where they are not known. Of the submodule, where its mode is changed

@@ -186,6 +186,11 @@ class OptimizerStep(Entry, frozen=True):
     # the line of the largest collective of all ranks since the last backward pass, and before the first one
     reduced_at: Location | None = None
     broadcast_at: Location | None = None
+    scale: float = 0.0  # of the GradScaler that makes the step; 0 without one
+    scale_at: Location | None = None  # the line that has loaded it
+    # the seed of torch's generator when the first parameter was made, and the line that has set it; 0 if not known
+    seed: int = 0
+    seeded: Location | None = None
     # without a wrapper, fingerprints of what was given to each all_reduce of all ranks in this step, if it is as many
     # elements as its gradients have
     given: tuple[int, ...] = ()

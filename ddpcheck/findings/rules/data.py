@@ -88,9 +88,10 @@ detected: `ddpcheck run` looks at what torch.save is given: all shards of a mode
 has come to its end, are reported. It compares the shards of the ranks in sampled steps and in the first step after
 torch.load: where all that are not of one value only are the same on ranks that should have different parts, that is
 reported. Where torch raises since whole tensors are loaded or copied into shards, that is reported at the line that
-does it. So is an optimizer's load_state_dict after which all parts of its state are the same on every rank; `ddpcheck
-report` looks at the state that a recipe's optimizer has before the first step. Parameters that the loss has through an
-all_to_all only (experts, tables) are parts, too: an all_reduce of their gradients over all ranks is reported.
+does it; so is one norm of gradients that are shards and of others that are whole, and an optimizer's load_state_dict
+after which all parts of its state are the same on every rank; `ddpcheck report` looks at the state that a recipe's
+optimizer has before the first step. Parameters that the loss has through an all_to_all only (experts, tables) are
+parts, too: an all_reduce of their gradients over all ranks is reported.
 ignore: If the file is for inspection only, or if a model of repeated blocks is meant to begin so.
 example:
 fully_shard(model)

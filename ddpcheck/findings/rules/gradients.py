@@ -174,7 +174,9 @@ detected: A loss twice as large does not give gradients twice as large, or the g
 their losses are right. The hooks on the way of the gradients are named. `ddpcheck run` watches clip_grad_norm_, and
 whether the gradients are averaged after it; and in some steps what hooks on parameters make of a gradient: a factor or
 a mask that is not the same on all ranks, or elements that are cut off at a limit (a warning). Of full backward hooks of
-modules it is told if they multiply by a factor of the rank's own, the same one in each step.
+modules it is told if they multiply by a factor of the rank's own, the same one in each step. An optimizer's step that a
+hook of a parameter makes while backward runs is reported, at the line that registers the hook, if parameters differ
+between the ranks after it.
 ignore: If each rank is to clip its own gradients, as some private or robust training does.
 example:
 for p in model.parameters():

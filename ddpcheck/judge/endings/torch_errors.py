@@ -30,6 +30,7 @@ class RaisedFacts:
     checkpoint: Location | None = None  # the line of the program that checkpoints activations, if there is one
     replaced: Sequence[ModuleChanged] = ()  # what the rank that failed first has assigned in the place of shards
     sharded: Sequence[WrapperMade] = ()  # the modules of that rank that `fully_shard` has sharded
+    clipped: Sequence[Sequence[str]] = ()  # names of the shards that clip_grad_norm_ was given, and of other parameters
 
     @property
     def first(self) -> RankFailure:
@@ -242,6 +243,8 @@ def _given_shards(facts: RaisedFacts, text: str) -> list[Finding]:
             "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict; and construct "
             "the optimizer after fully_shard.",
         )
+    if "torch/nn/utils/clip_grad.py" in text or "get_total_norm" in text:
+        return _mixed_norms(facts)
     for begun in facts.begun[-1:]:
         if str(begun.location) != facts.first.location:
             continue
@@ -263,6 +266,20 @@ def _given_shards(facts: RaisedFacts, text: str) -> list[Finding]:
         fix="Call the module, and not its forward or another method of it; or name that method in "
         "torch.distributed.fsdp.register_fsdp_forward_method(module, name). What is computed of parameters beside it "
         "takes parameter.full_tensor(), before forward.",
+    )
+
+
+def _mixed_norms(facts: RaisedFacts) -> list[Finding]:
+    """DDP521: the norm of gradients of which some are parts on each rank, and others whole."""
+    shards, whole = facts.clipped if len(facts.clipped) == 2 else ((), ())
+    split, others = (f" ({join_names(names)})" if names else "" for names in (shards, whole))
+    return facts.one_finding(
+        "DDP521",
+        shards or ("gradients",),
+        f"One norm is taken of gradients that are split over the ranks{split}, which are DTensors, and of gradients "
+        f"that each rank has whole{others}, which are plain tensors.",
+        fix="Take the norm of each kind by get_total_norm, that of the DTensors with .full_tensor(); put the two "
+        "together (the root of the sum of their squares), and give that to clip_grads_with_norm_ for each kind.",
     )
 
 

@@ -60,10 +60,7 @@ def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
                 fix="Clip, scale, mask and add noise in the same way on every rank; what is decided from local data "
                 "has to be shared first.",
             )
-            return [
-                _at_clip(finding, clips) or finding.relocated(of_ranks[0].changed_at, "optimizer steps")
-                for finding in found
-            ]
+            return [_at_scale(one, of_ranks) or _at_cause(one, of_ranks, clips) for one in found]
     return []
 
 
@@ -85,12 +82,24 @@ def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
             evidence=[f"norm of {short(names[0])}: {_by_rank(sizes)}"],
             fix="Clip and scale in the same way on every rank; what is decided from local data has to be shared first.",
         )
-        return [
-            _at_clip(finding, clips)
-            or finding.relocated(of_ranks[0].changed_at or of_ranks[0].reduced_at, "optimizer steps")
-            for finding in found
-        ]
+        return [_at_scale(one, of_ranks) or _at_cause(one, of_ranks, clips) for one in found]
     return []
+
+
+def _at_scale(finding: Finding, of_ranks: Steps) -> Finding | None:
+    """At the line that loads the scale of a GradScaler, if the ranks have other ones."""
+    scales = [one.scale for one in of_ranks]
+    if len(set(scales)) < 2:
+        return None
+    evidence = *finding.evidence, f"the scale of the GradScaler: {_by_rank(scales)}"
+    fix = "Load the same state into the GradScaler on every rank, or on none; the same init_scale likewise."
+    loaded = next((one.scale_at for one in of_ranks if one.scale_at is not None), None)
+    return replace(finding, evidence=evidence, fix=fix).relocated(loaded, "optimizer steps")
+
+
+def _at_cause(finding: Finding, of_ranks: Steps, clips: Clips) -> Finding:
+    line = of_ranks[0].changed_at or of_ranks[0].reduced_at
+    return _at_clip(finding, clips) or finding.relocated(line, "optimizer steps")
 
 
 def _at_clip(finding: Finding, clips: Clips) -> Finding | None:

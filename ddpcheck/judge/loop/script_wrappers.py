@@ -26,7 +26,13 @@ from ddpcheck.judge.gradients.target_weights import severity_of_targets
 from ddpcheck.judge.loop.watched_steps import judge_reports
 from ddpcheck.judge.replicas.descriptions import differing_names, judge_options, judge_values_before_sharding
 from ddpcheck.judge.replicas.replica_state import AVERAGE_THEM, never_averaged
-from ddpcheck.judge.replicas.script_changes import at_the_change, judge_ignored, judge_replaced, judge_written_alone
+from ddpcheck.judge.replicas.script_changes import (
+    at_the_change,
+    at_the_seed,
+    judge_ignored,
+    judge_replaced,
+    judge_written_alone,
+)
 from ddpcheck.judge.replicas.script_replicas import (
     against_average,
     judge_captured,
@@ -34,7 +40,7 @@ from ddpcheck.judge.replicas.script_replicas import (
     without_rounding,
 )
 from ddpcheck.judge.replicas.wrapper_construction import COUNTED, judge_constructions
-from ddpcheck.judge.script_facts import ScriptFacts, WatchedWrapper, entries_of
+from ddpcheck.judge.script_facts import ScriptFacts, WatchedWrapper, entries_of, first_steps
 from ddpcheck.stream.entries import (
     BuffersKept,
     PeerReceived,
@@ -218,7 +224,8 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
         by_hand += judge_written_alone(changes, wrapper.values_built)
     consequences = [one for one in reported.consequences.values() if one.code != "DDP107"]
     located = (_at_condition(one, facts) for one in (*kept, *consequences))
-    return [*by_hand, *(at_the_change(one, changes, made.location) for one in located)]
+    first = [step for rank in wrapper.ranks for step in first_steps(rank)[:1]]
+    return [*by_hand, *(at_the_seed(at_the_change(one, changes, made.location), first) for one in located)]
 
 
 def _at_condition(finding: Finding, facts: ScriptFacts) -> Finding:

@@ -6,13 +6,23 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from ddpcheck.findings.evidence.loop import ModuleChanged
+from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, format_ranks, group_by, join_names, one_finding, plural_verb
+from ddpcheck.findings.wording import (
+    counted,
+    format_ranks,
+    group_by,
+    group_by_value,
+    join_names,
+    make_finding,
+    one_finding,
+    plural_verb,
+)
 from ddpcheck.judge.replicas.descriptions import MODE
 
 _OF_VALUES = ("values", "written")
-_OTHERS = (*_OF_VALUES, "buffer", "scale", "hook", "ignored", "module")
+_OTHERS = (*_OF_VALUES, "stepped", "buffer", "scale", "hook", "ignored", "module")
 _OF_REDUCTION = ("DDP301", "DDP302", "DDP303")
 REPLACED = "replaced"
 _ORDER = ("load_state_dict", "apply")  # what sets values for sure, and what may; then what writes parameters in place
@@ -29,6 +39,9 @@ def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> 
     if finding.code in _OF_REDUCTION:
         kinds = ("hook", "scale") if finding.code == "DDP303" else ("hook",)
         return _at_reduction(finding, [one for of_rank in changes for one in of_rank if one.what in kinds])
+    stepped = [one for of_rank in changes for one in of_rank if one.what == "stepped"]
+    if stepped and finding.code in ("DDP306", "DDP515"):
+        return _stepped_in_backward(finding, stepped[0])
     if finding.code in ("DDP208", "DDP515"):
         found = _at_values(finding, changes, after_forward=False)
         return replace(found, location=made) if found is finding and finding.code == "DDP515" else found
@@ -37,6 +50,21 @@ def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> 
     if finding.code == "DDP222":
         return _at_mode(finding, changes)
     return _at_values(finding, changes, after_forward=True) if finding.code == "DDP306" else finding
+
+
+def at_the_seed(finding: Finding, first: Sequence[OptimizerStep]) -> Finding:
+    """A finding on values that differ from the start, at the line that seeds their construction by rank."""
+    if finding.code != "DDP208" or len({one.seed for one in first}) < 2 or first[0].seeded is None:
+        return finding
+    seeds = f"the model is made under another seed on each rank: {'; '.join(group_by_value([o.seed for o in first]))}"
+    found = replace(finding, evidence=(*finding.evidence, seeds), fix=_SEED)
+    return found.relocated(first[0].seeded)
+
+
+_SEED = (
+    "Seed the construction of the model with the same number on every rank, and with seed + rank after it; or "
+    "broadcast the parameters from rank 0 before the first step."
+)
 
 
 def judge_ignored(changes: Changes) -> list[Finding]:
@@ -116,14 +144,28 @@ def replaced_after_sharding(names: Sequence[str], where: Location | None, *, lat
     )
 
 
+def _stepped_in_backward(finding: Finding, step: ModuleChanged) -> Finding:
+    return make_finding(
+        "DDP310",
+        finding.subjects,
+        f"A hook calls {step.how} while backward runs, before DDP has averaged the gradients: every rank steps by its "
+        "own.",
+        steps=finding.steps,
+        location=step.location,
+        related={"noticed": finding.location},
+        evidence=finding.evidence,
+        fix="Step after backward has returned, when the gradients are averaged; or have the hook leave the step to a "
+        "communication hook of DDP, after its all_reduce.",
+    )
+
+
 def _at_reduction(finding: Finding, calls: Sequence[ModuleChanged]) -> Finding:
     """At the last call that decides how these gradients are reduced; a finding on a hook may be on that by its name."""
-    theirs = [one for one in calls if one.what == "hook" or not set(one.names).isdisjoint(finding.subjects)]
+    theirs = [one for one in calls if one.what != "scale" or not set(one.names).isdisjoint(finding.subjects)]
     if not theirs:
         return finding
-    return replace(
-        finding, location=theirs[-1].location, evidence=(*finding.evidence, f"{theirs[-1].how} is called there")
-    )
+    found = replace(finding, evidence=(*finding.evidence, f"{theirs[-1].how} is called there"))
+    return found.relocated(theirs[-1].location)
 
 
 def _at_mode(finding: Finding, changes: Changes) -> Finding:

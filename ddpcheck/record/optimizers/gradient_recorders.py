@@ -7,6 +7,7 @@ in the events of a wrapper's loop, does not know of them.
 from __future__ import annotations
 
 import math
+import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,15 +23,16 @@ from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsLeft
 from ddpcheck.findings.evidence.script import GradientsClipped, GradientsZeroed
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import user_location
+from ddpcheck.findings.source_lines import user_location, variables_of
 from ddpcheck.gather.autograd.autograd_graph import walk_graph
 from ddpcheck.gather.autograd.exchanges import has_parts, part_of_gradient
 from ddpcheck.gather.ddp.optimizer_options import parameters_of
 from ddpcheck.gather.patching import patched
-from ddpcheck.gather.state.fingerprints import InRows, fingerprint, in_rows, version_of
+from ddpcheck.gather.state.fingerprints import InRows, fingerprint, in_rows, is_shard, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, has_gradient, norms
 from ddpcheck.record.recording import Recording
+from ddpcheck.record.replicas.program_state import names_of_parameters
 
 _WITH_NORM = "_clip_grads_with_norm_"  # private to torch; what clip_grad_norm_ calls, however it was imported
 _SAME = 1e-4
@@ -113,6 +115,16 @@ class ClipRecorder:
     def forget(self) -> None:
         """An optimizer is about to step: what comes now is no change on the way to it."""
         self._norms, self._last, self.follows = {}, ("", None), False
+
+
+def kinds_clipped(error: BaseException) -> list[list[str]]:
+    """The names of the parameters that `clip_grad_norm_` was given when it has raised: those of shards, then others."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    found = next((frame for frame in frames if frame.f_code.co_name == "clip_grad_norm_"), None)
+    given = None if found is None else variables_of(found).get("parameters")
+    trained = [p for p in given if p.grad is not None] if isinstance(given, list | tuple) else []
+    names = names_of_parameters({id(p) for p in trained}) if trained else {}
+    return [[names.get(id(p), "?").partition(".")[2] for p in trained if is_shard(p) is kind] for kind in (True, False)]
 
 
 def _norm_given(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:

@@ -17,6 +17,7 @@ from ddpcheck.findings.evidence.loop import ScheduleState
 from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import below_common, lines_of_program, user_frame, user_location
+from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.autograd.exchanges import is_part
 from ddpcheck.gather.autograd.gradient_hooks import hooks_on
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
@@ -162,6 +163,8 @@ class OptimizerRecorder:
         known.inside = True
         known.schedule = self._schedules.of(optimizer) if self._schedules.followed else None
         watches = self._watches_of(optimizer, known)
+        if watches and in_backward():
+            self._lines.note_step_in_backward(optimizer)
         if watches and inside:
             return
         if not known.is_settled:
@@ -205,6 +208,7 @@ class OptimizerRecorder:
         settled = not known.apart and not any(watch.has_unreduced for watch in watches)
         options = optimizer_options(optimizer, {})
         gradients = ([p.grad for p in some if p.grad is not None] for some in (alone.values(), self._held()))
+        scale, scale_at = self._lines.scale()
         every = {**whole, **alone}
         summed: dict[str, Location | None] = {}
         if self._sums:
@@ -265,6 +269,10 @@ class OptimizerRecorder:
             made_with=self._lines.rates_of(optimizer),
             reduced_at=self.given.largest,
             broadcast_at=self.given.before,
+            scale=scale,
+            scale_at=scale_at,
+            seed=self._lines.seeded[0],
+            seeded=self._lines.seeded[1],
             given=self.given.of(*gradients),
             parts_reduced=self._names_of([p for p in held if self.given.is_reduced(p)]),
             parts_reduced_at=self.given.of_a_part,

@@ -14,9 +14,11 @@ from torch.nn.modules import module as registration
 
 from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import user_location
+from ddpcheck.findings.source_lines import code_of, frames_from, user_location
+from ddpcheck.gather.ddp.optimizer_options import parameters_of
 from ddpcheck.gather.patching import CALLER, patched
 from ddpcheck.gather.state.fingerprints import digest_of
+from ddpcheck.record.data.constructions import seeded_at
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.recording import Recording
@@ -37,11 +39,19 @@ class LineRecorder:
         self._optimizers: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
         self._rates: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self._restored: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
+        self._scaler: Any = None
         self.made = 0
+        self.seeded: tuple[int, Location | None] = (0, None)
+        """The seed of torch's generator when the first parameter was registered, and the line that has set it."""
+        self._hooks: dict[Any, Location] = {}  # the line that registers a hook of a tensor, by its code
         patched(torch.optim.Optimizer, "__init__", self._optimizer_made)
         patched(torch.optim.Optimizer, "load_state_dict", self._optimizer_restored)
+        patched(torch.amp.GradScaler, "load_state_dict", self._optimizer_restored)
+        patched(torch.amp.GradScaler, "step", self._scaler_steps)
         patched(nn.Module, "load_state_dict", functools.partial(self._values_changed, "load_state_dict"))
         patched(nn.Module, "apply", functools.partial(self._values_changed, "apply"))
+        for name in ("register_hook", "register_post_accumulate_grad_hook"):
+            patched(torch.Tensor, name, self._tensor_hooked)
         patched(nn.Module, "eval", self._evaluates)  # not `train`, which calls itself for each child
         patched(nn.Module, "requires_grad_", self._thawed)
         patched(nn.Parameter, "requires_grad_", self._thawed)
@@ -86,6 +96,16 @@ class LineRecorder:
         if (where := user_location()) is not None:
             self._restored[optimizer] = where
 
+    def _scaler_steps(self, scaler: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
+        self._scaler = scaler if scaler.is_enabled() else None
+        yield
+        self._scaler = None
+
+    def scale(self) -> tuple[float, Location | None]:
+        """The scale of the GradScaler by which an optimizer steps, 0 without one; and the line that has loaded it."""
+        scaler = self._scaler
+        return (0.0, None) if scaler is None else (scaler.get_scale(), self._restored.get(scaler))
+
     def _values_changed(self, how: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
         if sys._getframe(CALLER).f_code is not _APPLY:  # which calls itself for each child
             self._note_parameters("values", how, module)
@@ -108,6 +128,20 @@ class LineRecorder:
             if watch.module is wrapper.module:
                 self._note(watch, "hook", "register_comm_hook", tuple(watch.parameters), user_location())
 
+    def _tensor_hooked(self, _tensor: torch.Tensor, hook: Any) -> None:
+        code = code_of(hook)
+        if code is not None and code not in self._hooks and (where := user_location()) is not None:
+            self._hooks[code] = where
+
+    def note_step_in_backward(self, optimizer: Any) -> None:
+        """An optimizer steps while a backward pass runs: DDP averages the gradients when that has ended."""
+        held = {id(p) for p in parameters_of(optimizer)}
+        hooks = (self._hooks.get(frame.f_code) for frame in frames_from(sys._getframe(1)))
+        where = next(filter(None, hooks), None) or user_location()
+        for watch in list(self._run.watches):
+            if not watch.is_sharded and (names := tuple(n for n, p in watch.module_parameters() if id(p) in held)):
+                self._note(watch, "stepped", f"{type(optimizer).__name__}.step", names, where)
+
     def _note_parameters(self, what: str, how: str, thing: Any) -> None:
         watches = list(self._run.watches)
         if not watches or len(self._seen) >= _MOST_CHANGES:
@@ -121,6 +155,7 @@ class LineRecorder:
                 self._note(watch, what, how, names, where)
 
     def _registered(self, module: nn.Module, name: str, _thing: Any) -> None:
+        self.seeded = self.seeded if self.seeded[0] else (torch.initial_seed() or 1, seeded_at("torch"))
         if len(self._seen) < _MOST_CHANGES:
             for watch in list(self._run.watches):
                 if (path := watch.path_of(module)) is not None:

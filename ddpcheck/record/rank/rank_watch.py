@@ -50,6 +50,7 @@ from ddpcheck.record.loss.gather_recorder import GatherRecorder
 from ddpcheck.record.loss.loss_recorder import LossRecorder
 from ddpcheck.record.loss.target_recorder import TargetRecorder
 from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.optimizers.gradient_recorders import kinds_clipped
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
 from ddpcheck.record.optimizers.part_recorder import PartRecorder
 from ddpcheck.record.optimizers.resume_recorder import ResumeRecorder
@@ -262,6 +263,7 @@ class _WatchedRank:
         if os.getpid() == self._process:
             self._has_raised = True
             reply = {**described(error, "", ""), "exception": None}  # the agent imports nothing of the script's
+            reply["clipped"] = kinds_clipped(error)
             self._log.add(RankRaised(reply))
             _tell_torchrun(f"{reply['type']}: {reply['text']}", reply["traceback"])
 

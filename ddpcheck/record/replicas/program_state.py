@@ -72,7 +72,7 @@ def tables_of_program() -> list[DerivedTable]:
     found: list[DerivedTable] = []
     for path, value, where in program_variables(depth=1):
         if table := _table(value):
-            found.append(DerivedTable(path, table, where))
+            found.append(DerivedTable(path, table, where and _line_of(path, where)))
         found += _places_in(path, value, where)
     return found
 

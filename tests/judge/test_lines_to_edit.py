@@ -1,0 +1,181 @@
+"""The location of a finding is the line that repairs it: what a script and its repaired twin do not share."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpcheck.findings.evidence.loop import ModuleChanged
+from ddpcheck.findings.evidence.modules import WrapperFacts
+from ddpcheck.findings.evidence.script import OptimizerStep
+from ddpcheck.findings.evidence.steps import PathEnd, StepEvidence
+from ddpcheck.findings.figures import PathStep
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import Names, make_finding
+from ddpcheck.judge.gradients.script_alone import judge_alone
+from ddpcheck.judge.gradients.script_clips import judge_scaled_by_hand, judge_step_gradients
+from ddpcheck.judge.parameters.missing_parameters import judge_parameters
+from ddpcheck.judge.replicas.script_changes import at_the_change, at_the_seed
+from tests.faultsuite.recorded_scripts import Run, report_on, runs
+from tests.faultsuite.scripts_page import SCRIPTS, expected_of
+
+NEAR = 3  # lines
+ELSEWHERE = {
+    "barrier_in_save": "the barrier, which is called in a branch of the caller's",
+    "best_by_rank": "the variable; what decides to copy is compared with a local loss",
+    "clamped_on_one_rank": "the write; its condition is computed three lines above",
+    "doubled_gradient": "the module: what hooks of its parameters do is not seen one by one",
+    "evaluates_on_rank_0": "the call that waits; the advice names the branch around the call of the function",
+    "inner_module": "the call; the twin assigns what is called",
+    "labels_from_set": "the step: its record is older than the line of a table",
+    "labels_in_dataset": "the loop over the loader, in which the table is seen",
+    "no_set_epoch": "the sampler, which set_epoch is to be called of",
+    "optimizer_on_rank_0": "the step: its record is older than the line that loads a state",
+    "own_normaliser": "the update of the statistics; the twin reduces before",
+    "recompiles_on_one_rank": "the call; the twin compiles for any size",
+    "resumed_in_other_order": "the sampler, which set_epoch is to be called of",
+    "same_augmentation": "the seed; the twin seeds once more",
+    "same_augmentation_in_workers": "the seed; the twin seeds once more",
+    "same_noise": "the seed; the twin seeds once more",
+    "sharded_other_method": "the method; the twin registers it",
+    "sharded_stale_optimizer": "the optimizer; the twin makes it anew later",
+    "sharded_statistics": "the layer; the twin averages its buffers before it saves",
+    "sharded_unequal_start": "the layer: its record is older than the line that seeds",
+    "sharded_unused_on_a_rank": "the layer: its record is older than the line of the branch",
+    "short_timeout": "what takes so long; the twin has a longer timeout",
+    "uneven_loader": "the loop; the twin cuts the samples",
+    "unused_head": "the layer: its record is older than the line of the choice",
+}
+"""Scripts whose finding is at another line than their twins change, each with the line that it is at."""
+
+
+def changed_by(script: Path) -> set[int]:
+    """The lines of the statements that ask whether the script is to be its twin."""
+    lines: set[int] = set()
+    for statement in ast.walk(ast.parse(script.read_text())):
+        if not isinstance(statement, ast.stmt):
+            continue
+        own = [part for part in ast.iter_child_nodes(statement) if not isinstance(part, ast.stmt | ast.excepthandler)]
+        parts = [node for part in own for node in ast.walk(part)]
+        if any(isinstance(node, ast.Name) and node.id == "FIXED" and isinstance(node.ctx, ast.Load) for node in parts):
+            ends = [statement.lineno, *(getattr(node, "end_lineno", None) or 0 for node in parts)]
+            last = (statement.end_lineno or 0) if isinstance(statement, ast.If) else max(ends)
+            lines.update(range(statement.lineno, last + 1))
+    return lines
+
+
+def distance(run: Run) -> int:
+    """Lines between the location of the expected finding and the nearest one that the twin changes."""
+    script = SCRIPTS / f"{run.stem}.py"
+    located = [one.location for one in report_on(run).findings if one.code == expected_of(script)["code"]]
+    lines = changed_by(script)
+    return min((abs(one.line - line) for one in located if one is not None for line in lines), default=1 << 20)
+
+
+def test_findings_of_scripts_are_at_lines_that_their_twins_change() -> None:
+    far = {run.stem for run in runs() if run.has_fault and distance(run) > NEAR}
+    assert far <= ELSEWHERE.keys(), far - ELSEWHERE.keys()
+
+
+# What was recorded beside the line at which it is noticed
+
+STEP, REDUCES, SENDS, MAKES, SEEDS, LOADS = (Location("train.py", line) for line in (30, 20, 10, 12, 5, 15))
+
+
+def step(count: int, rank: int, **more: Any) -> OptimizerStep:
+    plain = OptimizerStep(0, count, {"class": "SGD"}, STEP, made=MAKES, reduced_at=REDUCES, collectives=2 * count)
+    return replace(plain, **more)
+
+
+def steps(values: Any, gradients: Any, **more: Any) -> list[list[OptimizerStep]]:
+    """Three steps of two ranks: of the parameter "w", whose value and gradient are functions of step and rank."""
+    return [
+        [step(n, rank, alone={"w": values(n, rank)}, gradients={"w": gradients(n, rank)}, **more) for rank in (0, 1)]
+        for n in range(3)
+    ]
+
+
+def test_gradients_that_are_reduced_by_hand_are_told_at_the_reduction() -> None:
+    (found,) = judge_alone(steps(lambda n, rank: n * (rank + 1), lambda n, rank: (1.0, rank + n)), [], wrapped=False)
+    assert (found.code, found.location) == ("DDP501", REDUCES)
+    assert [*map(str, found.related)] == [f"optimizer steps at {STEP}"]
+    none = steps(lambda n, rank: n * (rank + 1), lambda n, rank: (1.0, rank + n), collectives=0)
+    (found,) = judge_alone(none, [], wrapped=False)
+    assert (found.code, found.location) == ("DDP501", MAKES)
+
+
+@pytest.mark.parametrize(("more", "where"), [({"broadcast_at": SENDS}, SENDS), ({}, MAKES)])
+def test_values_that_differ_from_the_start_are_told_at_the_broadcast(more: dict[str, Any], where: Location) -> None:
+    unequal = steps(lambda n, rank: 10 * n + rank + 1, lambda n, _: (1.0, n + 1.0), **more)
+    (found,) = judge_alone(unequal, [], wrapped=False)
+    assert (found.code, found.location) == ("DDP208", where)
+
+
+def test_values_that_differ_from_the_start_are_told_at_the_seed_if_that_differs() -> None:
+    finding = make_finding("DDP208", ("w",), "", location=STEP)
+    apart = [step(0, rank, seed=7 + rank, seeded=SEEDS) for rank in (0, 1)]
+    found = at_the_seed(finding, apart)
+    assert found.location == SEEDS and "rank 0: 7; rank 1: 8" in found.evidence[-1] and "Seed" in found.what_to_do
+    assert at_the_seed(finding, [replace(one, seed=7) for one in apart]) is finding
+    assert at_the_seed(finding, [replace(one, seeded=None) for one in apart]) is finding
+    assert at_the_seed(replace(finding, code="DDP306"), apart).location == STEP
+
+
+def test_gradients_that_differ_by_the_scale_of_a_scaler_are_told_at_the_line_that_loads_it() -> None:
+    of_ranks = [step(0, rank, held=("0/w",), averaged=True, norms={"0/w": 1.0 / (1 + 15 * rank)}) for rank in (0, 1)]
+    scaled = [replace(of_ranks[0], scale=64.0, scale_at=LOADS), replace(of_ranks[1], scale=1024.0)]
+    (found,) = judge_step_gradients([scaled])
+    assert (found.code, found.location) == ("DDP301", LOADS) and "rank 0: 64; rank 1: 1024" in found.evidence[-1]
+    assert "GradScaler" in found.what_to_do
+    (found,) = judge_step_gradients([[replace(one, scale=64.0) for one in of_ranks]])
+    assert found.location == REDUCES and "GradScaler" not in found.what_to_do
+
+
+def test_gradients_that_are_scaled_after_a_reduction_by_hand_are_told_there() -> None:
+    alone = {"v": 1, "w": 2}
+    of_ranks = [step(0, r, alone=alone, gradients=dict.fromkeys(alone, (1.0 + r, 2.0 + 2 * r))) for r in (0, 1)]
+    (found,) = judge_scaled_by_hand([of_ranks])
+    assert (found.code, found.location) == ("DDP301", REDUCES)
+
+
+def test_an_optimizer_that_a_hook_steps_in_backward_is_told_at_the_line_that_registers_the_hook() -> None:
+    finding = make_finding("DDP515", ("w",), "w was changed.", location=STEP, steps=(0,))
+    hooked = ModuleChanged(0, "stepped", "Adam.step", ("w",), LOADS)
+    found = at_the_change(finding, [[hooked], [hooked]], MAKES)
+    assert (found.code, found.location, found.steps) == ("DDP310", LOADS, (0,)) and "Adam.step" in found.message
+    assert at_the_change(finding, [[], []], MAKES).code == "DDP515"
+
+
+def missing(end: PathEnd, *ranks: int) -> list[Finding]:
+    names = Names(locations={"head.weight": MAKES})
+    states: list[dict[str, Any]] = [
+        {"head.weight": "missing" if rank in ranks else "contributes", "body.weight": "contributes"} for rank in (0, 1)
+    ]
+    return judge_parameters(
+        [StepEvidence(r, 0, states[r], {"head.weight": end}) for r in (0, 1)], WrapperFacts(), names
+    )
+
+
+def ends() -> Iterator[tuple[str, PathEnd, tuple[int, ...], Location]]:
+    line, region = Location("net.py", 40), Location("net.py", 38)
+    yield "DDP103", PathEnd("cut", "detach()", line, steps=(PathStep("linear()"),)), (0, 1), line
+    yield "DDP103", PathEnd("cut", "torch.no_grad()", line, no_grad_location=region), (0, 1), region
+    yield "DDP102", PathEnd("unreachable", "linear()", line), (0, 1), line
+    yield "DDP101", PathEnd("unused"), (0, 1), MAKES
+    yield "DDP101", PathEnd("unused", location=line), (0, 1), line
+    yield "DDP104", PathEnd("unused", location=line), (1,), line
+    yield "DDP104", PathEnd("unused"), (1,), MAKES
+
+
+@pytest.mark.parametrize(("code", "end", "ranks", "where"), ends())
+def test_a_parameter_that_is_missing_is_told_where_its_path_ends(
+    code: str, end: PathEnd, ranks: tuple[int, ...], where: Location
+) -> None:
+    (found,) = missing(end, *ranks)
+    assert (found.code, found.location) == (code, where)
+    assert [*map(str, found.related)] == ([f"parameter made at {MAKES}"] if where != MAKES else [])
