@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 EXPECT = {
     "code": "DDP101",
     "subjects": ["auxiliary.weight", "auxiliary.bias"],
-    "line": "self.auxiliary = nn.Linear(16, 1)",
+    "line": "self.auxiliary(features) if FIXED",
 }
 FIXED = "--fixed" in sys.argv
 

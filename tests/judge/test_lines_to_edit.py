@@ -32,7 +32,6 @@ ELSEWHERE = {
     "doubled_gradient": "the module: what hooks of its parameters do is not seen one by one",
     "evaluates_on_rank_0": "the call that waits; the advice names the branch around the call of the function",
     "inner_module": "the call; the twin assigns what is called",
-    "labels_from_set": "the step: its record is older than the line of a table",
     "labels_in_dataset": "the loop over the loader, in which the table is seen",
     "no_set_epoch": "the sampler, which set_epoch is to be called of",
     "optimizer_on_rank_0": "the step: its record is older than the line that loads a state",
@@ -45,11 +44,10 @@ ELSEWHERE = {
     "sharded_other_method": "the method; the twin registers it",
     "sharded_stale_optimizer": "the optimizer; the twin makes it anew later",
     "sharded_statistics": "the layer; the twin averages its buffers before it saves",
-    "sharded_unequal_start": "the layer: its record is older than the line that seeds",
-    "sharded_unused_on_a_rank": "the layer: its record is older than the line of the branch",
+    "sharded_unequal_start": "the layer: what shards are made under is not known there",
+    "sharded_unused_on_a_rank": "the layer: the forward pass of shards is not run again to find the branch",
     "short_timeout": "what takes so long; the twin has a longer timeout",
     "uneven_loader": "the loop; the twin cuts the samples",
-    "unused_head": "the layer: its record is older than the line of the choice",
 }
 """Scripts whose finding is at another line than their twins change, each with the line that it is at."""
 
