@@ -272,7 +272,7 @@ def test_the_line_of_a_finding_on_data_is_the_one_to_change() -> None:
 
     def line(*indices: Sequence[int], **more: Any) -> Location | None:
         (finding,) = judge_loaders([[epoch(part, made=made, split=split, seeded=seeded, **more)] for part in indices])
-        assert [str(one) for one in finding.related] == [f"loop over the loader at {LINE}"]
+        assert str(finding.related[0]) == f"loop over the loader at {LINE}"
         return finding.location
 
     assert line(EVEN, EVEN) == made

@@ -243,7 +243,7 @@ def test_the_order_of_every_epoch_is_told_at_the_head_of_its_loop() -> None:
     assert found(*[twice(told=LINE)] * 2) == [("DDP506", LINE)]  # with the same epoch
     assert found(*[twice(has_epoch=False)] * 2) == [("DDP506", MADE)]
     (finding,) = judge_loaders([twice(), twice()])
-    assert finding.evidence[-2:] == (f"the loop over the loader is at {LINE}", f"RandomSampler is made at {MADE}")
+    assert [*map(str, finding.related)] == [f"loop over the loader at {LINE}", f"RandomSampler made at {MADE}"]
 
 
 @pytest.mark.parametrize(
