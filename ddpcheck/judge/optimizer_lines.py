@@ -93,7 +93,8 @@ def judge_all_of_optimizers(facts: ScriptFacts) -> Verdicts:
     of_shards = "options and pace, and scale of the shards' gradients,"
     compared = of_shards if facts.shards else "options, state and gradients"
     what = f"{compared} of {counted(len(known), 'optimizer')}, in {counted(steps, 'step')}" if steps else ""
-    differ = sum(bool(differing([of.norms for of in of_ranks])) for one in known for of_ranks in one.steps)
+    together = [of_ranks for one in known for of_ranks in one.steps if all(of.reductions >= 0 for of in of_ranks)]
+    differ = sum(bool(differing([of.norms for of in of_ranks])) for of_ranks in together)
     lacking = f"gradients differ between ranks in {differ} of them" if differ else facts.why_unwatched
     return {"optimizers": Verdict(found, what, lacking)}
 
