@@ -178,6 +178,7 @@ modules it is told if they multiply by a factor of the rank's own, the same one 
 hook of a parameter makes while backward runs is reported, at the line that registers the hook, if parameters differ
 between the ranks after it.
 ignore: If each rank is to clip its own gradients, as some private or robust training does.
+explains: DDP302 if same subjects
 example:
 for p in model.parameters():
     p.register_hook(lambda g: g.clamp(-1, 1))   # right: clip_grad_norm_(model.parameters(), 1.0) after backward
