@@ -186,16 +186,13 @@ class HangWatch:
 
     def _tell_why_it_ends(self, living: Collection[int]) -> None:
         """Say why the script is ended, before its launcher says that it was sent a signal."""
-        if self._tell is None:
-            return
         why = "all ranks wait for each other"
         if self.unended is not None:
             why = f"{format_ranks(living)} {agreeing('has', [*living])} run to the end of the script, and not ended"
-        elif self.hang is not None and self.hang.joining:
-            why = "the ranks wait in init_process_group, and do not meet"
         elif len(living) == 1:
             why = f"{format_ranks(living)} waits for a rank that does not come"
-        self._tell(f"{why}; ending the script")
+        if self._tell is not None:
+            self._tell(f"{why}; ending the script")
 
     def _cannot_get_on(
         self, ranks: dict[int, int], facts: dict[int, RankFacts], seconds: float, are_all_here: bool

@@ -121,12 +121,23 @@ def finishes():
 
 def keeps_copies():
     for step in range(40):
+        if enough(step):
+            break
         model(x).backward()
         if good(x):
             break
         if step % 4 == 0:
             dist.barrier()
     dist.all_reduce(x)
+
+def asks_first():
+    for step in range(40):
+        if enough(step):
+            break
+        dist.all_reduce(x)
+        if noisy(x):
+            dist.barrier()
+    dist.broadcast(x)
 
 def patient():
     while patience < 2:
@@ -148,6 +159,13 @@ def streams():
         if tired():
             break
     dist.barrier()
+
+def rounds():
+    for client in range(3):
+        for x in clients[client]:
+            dist.all_reduce(x)
+        for p in parameters:
+            dist.broadcast(p)
 
 def numbered():
     for part in parts:
@@ -290,6 +308,13 @@ def test_a_branch_below_the_break_by_which_a_rank_has_left_is_not_the_place() ->
     assert finding.location == Location("train.py", line + 2) and "`break`" in finding.message
 
 
+def test_a_break_above_the_last_common_call_is_left_by_in_the_next_pass() -> None:
+    line = line_of("dist.barrier", "asks_first")
+    same = [call("r", line - 2), call("|", line), *[call("r", line - 2)] * 4]
+    finding = only(judge([*same, call("|", line)], [*same, call("c", line + 1)]))
+    assert (finding.code, finding.location) == ("DDP403", Location("train.py", line - 1))
+
+
 def test_the_outermost_loop_that_a_rank_alone_has_left_is_the_place() -> None:
     line = line_of("model", "patient")
     passed = backward(1, line=line, at=line)
@@ -307,6 +332,13 @@ def test_how_often_an_inner_loop_has_run_tells_which_one_a_rank_has_left(in_last
     finding = only(judge(*ranks))
     assert (finding.code, finding.ranks) == ("DDP405", (1,))
     assert finding.location == Location("train.py", line - (1 if in_last else 2))
+
+
+def test_a_loop_that_is_begun_anew_is_not_one_that_the_other_rank_has_left() -> None:
+    line = line_of("all_reduce", "rounds")
+    first, second = call("r", line), call("c", line + 2)
+    finding = only(judge([first, second, first, first], [first, second, first, second]))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP405", (1,), Location("train.py", line - 1))
 
 
 def test_the_loop_of_a_generator_is_not_the_place_if_its_consumer_has_stopped() -> None:

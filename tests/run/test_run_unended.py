@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from ddpcheck.findings.evidence import Entry
-from ddpcheck.findings.evidence.endings import Joining
 from ddpcheck.findings.stacks import has_no_python_left
 from ddpcheck.run import hang_watch, living_ranks
 from ddpcheck.run.ending import Ending
@@ -288,7 +287,6 @@ def test_a_thread_that_uses_the_group_of_the_main_thread(own: bool, tmp_path: Pa
     [
         (Hang(3.0, {}), (0, 1), "all ranks wait for each other"),
         (Hang(3.0, {}), (1,), "rank 1 waits for a rank that does not come"),
-        (Hang(3.0, {}, (Joining(7, 0, 2, "here", ""),)), (0,), "the ranks wait in init_process_group, and do not meet"),
         (Unended(3.0, (0, 1)), (0, 1), "ranks 0 and 1 have run to the end of the script, and not ended"),
     ],
 )

@@ -59,8 +59,8 @@ class EndingFacts:
         return any(block in self.around(lines, block.kind) for lines in {lines_of(call) for call in rank.calls})
 
     def has_left(self, side: Position, loop: Block) -> bool:
-        """Whether a rank was in a loop before it and another one parted; what it called there since tells nothing."""
-        return any(loop in self.around(lines, loop.kind) for lines in {lines_of(call) for call in side.before})
+        """Whether a rank was in a loop when it and another one have made the last call together."""
+        return bool(side.before) and loop in self.loops(lines_of(side.before[-1]))
 
     def now(self, rank: RankAtEnd) -> tuple[str, ...]:
         """Where a rank stands."""
@@ -217,14 +217,15 @@ def _loops_around(facts: EndingFacts, at: Position, block: Block) -> list[Block]
 def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stays: Position, leaves: Position) -> bool:
     """Whether the other rank has left out what this one is in, in the same pass of a loop, and not left the loop.
 
-    It may have left the loop before that: by an exit that stands above what this one is in.
+    It may have left the loop before that: by an exit between the last common call and what this one is in.
     """
     before = lines_of(stays.before[-1]) if stays.before else ()
     if loop in facts.loops(leaves.lines):
         return _comes_first(stays.lines, leaves.lines, before) and _is_anew(facts, stays, leaves)
     was_in_it = loop in facts.loops(before)
     exits = exits_of(facts, loop, leaves, stays)
-    if was_in_it and any((line, word) not in loop.exits or line < block.line for line, word in exits):
+    start = next((split_line(line)[1] for line in before if loop in facts.blocks.get(line, ())), 0)
+    if was_in_it and any((line, word) not in loop.exits or start < line < block.line for line, word in exits):
         return False
     if was_in_it and _comes_first(before, stays.lines, ()):  # so it has begun this pass
         return True
@@ -263,9 +264,6 @@ def _is_anew(facts: EndingFacts, stays: Position, leaves: Position) -> bool:
     if last is not None and now is not None and 0 <= last.loader == now.loader:
         return now.batch[0] > last.batch[0]
     runs = runs_of(facts, inner[0], leaves.before)
-    if inner[0].times is not None and inner[0].times > 0 and not leaves.of.earlier and len(inner) == 1:
-        made = [call for call in leaves.before[-runs[-1] :] if lines_of(call) == before]
-        return len(made) % inner[0].times == 0
     return len(runs) > 1 and runs[-1] % min(runs[:-1]) == 0  # as many as in passes before
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.script import LoaderPass
@@ -120,7 +120,6 @@ def explain_by_loop(facts: EndingFacts, left: Position, stays: Position) -> list
     loops = loops_left(facts, left, stays)
     if not loops or not (_is_same_pass(left.of, stays.of, loops[-1]) or not own_branches(facts, left, stays)):
         return []
-    loops = [loop for loop in loops if not _is_later_pass(left.of, stays.of, loop)] or loops
     places = [loop for loop, inner in itertools.pairwise(loops) if _may_be_left(facts, loop, inner, left, stays)]
     return _left(facts, (places or loops[-1:])[0], left, stays)
 
@@ -138,18 +137,9 @@ def _may_be_left(facts: EndingFacts, loop: Block, inner: Block, left: Position, 
 
 def _is_same_pass(left: RankAtEnd, stays: RankAtEnd, loop: Block) -> bool:
     """Whether a rank is still in the pass over a loader that was the last one of another rank in this loop."""
-    return any(not m.exhausted and (m.loader, m.number) == (t.loader, t.number) for m, t in _last(left, stays, loop))
-
-
-def _is_later_pass(left: RankAtEnd, stays: RankAtEnd, loop: Block) -> bool:
-    """Whether another rank has ended its last pass in this loop, and this one is in a later pass over the loader."""
-    return any(t.exhausted and m.loader == t.loader and m.number > t.number for m, t in _last(left, stays, loop))
-
-
-def _last(left: RankAtEnd, stays: RankAtEnd, loop: Block) -> Iterator[tuple[LoaderPass, LoaderPass]]:
-    """The last pass over a loader in this loop, of both ranks; nothing where one has none."""
     mine, theirs = ([one for one in rank.passes if str(one.location) == loop.head][-1:] for rank in (stays, left))
-    return zip(mine, theirs, strict=False)
+    pairs = zip(mine, theirs, strict=False)
+    return any(not m.exhausted and (m.loader, m.number) == (t.loader, t.number) for m, t in pairs)
 
 
 def _made(rank: RankAtEnd, call: Call) -> int:
@@ -181,7 +171,6 @@ def _left(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> l
         if rank is left.of
         or (
             loop not in facts.loops(facts.now(rank))
-            and facts.has_been_in(rank, loop)
             and _made(rank, stays.call) < most  # one that has caught the failure of its last call is out, too
         )
     ]
