@@ -35,4 +35,4 @@ def test_a_wrong_mean_shows_its_values(session: Session) -> None:
 def test_the_rank_that_fails_alone_is_named_and_the_other_is_one_line(session: Session) -> None:
     text = session["test_a_rank_that_fails_alone"].text
     assert text.startswith("rank 1: AssertionError") and "{'test': 9} != {'test': 10}" in text
-    assert "rank 0 waits in barrier at examples/pytest/test_metric_broken.py" in text
+    assert "rank 0 waits in barrier() at examples/pytest/test_metric_broken.py" in text
