@@ -86,7 +86,8 @@ def judge_interleaving(ranks: Sequence[RankAtEnd]) -> list[Finding]:
             if any(one != max(made, key=len)[: len(one)] for one in made):
                 break  # this thread has called something else on a rank
         else:
-            at, calls = first_mismatch(logs) or (0, next((by_rank[rank.rank] for rank in ranks if rank.in_threads), []))
+            last = next((tuple(by_rank[rank.rank]) for rank in ranks if rank.in_threads), ())
+            at, calls = first_mismatch(logs) or (0, last)
             two = list({call.thread: call for call in calls if call is not None}.values())[-2:]
             if len(two) == 2 and all({_what(call) for call in log[at:]} >= set(map(_what, two)) for log in logs):
                 return _of_interleaving(ranks, *sorted(two, key=lambda call: call.thread))
