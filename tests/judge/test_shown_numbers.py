@@ -162,3 +162,11 @@ def test_what_one_rank_evaluates_alone_is_right_if_it_is_all(whole: bool, lackin
     own = counted(51.37)
     samples = 200 if whole else 100
     assert bool(said(own, [[prints(f"{51.37 / samples:.5f}")], []], indices=indices)[1][1]) == lacking
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 1e308])
+def test_numbers_that_are_not_finite_or_are_huge_are_no_error(odd: float) -> None:
+    rows = {"evaluate.scores": (odd, *([0.5] * 99)), "evaluate.labels": (1.0, *([0.0] * 99))}
+    held = [[{"rows": rows, "numbers": {"evaluate.total": 1e308}}] for _ in SHARES]
+    findings, (traced, lacking) = said(held, [[prints("0.4711")], []], exchanged(1e308, 1e308))
+    assert not findings and not traced and "0.4711" in lacking

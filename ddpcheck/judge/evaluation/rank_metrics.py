@@ -68,6 +68,8 @@ def rank_metrics(of_ranks: Sequence[Evaluated]) -> list[RankMetric]:
 
 def bits_of(number: float) -> float:
     """How many bits of information a number has: an integer, as many as it needs."""
+    if not math.isfinite(number):
+        return 0.0
     if is_close(number, round(number)):
         return math.log2(1 + abs(number))
     return _DIGIT_BITS * significant_digits(f"{number:.6g}")
@@ -159,7 +161,7 @@ def _of_rows(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
 def _of_pairs(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
     """The metrics of what was predicted and its label or target, by name."""
     classes = sorted({number for pair in pairs for number in pair})
-    if len(classes) <= _MOST_CLASSES and all(number == int(number) >= 0 for number in classes):
+    if len(classes) <= _MOST_CLASSES and all(number >= 0 == number % 1 for number in classes):
         place = {number: n for n, number in enumerate(classes)}
         table = [0.0] * len(classes) ** 2
         for predicted, label in pairs:
