@@ -162,7 +162,10 @@ def run_live(arguments: argparse.Namespace) -> int:
     """Show the report on a run that goes on; 4 for ranks that wait for each other."""
     from ddpcheck.run.script_report import report_on_run, the_run
 
-    report, code = _show(arguments, report_on_run, the_run(arguments.folder))
+    try:
+        report, code = _show(arguments, report_on_run, the_run(arguments.folder))
+    except OSError as error:
+        raise UsageError(f"cannot read {error.filename}: {reason_of(error)}") from error
     return EXIT_HANG if report.checks[0].status == "error" else code
 
 

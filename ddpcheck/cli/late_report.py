@@ -25,6 +25,7 @@ from ddpcheck.run.check_options import examine
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import HangWatch
 from ddpcheck.run.living_ranks import lives
+from ddpcheck.run.run_folder import holding
 from ddpcheck.run.run_record import prepare
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.rank_log import read_logs
@@ -45,7 +46,8 @@ def main() -> None:
         complain(f"{error}; nothing is suppressed or known")
     watch = HangWatch(folder, given.check_timeout, lambda: _end(folder))
     try:
-        _wait(folder, launcher)
+        with holding(folder):
+            _wait(folder, launcher)
         watch.stop()
         with report_output(given) as output:
             script = shlex.join([given.script, *given.arguments])

@@ -17,6 +17,7 @@ from ddpcheck.findings.errors import EXIT_USAGE, DdpcheckError, UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.tracebacks import BUG, fold_traceback
+from ddpcheck.findings.wording import printable
 from ddpcheck.render import FORMATS, Medium, format_for, renderer_for
 
 if TYPE_CHECKING:
@@ -169,6 +170,9 @@ def complain_of(error: Exception) -> int:
     if isinstance(error, DdpcheckError):
         complain(str(error), error.detail)
         return error.exit_code
+    if isinstance(error, MemoryError):
+        complain("there is not enough memory for this; give ddpcheck less at a time, or more memory")
+        return EXIT_USAGE
     complain(f"{named(error)}; {BUG}: please report it with the traceback that --debug shows")
     return EXIT_USAGE
 
@@ -181,7 +185,8 @@ def named(error: Exception) -> str:
 def _tell(sentence: str, more: str = "") -> None:
     """Print to standard error; in a log a sentence is one line."""
     medium = Medium.of(sys.stderr)
-    text = wrapped(sentence, medium.width if medium.interactive else None) + (f"\n{more}" if more else "")
+    text = wrapped(printable(sentence, "\n"), medium.width if medium.interactive else None)
+    text += f"\n{printable(more, chr(10))}" if more else ""
     print_error(medium.fitted(text))
 
 

@@ -33,6 +33,7 @@ from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import Hang, HangWatch, Unended, end_agent
 from ddpcheck.run.meeting_watch import unmet
 from ddpcheck.run.node_link import NodeLink
+from ddpcheck.run.run_folder import holding
 from ddpcheck.run.run_record import prepare, write_flight_records
 from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, last_restart, rank_processes, read_logs
 from ddpcheck.worlds.failures import has_lost_another
@@ -193,7 +194,7 @@ def run_script(arguments: argparse.Namespace) -> int:
     if given.check_flight_recorder is not None:
         prepare(Path(given.check_flight_recorder))
     made = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
-    with made as folder, report_output(given) as output:
+    with made as folder, holding(Path(folder)), report_output(given) as output:
         Path(folder, SCRIPT).write_text(shlex.join(script))
         os.environ.update(environment_for(RunOptions(folder, given.check_every), os.environ))
         nodes = NodeLink(Path(folder))

@@ -6,12 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ddpcheck.cli.output import ReportOutput, print_out, reason_of
 from ddpcheck.findings.difference import ReportDifference, compare_reports
 from ddpcheck.findings.errors import EXIT_CLEAN, UsageError
+from ddpcheck.findings.files import MOST_BYTES, read_file, within
 from ddpcheck.findings.from_json import parse
 from ddpcheck.findings.json_schema import literal, schema_of
 from ddpcheck.findings.report import Report, Status
@@ -41,7 +41,10 @@ def load_saved(path: str) -> Report | Matrix:
     if path == "-" and sys.stdin is None:
         raise UsageError("cannot read standard input: it is closed")
     try:
-        text = sys.stdin.read() if path == "-" else unpacked(Path(path).read_bytes()).decode("utf-8-sig")
+        if path == "-":
+            text = within(sys.stdin.read(MOST_BYTES + 1))
+        else:
+            text = unpacked(read_file(path)).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {name}: {reason_of(error)}") from error
     try:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 import sys
-import tokenize
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ddpcheck.findings.files import read_source
 from ddpcheck.findings.from_json import added
 
 
@@ -30,7 +30,7 @@ class Location:
     def parse(cls, text: str) -> Location | None:
         """The location that prints as `text`; None where it is not one."""
         path, _, line = text.rpartition(":")
-        return cls(path, int(line)) if path and line.isdigit() else None
+        return cls(path, int(line)) if path and line.isdecimal() and len(line) < 10 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +222,7 @@ def _is_file(path: Path) -> bool:
 
 def _excerpt(place: Location, path: Path) -> SourceExcerpt | None:
     try:
-        with tokenize.open(path) as file:
-            lines = file.read().splitlines()
+        lines = read_source(path).splitlines()
     except (OSError, SyntaxError, ValueError):  # ValueError: no text, or no name of a file
         return None
     if not 0 < place.line <= len(lines):

@@ -14,6 +14,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_type_hints
 
 import msgspec
 
+from ddpcheck.findings.files import read_source
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import computed_for, file_of_class, is_user_file, parsed_source, relative_path
@@ -169,7 +170,7 @@ def _selects(node: ast.AST, use: ast.expr) -> bool:
 @functools.cache
 def _blocks(file: Path) -> tuple[Block, ...]:
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = ast.parse(read_source(file))
     except (OSError, ValueError, SyntaxError):
         return ()
     nodes = [*ast.walk(tree)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import re
 from collections.abc import Sequence
@@ -10,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.files import read_source
 from ddpcheck.findings.source_lines import is_of_program, is_user_file, relative_path
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<name>.*)')  # faulthandler's, and ours
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>[0-9]{1,9}|\?\?\?),? in (?P<name>.*)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def _threads(dump: str) -> list[str]:
 
 def _frames(block: str) -> tuple[Frame, ...]:
     return tuple(
-        Frame(match["file"], int(match["line"]) if match["line"].isdigit() else 0, match["name"])
+        Frame(match["file"], int(match["line"]) if match["line"] != "???" else 0, match["name"])
         for match in map(_FRAME.match, block.splitlines())
         if match
     )
@@ -208,7 +208,11 @@ def waits_for_result(frames: Sequence[Frame]) -> bool:
 
     C++ leaves no frame for these calls, so that the text of the line has to tell; False where it is not here.
     """
-    return bool(frames) and bool(_BLOCKING.search(linecache.getline(frames[0].file, frames[0].line)))
+    try:
+        line = ["", *read_source(frames[0].file).splitlines()][frames[0].line]
+    except (OSError, SyntaxError, ValueError, IndexError):
+        return False
+    return bool(_BLOCKING.search(line))
 
 
 def is_waiting(failure: RankFailure) -> bool:

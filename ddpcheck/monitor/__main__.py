@@ -14,13 +14,12 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 from ddpcheck.findings.errors import EXIT_USAGE, ConfigError, UsageError
 from ddpcheck.record.rank.environment import RunOptions, environment_for
 from ddpcheck.run.check_options import add_check_options, examine, split_at_script
-from ddpcheck.stream.rank_log import FOLDER, SCRIPT
+from ddpcheck.run.run_folder import shared_folder, started_at
+from ddpcheck.stream.rank_log import SCRIPT
 
 _REPORTER = "ddpcheck.cli.late_report"
 
@@ -40,8 +39,7 @@ def main() -> int:
     given = parser.parse_args([*options, *script[:1]])
     given.arguments = script[1:]
     examine(given)
-    folder = Path(tempfile.gettempdir()) / f"{FOLDER}{os.getuid()}-{_launcher()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = shared_folder(f"{os.getuid()}-{os.getppid()}-{started_at(os.getppid())}")
     (folder / f"{os.getpid()}.pid").touch()
     script = [*(["-m"] if given.module else []), *script]
     try:
@@ -65,16 +63,6 @@ def _leave_behind(command: list[str]) -> None:
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-
-
-def _launcher() -> str:
-    """Names the process that has started the ranks of this machine, and no other one that had its number before."""
-    parent = os.getppid()
-    try:
-        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:  # on another system than Linux
-        began = "0"
-    return f"{parent}-{began}"
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Medium:
         environ = os.environ if environ is None else environ
         terminal = stream is not None and stream.isatty()
         width = environ.get("COLUMNS", "")
-        columns = max(int(width), 40) if width.isdecimal() and int(width) else None
+        columns = max(int(width), 40) if width.isdecimal() and len(width) < 6 and int(width) else None
         if columns is None and terminal:
             columns = max(shutil.get_terminal_size().columns, 40)
         colour = (terminal and environ.get("TERM") != "dumb") or bool(environ.get("FORCE_COLOR"))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpcheck.findings.errors import ConfigError, UsageError, WrongTypeError
+from ddpcheck.findings.files import read_file
 from ddpcheck.findings.rules import matching_rules
 from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.findings.selection import Suppression
@@ -21,6 +22,7 @@ from ddpcheck.findings.wording import suggestion
 ENVIRONMENT_PREFIX = "DDPCHECK_"
 _OF_ONE_COMMAND = frozenset({"output", "matrix", "repro", "detail", "debug", "baseline"})
 TABLE = "[tool.ddpcheck]"
+_MOST_SETTINGS = 1 << 24  # bytes of the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +122,12 @@ def _near(field: str) -> str:
 
 
 def _from_pyproject(start: Path) -> dict[str, Any]:
-    path = next(
-        (f for folder in (start, *start.absolute().parents) if (f := folder / "pyproject.toml").is_file()), None
-    )
+    path = next((f for folder in (start, *start.absolute().parents) if (f := folder / "pyproject.toml").exists()), None)
     if path is None:
         return {}
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("ddpcheck", {})
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        table = tomllib.loads(read_file(path, _MOST_SETTINGS).decode()).get("tool", {}).get("ddpcheck", {})
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no TOML, or a number of thousands of digits
         raise ConfigError(f"cannot read {_shown(path)}: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{_shown(path)}: tool.ddpcheck must be a table")
@@ -163,7 +163,7 @@ def _parse(field: str, value: Any, origin: str, error: type[UsageError | ConfigE
 def _number(kind: type[int | float], expected: str, holds: Callable[[float], bool]) -> Callable[[Any], Any]:
     def parse(value: Any) -> int | float:
         if isinstance(value, kind | int | str) and not isinstance(value, bool):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, OverflowError):
                 if holds(number := kind(value)):
                     return number
         raise ValueError(expected)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ddpcheck.findings.files import read_file
 from ddpcheck.findings.stacks import BACKWARD, Frame, pickles, region_of, waits_for_others, waits_for_result
 from ddpcheck.record.rank.environment import STACK_SIGNAL
 from ddpcheck.stream.held_file import HEAD_SIZE, is_held, is_inside
@@ -68,7 +69,7 @@ class LivingRanks:
 
     def joined(self) -> tuple[dict[int, int], int]:
         """The processes of the ranks of the last start that have joined the process group, and its size."""
-        sizes = [int(path.stem.split("-")[2]) for path in self._folder.glob("*.log")]
+        sizes = [int(path.stem.split("-")[2]) for path in self._folder.glob("*-*-*-*.log")]
         return rank_processes(self._folder), max(sizes, default=1)
 
     def facts(
@@ -96,8 +97,7 @@ class LivingRanks:
             if path.suffix == ".log":
                 found[path.name] = str(path.stat().st_size).encode()
             elif path.suffix in (".steps", ".batches", ".calls"):
-                with path.open("rb") as file:
-                    found[path.name] = file.read(HEAD_SIZE if path.suffix == ".calls" else 256)
+                found[path.name] = read_file(path, HEAD_SIZE if path.suffix == ".calls" else 256, head=True)
         return found
 
     def stacks(self, ranks: dict[int, int]) -> dict[int, str]:
@@ -111,7 +111,7 @@ class LivingRanks:
         while time.monotonic() < deadline and not all(files[rank].stat().st_size for rank in asked):
             time.sleep(0.01)
         time.sleep(0.05)  # for the last lines
-        stacks = {rank: files[rank].read_text("utf-8", "replace") for rank in asked}
+        stacks = {rank: read_file(files[rank]).decode("utf-8", "replace") for rank in asked}
         return {rank: _NO_INTERPRETER for rank, pid in ranks.items() if not _catches_signal(pid)} | stacks
 
 

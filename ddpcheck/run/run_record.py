@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-import gzip
 import importlib.util
 import itertools
 import json
@@ -27,6 +26,8 @@ import sysconfig
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
+from gzip import GzipFile, compress
+from io import BytesIO
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -36,6 +37,7 @@ from ddpcheck import __version__
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.endings import DEFAULT_GROUP
 from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.files import MOST_BYTES, MOST_RANKS, within
 from ddpcheck.findings.program_blocks import ProgramSource
 from ddpcheck.findings.report import Location, Report
 from ddpcheck.report.hang.flight_recorder import CALL_KEY, DTYPES
@@ -154,7 +156,7 @@ def write_record(
         "ranks": [_fields_of(rank) for rank in ranks],
     }
     text = json.dumps(Pseudonyms().replaced(left), default=lambda data: b64encode(data).decode())
-    path.write_bytes(gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode())
+    path.write_bytes(compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode())
     return judge_record(text)
 
 
@@ -162,10 +164,10 @@ def unpacked(data: bytes) -> bytes:
     """What a file of gzip holds; another file as it is.
 
     Raises:
-        OSError: It is cut off, or damaged.
+        OSError: It is cut off, damaged, or too large.
     """
     try:
-        return gzip.decompress(data) if data.startswith(_PACKED) else data
+        return within(GzipFile(fileobj=BytesIO(data)).read(MOST_BYTES + 1)) if data.startswith(_PACKED) else data
     except (EOFError, zlib.error) as error:
         raise OSError(str(error)) from error
 
@@ -181,13 +183,13 @@ def judge_record(text: str) -> Report:
     Raises:
         ValueError: It is no whole run, or one that another version has written.
     """
-    data = here(json.loads(text))
     try:
+        data = here(json.loads(text))
         ending = msgspec.convert(data["ending"], Ending, str_keys=True)
         ranks = [_rank_of(fields) for fields in data["ranks"]]
         source = ProgramSource(data["source"])
         return report_on_script(str(data["script"]), ending, ranks, select=(), ignore=(), source=source)
-    except (KeyError, TypeError, ValueError, AttributeError, msgspec.ValidationError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is no whole run, or that of another version: {error}") from error
 
 
@@ -200,6 +202,8 @@ def _fields_of(rank: WatchedRank) -> dict[str, Any]:
 
 def _rank_of(fields: dict[str, Any]) -> WatchedRank:
     """The inverse; entries that this version cannot read are counted."""
+    if not 0 <= fields["started"]["rank"] < fields["started"]["world_size"] <= MOST_RANKS:
+        raise ValueError("the rank of a log is none")
     hints = get_type_hints(WatchedRank)
     known = {name: value for name, value in fields.items() if name in hints and name != "entries"}
     rank = {name: msgspec.convert(value, hints[name], str_keys=True) for name, value in known.items()}
@@ -238,7 +242,8 @@ def write_flight_records(folder: Path, ranks: Sequence[WatchedRank], ending: End
     for rank, log in zip(ranks, comparable_logs(ranks), strict=True):
         number = rank.started.rank
         dump = _dump(log, rank.started.world_size, rank.started.backend, is_open=number in open_ones)
-        (folder / f"rank_{number}").write_bytes(pickle.dumps(dump, protocol=2))
+        with (folder / f"rank_{number}").open("xb") as file:  # a link that somebody has put there leads elsewhere
+            pickle.dump(dump, file, protocol=2)
 
 
 def _dump(log: Sequence[Call], world_size: int, backend: str, *, is_open: bool) -> dict[str, Any]:

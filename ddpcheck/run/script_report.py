@@ -7,7 +7,6 @@ writes its stack into a file of the run's folder, as it does when the run is wat
 from __future__ import annotations
 
 import getpass
-import os
 import signal
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 from ddpcheck import __version__
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.script import FileUsed
+from ddpcheck.findings.files import is_own_folder
 from ddpcheck.findings.program_blocks import ProgramSource
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
 from ddpcheck.findings.selection import Suppression, is_any_selected, sort_out
@@ -35,6 +35,7 @@ from ddpcheck.judge.wrapper_lines import not_here
 from ddpcheck.run.ending import Ending, call_of_ddp, failures_of, judge_ending, timelines_of
 from ddpcheck.run.hang_watch import Hang, Unended
 from ddpcheck.run.living_ranks import LivingRanks, used
+from ddpcheck.run.run_folder import own_folders
 from ddpcheck.stream.entries import SCHEMA, NotCompared, WatchingFailed
 from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, read_logs
 from ddpcheck.worlds import failures
@@ -279,7 +280,7 @@ def the_run(given: str | None) -> Path:
     if sys.platform != "linux":
         raise UsageError("ddpcheck live looks at processes by /proc, which only Linux has")
     if given is not None:
-        if not (Path(given) / SCRIPT).is_file():
+        if not is_own_folder(Path(given)) or not (Path(given) / SCRIPT).is_file():
             raise UsageError(f"{given} is no folder of a run that goes on")
         return Path(given)
     found = list(_runs())
@@ -293,6 +294,4 @@ def the_run(given: str | None) -> Path:
 
 
 def _runs() -> Iterator[Path]:
-    for path in sorted(Path(tempfile.gettempdir()).glob(f"{FOLDER}*")):
-        if path.stat().st_uid == os.getuid() and (path / SCRIPT).exists() and LivingRanks(path).living()[0]:
-            yield path
+    return (path for path in own_folders() if (path / SCRIPT).exists() and LivingRanks(path).living()[0])

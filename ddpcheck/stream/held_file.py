@@ -17,6 +17,7 @@ from typing import Protocol
 
 from ddpcheck.findings.evidence.endings import PeerWait
 from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.files import read_file
 
 _HIGH = (4032, 960, 192)  # the numbers from which a descriptor is taken, as far as the limit of the process allows
 _FLAGS = os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
@@ -131,7 +132,7 @@ class Counters:
 
 def read_counters(path: Path) -> tuple[list[tuple[int, int]], int]:
     """The pairs by place, and the number of the error, 0 without one; zeros where the file is not there."""
-    data = path.read_bytes() if path.exists() else b""
+    data = read_file(path, (_PLACES + 1) * _PAIR.size) if path.exists() else b""
     *pairs, (error, _) = _PAIR.iter_unpack(data.ljust((_PLACES + 1) * _PAIR.size, b"\0"))
     return pairs, error
 
@@ -188,14 +189,13 @@ class CallRing:
 
 def read_wait(path: Path) -> PeerWait | None:
     """What a rank waits for in a point-to-point call; `None` where it does not."""
-    words = path.read_bytes()[_WAIT:].rstrip(b"\0").decode("utf-8", "replace").split(_SEPARATOR)
+    words = read_file(path)[_WAIT:].rstrip(b"\0").decode("utf-8", "replace").split(_SEPARATOR)
     return PeerWait(words[0], int(words[1]), int(words[2]), words[3]) if len(words) == _FIELDS else None
 
 
 def is_inside(path: Path) -> bool:
     """Whether the main thread of a rank is in a collective, or waits for one."""
-    with path.open("rb") as file:
-        head = file.read(_HEAD.size)
+    head = read_file(path, _HEAD.size, head=True)
     return len(head) == _HEAD.size and bool(_HEAD.unpack(head)[1] % 2)
 
 
@@ -209,7 +209,7 @@ def read_calls(
         groups: By name.
         callers: The lines that have led to calls, by their number.
     """
-    data = path.read_bytes()
+    data = read_file(path)
     count, _ = _HEAD.unpack_from(data)
     first = max(0, count - _KEPT)
     calls = []

@@ -18,6 +18,7 @@ from ddpcheck.findings.evidence.endings import SYSTEM_EXIT, PeerWait
 from ddpcheck.findings.evidence.replicas import WrapperBegun
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.files import MOST_RANKS, read_file
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import file_of
@@ -259,7 +260,7 @@ class WatchedRank(Struct, frozen=True):
 
 def rank_processes(folder: Path) -> dict[int, int]:
     """The processes of the last start of the ranks, by rank."""
-    names = [tuple(map(int, path.stem.split("-"))) for path in folder.glob("*.log")]
+    names = [tuple(map(int, path.stem.split("-"))) for path in folder.glob("*.log") if _NAME.fullmatch(path.name)]
     last = max((restart for restart, *_ in names), default=0)
     return {rank: pid for restart, rank, _, pid in names if restart == last}
 
@@ -277,7 +278,8 @@ def read_logs(folder: Path) -> list[WatchedRank]:
 
 
 def _read_node(folder: Path) -> list[WatchedRank]:
-    found = [one for path in sorted(folder.glob("*.log")) if (one := _read(path)) is not None]
+    logs = (path for path in sorted(folder.glob("*.log")) if _NAME.fullmatch(path.name))
+    found = [one for path in logs if (one := _read(path)) is not None]
     last = max((one.started.restart for one in found), default=0)  # nodes may count apart
     return [one for one in found if one.started.restart == last]
 
@@ -289,8 +291,8 @@ def comparable_logs(ranks: Sequence[WatchedRank]) -> list[Sequence[Call]]:
 
 
 def _read(path: Path) -> WatchedRank | None:
-    entries, unknown = decoded(path.read_bytes())
-    if not entries or not isinstance(entries[0], RankStarted):
+    entries, unknown = decoded(read_file(path))
+    if not entries or not isinstance(entries[0], RankStarted) or entries[0].world_size > MOST_RANKS:
         return None
     counts, lost = read_counters(path.with_suffix(".steps"))
     batches, _ = read_counters(path.with_suffix(".batches"))
@@ -301,7 +303,7 @@ def _read(path: Path) -> WatchedRank | None:
     callers = {str(entry.number): entry.lines for entry in entries if isinstance(entry, CallersSeen)}
     first, calls = read_calls(path.with_suffix(".calls"), groups, callers)
     stack = path.with_suffix(".stack")
-    text = stack.read_text("utf-8", "replace") if stack.exists() else ""
+    text = read_file(stack).decode("utf-8", "replace") if stack.exists() else ""
     lines = [line for line, made in forwards if made]
     return WatchedRank(
         entries[0],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import signal
@@ -93,6 +94,12 @@ class RankProcesses:
     def ready(self) -> bool:
         """Whether every rank is known to have its process group."""
         return all(rank.ready is not None for rank in self.ranks)
+
+    @property
+    def server_owes(self) -> tuple[float, str]:
+        """Since when a fork server has not answered, and that in words; infinite if none owes an answer."""
+        owing = (launch.server_owes for launch in self._launches if isinstance(launch, starting.ForkedRanks))
+        return min(owing, default=(math.inf, ""))
 
     @property
     def has_failed(self) -> bool:

@@ -24,6 +24,7 @@ _TICK = 0.25  # between calls of `watch`
 _BRIEF = 0.05  # time in `watch` that is not worth counting
 _LOOK = 0.5  # between looks at where ranks say that they are
 _FIRST = 2 * _LOOK  # in which they say it for the first time
+_LAST_CHANCE = 5.0  # to start, if the fork server has not answered another world in the time that this has
 _LONGEST_COMPILATION = 900.0  # that is not counted as time of a run
 
 
@@ -152,8 +153,10 @@ class RunFuture(Generic[Result]):
         started = self._started
         for rank in self._processes.ranks:
             if rank.ready is None:
-                seconds = self._world.startup_timeout
-                return self._processes.born + seconds + self._allowed, f"{{ranks}} did not start within {seconds:g} s"
+                seconds, born = self._world.startup_timeout, self._processes.born
+                owes, why = self._processes.server_owes
+                deadline = max(min(born, owes) + seconds, born + min(seconds, _LAST_CHANCE)) + self._allowed
+                return deadline, f"{{ranks}} did not start within {seconds:g} s{why}"
             started = max(started, rank.ready)
         deadline, got_on = started + self._timeout + self._allowed, self._got_on + self._timeout
         if got_on > deadline + _FIRST:  # a part of the work has as long as the whole

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import itertools
 import json
+import math
 import os
 import pickle
 import signal
@@ -56,6 +57,8 @@ _RANK_CODE = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
     "from ddpcheck.worlds.rank import main_spawned; main_spawned(int(sys.argv[1]), int(sys.argv[2]))"
 )
+
+_STOPPED = 3.0  # seconds in which a fork server that a signal has stopped may be continued
 
 Event = tuple[Any, ...]
 """`("forked", [(rank, pid), ...])`, `("exit", rank, code, when)`, `("error", text)` or `("refused", text, lasting)`.
@@ -155,6 +158,7 @@ class _ForkServer:
 
     def __init__(self, hash_seed: str) -> None:
         self.hash_seed = hash_seed
+        self.asked_at: float | None = None  # since when it owes an answer to a world
         self._lock = threading.Lock()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # lives as long as the server
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -173,6 +177,14 @@ class _ForkServer:
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it, so that it does nothing until another one comes; on Linux."""
+        try:
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return False
 
     def send(self, request: dict[str, Any], fds: Sequence[int] = (), timeout: float = 60.0) -> None:
         """Send a request; an `OSError` says that the server is gone."""
@@ -260,6 +272,8 @@ class ForkedRanks:
         self.over = False
         self._inbox = wire.Inbox()
         self._awaited: dict[int, int | None] = dict.fromkeys(fds)  # those that have not ended, with their process ids
+        self._imports = ", ".join(preload) or "torch"
+        self._ran_at = time.monotonic()
         for attempt in (1, 2):
             self._server = _fork_server(hash_seed)
             self._number = next(_numbers)
@@ -282,12 +296,24 @@ class ForkedRanks:
         self._server.send(request, [notify, *fds[: wire.MAX_FDS]])
         for first in range(wire.MAX_FDS, len(fds), wire.MAX_FDS):
             self._server.send(more, fds[first : first + wire.MAX_FDS])
+        self._server.asked_at = self._server.asked_at or time.monotonic()
+
+    @property
+    def server_owes(self) -> tuple[float, str]:
+        """Since when the fork server has not answered, and that in words; infinite where it has forked the ranks."""
+        if None not in self._awaited.values() or self._server.asked_at is None:
+            return math.inf, ""
+        return (
+            self._server.asked_at,
+            f", since the fork server (process {self._server.process.pid}) still imports {self._imports}",
+        )
 
     def events(self) -> list[Event]:
         if self.over:
             return []
         events, alive = self._inbox.drain(self._socket)
         for kind, what, *rest in events:
+            self._server.asked_at = None
             if kind == "forked":
                 self._awaited.update(what)
             elif kind == "exit":
@@ -296,6 +322,13 @@ class ForkedRanks:
                 self._awaited.clear()  # it says itself what is wrong
                 if kind == "refused" and rest[0]:
                     _discard(self._server)
+        if None not in self._awaited.values() or not self._server.is_stopped:
+            self._ran_at = time.monotonic()
+        elif time.monotonic() - self._ran_at > _STOPPED:
+            self._awaited.clear()
+            said = f"the fork server (process {self._server.process.pid}) was stopped by a signal, and forks no rank"
+            events.append(("error", f"{said}; the next world has another one"))
+            _discard(self._server)
         if not alive:
             self.over = True
             if self._awaited:  # the ranks have died with it, but not what they had started

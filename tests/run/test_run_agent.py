@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from ddpcheck.record.rank import rank_watch, started_processes
 from ddpcheck.record.rank.environment import RunOptions, environment_for
 from ddpcheck.run.check_options import add_check_options, split_at_script
 from ddpcheck.run.ending import Ending
+from ddpcheck.run.living_ranks import lives
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import RankStarted
-from ddpcheck.stream.rank_log import RankLog, last_restart, read_logs
+from ddpcheck.stream.rank_log import FOLDER, RankLog, last_restart, rank_processes, read_logs
 from tests.run.test_run import DDPCHECK, run
 from tests.tiers import share
 
@@ -306,3 +308,52 @@ def test_an_error_of_ours_leaves_the_exit_code_of_the_script(
         monkeypatch.setenv(name, os.environ.get(name, ""))
     assert main(["run", __file__]) == code
     assert "RuntimeError: of ours; this is a bug in ddpcheck" in capsys.readouterr().err
+
+
+SLOW = """
+import sys, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+open(f"{sys.argv[1]}/joined{dist.get_rank()}", "w").close()
+while len(sys.argv[1:]) == 1 and not __import__("os").path.exists(f"{sys.argv[1]}/end"):
+    time.sleep(0.05)
+open(f"{sys.argv[1]}/ended{dist.get_rank()}", "w").close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_ranks_outlive_an_agent_that_is_killed_and_own_the_folder(tmp_path: Path) -> None:
+    (script := tmp_path / "slow.py").write_text(SLOW)
+    (temporary := tmp_path / "tmp").mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *DDPCHECK, "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path)]
+
+    def until(*names: str) -> None:
+        for _ in range(600):
+            if all((tmp_path / name).exists() for name in names):
+                return
+            time.sleep(0.1)
+        raise AssertionError(names)
+
+    def folders() -> list[Path]:
+        return list(temporary.glob(f"{FOLDER}*"))
+
+    agent = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    until("joined0", "joined1")
+    agent.kill()
+    agent.wait()
+    (left,) = folders()
+    again = [*command[:-1], str(tmp_path), "at once"]
+    assert subprocess.run(again, env=environment, stderr=subprocess.DEVNULL, timeout=120).returncode == 0
+    assert folders() == [left], "the ranks of the first run are alive"
+    for name in ("ended0", "ended1"):
+        (tmp_path / name).unlink()  # of the second run
+    (tmp_path / "end").touch()
+    until("ended0", "ended1")
+    for _ in range(100):  # for the processes to end
+        if not any(map(lives, rank_processes(left).values())):
+            break
+        time.sleep(0.1)
+    assert subprocess.run(again, env=environment, stderr=subprocess.DEVNULL, timeout=120).returncode == 0
+    assert folders() == []

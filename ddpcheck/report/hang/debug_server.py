@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 from ddpcheck.findings.errors import TargetError, UsageError
 from ddpcheck.findings.evidence.endings import RankDump, RecordedCall
+from ddpcheck.findings.files import MOST_BYTES as _MOST_BYTES
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.stacks import (
     collective_of,
@@ -39,15 +40,14 @@ from ddpcheck.findings.stacks import (
     waits_for_result,
 )
 from ddpcheck.findings.wording import counted, format_ranks, group_by
-from ddpcheck.report.hang.flight_recorder import as_rank_dump
+from ddpcheck.report.hang.flight_recorder import as_rank_dump, plain_dump
 
 PORT = 25999  # unless start_debug_server is told another one
 _SECONDS = 75.0  # of a request: the server itself waits 60 for a rank
-_MOST_BYTES = 1 << 29
 _PIECE = 1 << 20
 _TITLE = "Torch Distributed Debug Server"
 _ANSWER = re.compile(
-    r"<h2>Rank (?P<rank>\d+): [^<]*</h2>\s*(?:<p>Failed to fetch: status=(?P<status>\d+)</p>\s*)?<pre>"
+    r"<h2>Rank (?P<rank>[0-9]{1,9}): [^<]*</h2>\s*(?:<p>Failed to fetch: status=(?P<status>[0-9]{1,9})</p>\s*)?<pre>"
 )
 _TIMED_OUT, _NOT_FOUND = 408, 404
 
@@ -65,7 +65,8 @@ class DebugServer:
         try:
             parts = urlsplit(self.address)
             host, port = parts.hostname, parts.port
-        except ValueError:
+            http.client.HTTPConnection(host or "", PORT if port is None else port)
+        except (ValueError, http.client.InvalidURL):
             raise UsageError(wrong) from None
         if parts.scheme != "http" or not host or parts.path or parts.query or parts.fragment or parts.username:
             raise UsageError(wrong)
@@ -101,21 +102,23 @@ class DebugServer:
                 dump = json.loads(html.unescape(text))
         except (ValueError, RecursionError):
             raise self._something_else(f"{path} has no JSON of rank {rank}") from None
-        entries = dump.setdefault("entries", []) if isinstance(dump, dict) else None
-        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            raise self._something_else(f"{path} has no list of entries of rank {rank}")
-        return {str(key): value for key, value in dump.items()}
+        try:
+            return plain_dump({"entries": [], **dump} if isinstance(dump, dict) else dump)
+        except ValueError as error:
+            raise self._something_else(f"{path} {error} of rank {rank}") from None
 
     def _answers(self, path: str) -> tuple[dict[int, str], dict[int, str]]:
         """The texts of the ranks that have answered, and why others have not."""
         page = self._page(path)
         if not page.rstrip().endswith("</section>"):  # its length is not told
             raise self._something_else(f"its page {path} is not whole")
-        answers, problems = {}, {}
-        for begin in _ANSWER.finditer(page):
+        answers, problems, end = dict[int, str](), dict[int, str](), 0
+        while begin := _ANSWER.search(page, end):
+            if (end := page.find("</pre>", begin.end())) < 0:
+                raise self._something_else(f"its page {path} is not whole")
             rank, status = int(begin["rank"]), int(begin["status"] or 200)
             if status == 200:
-                answers[rank] = page[begin.end() : page.find("</pre>", begin.end())]
+                answers[rank] = page[begin.end() : end]
             else:
                 problems[rank] = f"no answer{' in time' if status == _TIMED_OUT else ''} ({status})"
         ranks = sorted([*answers, *problems])
@@ -137,7 +140,7 @@ class DebugServer:
     def _something_else(self, why: str) -> UsageError:
         return UsageError(f"what answers at {self.address} is no debug server of torch: {why}")
 
-    def _get(self, path: str) -> tuple[int, bytes]:
+    def _get(self, path: str) -> tuple[int, bytearray]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=_SECONDS)
         try:
             connection.connect()
@@ -165,7 +168,7 @@ class DebugServer:
                 f"what listens at {self.address} has not given {path} within {counted(int(_SECONDS), 'second')}; a "
                 "debug server does not answer before each rank has called start_debug_server"
             )
-        return answer.status, bytes(data)
+        return answer.status, data
 
 
 @contextlib.contextmanager

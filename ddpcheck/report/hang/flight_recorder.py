@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.endings import DEFAULT_GROUP, RankDump, RecordedCall
 from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.files import MOST_RANKS, limited_memory, read_file
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, relative_path
@@ -28,6 +29,8 @@ from ddpcheck.findings.wording import join_names
 
 _UNRECORDED = "unrecorded"  # gloo's monitored_barrier takes numbers, and is not in the dump
 _MOST_MISSING = 1000  # calls in a row that are not in a dump
+_MOST_LOGS = 1 << 23  # one of each rank and process group
+_MOST_VALUES = 1 << 23  # in a dump, where what is there twice counts twice
 _OPERATIONS = {  # in the words of torch.distributed
     "all_reduce_barrier": "barrier",
     "_broadcast_oop": "broadcast",
@@ -83,6 +86,7 @@ def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"[:80]
         raise UsageError(f"{where} is no Flight Recorder dump that ddpcheck can read ({what})") from error
+    _check_rank(max([world_size - 1, 0, *(rank for ranks in groups.values() for rank in ranks)]), where)
     stacks = any(entry.call.location for entry in entries)
     return RankDump(
         entries,
@@ -226,8 +230,10 @@ def line_up(dumps: Mapping[int, RankDump]) -> Iterator[GroupLogs]:
         starts = [of_rank[0].number + (not here[rank].gloo) for rank, of_rank in own.items() if _is_cut(here[rank])]
         starts += [of_rank[0].number for rank, of_rank in own.items() if here[rank].active_only and of_rank]
         start = max(starts, default=0)  # what has one number with lost ones, being coalesced, is left out
-        logs: list[list[Call]] = [[] for _ in range(world_size)]
-        ended: list[list[bool]] = [[] for _ in range(world_size)]
+        logs: list[list[Call]] = [[]] * world_size
+        ended: list[list[bool]] = [[]] * world_size
+        for rank in own:
+            logs[rank], ended[rank] = [], []
         ranks = tuple(sorted(own))
         calls: dict[Call, Call] = {}
         for rank, entries in own.items():
@@ -291,7 +297,7 @@ def read_dumps(folder: Path) -> dict[int, RankDump]:
         UsageError: There is none, or a file that is named as a dump is not one.
     """
     try:
-        files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+        files = sorted(path for path in folder.iterdir() if not path.is_dir() and not path.name.startswith("."))
     except FileNotFoundError:
         raise UsageError(f"there is no folder {folder}") from None
     except NotADirectoryError:
@@ -307,8 +313,7 @@ def read_dumps(folder: Path) -> dict[int, RankDump]:
             continue
         raw = read_dump(path)
         rank = raw.get("rank", int(named[1]))
-        if not isinstance(rank, int) or rank < 0:
-            raise UsageError(f"{path} is no Flight Recorder dump: its rank is {str(rank)[:40]!r}")
+        _check_rank(rank, str(path))
         dump = as_rank_dump(raw, str(path))
         names.setdefault(rank, []).append(path.name)
         if rank in dumps and dump.has_stacks == dumps[rank].has_stacks:
@@ -317,7 +322,18 @@ def read_dumps(folder: Path) -> dict[int, RankDump]:
             dumps[rank] = dump
     if not dumps:
         raise UsageError(f"no file in {folder} is named as a dump is, with the rank at its end (rank_0)")
+    groups, size = {entry.group for dump in dumps.values() for entry in dump.entries}, world_size_of(dumps)
+    if len(groups) * size > _MOST_LOGS:
+        raise UsageError(
+            f"the dumps in {folder} name {len(groups)} process groups of {size} ranks: too many to compare"
+        )
     return dict(sorted(dumps.items()))
+
+
+def _check_rank(rank: object, where: str) -> None:
+    if not isinstance(rank, int) or not 0 <= rank < MOST_RANKS:
+        wrong = f"its rank is {str(rank)[:40]!r}, and no number from 0 to {MOST_RANKS - 1}"
+        raise UsageError(f"{where} is no Flight Recorder dump: {wrong}")
 
 
 def read_dump(path: Path) -> dict[str, Any]:
@@ -327,21 +343,45 @@ def read_dump(path: Path) -> dict[str, Any]:
         UsageError: There is none.
     """
     try:
-        data = path.read_bytes()
+        data = read_file(path)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     wrong = f"{path} is no Flight Recorder dump"
     try:
-        dump = json.loads(data) if data.lstrip()[:1] == b"{" else _PlainData(io.BytesIO(data)).load()
+        with limited_memory():
+            dump = json.loads(data) if data[:80].lstrip()[:1] == b"{" else _PlainData(io.BytesIO(data)).load()
     except _ForeignObjectError as error:
         raise UsageError(f"{wrong}: it holds {error}, and not plain data alone; it was not loaded") from None
     except (Exception, MemoryError):  # bytes at random make the reader fail in any way
         raise UsageError(f"{wrong}: it is neither JSON nor a whole pickle") from None
+    try:
+        return plain_dump(dump)
+    except ValueError as error:
+        raise UsageError(f"{wrong}: it {error}") from None
+
+
+def plain_dump(dump: Any) -> dict[str, Any]:
+    """A dump as it was read: a dictionary with `entries`, which are dictionaries.
+
+    Raises:
+        ValueError: It is something else, or holds a number or a nesting that no recorder writes.
+    """
+    values, most = [dump], _MOST_VALUES
+    while values:
+        value, most = values.pop(), most - 1
+        if isinstance(value, dict):
+            values += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            values += value
+        elif isinstance(value, int | float) and not abs(value) < 1 << 64:
+            raise ValueError("holds a number that is infinite, none, or of more than 64 bits")
+        if len(values) > most or not isinstance(value, dict | list | tuple | int | float | str | bytes | None):
+            raise ValueError(f"holds more than {_MOST_VALUES:,} values, or one that is no plain data")
     if isinstance(dump, dict) and "pg_config" in dump:
         dump.setdefault("entries", [])  # JSON leaves out an empty list
     entries = dump.get("entries") if isinstance(dump, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UsageError(f"{wrong}: it has no list of entries")
+        raise ValueError("has no list of entries")
     return {str(key): value for key, value in dump.items()}
 
 

@@ -13,7 +13,6 @@ import hashlib
 import os
 import secrets
 import socket
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.findings.files import read_file
 from ddpcheck.findings.replace import replace
 from ddpcheck.worlds.launchers import detection
 from ddpcheck.worlds.launchers.detection import LauncherEnv
@@ -256,15 +256,10 @@ def publish(path: Path, port: int, token: str) -> None:
 def look_up(path: Path) -> tuple[int, str]:
     """The port and the token, 0 and `""` where there is no such file of ours."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
+        port, token = read_file(path, 100, own=True).split(b" ")
+        return int(port), token.decode()
+    except (OSError, ValueError):  # somebody else's, or empty
         return 0, ""
-    with os.fdopen(fd) as file:
-        status = os.fstat(file.fileno())
-        if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
-            return 0, ""  # somebody else's
-        port, _, token = file.read(100).partition(" ")
-    return (int(port), token) if port.isdigit() else (0, "")
 
 
 def answers(port: int) -> bool:
