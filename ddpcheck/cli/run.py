@@ -26,7 +26,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.wording import join_names
 from ddpcheck.gather.patching import Patch, patched
-from ddpcheck.record.rank.environment import RunOptions, environment_for
+from ddpcheck.record.rank.environment import RunOptions, environment_for, unwatched_in
 from ddpcheck.report.settings import Settings
 from ddpcheck.run.check_options import add_check_options, examine, split_at_script
 from ddpcheck.run.ending import Ending
@@ -35,6 +35,7 @@ from ddpcheck.run.meeting_watch import unmet
 from ddpcheck.run.node_link import NodeLink
 from ddpcheck.run.run_folder import holding
 from ddpcheck.run.run_record import prepare, write_flight_records
+from ddpcheck.stream.entries import WatchingFailed
 from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, last_restart, rank_processes, read_logs
 from ddpcheck.worlds.failures import has_lost_another
 
@@ -252,7 +253,10 @@ def show_report(
     from ddpcheck.run.script_report import report_on_script
 
     ranks = read_logs(folder)
+    for error in [one.error for rank in ranks for one in rank.entries if isinstance(one, WatchingFailed)] * given.debug:
+        complain(error, kind="debug")
     ending = replace(ending, unmet=() if ranks else unmet(folder), restart=last_restart(folder))
+    ending = replace(ending, unwatched=unwatched_in(folder))
     if given.check_flight_recorder is not None:
         try:
             write_flight_records(Path(given.check_flight_recorder), ranks, ending)

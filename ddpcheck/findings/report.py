@@ -300,7 +300,9 @@ class Report(Document):
             return "clean"
         found = f"{len(self.findings) or 'no'} finding{'' if len(self.findings) == 1 else 's'}"
         between = ", but " if self.not_made and not self.at_or_above(Severity.ERROR) else "; "
-        return between.join(filter(None, (found, self.shortfall)))
+        ended = [one.name for one in self.checks if one.status == "error" and "not watched" in one.detail]
+        before = f"{', '.join(ended)}: not watched to the end; " if ended else ""
+        return before + between.join(filter(None, (found, self.shortfall)))
 
     @property
     def shortfall(self) -> str:

@@ -1,7 +1,7 @@
-"""Functions that stand in the place of torch's (or Python's): the one way in which ddpcheck puts them there.
+"""Functions that stand in the place of torch's (or Python's), and the recorders that are told of each call.
 
-They hand each call on to the original, whose frames count as torch's in a traceback, and whose exceptions pass. What is
-told of a call is guarded: an error of ours never gets into the code that makes the call.
+A function hands each call on to the original, whose frames count as torch's in a traceback, and whose exceptions pass.
+An error of ours never gets into the code that makes the call: it ends the recorder that has raised it, and no other.
 """
 
 from __future__ import annotations
@@ -9,47 +9,138 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import AbstractContextManager
 from types import FunctionType
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
+from ddpcheck.findings.errors import DdpcheckError
 from ddpcheck.findings.tracebacks import is_of_signal, passes_on
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
+OF_A_WRAPPER = ("parameters", "replicas", "reducer", "loop", "loss", "optimizers")
+"""The check lines of what is seen in the steps of a wrapper."""
+
 _INHERITED, _RETURNED = object(), object()
 
 CALLER = 2
 """Frames from a function that is called with another one, by `patched`, to what calls that one."""
 
 
+class Recorder:
+    """Records something of a program until the first error in one of its methods.
+
+    The error ends this recorder alone: from then on a public method of it does nothing, and returns what is empty.
+
+    Attributes:
+        subjects: The check lines that cannot be made without what it records; of the class, after its name.
+        name: Of its class, or of the function that is one of its own.
+        is_off: Whether it has ended so.
+    """
+
+    name = ""
+    subjects: ClassVar[tuple[str, ...]] = ()
+    is_off = False
+
+    def __init_subclass__(cls, subjects: tuple[str, ...] = (), inner: Collection[str] = ()) -> None:
+        """`inner`: methods that are called by what cannot go on without it, in which errors are for the caller."""
+        cls.subjects, cls.name = subjects, cls.__name__
+        for name, function in [*vars(cls).items()]:
+            if name in inner or (name.startswith("_") and name != "__init__"):
+                continue
+            if isinstance(function, FunctionType):
+                setattr(cls, name, _ending(function))
+            elif isinstance(function, property) and function.fget is not None:
+                setattr(cls, name, property(_ending(function.fget)))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:  # that `__init__` has not come to
+            if not self.is_off or name.startswith("__"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return _Nothing()
+
+
+class _Nothing:
+    def __getattr__(self, _name: str) -> _Nothing:
+        return self
+
+    def __call__(self, *_arguments: Any, **_named: Any) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return 0
+
+
+_EMPTY: dict[str, Callable[[], object]] = {
+    kind.__name__: kind for kind in (bool, int, float, str, list, tuple, set, frozenset, dict)
+}
+_EMPTY |= {"Mapping": dict, "Iterator": tuple, "Sequence": tuple}
+
+
+def _ending(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method whose error ends its recorder."""
+    returned = str(method.__annotations__.get("return", "")).partition("[")[0]
+    nothing = _EMPTY.get(returned, lambda: None)
+
+    @functools.wraps(method)
+    def call(self: Recorder, *args: Any, **kwargs: Any) -> Any:
+        if self.is_off:
+            return nothing()
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            OwnErrors.take(error, self)
+            return nothing()
+
+    return call
+
+
+def in_a_line(error: Exception) -> str:
+    """The class of an error, and the first sentence of what it says."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0].partition(". ")[0]
+
+
 class OwnErrors:
     """Where errors of ddpcheck's go that come up in what torch or a script has called."""
 
-    taken_by: ClassVar[Callable[[Exception], object] | None] = None  # takes one, where it is set; else it is raised
-    # whether nothing of ours does anything any more. No hook is removed: torch may be calling them one after the other
-    all_off: ClassVar[bool] = False
+    taken_by: ClassVar[Callable[[Exception, Recorder], object] | None] = None  # takes one; else it is raised
 
     @classmethod
-    def take(cls, error: Exception) -> None:
-        """Have one taken, or raise it: also what the handler of a signal has raised, which is meant for the script."""
-        if cls.taken_by is None or is_of_signal(error):
+    def take(cls, error: Exception, recorder: Recorder) -> None:
+        """Have one taken that ends a recorder, or raise it if it is meant for the script: of a signal, or a finding."""
+        if cls.taken_by is None or isinstance(error, DdpcheckError) or is_of_signal(error):
             raise error
-        cls.taken_by(error)
+        if not recorder.is_off:
+            recorder.is_off = True
+            cls.taken_by(error, recorder)
 
 
-def guarded(function: Callable[_Given, _Result]) -> Callable[_Given, _Result | None]:
-    """`function` as a hook: it is off with all of them, and an error of it goes where theirs go."""
+def recorder_of(function: Any) -> Recorder:
+    """The recorder whose method it is, else one of its own."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    found = getattr(function, "__self__", None)
+    if isinstance(found, Recorder):
+        return found
+    alone = Recorder()
+    alone.name = getattr(function, "__qualname__", type(function).__qualname__)
+    return alone
+
+
+def guarded(function: Callable[_Given, _Result], recorder: Recorder | None = None) -> Callable[_Given, _Result | None]:
+    """`function` as a hook of a recorder, which an error in it ends."""
+    mine = recorder or recorder_of(function)
     errors, is_finalizing = OwnErrors, sys.is_finalizing  # the names of a module are gone when the interpreter ends
 
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result | None:
-        if errors.all_off or is_finalizing():
+        if mine.is_off or is_finalizing():
             return None
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            errors.take(error)
+            errors.take(error, mine)
             return None
 
     return call
@@ -98,13 +189,13 @@ def accompanied(original: Any, around: Callable[..., Any]) -> Any:
     """`original` as `patched` replaces it."""
     import torch  # which has been imported where something of it is replaced
 
-    both, is_compiling = inspect.isgeneratorfunction(around), torch.compiler.is_compiling
+    both, is_compiling, mine = inspect.isgeneratorfunction(around), torch.compiler.is_compiling, recorder_of(around)
     errors, is_finalizing = OwnErrors, sys.is_finalizing  # here, since most calls of a step come through this frame
 
     @functools.wraps(original)
     @passes_on
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or errors.all_off or is_finalizing():  # where it is traced, what is compiled is the original
+        if is_compiling() or mine.is_off or is_finalizing():  # where it is traced, what is compiled is the original
             return original(*args, **kwargs)
         running: Generator[None, Any, None] | None = None
         try:
@@ -112,21 +203,21 @@ def accompanied(original: Any, around: Callable[..., Any]) -> Any:
             if both and next(begun, _RETURNED) is not _RETURNED:
                 running = begun
         except Exception as error:
-            errors.take(error)
+            errors.take(error, mine)
         if running is None:
             return original(*args, **kwargs)
         try:
             result = original(*args, **kwargs)
         except BaseException:
-            guarded(running.close)()
+            guarded(running.close, mine)()
             raise
-        if not errors.all_off:
+        if not mine.is_off:
             try:
                 running.send(result)
             except StopIteration:
                 pass
             except Exception as error:
-                errors.take(error)
+                errors.take(error, mine)
         return result
 
     return call

@@ -17,7 +17,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import group_by
 from ddpcheck.judge.gradients.script_alone import all_gradients_agree, are_apart, are_near
 from ddpcheck.judge.replicas.descriptions import differing_names
-from ddpcheck.stream.entries import GroupUsed, PeerReceived, ReplicaCaptured, WrapperMade
+from ddpcheck.stream.entries import GroupUsed, PeerReceived, ReplicaCaptured, WatchingFailed, WrapperMade
 from ddpcheck.stream.rank_log import WatchedRank
 
 _Kind = TypeVar("_Kind")
@@ -122,6 +122,19 @@ class ScriptFacts:
     def elsewhere(self) -> list[int]:
         """The ranks that have left no log here."""
         return sorted(set(range(self.world_size)) - {rank.started.rank for rank in self.ranks})
+
+    @cached_property
+    def unwatched(self) -> dict[str, str]:
+        """By check line that cannot be made, since a recorder has failed: why."""
+        found: dict[str, str] = {}
+        for rank in self.ranks:
+            for one in entries_of(rank, WatchingFailed):
+                what = "" if one.subjects else f"{one.recorder}: "
+                said = f"{what}not watched from step {one.step} on, on rank {rank.started.rank}: {one.why}"
+                if not one.recorder:
+                    said = f"rank {rank.started.rank} was not watched to its end: {one.error.splitlines()[-1]}"
+                found |= {subject: found.get(subject, said) for subject in one.subjects or ("ranks",)}
+        return found
 
     @property
     def can_compare(self) -> bool:

@@ -6,7 +6,7 @@ of a table. A check line is made of the verdicts under one heading: nothing else
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -73,8 +73,8 @@ class Judged:
         return _by_causes(added, self.verdicts, self.errors, self.reported)
 
 
-def judge_all(facts: Facts, rows: Sequence[Row[Facts]]) -> Judged:
-    """Ask one row after the other; a judge that raises leaves the others be."""
+def judge_all(facts: Facts, rows: Sequence[Row[Facts]], but: Collection[str] = ()) -> Judged:
+    """Ask one row after the other, without what is under some headings; a judge that raises leaves the others be."""
     found: list[tuple[str, Finding]] = []
     verdicts: dict[str, list[Verdict]] = {}
     errors: dict[str, Exception] = {}
@@ -90,6 +90,8 @@ def judge_all(facts: Facts, rows: Sequence[Row[Facts]]) -> Judged:
             continue
         left_out = () if known.isdisjoint(row.yields) else row.yields
         for heading, verdict in said.items():
+            if heading in but:
+                continue
             verdicts.setdefault(heading, []).append(verdict)
             found += ((heading, finding) for finding in verdict.findings if finding.code not in left_out)
             reported += ((heading, finding) for finding in verdict.findings if finding.code in left_out)

@@ -18,6 +18,7 @@ from ddpcheck.findings.evidence.script import Evaluated, Inputs
 from ddpcheck.findings.report import Finding
 from ddpcheck.gather.collectives.store_exchange import default_store
 from ddpcheck.gather.ddp.model_parts import parts_in_use, split_over
+from ddpcheck.gather.patching import Recorder
 from ddpcheck.judge.replicas.model_parts import judge_batches, judge_model_parts
 from ddpcheck.record.data.input_recorder import InputRecorder
 from ddpcheck.record.loop.forward_snapshot import Snapshot
@@ -31,7 +32,7 @@ _MOST_KEPT = 8  # steps in the store
 _Written = tuple[PartStep, Inputs | None]
 
 
-class ModelParts(StepListener):
+class ModelParts(StepListener, Recorder, subjects=("replicas",)):
     """Compares the ranks over which one watched model is split; each watch is the n-th of its rank."""
 
     def __init__(

@@ -19,6 +19,7 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import group_by
 from ddpcheck.gather.collectives.store_exchange import default_store
 from ddpcheck.gather.ddp.sharding import mesh_of, shard_number
+from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.judge.loop.script_wrappers import judge_apart_meshes
 from ddpcheck.recipe.pytree import tree_tensors
@@ -34,7 +35,7 @@ _Written = tuple[tuple[int, ...], bool, ReplicaCaptured]
 """The ranks of a mesh, whether they have a stage of a pipeline, and what one of them holds."""
 
 
-class OtherMeshes(StepListener):
+class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
     """Compares the shards of one watch with those of the watches on other meshes, each the n-th of its rank."""
 
     def __init__(

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from traceback import walk_tb
 from typing import Any
 from weakref import WeakSet
 
@@ -16,10 +17,11 @@ from torch import nn
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Report
+from ddpcheck.findings.report import CheckResult, Finding, Report
 from ddpcheck.findings.source_lines import exception_location, making_of
 from ddpcheck.findings.wording import PARAMETER_MADE
 from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper, group_of, is_ddp
+from ddpcheck.gather.patching import OF_A_WRAPPER, OwnErrors, Recorder, in_a_line
 from ddpcheck.gather.steps.compilations import CompilationRecorder
 from ddpcheck.judge.loop.script_wrappers import judge_apart
 from ddpcheck.judge.loop.watched_steps import judge_reports
@@ -153,6 +155,8 @@ class Watch:
         self._bypass = BypassRecorder(self._recorder.module, (), self._recorder.loop.add)
         self._comparison = ReplicaComparison(self._recorder, self._alarms)
         self._attached = True
+        self._unwatched: list[CheckResult] = []
+        OwnErrors.taken_by = OwnErrors.taken_by or _unwatched
         self._recorder.attach()
         self._compilations.begin()
         if self._recorder.is_sharded:
@@ -184,6 +188,8 @@ class Watch:
         self._parts.close()
         self._ignored.close()
         release(self._recorder.module, self)
+        if OwnErrors.taken_by is _unwatched and not any(watch._attached for watch in _at_exit):
+            OwnErrors.taken_by = None
         if not was_attached:
             return
         if failing:
@@ -235,7 +241,8 @@ class Watch:
         """The findings so far as a report, for the renderers."""
         world = {"world_size": len(self._alarms.ranks), "steps": self.step}
         findings = tuple(sorted(self.findings, key=Finding.sort_key))
-        return Report(type(self._recorder.module).__qualname__, world=world, findings=findings)
+        checks = tuple(self._unwatched)
+        return Report(type(self._recorder.module).__qualname__, world=world, checks=checks, findings=findings)
 
     def replay_inside(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Use `context()` around a forward pass that is run again to say why a parameter is missing."""
@@ -334,6 +341,20 @@ def _is_due(every: int, step: int) -> bool:
 
 
 _at_exit: WeakSet[Watch] = WeakSet()
+
+
+def _unwatched(error: Exception, recorder: Recorder) -> None:
+    """Have watches go on without a recorder; an error of a function that is told of findings is the user's."""
+    if any(frame.f_code is FindingReporter.report.__code__ for frame, _ in walk_tb(error.__traceback__)):
+        raise error
+    for watch in _at_exit:
+        detail = f"not watched from step {watch.step} on: {in_a_line(error)}"
+        watch._unwatched += [
+            CheckResult(name, "error", detail=detail) for name in recorder.subjects or (recorder.name,)
+        ]
+        if watch._attached and recorder.subjects == OF_A_WRAPPER:
+            watch._leave(error)
+    warnings.warn(FindingWarning(f"ddpcheck: {', '.join(recorder.subjects) or recorder.name}: {detail}"), stacklevel=2)
 
 
 @atexit.register

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.errors import FindingsError
-from ddpcheck.gather.patching import OwnErrors
+from ddpcheck.gather.patching import OwnErrors, Recorder, recorder_of
 
 _Thing = TypeVar("_Thing")
 
@@ -51,12 +51,13 @@ class Living(Generic[_Thing]):
 class UnpickledHook:
     """A hook that is dropped when its module is pickled or copied, and that `torch.compile` does not compile."""
 
-    def __init__(self, method: Any) -> None:
+    def __init__(self, method: Any, recorder: Recorder | None = None) -> None:
         self.method = method
+        self._recorder = recorder or recorder_of(method)
         self._not_compiled = _not_compiled()
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if OwnErrors.all_off:
+        if self._recorder.is_off:
             return
         try:
             if _is_traced() or _callback_of_compiler() is not None:
@@ -66,7 +67,7 @@ class UnpickledHook:
         except FindingsError as error:  # the frames of ddpcheck are of no use to a reader
             raise error.with_traceback(None) from None
         except Exception as error:
-            OwnErrors.take(error)
+            OwnErrors.take(error, self._recorder)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (_nothing,)

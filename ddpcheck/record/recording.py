@@ -44,6 +44,10 @@ class Recording:
         self.batches: Counter[int] = Counter()
         self.samples: Sequence[torch.Tensor] = ()
 
+    def count_step(self, *_arguments: object) -> None:
+        """An optimizer is about to step."""
+        self.steps += 1
+
     def is_written(self, number: int) -> bool:
         """Whether what comes with a step of this number is written down."""
         return is_sampled(number, self.every)

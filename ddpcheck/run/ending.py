@@ -73,6 +73,7 @@ class Ending:
     unended: Unended | None = None  # ranks that had run all of the script, and did not end by themselves
     # processes that have not come out of `init_process_group`, where one has raised there and none has joined a group
     unmet: tuple[Joining, ...] = ()
+    unwatched: tuple[str, ...] = ()  # why ranks are not watched, a sentence each
     restart: int = 0  # how often torchrun has started the ranks again
     # what each rank does, in words that come after its name, where the script has not ended
     doing: Mapping[int, str] = field(default_factory=dict)

@@ -36,7 +36,7 @@ from ddpcheck.run.ending import Ending, call_of_ddp, failures_of, judge_ending, 
 from ddpcheck.run.hang_watch import Hang, Unended
 from ddpcheck.run.living_ranks import LivingRanks, used
 from ddpcheck.run.run_folder import own_folders
-from ddpcheck.stream.entries import SCHEMA, NotCompared, WatchingFailed
+from ddpcheck.stream.entries import SCHEMA, NotCompared
 from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, read_logs
 from ddpcheck.worlds import failures
 
@@ -67,11 +67,13 @@ def report_on_script(
     unended = () if ending.unended is None else ending.unended.ranks
     ended = not ending.exit_code and all(rank.has_ended or rank.started.rank in unended for rank in ranks)
     facts = ScriptFacts(ranks, ended=ended, source=source)
-    judged = judge_all(facts, rows_of(facts))
+    judged = judge_all(facts, rows_of(facts), facts.unwatched)
     at_end = judge_ending(ranks, ending, judged.findings, facts.source)
     judged = judged.adding("collectives", told_by_files(at_end, facts.of(FileUsed)))
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     checks = [_entered(facts) if ranks else _none_entered(ending)]
+    if ending.unwatched:
+        checks = [CheckResult("ranks", "error", detail="; ".join(ending.unwatched))]
     if ending.doing:
         checks.insert(0, _goes_on(ending))
     elif ending.hang is not None:
@@ -92,8 +94,11 @@ def report_on_script(
                 "process at its exit, under plain torchrun too"
             )
         checks.insert(0, CheckResult("script", "error", detail=detail))
+    said: tuple[CheckStatus, str] | None
     for heading in HEADINGS:
-        if heading == "collectives":
+        if (why := facts.unwatched.get(heading)) is not None:
+            said = "error", why
+        elif heading == "collectives":
             said = _of_collectives(facts, judged.told.get(heading, ()), chosen.kept)
         elif (error := judged.errors.get(heading)) is not None:
             said = "error", f"not judged, since ddpcheck itself failed: {as_bug(error)}"
@@ -166,10 +171,8 @@ def _none_entered(ending: Ending) -> CheckResult:
 def _entered(facts: ScriptFacts) -> CheckResult:
     """The check line on the ranks themselves: which were watched, and to the end."""
     ranks, size, steps = facts.ranks, facts.world_size, facts.optimizer_steps
-    for rank in ranks:
-        if failed := entries_of(rank, WatchingFailed):
-            last = failed[0].error.strip().splitlines()[-1]
-            return CheckResult("ranks", "error", detail=f"rank {rank.started.rank} was not watched to its end: {last}")
+    if why := facts.unwatched.get("ranks"):
+        return CheckResult("ranks", "error", detail=why)
     if missing := facts.elsewhere:
         why = f"{format_ranks(missing)} left no log here, so the ranks were not compared"
         return CheckResult("ranks", "skipped", detail=f"{size - len(missing)} of {counted(size, 'rank')}: {why}")

@@ -220,9 +220,13 @@ class ThreadRaised(Entry, frozen=True):
 
 
 class WatchingFailed(Entry, frozen=True):
-    """An error, of ddpcheck's own or of writing the log, after which this rank is not watched any more."""
+    """An error, of ddpcheck's own or of writing the log, after which a recorder records nothing any more."""
 
-    error: str
+    error: str  # its traceback
+    recorder: str = ""  # its class; empty where nothing at all is recorded any more
+    subjects: tuple[str, ...] = ()  # the check lines that cannot be made then
+    step: int = 0  # how many steps of optimizers, or of a wrapper, there had been
+    why: str = ""  # the error on one line
 
 
 class PeerReceived(Entry, frozen=True):

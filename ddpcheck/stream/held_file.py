@@ -71,12 +71,20 @@ def is_held(path: Path, pid: int) -> bool:
 def mapped_file(path: Path, size: int) -> mmap.mmap:
     """A new file in memory, which is mapped as long as the process lives.
 
-    A map has a descriptor of its own, which it never uses, and closes when it is freed: it must not be freed.
+    A map has a descriptor of its own, which it never uses, and closes when it is freed: it must not be freed. Without
+    blocks of its own, who writes into it is killed (SIGBUS) if the disk is full.
+
+    Raises:
+        OSError: There is no room for it.
     """
     import ctypes
 
     with path.open("w+b") as file:
-        file.truncate(size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:  # macOS
+            file.write(bytes(size))
+            file.flush()
         memory = mmap.mmap(file.fileno(), 0)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
     return memory

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.findings.tracebacks import for_target
+from ddpcheck.stream.held_file import mapped_file
 from ddpcheck.worlds import compilation, failures, wire
 from ddpcheck.worlds.assert_rewriting import rewrite_on_import
 from ddpcheck.worlds.preloading import import_named
@@ -268,7 +269,12 @@ def _set_up(config: wire.RankConfig) -> None:
     global _context, _slots
     directory = Path(config.directory)
     redirect_output(directory / f"rank{config.rank}.out")
-    _slots = _open_slots(directory / f"rank{config.rank}.slots")
+    try:
+        _slots = mapped_file(directory / f"rank{config.rank}.slots", _SLOTS.size)
+    except OSError as error:
+        raise UsageError(
+            f"the files of a rank do not fit into {directory} ({error.strerror}): set TMPDIR to a folder with more room"
+        ) from None
     set_status("starting up")
     stack = os.open(directory / f"rank{config.rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
@@ -287,12 +293,6 @@ def _set_up(config: wire.RankConfig) -> None:
     if config.process_group:
         join_group(config, "store")
     set_status("")
-
-
-def _open_slots(path: Path) -> mmap.mmap:
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC), "r+b") as file:
-        file.truncate(_SLOTS.size)
-        return mmap.mmap(file.fileno(), 0)
 
 
 def _reset_process_group(config: wire.RankConfig, number: int) -> None:

@@ -1457,3 +1457,35 @@ def test_what_is_no_ddp_is_refused():
         ddpcheck.watch(nn.parallel.DistributedDataParallel(Net()), on_finding="shout")
     with pytest.raises(ddpcheck.UsageError, match="check_parity_every"):
         ddpcheck.watch(nn.parallel.DistributedDataParallel(Net()), check_parity_every=-1)
+
+
+def test_a_recorder_that_fails_ends_itself_and_the_watch_goes_on(monkeypatch):
+    from ddpcheck.record.loop.apart_marks import ApartMarks
+    from ddpcheck.record.loss.micro_batches import MicroBatches
+
+    def fails(*_arguments, **_named):
+        raise ZeroDivisionError("made to fail. It is for a test")
+
+    monkeypatch.setattr(MicroBatches, "_is_accumulating", fails)
+    monkeypatch.setattr(ApartMarks, "_add", fails)
+    net = nn.parallel.DistributedDataParallel(Net())
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with ddpcheck.watch(net, on_finding="warn", check_consistency_every=1) as watch:
+            train(net, 3, way=lambda step: "detached")
+    (said,) = [str(one.message) for one in warned if "made to fail" in str(one.message)]
+    assert said.startswith("ddpcheck: loss: not watched from step ")
+    assert said.endswith(" on: ZeroDivisionError: made to fail")
+    assert [one.code for one in watch.findings] == ["DDP103"]
+    report = watch.report()
+    assert [(one.name, one.status) for one in report.checks] == [("loss", "error")]
+    assert report.summary.startswith("loss: not watched to the end; 1 finding")
+
+
+def test_what_a_function_that_is_told_of_findings_raises_is_the_users():
+    def refuse(_finding):
+        raise ZeroDivisionError("of the user")
+
+    net = nn.parallel.DistributedDataParallel(Net())
+    with pytest.raises(ZeroDivisionError, match="of the user"), ddpcheck.watch(net, on_finding=refuse):
+        train(net, 3, way=lambda step: "detached")

@@ -15,6 +15,7 @@ from ddpcheck.run.living_ranks import LivingRanks
 from ddpcheck.stream.entries import ProgramEnded, RankStarted, WatchingFailed
 from ddpcheck.stream.held_file import HeldFile, is_held, mapped_file
 from ddpcheck.stream.rank_log import RankLog, read_logs
+from tests.forked_run import run_forked
 from tests.run.test_run_compiled import reported
 
 ROOT = Path(__file__).parents[2]
@@ -161,3 +162,53 @@ def test_a_file_that_is_read_before_it_is_complete_is_why_a_rank_has_failed(
     _, _, findings = reported(tmp_path, how, "", SAVES)
     assert [one["code"] for one in findings] == found
     assert all("DDP401" in str(one["evidence"]) and one["ranks"] == [1] for one in findings)
+
+
+SMALL = """
+import resource
+import sys
+
+import torch
+import torch.distributed as dist
+
+refuses = sys.argv[1] == "imports"
+if refuses:
+    class Refuses:
+        def find_spec(self, name, path=None, target=None):
+            if name.startswith("ddpcheck.record"):
+                raise ImportError("no module that is not in the list")
+
+    sys.meta_path.insert(0, Refuses())
+    for name in [name for name in sys.modules if name.startswith("ddpcheck.record.rank.rank_watch")]:
+        del sys.modules[name], sys.modules["ddpcheck.record.rank"].rank_watch
+else:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+dist.init_process_group("gloo")
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+net(torch.ones(4, 3)).sum().backward()
+dist.destroy_process_group()
+print("done")
+"""
+
+
+@pytest.mark.parametrize(("refused", "why"), [("room", "File too large"), ("imports", "no module that is not")])
+def test_a_rank_that_cannot_be_watched_runs_as_under_torchrun(tmp_path: Path, refused: str, why: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SMALL)
+    ended = run_forked(str(script), refused)
+    assert ended.returncode == 0 and ended.stdout.count("done") == 2, ended.stderr
+    assert "rank 0 is not watched: " in ended.stderr and why in ended.stderr
+
+
+def test_a_file_in_memory_has_blocks_of_its_own_or_is_refused(tmp_path: Path) -> None:
+    assert len(mapped_file(tmp_path / "there", 1 << 16)) == 1 << 16
+    assert (tmp_path / "there").stat().st_blocks * 512 >= 1 << 16
+    code = (
+        "import resource, sys; from pathlib import Path; from ddpcheck.stream.held_file import mapped_file\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try: mapped_file(Path(sys.argv[1]), 1 << 16)\nexcept OSError as error: print(error.strerror)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "not")], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "File too large\n")

@@ -187,6 +187,17 @@ class GraphWalk:
     ends: tuple[Any, ...] = ()  # nodes behind which it was not to go
 
 
+def node_of(tensor: torch.Tensor) -> Any:
+    """The node of a tensor in the autograd graph; `None` for one that has none, or that torch refuses to speak of.
+
+    It does so for a view that was made under no_grad, and whose base was written in place since then.
+    """
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def walk_graph(
     roots: Iterable[torch.Tensor],
     *,
@@ -196,7 +207,7 @@ def walk_graph(
 ) -> GraphWalk:
     """Walk the autograd graph behind `roots`, and behind graph `nodes`, iteratively, up to `limit` nodes."""
     roots = list(roots)
-    pending = [*(root.grad_fn for root in roots if root.grad_fn is not None), *nodes]
+    pending = [*filter(None, map(node_of, roots)), *nodes]
     leaves = {id(root): root for root in roots if root.requires_grad and root.is_leaf}
     seen = set(pending)
     names: set[str] = set()

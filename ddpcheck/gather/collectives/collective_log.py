@@ -26,7 +26,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.source_lines import line_and_lines, user_location
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.collectives.groups import Group, named_group, note_made
-from ddpcheck.gather.patching import Patch
+from ddpcheck.gather.patching import Patch, Recorder, guarded
 from ddpcheck.stream.entries import JOINED, JOINING
 from ddpcheck.worlds import rank as this_rank
 
@@ -118,7 +118,12 @@ def in_collective() -> bool:
 def record_collectives(directory: Path, rank: int) -> None:
     """From now on, log the collectives of this process; to be called before the user's code is imported."""
     file = os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    record_calls(lambda call: os.write(file, (json.dumps(structs.asdict(call)) + "\n").encode()))
+
+    def write(call: Call) -> None:
+        with contextlib.suppress(OSError):  # the disk is full: the check goes on, and a hang is told with fewer calls
+            os.write(file, (json.dumps(structs.asdict(call)) + "\n").encode())
+
+    record_calls(write)
 
 
 class Turn(Protocol):
@@ -135,7 +140,7 @@ def record_calls(sink: Callable[[Call], object], turn: Turn | None = None) -> No
     from torch.distributed import distributed_c10d
 
     global _sink, _turn
-    _sink, _turn = sink, turn
+    _sink, _turn = guarded(sink, _calls), turn
     replace_functions(COLLECTIVES, logged)
     replace_functions(_POINT_TO_POINT, functools.partial(logged, matched=False))
     for name in (*_FUNCTIONAL, *(f"{name}_autograd" for name in _FUNCTIONAL)):
@@ -160,6 +165,11 @@ def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> 
     return stack
 
 
+class _CallRecorder(Recorder, subjects=("collectives",)):
+    """What is written of each call, of which an error ends all."""
+
+
+_calls = _CallRecorder()
 _sink: Callable[[Call], object] | None = None
 _turn: Turn | None = None
 _on_overwritten: Callable[[Call, Mapping[str, Any]], object] | None = None
@@ -284,10 +294,12 @@ def logged(
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         if name == "new_group" and given.get("use_local_synchronization"):
             result = original(*args, **kwargs)  # its members alone
-            note_made(result, str(user_location(sys._getframe(1)) or ""))
+            _note_made(result, str(user_location(sys._getframe(1)) or ""))
             return result
         backward = functional and (name.endswith("_autograd") or _has_backward(name))
-        call = _describe_call(operation, given, backward=backward)
+        call = _described(operation, given, backward=backward)
+        if call is None:
+            return original(*args, **kwargs)
         if _thread.standing is not None:
             return _thread.standing(operation, given, call)
         if matched:
@@ -297,7 +309,7 @@ def logged(
         with _inside(str(call)), unlogged():
             result = original(*args, **kwargs)
         if name == "new_group":
-            note_made(result, call.location)
+            _note_made(result, call.location)
         if _on_overwritten is not None and name in _IN_PLACE:
             _on_overwritten(call, given)
         if _on_started is not None and matched and given.get("async_op") and result is not None:
@@ -353,23 +365,24 @@ def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Ca
     if root is not None:
         payload.append(f"root {root}")
     group = named_group(None if name == "new_group" else given.get("group", given.get("group_name")))
-    where, lines = line_and_lines(sys._getframe(2))
+    where, lines = line_and_lines(sys._getframe(3))
     carries = any(tensor.requires_grad for tensor in tensors)
     return Call(
         operation=name,
         group=group[0],
         members=group[1],
         payload=", ".join(payload),
-        place=_place_in_join(sys._getframe(2)) or this_rank.own_slots().place,
+        place=_place_in_join(sys._getframe(3)) or this_rank.own_slots().place,
         location=where,
         elements=max((tensor.numel() for tensor in tensors if tensor.is_floating_point()), default=0),
         carries_gradient=carries,
-        differentiable=(backward and carries) or bool(running_functions(sys._getframe(2))),
+        differentiable=(backward and carries) or bool(running_functions(sys._getframe(3))),
         callers=lines,
         group_words=group[2],
     )
 
 
+_described, _note_made = guarded(_describe_call, _calls), guarded(note_made, _calls)
 _JOIN, _OF_DDP = "torch.distributed.algorithms.join", "torch.nn.parallel.distributed"
 _MOST_FRAMES_OF_JOIN = 8
 

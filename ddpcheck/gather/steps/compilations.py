@@ -23,7 +23,7 @@ import torch
 from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_of_program, relative_path, user_location
-from ddpcheck.gather.patching import Patch, guarded, patched
+from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 
 _FRAMES, _GRAPHS, _UTILS = (f"torch._dynamo.{name}" for name in ("convert_frame", "output_graph", "utils"))
 MODULES = (_FRAMES, _GRAPHS)
@@ -41,7 +41,7 @@ _patches: dict[str, Patch] = {}
 _graphs: list[Any] = []  # of the compilation that is under way
 
 
-class CompilationRecorder(AbstractContextManager[None]):
+class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loop",)):
     """Hands each compilation of a function to `sink`, from `begin` to `close`; costs nothing until there is one."""
 
     def __init__(

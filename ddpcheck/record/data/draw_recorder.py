@@ -11,7 +11,7 @@ import torch
 
 from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.source_lines import frames_from, is_user_file, user_location, variables_of
-from ddpcheck.gather.patching import guarded
+from ddpcheck.gather.patching import Recorder, guarded
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.record.data.constructions import generators, restored_by, seeded_at
 from ddpcheck.record.data.generator_history import generator_bytes, generators_there, state_of, state_of_own
@@ -37,7 +37,7 @@ _State = tuple[int, int]  # a digest, and the place in it of the next number
 _Pair = tuple[_State, _State]  # before and after
 
 
-class DrawRecorder:
+class DrawRecorder(Recorder, subjects=("data",)):
     """Follows the calls of some of the first intervals between optimizer steps.
 
     Python's profile function is told of every call of C. Where the program has one of its own, nothing is followed.

@@ -10,6 +10,7 @@ import torch
 
 from ddpcheck.findings.evidence.script import Evaluated, Inputs
 from ddpcheck.findings.report import Location
+from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
 from ddpcheck.recipe.pytree import tree_tensors
@@ -19,7 +20,7 @@ _MOST_PARTS = 16  # tensors that forward is given
 _MOST_EVALUATED = 64  # forward passes without gradients
 
 
-class InputRecorder:
+class InputRecorder(Recorder, subjects=("data",)):
     """Writes down the fingerprints of what one wrapper is given."""
 
     def __init__(

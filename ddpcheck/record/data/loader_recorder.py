@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import user_location
-from ddpcheck.gather.patching import Patch, guarded, patched
+from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.recipe.pytree import tree_tensors
@@ -59,7 +59,7 @@ class _Pass:
     unused: list[ref[Any]] = field(default_factory=list)  # the batches until then
 
 
-class LoaderRecorder:
+class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
     """Follows every `DataLoader` of this process."""
 
     def __init__(self, run: Recording, resumes: ResumeRecorder, on_pass: Callable[[LoaderPass, Any], object]) -> None:
@@ -109,8 +109,7 @@ class LoaderRecorder:
             _note_index(one, index)
 
     def _taken_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        note_batch, note_rows, end = guarded(_note_batch), guarded(SampleRows.note), guarded(self._end)
-        keep, follow = guarded(kept_samples), guarded(self._follow_unused)
+        took, end = guarded(self._took), guarded(self._end)
 
         @functools.wraps(original)
         def __next__(iterator: Any) -> Any:
@@ -122,22 +121,25 @@ class LoaderRecorder:
             except StopIteration:
                 end(one, exhausted=True)
                 raise
-            if one.entry.number < _MOST_PASSES:
-                if one.entry.batches < _MOST_BATCHES:
-                    note_batch(one, batch)
-                note_rows(one.rows, batch, len(next(iter(one.batches[one.entry.batches :]), ())))
-            self._run.samples = keep(batch) or [] if self._is_sampled() else []
-            one.until = -1
-            if one.used >= 0:
-                follow(one, batch)
-            one.entry = replace(one.entry, batches=one.entry.batches + 1)
-            self._run.position = one.entry.loader, one.entry.number, one.entry.batches
-            self._run.batches[one.entry.loader] += 1
-            self._run.log.count_batch(*self._run.position)
-            self._count_taken()
+            took(one, batch)
             return batch
 
         return __next__
+
+    def _took(self, one: _Pass, batch: Any) -> None:
+        if one.entry.number < _MOST_PASSES:
+            if one.entry.batches < _MOST_BATCHES:
+                _note_batch(one, batch)
+            one.rows.note(batch, len(next(iter(one.batches[one.entry.batches :]), ())))
+        self._run.samples = kept_samples(batch) if self._is_sampled() else []
+        one.until = -1
+        if one.used >= 0:
+            self._follow_unused(one, batch)
+        one.entry = replace(one.entry, batches=one.entry.batches + 1)
+        self._run.position = one.entry.loader, one.entry.number, one.entry.batches
+        self._run.batches[one.entry.loader] += 1
+        self._run.log.count_batch(*self._run.position)
+        self._count_taken()
 
     def _count_taken(self) -> None:
         self._run.taken = sum(one.entry.batches for one in self._open.values())

@@ -29,7 +29,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import frames_from, is_installed, is_user_file, user_location
-from ddpcheck.gather.patching import patched
+from ddpcheck.gather.patching import Recorder, patched
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.evaluation.loop_source import lines_after, lines_of_value, numbers_of_conditions
 from ddpcheck.record.evaluation.result_recorders import ComparisonRecorder
@@ -64,7 +64,7 @@ class _Open:
     exchanged: list[ResultExchanged] = field(default_factory=list)
 
 
-class EvaluationRecorder:
+class EvaluationRecorder(Recorder, subjects=("evaluation",)):
     """Follows the passes over loaders without backward, and what is exchanged and shown after them.
 
     Attributes:

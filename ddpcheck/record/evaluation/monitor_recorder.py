@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, ref
 from ddpcheck.findings.evidence.script import MetricUsed
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
-from ddpcheck.gather.patching import patched
+from ddpcheck.gather.patching import Recorder, guarded, patched
 from ddpcheck.record.rank.module_finder import when_imported
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -20,7 +20,7 @@ _ENDS = ("on_validation_end", "on_train_epoch_end")
 _MOST_USES = 64  # of a callback
 
 
-class MonitorRecorder:
+class MonitorRecorder(Recorder, subjects=("optimizers",)):
     """Follows what modules of Lightning log, and the callbacks that have one of these metrics for their `monitor`."""
 
     def __init__(self, sink: Callable[[MetricUsed], object]) -> None:
@@ -30,8 +30,8 @@ class MonitorRecorder:
         self._trainer: Callable[[], Any] = lambda: None
         self._numbers = itertools.count()
         self._uses: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # number, uses so far
-        when_imported([f"{package}.core" for package in _PACKAGES], self._follow_modules)
-        when_imported([f"{package}.callbacks" for package in _PACKAGES], self._follow_callbacks)
+        when_imported([f"{package}.core" for package in _PACKAGES], guarded(self._follow_modules))
+        when_imported([f"{package}.callbacks" for package in _PACKAGES], guarded(self._follow_callbacks))
 
     def line_of(self, value: float) -> Location | None:
         """The line that has logged the metric of this value, which is the newest one of its name."""

@@ -14,7 +14,7 @@ from ddpcheck.findings.evidence.evaluation import RowsCompared, SumsReduced
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
-from ddpcheck.gather.patching import Patch, patched
+from ddpcheck.gather.patching import Patch, Recorder, patched
 from ddpcheck.gather.state.fingerprints import is_shard
 
 _METHODS = ("__sub__", "__rsub__", "__eq__", "__ne__", "sub", "eq", "ne")
@@ -24,7 +24,7 @@ _FEWEST, _MOST = 8, 1 << 14  # numbers
 _MOST_ROUNDS, _MOST_A_ROUND = 3, 8
 
 
-class ComparisonRecorder:
+class ComparisonRecorder(Recorder, subjects=("evaluation",)):
     """Follows subtractions, comparisons and losses of two tensors while it is open; hands them to `sink`.
 
     It puts functions in torch's place for that time only: they would cost in a training loop.
@@ -84,7 +84,7 @@ class _Line:
     left: list[_Numbers] = field(default_factory=list)
 
 
-class SumRecorder:
+class SumRecorder(Recorder, subjects=("evaluation",)):
     """Hands `sink` some calls at a line where that is so, once a line."""
 
     def __init__(self, sink: Callable[[SumsReduced], object]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of
+from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints
 from ddpcheck.record.loop.step_listener import StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
@@ -15,7 +16,7 @@ from ddpcheck.stream.entries import TrainedApart
 _MOST = 4096
 
 
-class ApartMarks(StepListener):
+class ApartMarks(StepListener, Recorder, subjects=("replicas",)):
     """Fingerprints of one small parameter before each forward pass in which it has changed, on this rank."""
 
     def __init__(self, recorder: Callable[[], StepRecorder], number: int = 0, *, under_no_sync: bool = False) -> None:

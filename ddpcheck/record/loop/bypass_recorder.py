@@ -19,6 +19,7 @@ from torch import nn
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, user_location
 from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, before_forward
+from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import version_of
 from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
 
@@ -27,7 +28,7 @@ DDP_FILE = inspect.getfile(nn.parallel.DistributedDataParallel)
 _Marks = list[tuple[int, int] | None]
 
 
-class BypassRecorder:
+class BypassRecorder(Recorder, subjects=("loop",)):
     """Follows the backward passes around one wrapper.
 
     Attributes:

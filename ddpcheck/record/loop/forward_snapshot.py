@@ -14,7 +14,7 @@ from msgspec import Struct
 from torch import nn
 
 from ddpcheck.findings.evidence.steps import PathEnd
-from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, node_of, walk_graph
 from ddpcheck.gather.autograd.gradient_paths import Explainer
 from ddpcheck.gather.collectives.fake_collectives import alone
 from ddpcheck.gather.state.module_state import capture_attributes
@@ -120,15 +120,15 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
 def differentiable_tensors(output: Any) -> list[torch.Tensor]:
     """The tensors in `output` through which a gradient can come."""
     if isinstance(output, torch.Tensor):  # as a rule: no need to look into it
-        return [] if output.grad_fn is None else [output]
-    return [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
+        return [] if node_of(output) is None else [output]
+    return [tensor for tensor in _tensors(output) if node_of(tensor) is not None]
 
 
 def trainable_leaves(output: Any) -> list[torch.Tensor]:
     """The tensors in `output` that require grad and that nothing has computed."""
     if isinstance(output, torch.Tensor):
-        return [output] if output.requires_grad and output.grad_fn is None else []
-    return [tensor for tensor in _tensors(output) if tensor.requires_grad and tensor.grad_fn is None]
+        return [output] if output.requires_grad and node_of(output) is None else []
+    return [tensor for tensor in _tensors(output) if tensor.requires_grad and node_of(tensor) is None]
 
 
 def _constants(output: Any) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, location_of
-from ddpcheck.gather.patching import Patch, guarded
+from ddpcheck.gather.patching import Patch, Recorder, guarded
 from ddpcheck.gather.state.fingerprints import is_shard, own_part
 from ddpcheck.record.loop.step_listener import StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
@@ -23,7 +23,7 @@ _open: WeakSet[IgnoredData] = WeakSet()
 _patches: list[Patch] = []
 
 
-class IgnoredData(StepListener):
+class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
     """Hands them to `sink` before the next forward pass; from `begin` to `close`."""
 
     def __init__(self, recorder: Callable[[], StepRecorder], sink: Callable[[Sequence[ModuleChanged]], object]) -> None:

@@ -12,7 +12,7 @@ from ddpcheck.findings.evidence.steps import SYNC_SETTING, LoopEvent
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.ddp.ddp_wrapper import is_ddp
 from ddpcheck.gather.ddp.loop_events import noted_no_sync
-from ddpcheck.gather.patching import Patch
+from ddpcheck.gather.patching import Patch, Recorder
 from ddpcheck.record.loop import shard_switches
 from ddpcheck.record.source.source_scope import assignment_in_program
 from ddpcheck.stream.ledger import Ledger
@@ -27,7 +27,7 @@ _patches: list[Patch] = []  # of DDP's `no_sync`, while a wrapper is watched
 _records: WeakKeyDictionary[nn.Module, ref[LoopRecord]] = WeakKeyDictionary()
 
 
-class LoopRecord:
+class LoopRecord(Recorder, subjects=("loop",), inner=("__init__", "step_ended")):
     """The events of the step that is under way, and of the one before.
 
     Attributes:

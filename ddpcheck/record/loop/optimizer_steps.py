@@ -12,6 +12,7 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import parameters_of
+from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.steps.gradient_distance import has_gradient
 from ddpcheck.record.loop.loop_record import STEP, LoopRecord
 from ddpcheck.record.loop.step_hooks import follow_steps, unfollow_steps
@@ -55,7 +56,7 @@ class _Followed:
     reductions: int = 0  # at its last step
 
 
-class OptimizerSteps:
+class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
     """Follows every optimizer that has parameters of one wrapper.
 
     Attributes:

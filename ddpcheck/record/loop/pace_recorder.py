@@ -7,13 +7,14 @@ import sys
 from ddpcheck.findings.evidence.loop import PaceRun
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import lines_of_program, user_location
+from ddpcheck.gather.patching import Recorder
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.source.source_scope import lines_left_out_by
 
 MOST_RUNS = 1024
 
 
-class PaceRecorder:
+class PaceRecorder(Recorder, subjects=("loop",)):
     """The pace of one wrapper.
 
     Attributes:

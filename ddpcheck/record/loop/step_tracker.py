@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -28,10 +27,12 @@ from ddpcheck.gather.autograd.autograd_graph import (
     at_end_of_backward,
     in_compiled_backward,
     keeps_graph,
+    node_of,
     running_node,
     will_be_reached,
 )
 from ddpcheck.gather.ddp.ddp_wrapper import inner_module
+from ddpcheck.gather.patching import OF_A_WRAPPER, Recorder
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.loop.forward_snapshot import Snapshot, differentiable_tensors, trainable_leaves
 from ddpcheck.record.loop.loop_record import BACKWARD, FORWARDS, LoopRecord
@@ -56,7 +57,6 @@ class Backward(Enum):
 
 
 _TO_DDP = (Backward.SYNCED, Backward.GRAD)
-_GRADIENT_NODE = attrgetter("grad_fn")
 _NO_NAMES: frozenset[str] = frozenset()
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -81,7 +81,7 @@ class _Step:
     snapshot: Snapshot | None = None  # of the last forward pass; `None` where it cannot be run again
 
 
-class StepTracker:
+class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_forward", "after_forward", "detach")):
     """The steps of one wrapper on one rank.
 
     Attributes:
@@ -232,7 +232,7 @@ class StepTracker:
                 self._loop.add(FORWARDS[True])
             if len(tensors) != 1 or tensors[0] is not output:  # else there are no others in it
                 self._hook_leaves(output)
-            self._step.roots.append([*map(_GRADIENT_NODE, tensors)])
+            self._step.roots.append([*map(node_of, tensors)])
         for tell in self._at_return:
             tell(self.number, output, tensors, synced=synced)
         if self._is_hidden:

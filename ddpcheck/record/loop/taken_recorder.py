@@ -11,6 +11,7 @@ import torch
 from ddpcheck.findings.evidence.loop import GradientsTaken
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.gradient_distance import dense, sketch
 from ddpcheck.record.rank.script_watch import ScriptWatch
@@ -29,7 +30,7 @@ class _Followed:
     location: Location | None = None
 
 
-class TakenRecorder:
+class TakenRecorder(Recorder, subjects=("loop",)):
     """What `torch.autograd.grad` gives for the parameters of wrappers, in some calls."""
 
     def __init__(self, run: Recording) -> None:

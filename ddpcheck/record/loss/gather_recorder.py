@@ -15,9 +15,9 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at
 from ddpcheck.gather.autograd import exchanges
-from ddpcheck.gather.autograd.autograd_graph import kept_tensor, made_shapes, nodes_behind, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import kept_tensor, made_shapes, node_of, nodes_behind, walk_graph
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
-from ddpcheck.gather.patching import guarded
+from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.steps.gradient_distance import sketch
 from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
 from ddpcheck.record.recording import Recording
@@ -55,7 +55,7 @@ class _Parts:
     of_all: bool = True  # and not of a group
 
 
-class GatherRecorder:
+class GatherRecorder(Recorder, subjects=("loss",)):
     """Looks at what has been gathered in some of the optimizer steps, and at the losses of these."""
 
     def __init__(self, run: Recording) -> None:
@@ -73,17 +73,17 @@ class GatherRecorder:
         if not self._run.are_probed() or not isinstance(tensor, torch.Tensor) or not tensor.dim():
             return
         count, where = len(call.members), Location.parse(call.location)
-        node = tensor.grad_fn if call.differentiable else None
+        node = node_of(tensor) if call.differentiable else None
         known = tensor.is_floating_point() and (node is not None or not call.differentiable)
         if known and len(self._parts) < _MOST_GATHERED:
             own, shape = call.members.index(dist.get_rank()), (len(tensor) * count, *tensor.shape[1:])
             of_all = count == dist.get_world_size()
             self._parts.append(_Parts(count, own, shape, call.operation, where, node, of_all))
-        if call.differentiable or tensor.dim() < 2 or tensor.grad_fn is None or not tensor.is_floating_point():
+        if call.differentiable or tensor.dim() < 2 or node_of(tensor) is None or not tensor.is_floating_point():
             return
         if tensor.numel() <= _MOST_ELEMENTS and (rows := _own_rows(tensor)) is not None:
             shape = tensor.numel() // tensor.shape[-1] * count, tensor.shape[-1]
-            self._gathered.append(_Gathered(call.operation, where, shape, rows, tensor.grad_fn))
+            self._gathered.append(_Gathered(call.operation, where, shape, rows, node_of(tensor)))
 
     @property
     def awaits_backward(self) -> bool:
@@ -100,16 +100,16 @@ class GatherRecorder:
         if not parts or self._step != self._run.steps or not isinstance(losses, torch.Tensor):
             return
         ends = {one.node for one in gathered}
-        found = ((node, _put_back(node, parts, ends)) for node in _nodes(losses.grad_fn, ends))
+        found = ((node, _put_back(node, parts, ends)) for node in _nodes(node_of(losses), ends))
         joins = {node: joined for node, joined in found if joined is not None}
         for node, joined in itertools.islice(joins.items(), 1):
             own = ends if joined.node is None else {*ends, joined.node}
-            others = _nodes(losses.grad_fn, own | joins.keys())
+            others = _nodes(node_of(losses), own | joins.keys())
             self._follow(node, joined, besides=any(to in own for other in others for to, _ in other.next_functions))
         for one in gathered:
             alike = sum(other.shape == one.shape for other in gathered)  # views, say, which may have been joined
             shapes = [(one.shape[0] * count, one.shape[1]) for count in range(1, alike + 1)]
-            constants = (constant for shape in shapes for constant in _constants(losses.grad_fn, shape, ends))
+            constants = (constant for shape in shapes for constant in _constants(node_of(losses), shape, ends))
             if any(_holds(constant, one.rows) for constant in constants):
                 names = self._without_gradient(losses, ends)
                 self._run.add(GatheredConstant(self._step, one.operation, one.location, one.shape[0], names))
@@ -139,8 +139,8 @@ class GatherRecorder:
                 self._run.add(OwnPartPutBack(self._step, parts.operation, where, arrived, factor, inside, besides))
 
         came: list[torch.Tensor | None] = []  # a backward of the program's may add up those of all ranks in their place
-        handles = [node.register_prehook(UnpickledHook(guarded(keep)))]
-        handles.append(node.register_hook(UnpickledHook(guarded(note))))
+        handles = [node.register_prehook(UnpickledHook(keep, self))]
+        handles.append(node.register_hook(UnpickledHook(note, self)))
 
 
 def _constants(root: Any, shape: tuple[int, int], ends: set[Any]) -> Iterator[torch.Tensor]:

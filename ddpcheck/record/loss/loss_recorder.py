@@ -17,9 +17,9 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import last_assignment, location_of, user_frame, user_location, variables_of
-from ddpcheck.gather.autograd.autograd_graph import in_backward, kept_tensor, made_shapes
+from ddpcheck.gather.autograd.autograd_graph import in_backward, kept_tensor, made_shapes, node_of
 from ddpcheck.gather.autograd.loss_terms import head_of
-from ddpcheck.gather.patching import guarded, patched
+from ddpcheck.gather.patching import Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import own_part
 from ddpcheck.record.loop.taken_recorder import TakenRecorder
 from ddpcheck.record.loss.loss_source import LossSource, loss_source, uncounted_at
@@ -56,7 +56,7 @@ class BackwardFollower(Protocol):
         """One begins from these."""
 
 
-class LossRecorder:
+class LossRecorder(Recorder, subjects=("loss",)):
     """Follows backward passes in some of the optimizer steps."""
 
     def __init__(
@@ -64,8 +64,6 @@ class LossRecorder:
     ) -> None:
         """Begin; `optimizers` and `others` are told of each backward pass, `taken` of each `torch.autograd.grad`."""
         self._run = run
-        self._taken = taken
-        self._others = others
         self._scaled: tuple[int, Any] = (0, None)  # the identity of what a gradient scaler has made last, and it
         self._optimizers = optimizers
         self._counted = (-1, 0)  # a step, and its backward passes so far
@@ -75,28 +73,9 @@ class LossRecorder:
         self._used: int | None = None  # the step whose backward passes have come after that
         self._exchanged = -1  # the last step in which ranks have had something of each other
         self._sources: dict[tuple[CodeType, int], LossSource] = {}  # by line that calls backward
-        patched(torch.autograd, _ENGINE if hasattr(torch.autograd, _ENGINE) else "backward", self._backward)
+        name = _ENGINE if hasattr(torch.autograd, _ENGINE) else "backward"
+        patched(torch.autograd, name, partial(_backward, (self, others, optimizers, taken)))
         patched(torch.amp.GradScaler, "scale", self._scales)
-
-    def _backward(
-        self, tensors: Any, *arguments: Any, accumulate_grad: bool = True, **_named: Any
-    ) -> Generator[None, Any, None]:
-        if not accumulate_grad:
-            gradients = yield
-            self._taken.taken(arguments[3] if len(arguments) > 3 else (), gradients)
-            return
-        losses = tensors[0] if isinstance(tensors, tuple) and len(tensors) == 1 else tensors
-        for other in self._others:
-            if other.awaits_backward:
-                other.note_backward(losses)
-        if in_backward():  # of a checkpoint, whose gradients are part of those of the pass around it
-            return
-        ended = self._begins(losses)
-        self._optimizers.before_backward(losses)
-        yield
-        self._optimizers.after_backward()
-        if ended is not None:
-            ended()
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
         """Keep what an all_reduce is given to sum, where it is a number or a few of them."""
@@ -124,7 +103,7 @@ class LossRecorder:
         result = yield
         self._scaled = id(result), scaler if scaler.is_enabled() else None
 
-    def _begins(self, losses: Any) -> Callable[[], object] | None:
+    def begins(self, losses: Any) -> Callable[[], object] | None:
         """Listen to the terms of a loss; what is returned is to be called when the backward pass has ended."""
         step = self._run.steps
         before = self._counted[1] if self._counted[0] == step else 0
@@ -153,10 +132,10 @@ class LossRecorder:
         for number, (node, kind, scales) in enumerate(terms):
             head = heads.setdefault((head_of(node) or node, node.name()), len(heads))
             note = _note_of(arrived, number, kind, node, scales, lines_of_terms.get(node), head)
-            handles.append(node.register_prehook(UnpickledHook(note)))
+            handles.append(node.register_prehook(UnpickledHook(note, self)))
         weighed: list[float] = []
-        for node in log_softmaxes([losses.grad_fn]) if losses.grad_fn is not None else ():
-            handles.append(node.register_prehook(UnpickledHook(partial(_note_targets, weighed))))
+        for node in log_softmaxes([node_of(losses)]) if node_of(losses) is not None else ():
+            handles.append(node.register_prehook(UnpickledHook(partial(_note_targets, weighed), self)))
 
         def ended() -> None:
             for handle in handles:
@@ -174,7 +153,7 @@ class LossRecorder:
             made = step, before, terms, where, line, source.scaled, wrappers, put_off
             self._run.add(LossDifferentiated(*made, self._run.taken, reduced, hooked, targets, known, uncounted))
 
-        return guarded(ended)
+        return guarded(ended, self)
 
     def _source(self) -> LossSource:
         frame = user_frame(sys._getframe(1))
@@ -184,6 +163,32 @@ class LossRecorder:
         if key not in self._sources and len(self._sources) < _MOST_SOURCES:
             self._sources[key] = loss_source(frame)
         return self._sources.get(key, LossSource())
+
+
+_Told = tuple[LossRecorder, Sequence[BackwardFollower], OptimizerRecorder, TakenRecorder]
+
+
+def _backward(
+    told: _Told, tensors: Any, *arguments: Any, accumulate_grad: bool = True, **_named: Any
+) -> Generator[None, Any, None]:
+    """Tell each of them of a backward pass, also if another one has failed."""
+    recorder, others, optimizers, taken = told
+    if not accumulate_grad:
+        gradients = yield
+        taken.taken(arguments[3] if len(arguments) > 3 else (), gradients)
+        return
+    losses = tensors[0] if isinstance(tensors, tuple) and len(tensors) == 1 else tensors
+    for other in others:
+        if other.awaits_backward:
+            other.note_backward(losses)
+    if in_backward():  # of a checkpoint, whose gradients are part of those of the pass around it
+        return
+    ended = recorder.begins(losses)
+    optimizers.before_backward(losses)
+    yield
+    optimizers.after_backward()
+    if ended is not None:
+        ended()
 
 
 def _unscaled(term: ScaledTerm, scale: float) -> ScaledTerm:
@@ -206,7 +211,7 @@ def _lines_of_terms(loss: torch.Tensor, count: int) -> dict[Any, Location]:
     every = {
         name: {node for node, _, _ in _terms(value)}
         for name, value in list(variables_of(frame).items())[:_MOST_VARIABLES]
-        if type(value) is torch.Tensor and value.grad_fn is not None and value.numel() == 1 and value is not loss
+        if type(value) is torch.Tensor and node_of(value) is not None and value.numel() == 1 and value is not loss
     }
     for name in sorted(every, key=lambda name: -len(every[name])):
         if len(every[name]) < count and (line := last_assignment(location_of(frame), name)) is not None:
@@ -246,7 +251,7 @@ _Scales = tuple[tuple[str, float], ...]
 
 def _terms(loss: torch.Tensor) -> Iterator[tuple[Any, str, _Scales]]:
     """The sums and means that a loss is put together from by arithmetic; nothing where there are too many."""
-    pending: list[tuple[Any, int, _Scales]] = [(loss.grad_fn, loss.output_nr, ())]
+    pending: list[tuple[Any, int, _Scales]] = [(node_of(loss), loss.output_nr, ())]
     found = []
     for node, index, scales in pending:  # which grows
         if node is None or len(pending) > _MOST_NODES:

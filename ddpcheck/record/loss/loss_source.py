@@ -21,6 +21,7 @@ from torch import nn
 
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import parsed_source, relative_path, targets_of
+from ddpcheck.gather.autograd.autograd_graph import node_of
 from ddpcheck.record.source.source_scope import (
     UNKNOWN,
     Place,
@@ -105,7 +106,7 @@ def _backward_call(statement: ast.AST) -> ast.Call | None:
 
 
 def _is_loss(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.grad_fn is not None and value.numel() == 1
+    return isinstance(value, torch.Tensor) and node_of(value) is not None and value.numel() == 1
 
 
 # Through the source

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ddpcheck.findings.evidence.script import LossTarget
-from ddpcheck.gather.autograd.autograd_graph import kept_tensor, nodes_behind
+from ddpcheck.gather.autograd.autograd_graph import kept_tensor, node_of, nodes_behind
 from ddpcheck.gather.state.fingerprints import fingerprint
 
 _MOST_NODES = 32
@@ -19,7 +19,7 @@ _GOES_ON = ("Mul", "Div", "Neg", "Add", "Sub", "Sum", "Mean", "View", "Reshape",
 def targets_of(loss: torch.Tensor) -> tuple[LossTarget, ...]:
     """Those of a loss, as far as it is made of such losses by arithmetic."""
     found = []
-    nodes = filter(_has_target, nodes_behind([loss.grad_fn], _MOST_NODES, _is_arithmetic))
+    nodes = filter(_has_target, nodes_behind([node_of(loss)], _MOST_NODES, _is_arithmetic))
     for target in (kept_tensor(node, "target") for node in nodes):
         if type(target) is torch.Tensor and target.layout == torch.strided and target.dim() and not target.is_complex():
             if not target.requires_grad and target.numel() > 1:

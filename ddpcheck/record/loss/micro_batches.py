@@ -11,14 +11,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from ddpcheck.gather.autograd.autograd_graph import nodes_behind
+from ddpcheck.gather.autograd.autograd_graph import node_of, nodes_behind
 from ddpcheck.gather.autograd.loss_terms import head_of
+from ddpcheck.gather.patching import Recorder
+from ddpcheck.gather.state.fingerprints import version_of
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.module_hooks import remove_hooks
 from ddpcheck.stream.rank_report import MicroBatch, is_probed
@@ -30,12 +31,11 @@ _SAMPLED = 8  # parameters, at most, that are asked whether an optimizer has mov
 _NODES = 2000  # of the graph: the loss stands close to its end
 _ELEMENTS = 1 << 22  # of logits that are kept for the backward pass: some rows of them, where there are more
 _LEAST_ROWS = 16
-_VERSION = attrgetter("_version")
 _TOLERANCE = 0.02  # half-precision gradients have 8 bits
 _Measured = tuple[int, int, str, int, int, torch.Tensor]  # a MicroBatch, its last three as a tensor
 
 
-class MicroBatches:
+class MicroBatches(Recorder, subjects=("loss",)):
     """The micro-batches of one wrapper, those under `no_sync` too, in optimizer steps 0, 1, 2, 4, 8 ..."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -73,7 +73,7 @@ class MicroBatches:
     def step_ended(self) -> None:
         """The gradients have been averaged."""
         self._reduced = True
-        self._versions = sum(map(_VERSION, self._some))
+        self._versions = sum(map(version_of, self._some))
 
     def measured(self) -> tuple[MicroBatch, ...]:
         """The micro-batches of the last optimizer steps that were measured."""
@@ -96,7 +96,7 @@ class MicroBatches:
 
         That is so only where parameters are known to move between reductions, and gradients of the last one are left.
         """
-        if sum(map(_VERSION, self._some)) != self._versions:
+        if sum(map(version_of, self._some)) != self._versions:
             self._has_moved = True
             return False
         return self._has_moved and self._has_gradients()
@@ -110,15 +110,15 @@ class MicroBatches:
     def _hook(self, step: int, position: int, output: Any) -> None:
         tensors = _tensors(output)
         sequences = next((len(tensor) for tensor in tensors if tensor.ndim == 3), 0)
-        nodes = log_softmaxes(tensor.grad_fn for tensor in tensors)
+        nodes = log_softmaxes(node_of(tensor) for tensor in tensors)
         for count, node in enumerate(nodes):
             if _has_own_head(node, nodes):
                 measure = self._note((step, f"log_softmax {count}", position, sequences), _of_log_probabilities)
                 self._handles.append(node.register_prehook(lambda given, measure=measure: measure(given[0])))
         scores = [tensor for tensor in tensors if tensor.ndim > 1 and tensor.is_floating_point()]
-        made = [tensor.grad_fn for tensor in scores]
+        made = [node_of(tensor) for tensor in scores]
         for count, logits in enumerate(scores):
-            if _has_own_head(logits.grad_fn, made):
+            if _has_own_head(node_of(logits), made):
                 node, index = _where_used(logits)
                 measure = self._note((step, f"output {count}", position, sequences), _Logits(logits))
                 self._handles.append(node.register_prehook(lambda given, m=measure, i=index: m(given[i])))
@@ -144,7 +144,7 @@ class MicroBatches:
 
 def _tensors(output: Any) -> list[torch.Tensor]:
     """The first tensors in what forward returned through which a gradient can come."""
-    leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None)
+    leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and node_of(leaf) is not None)
     return list(islice(leaves, _MOST_HEADS))
 
 
@@ -170,7 +170,7 @@ def _where_used(logits: torch.Tensor) -> tuple[Any, int]:
     Behind forward, DDP hands on copies of its outputs, and autocast copies in another dtype; a loss that forward has
     made itself was made from the originals.
     """
-    node: Any = logits.grad_fn
+    node: Any = node_of(logits)
     index = logits.output_nr
     while node.name() in ("ToCopyBackward0", "_DDPSinkBackward"):
         below = node.next_functions[index if len(node.next_functions) > index else 0]

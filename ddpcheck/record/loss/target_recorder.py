@@ -12,7 +12,8 @@ from ddpcheck.findings.evidence.evaluation import GatheredTargets
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import relative_path, variables_of
-from ddpcheck.gather.autograd.autograd_graph import kept_tensor, nodes_behind
+from ddpcheck.gather.autograd.autograd_graph import kept_tensor, node_of, nodes_behind
+from ddpcheck.gather.patching import Recorder
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.source import program_numbers
 from ddpcheck.record.source.source_scope import body_of, own_nodes
@@ -30,7 +31,7 @@ _KEEPS_COLUMNS = (
 )
 
 
-class TargetRecorder:
+class TargetRecorder(Recorder, subjects=("evaluation",)):
     """Follows what is gathered before a backward pass, and the cross entropies that it begins from."""
 
     def __init__(self, run: Recording) -> None:
@@ -50,10 +51,10 @@ class TargetRecorder:
     def note_backward(self, loss: Any) -> None:
         """A backward pass of the script begins: are what was gathered the classes of its cross entropy?"""
         gathered, self._gathered, self.awaits_backward = self._gathered, [], False
-        if not gathered or not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
+        if not gathered or not isinstance(loss, torch.Tensor) or node_of(loss) is None:
             return
         last: GatheredTargets | None = None
-        for targets, columns in _cross_entropies(loss.grad_fn):
+        for targets, columns in _cross_entropies(node_of(loss)):
             for tensor, call, line in gathered:
                 own = _place_of(tensor, columns)
                 if own is None or columns.shape[1] < 2 * len(tensor):

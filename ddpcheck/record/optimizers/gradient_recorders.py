@@ -27,7 +27,7 @@ from ddpcheck.findings.source_lines import user_location, variables_of
 from ddpcheck.gather.autograd.autograd_graph import walk_graph
 from ddpcheck.gather.autograd.exchanges import has_parts, part_of_gradient
 from ddpcheck.gather.ddp.optimizer_options import parameters_of
-from ddpcheck.gather.patching import patched
+from ddpcheck.gather.patching import Recorder, patched
 from ddpcheck.gather.state.fingerprints import InRows, fingerprint, in_rows, is_shard, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, has_gradient, norms
@@ -40,7 +40,7 @@ _FEW = 4  # elements: numbers that are reduced, and no gradients
 _MOST_GIVEN = 4096  # tensors of a step
 
 
-class ClipRecorder:
+class ClipRecorder(Recorder, subjects=("optimizers",)):
     """Follows clips, and in some steps the norm of all gradients from one backward pass to the next.
 
     Attributes:
@@ -178,7 +178,7 @@ class _Followed:
     for_inputs: bool = False  # a backward pass since the last step was for inputs (an attack, a penalty)
 
 
-class ZeroingRecorder:
+class ZeroingRecorder(Recorder, subjects=("loop",)):
     """Follows a parameter of each optimizer, in its first steps; hands what it finds to `sink`, `names` names them.
 
     Attributes:
@@ -316,7 +316,7 @@ def _mark(parameter: Any) -> int:
     return fingerprint(dense(parameter.grad)) or 1
 
 
-class GivenRecorder:
+class GivenRecorder(Recorder, subjects=("optimizers", "data")):
     """What the all_reduces of all ranks are given in a step that is looked at.
 
     Attributes:

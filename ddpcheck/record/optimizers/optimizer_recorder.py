@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpcheck.findings.evidence.loop import ScheduleState
 from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
@@ -23,7 +24,7 @@ from ddpcheck.gather.autograd.gradient_hooks import hooks_on
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options, parameters_of
 from ddpcheck.gather.ddp.sharding import count_in_fsdp1, shard_states
-from ddpcheck.gather.patching import patched
+from ddpcheck.gather.patching import Recorder, patched
 from ddpcheck.gather.state.fingerprints import PLAIN, fingerprint, fingerprints, is_shard, place_of, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
@@ -73,7 +74,7 @@ class _Optimizer:
     watches: tuple[Any, list[ref[ScriptWatch]]] = field(default=((), []))  # of wrappers, by what was there
 
 
-class OptimizerRecorder:
+class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
     """Follows every optimizer of this process.
 
     Attributes:
@@ -92,6 +93,7 @@ class OptimizerRecorder:
         self._due: set[int] = set()  # the numbers of optimizers whose next step is described
         self._stepped = 0  # optimizers that have, of those whose construction was seen
         self._schedules = ScheduleRecorder(run.add, lambda: self._backwards + run.steps, self._number_of)
+        register_optimizer_step_pre_hook(run.count_step)
         follow_steps(self)
         patched(torch.optim.Optimizer, "zero_grad", self._before_zero_grad)
         patched(nn.Module, "zero_grad", self._before_module_zero_grad)
@@ -147,7 +149,6 @@ class OptimizerRecorder:
 
     def before_step(self, optimizer: Any, _has_closure: bool, inside: bool) -> None:
         """An optimizer is about to step."""
-        self._run.steps += 1
         if self._loads.waits:
             self._loads.hand_over()
         self._writes.step(begins=True)

@@ -24,7 +24,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import targets_of, user_frame, user_location
 from ddpcheck.gather.ddp.model_parts import input_layouts, is_sum
 from ddpcheck.gather.ddp.optimizer_options import parameters_of
-from ddpcheck.gather.patching import patched
+from ddpcheck.gather.patching import Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
 from ddpcheck.record.data.constructions import seeded_at
@@ -99,7 +99,7 @@ class Watched(Protocol):
         """Where a module is in it; `None` for another."""
 
 
-class PartRecorder:
+class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
     """Follows the steps of optimizers once it knows of a model that is split."""
 
     def __init__(
@@ -124,7 +124,7 @@ class PartRecorder:
 
     def follow_script(self) -> None:
         """Notice what `distribute_module` splits from now on."""
-        when_imported((_HOME,), self._follow)
+        when_imported((_HOME,), guarded(self._follow))
 
     def split(self, ranks: tuple[int, ...], parts: Mapping[nn.Module, list[str]], where: Location | None) -> None:
         """A model is split over these ranks: of each of these modules, own parameters with these names."""

@@ -14,14 +14,14 @@ from torch.utils.data import DistributedSampler
 from ddpcheck.findings.evidence.script import Restored
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
-from ddpcheck.gather.patching import patched
+from ddpcheck.gather.patching import Recorder, patched
 
 _MOST_STATES = 64  # of optimizers, that the script has asked for or read
 _MOST_FILES = 1024
 _DEEPEST = 3  # a state in a dictionary of a dictionary
 
 
-class ResumeRecorder:
+class ResumeRecorder(Recorder, subjects=("data",)):
     """Follows the states of optimizers from where they are taken or read to where they are restored.
 
     Attributes:

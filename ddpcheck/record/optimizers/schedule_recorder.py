@@ -21,7 +21,7 @@ from ddpcheck.findings.evidence.loop import ScheduleState
 from ddpcheck.findings.evidence.script import MetricUsed
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import is_called_by_a_package, user_location
-from ddpcheck.gather.patching import patched
+from ddpcheck.gather.patching import Recorder, patched
 from ddpcheck.gather.state.reachable import function_variables
 from ddpcheck.record.evaluation.monitor_recorder import MonitorRecorder
 from ddpcheck.record.loss.loss_source import is_world_size
@@ -53,7 +53,7 @@ class _Schedule:
     stepping: bool = False
 
 
-class ScheduleRecorder:
+class ScheduleRecorder(Recorder, subjects=("optimizers",)):
     """Follows the schedules of torch, and objects of the program that hold an optimizer and have a `step`."""
 
     def __init__(

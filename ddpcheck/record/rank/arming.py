@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from ddpcheck.record.rank import meeting, started_processes
-from ddpcheck.record.rank.module_finder import when_imported
+from ddpcheck.record.rank.module_finder import guarded, when_imported
 
 _WITH_GROUPS = "torch.distributed.distributed_c10d"
 _WITH_LINES = (  # whose constructions and seeds are noted, which come before there is a process group too
@@ -67,18 +67,22 @@ def _replaceable(name: str, original: Any) -> Any:
     return collective
 
 
+def _begin() -> None:
+    from ddpcheck.record.rank import rank_watch
+
+    rank_watch.begin(replacements, stand_ins)  # imports what DDP's constructor would import
+
+
 def _announcing(original: Any) -> Any:
     @functools.wraps(original)
     def init_process_group(*arguments: Any, **named: Any) -> None:
-        started_processes.leave_agent_store(arguments, named)
+        guarded(started_processes.leave_agent_store)(arguments, named)
         with meeting.noted(arguments, named):
             original(*arguments, **named)
         collects = gc.isenabled()
         gc.disable()  # to go through all objects of torch would take half as long again as the imports
         try:
-            from ddpcheck.record.rank import rank_watch
-
-            rank_watch.begin(replacements, stand_ins)  # imports what DDP's constructor would import
+            guarded(_begin)()
         finally:
             if collects:
                 gc.enable()

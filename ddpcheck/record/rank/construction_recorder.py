@@ -19,7 +19,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, user_location, variables_of
 from ddpcheck.gather.ddp.ddp_wrapper import constructor_options
-from ddpcheck.gather.patching import guarded
+from ddpcheck.gather.patching import Recorder, guarded
 from ddpcheck.gather.state.module_description import class_name, structure_of
 from ddpcheck.record.replicas.program_state import program_variables
 from ddpcheck.record.replicas.set_order import is_order_of_a_set
@@ -30,7 +30,7 @@ _MOST_FRAMES = 4  # of the user's, around the registration of a parameter
 _LARGEST_OFFSET = 4  # padding, unknown, begin and end, which a vocabulary counts beside its words
 
 
-class ConstructionRecorder:
+class ConstructionRecorder(Recorder):
     """Notes where modules and parameters are registered, and what counts there; describes what is wrapped."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from ddpcheck.findings.evidence.script import FilesLeft, FileUsed
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import frames_from, is_installed, is_user_file, location_of, user_location
 from ddpcheck.gather.ddp.sharding import shard_held
-from ddpcheck.gather.patching import guarded, patched
+from ddpcheck.gather.patching import Recorder, guarded, patched
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.recording import Recording
 from ddpcheck.stream.rank_log import RankLog
@@ -34,7 +34,7 @@ _NO_FILES = ("/dev/", "/proc/", "/sys/")
 _WRITERS = re.compile(r"-packages.(numpy|pandas|yaml|joblib|omegaconf|safetensors)\b")
 
 
-class FileRecorder:
+class FileRecorder(Recorder, subjects=("files",)):
     """Follows `torch.save`, `torch.load` and `open`."""
 
     def __init__(self, run: Recording) -> None:

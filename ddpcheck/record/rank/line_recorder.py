@@ -16,7 +16,7 @@ from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import code_of, frames_from, user_location
 from ddpcheck.gather.ddp.optimizer_options import parameters_of
-from ddpcheck.gather.patching import CALLER, patched
+from ddpcheck.gather.patching import CALLER, Recorder, patched
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.record.data.constructions import seeded_at
 from ddpcheck.record.module_hooks import UnpickledHook
@@ -29,7 +29,7 @@ _MOST_TIMES = 8  # that a line with `eval` is looked at: of a model that is in n
 _APPLY: Any = nn.Module.apply.__code__
 
 
-class LineRecorder:
+class LineRecorder(Recorder):
     """Records where things are made, and changes of wrapped modules."""
 
     def __init__(self, run: Recording) -> None:

@@ -5,11 +5,14 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+
+from ddpcheck.record.rank.environment import note_unwatched
 
 _Follow = Callable[[ModuleType], object]
 
@@ -18,11 +21,27 @@ def when_imported(names: Iterable[str], follow: _Follow) -> None:
     """Call `follow` with each module of these names: now, or as soon as the program imports it."""
     for name in names:
         if name in sys.modules:
-            follow(sys.modules[name])
+            guarded(follow)(sys.modules[name])
         else:
             _awaited[name] = follow
     if _awaited and _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
+
+
+def guarded(function: Callable[..., object]) -> Callable[..., None]:
+    """A function of ours that a program comes to: an error of it is noted in the folder of the run, and passed to none.
+
+    It may well be an ImportError: a program may refuse modules that it does not know.
+    """
+
+    def call(*arguments: object) -> None:
+        try:
+            function(*arguments)
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                note_unwatched(error)
+
+    return call
 
 
 _awaited: dict[str, _Follow] = {}
@@ -63,4 +82,4 @@ class _LoaderThatFollows(Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        self._follow(module)
+        guarded(self._follow)(module)

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 from ddpcheck.findings.evidence.endings import PeerWait
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.collectives.collective_log import replace_functions
-from ddpcheck.gather.patching import accompanied, patched
+from ddpcheck.gather.patching import Recorder, accompanied, patched
 from ddpcheck.record.recording import Recording
 from ddpcheck.stream.entries import PeerReceived
 
@@ -21,7 +21,7 @@ _STARTED = ("isend", "irecv")  # whose result is waited for
 _RECEIVES = ("recv", "irecv")
 
 
-class PeerRecorder:
+class PeerRecorder(Recorder, subjects=("collectives",)):
     """Tells the log what this rank begins to wait for, and when it waits no more; and from which ranks it receives."""
 
     def __init__(self, run: Recording) -> None:

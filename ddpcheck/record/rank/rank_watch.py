@@ -1,6 +1,6 @@
 """Watches every wrapper that a rank of an unmodified script constructs.
 
-Nothing here raises into the script: what fails in ddpcheck ends the watching, and the report says so.
+Nothing here raises into the script: what fails in ddpcheck ends a recorder, and the report says so.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import exception_location, lines_of_program, pass_over_packages, whole_traceback
 from ddpcheck.findings.tracebacks import original_of, passes_on
+from ddpcheck.gather.autograd.autograd_graph import node_of
 from ddpcheck.gather.collectives import collective_log
 from ddpcheck.gather.collectives.groups import name_of_group
 from ddpcheck.gather.ddp.ddp_wrapper import group_of
-from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, accompanied, guarded, patched
+from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, Recorder, accompanied, guarded, in_a_line, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.compilations import MODULES as OF_COMPILER
 from ddpcheck.gather.steps.compilations import CompilationRecorder, follow_compiler
@@ -114,7 +115,6 @@ class _WatchedRank:
 
     def __init__(self, options: RunOptions, replacements: dict[str, Callable[..., Any]]) -> None:
         self._process = os.getpid()
-        self._watches_on = True
         self._has_ended = self._has_raised = False
         self._main = main_frame()
         self._of_group: Counter[str] = Counter()  # wrappers, by their process group
@@ -127,10 +127,7 @@ class _WatchedRank:
         self._run = Recording(self._log.add, options.every, self._log)
         self._watches = self._run.watches
         OwnErrors.taken_by = self._failed
-        try:
-            self._begin(replacements)
-        except Exception as error:
-            self._failed(error)
+        guarded(self._begin)(replacements)
 
     def _begin(self, replacements: dict[str, Callable[..., Any]]) -> None:
         pass_over_packages()
@@ -149,7 +146,7 @@ class _WatchedRank:
         losses = LossRecorder(run, self._optimizers, (evaluations, targets, gathers), self._taken)
         self._compilations = CompilationRecorder(add, self._trains, lambda: run.steps)
         self._compilations.begin()
-        when_imported(OF_COMPILER, follow_compiler)
+        when_imported(OF_COMPILER, guarded(follow_compiler))
         self._statistics = StatisticsRecorder(run)
         self._constructions = ConstructionRecorder()
         self._files = FileRecorder(run)
@@ -157,22 +154,20 @@ class _WatchedRank:
             lambda module, built, at: self._watch(module, began_alike=False, built=built, at=at), writes.sharded
         )
         for recorder in (evaluations, targets, gathers, losses, self._statistics):
-            collective_log.record_given(guarded(recorder.note_collective))
-        collective_log.record_given(guarded(self._optimizers.given.note))
+            collective_log.record_given(recorder.note_collective)
+        collective_log.record_given(self._optimizers.given.note)
         self._sums = SumRecorder(add)
-        collective_log.record_given(guarded(self._sums.note_given))
+        collective_log.record_given(self._sums.note_given)
         collective_log.record_overwritten(guarded(self._overwritten))
         patched(_DDP, "__init__", self._constructed)
         patched(vars(dist)["Reducer"], "prepare_for_backward", self._prepares)
-        atexit.register(self._ended)
+        atexit.register(guarded(self._ended))
 
     def _trains(self) -> bool:
         return any(watch.module.training for watch in self._watches)
 
     def _constructed(self, wrapper: nn.Module, *arguments: Any, **named: Any) -> Iterator[None]:
-        watched = (
-            self._watches_on and os.getpid() == self._process and not type(wrapper).__module__.startswith("ddpcheck.")
-        )
+        watched = os.getpid() == self._process and not type(wrapper).__module__.startswith("ddpcheck.")
         if watched and (begun := self._constructions.begun((wrapper, *arguments), named, _DDP.__init__)) is not None:
             self._log.add(begun)
         self._log.turn(begins=True)
@@ -240,7 +235,7 @@ class _WatchedRank:
             patched(module, name, functools.partial(self._exits, f"{module.__name__}.{name}"))
         if (quitter := getattr(builtins, "exit", None)) is not None:  # of `site`; `quit` is of the same class
             patched(type(quitter), "__call__", functools.partial(self._exits, "exit"))
-        on_end.append(self._process_ended)
+        on_end.append(guarded(self._process_ended))
 
     def _exits(self, function: str, *_arguments: object, **_named: object) -> None:
         if str(sys._getframe(CALLER).f_globals.get("__name__")).startswith("multiprocessing."):
@@ -286,23 +281,19 @@ class _WatchedRank:
         built: Mapping[str, int] | None = None,
         at: Location | None = None,
     ) -> ScriptWatch | None:
-        if not self._watches_on or os.getpid() != self._process:
+        if os.getpid() != self._process:
             return None
-        try:
-            self._of_group[group := name_of_group(group_of(wrapper) or dist.group.WORLD)] += 1
-            of_group = self._of_group[group]  # the same one on all its ranks, which construct it together
-            note = self._lines.note_changes
-            watch = ScriptWatch(
-                self._run, wrapper, note, began_alike=began_alike, of_group=of_group, built=built, at=at
-            )
-            self._watches.add(watch)
-            self._writes.wrapped(watch)
-            self._statistics.follow(wrapper, watch.number)
-            self._run.wrappers += 1
-            self._draws.begin()
-        except Exception as error:
-            self._failed(error)
+        self._of_group[group := name_of_group(group_of(wrapper) or dist.group.WORLD)] += 1
+        of_group = self._of_group[group]  # the same one on all its ranks, which construct it together
+        note = self._lines.note_changes
+        watch = ScriptWatch(self._run, wrapper, note, began_alike=began_alike, of_group=of_group, built=built, at=at)
+        if watch.is_off:
             return None
+        self._watches.add(watch)
+        self._writes.wrapped(watch)
+        self._statistics.follow(wrapper, watch.number)
+        self._run.wrappers += 1
+        self._draws.begin()
         return watch
 
     def _overwritten(self, call: Call, given: Mapping[str, Any]) -> None:
@@ -317,7 +308,7 @@ class _WatchedRank:
                 self._optimizers.note_sum(tensor, Location.parse(call.location), call.callers)
         if not isinstance(tensor, torch.Tensor) or call.differentiable or not call.carries_gradient:
             return
-        if tensor.is_leaf:  # parameters that are averaged: no gradient has to come through it
+        if node_of(tensor) is None:  # parameters that are averaged: no gradient has to come through it
             return
 
         def on_gradient(gradient: torch.Tensor) -> None:
@@ -331,34 +322,25 @@ class _WatchedRank:
             self._overwritings += 1
             handle = tensor.register_hook(UnpickledHook(on_gradient))
 
-    def _failed(self, error: Exception) -> None:
-        self._log.add(WatchingFailed(whole_traceback(error)))
-        self._watches_on = False
-        OwnErrors.all_off = True
-
-    def _close(self, *, failing: bool) -> None:
-        for watch in list(self._watches):
-            try:
-                watch.close(failing=failing)
-            except Exception as error:
-                self._log.add(WatchingFailed(whole_traceback(error)))
+    def _failed(self, error: Exception, recorder: Recorder) -> None:
+        self._watches.discard(recorder)
+        steps = max([self._run.steps, *(watch.step for watch in self._watches)])
+        where = recorder.name, recorder.subjects, steps
+        self._log.add(WatchingFailed(whole_traceback(error), *where, in_a_line(error)))
 
     def _ended(self, ended: ProgramEnded | None = None, *, failing: bool = False) -> None:
         if os.getpid() != self._process or self._has_ended:
             return
         self._has_ended = True
-        if self._watches_on:
-            self._draws.close()
-            self._loaders.close()
-            self._optimizers.close()
-            self._taken.close()
-            self._files.close()
-            self._writes.write()
-            self._close(failing=failing or last_error() is not None)
-            ended = ended or end_of_main(self._main)
-            if self._main is not None and not ended.how and not self._has_raised and (error := last_error()):
-                self._raised(error)  # the script has put a hook of its own in the place of ours
-            self._log.add(ended)
+        for recorder in (self._draws, self._loaders, self._optimizers, self._taken, self._files):
+            recorder.close()
+        self._writes.write()
+        for watch in list(self._watches):
+            watch.close(failing=failing or last_error() is not None)
+        ended = ended or end_of_main(self._main)
+        if self._main is not None and not ended.how and not self._has_raised and (error := last_error()):
+            self._raised(error)  # the script has put a hook of its own in the place of ours
+        self._log.add(ended)
         time.sleep(_LAST_WORK)
 
 

@@ -22,6 +22,7 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, lines_of_program, user_location
 from ddpcheck.gather.ddp.sharding import mesh_of
+from ddpcheck.gather.patching import OF_A_WRAPPER, Recorder
 from ddpcheck.gather.state.fingerprints import InRows, is_shard
 from ddpcheck.gather.state.module_description import class_name, classes_of_program, module_entries
 from ddpcheck.gather.steps.gradient_distance import Kept, has_gradient, norms
@@ -46,10 +47,11 @@ _JOINED = "under Join, ranks without further batches may have left the loop"
 _APART = "the communication hook lets ranks train apart for some steps"
 _HIDDEN = "backward passes run under compiled autograd, in which steps cannot be followed"
 _SINCE = ("added", "replaced", "unfrozen")
+_OF_THE_TRACKER = ("called", "forward_begins", "forward_returned", "backward_begins", "reduced")
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
 
 
-class ScriptWatch(StepListener):
+class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_OF_THE_TRACKER):
     """The watch on one wrapper of a script, which is the `number`-th that this rank has constructed.
 
     The door of a `StepRecorder`, and itself told of the steps.

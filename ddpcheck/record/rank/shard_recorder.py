@@ -18,7 +18,7 @@ from torch.nn.modules import module as registration
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.ddp.sharding import SCALING, shards_in_use_as
-from ddpcheck.gather.patching import Patch, accompanied, patched
+from ddpcheck.gather.patching import OF_A_WRAPPER, Patch, Recorder, accompanied, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.loop import shard_switches
@@ -44,7 +44,7 @@ def _never_compiled(original: Any, around: Any) -> Any:
     return torch.compiler.disable(accompanied(original, around))
 
 
-class ShardRecorder:
+class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
     """Follows the forward passes of sharded modules; has `watch` watch each outermost module, and tells it of its own.
 
     They are calls of the module, or of methods that `register_fsdp_forward_method` was told. `watch` takes the module,
@@ -67,8 +67,8 @@ class ShardRecorder:
         self._modules: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # in the place of others
         registration.register_module_parameter_registration_hook(UnpickledHook(self._registers))
         registration.register_module_module_registration_hook(UnpickledHook(self._registers_module))
-        when_imported((_HOME,), self._follow)
-        when_imported((_PARAMETER,), self._follow_values)
+        when_imported((_HOME,), guarded(self._follow))
+        when_imported((_PARAMETER,), guarded(self._follow_values))
 
     def _follow(self, home: ModuleType) -> None:
         sharded, state = vars(home).get("FSDPModule"), vars(home).get("FSDPState")

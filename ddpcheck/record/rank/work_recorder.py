@@ -27,7 +27,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_of_program, user_location
 from ddpcheck.gather.collectives.collective_log import record_started, tensors_of
-from ddpcheck.gather.patching import CALLER, guarded, patched
+from ddpcheck.gather.patching import CALLER, Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import place_of, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.replicas.program_state import program_variables
@@ -57,7 +57,7 @@ class _Pending(Struct):
     versions: list[tuple[Callable[[], Any], int]]
 
 
-class WorkRecorder:
+class WorkRecorder(Recorder, subjects=("collectives",)):
     """Hands `sink` each line whose collectives are waited for, dropped, or whose tensors are written before that.
 
     Each once: a line may start a collective in every step.

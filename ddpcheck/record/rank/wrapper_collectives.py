@@ -15,6 +15,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_frame, user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
 from ddpcheck.gather.collectives.groups import Group, named_group
+from ddpcheck.gather.patching import Recorder
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, place_of_backward
 from ddpcheck.stream.rank_log import RankLog
 
@@ -31,7 +32,7 @@ class _Line:
         self.forwards = 0  # that may train
 
 
-class WrapperCollectives:
+class WrapperCollectives(Recorder, subjects=("collectives",)):
     """Those of one wrapper, and its forward passes that may train, by which its backward passes are told apart.
 
     Attributes:

@@ -30,7 +30,9 @@ from ddpcheck.findings.source_lines import (
     relative_path,
     variables_of,
 )
+from ddpcheck.gather.autograd.autograd_graph import node_of
 from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, after_forward
+from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import fingerprints, is_shard, place_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.recipe.pytree import tree_tensors
@@ -107,7 +109,7 @@ def _table(value: Any) -> dict[str, str] | None:
 # Models
 
 
-class StateRecorder:
+class StateRecorder(Recorder, subjects=("replicas",)):
     """Looks at models that no wrapper and no optimizer holds, and on which training may depend all the same.
 
     These are copies of a wrapped module, or of a part of it (an EMA, a teacher, a target network, the best so far), as
@@ -149,7 +151,7 @@ class StateRecorder:
                 continue
             seen.add(id(value))
             state, stays = self._copied(path, value, wrapped, parts)
-            if any(tensor.grad_fn is not None for tensor in state.values()):
+            if any(node_of(tensor) is not None for tensor in state.values()):
                 continue  # of an inner loop, which differentiates it
             if state and not stays:
                 self._first[path] = id(value), self._described(optimizer, count, path, value, state, where)

@@ -18,6 +18,7 @@ from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_loss
 from ddpcheck.gather.ddp.sharding import mesh_of, mixed_precision, shard_number, uneven, uneven_parts
+from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import InRows, fingerprints, in_rows, is_shard, own_part
 from ddpcheck.gather.state.module_description import Parts
 from ddpcheck.gather.steps.gradient_distance import KeptParts, eps_of, is_subnormal, short_sketches, sketches
@@ -29,7 +30,7 @@ from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.rank_report import ReplicaState
 
 
-class ReplicaRecorder:
+class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
     """Writes down the replica of one wrapper, as it is in steps that are compared.
 
     Attributes:
@@ -45,7 +46,7 @@ class ReplicaRecorder:
         self._recorder = recorder
         self._module = recorder.module
         self._log = log
-        self._number = number
+        self._number, self._world_size = number, dist.get_world_size()
         self._mesh = mesh_of(self._module) if recorder.is_sharded else None
         self._captured: tuple[ReplicaCaptured, Mapping[str, nn.Parameter]] | None = None
         self.reduced: InRows | None = None
@@ -64,7 +65,7 @@ class ReplicaRecorder:
             captured, parameters = of_step
             values = replace(captured.state.values, parameters=self._recorder.replica.parameters(parameters))
             tensors, sharded = self._recorder.parameters, captured.shard >= 0
-            in_parts = not sharded and not captured.step and len(self._recorder.ranks) < dist.get_world_size()
+            in_parts = not sharded and not captured.step and len(self._recorder.ranks) < self._world_size
             parts = uneven_parts(tensors, self._mesh) if sharded else uneven(tensors) if in_parts else ()
             before = captured.state.at_first_forward
             self.changed |= any(values.parameters.get(name) != value for name, value in before.items())

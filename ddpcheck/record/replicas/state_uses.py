@@ -17,7 +17,7 @@ from ddpcheck.findings.evidence.replicas import NothingLoaded, StateUsed, digest
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import lines_of_program, user_location
 from ddpcheck.gather.forward_hooks import OutsideOfTraining, after_forward
-from ddpcheck.gather.patching import patched
+from ddpcheck.gather.patching import Recorder, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.recording import Recording
@@ -26,7 +26,7 @@ from ddpcheck.stream.rank_report import is_probed
 _MOST = 16  # modules
 
 
-class LoadRecorder:
+class LoadRecorder(Recorder, subjects=("files",)):
     """Follows `load_state_dict`; hands to `sink` what has loaded nothing, before the next step or at the end.
 
     A script that then loads the state with other keys, or another one, has meant the first load as a trial.
@@ -105,7 +105,7 @@ class _Followed:
     uses: Counter[tuple[str, ...]] = field(default_factory=Counter)  # in how many steps, by line
 
 
-class UseRecorder:
+class UseRecorder(Recorder, subjects=("replicas",)):
     """Follows copies of wrapped modules, wrapped modules, and what a state is loaded into; tells of their uses.
 
     A use is a call in evaluation, or without gradients: the first from a line after an optimizer step, or a load.

@@ -20,6 +20,7 @@ from torch import nn
 from ddpcheck.findings.evidence.replicas import RunningStatistic
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
+from ddpcheck.gather.patching import Recorder
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.recording import Recording
@@ -79,7 +80,7 @@ class _Followed:
     scales: dict[str, torch.Tensor] = field(default_factory=dict)  # by name of a statistic that was found
 
 
-class StatisticsRecorder:
+class StatisticsRecorder(Recorder, subjects=("replicas",)):
     """Looks at what the program holds in some calls of wrappers, for running statistics."""
 
     def __init__(self, run: Recording) -> None:

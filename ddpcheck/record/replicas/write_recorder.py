@@ -16,7 +16,7 @@ from torch import nn
 from ddpcheck.findings.evidence.loop import OF_A_COPY, ModuleChanged
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_of_program, is_user_file, location_of, parsed_source, user_frame
-from ddpcheck.gather.patching import Patch, guarded
+from ddpcheck.gather.patching import Patch, Recorder, guarded
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.loop.ignored_data import is_ignored
 from ddpcheck.record.rank.module_finder import when_imported
@@ -32,7 +32,7 @@ _NOT_WATCHED = -2  # the number of a wrapper, where what fully_shard has sharded
 _Key = tuple[int, Location]  # the number of a wrapper, and a line
 
 
-class WriteRecorder:
+class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
     """Follows the methods of parameters and shards that write in place, and their `data`.
 
     Attributes:
@@ -51,7 +51,8 @@ class WriteRecorder:
         self._patches: dict[tuple[Any, str], Patch] = {}  # by class and method
         self._of_steps: dict[tuple[Any, str], Patch] = {}  # those of them that optimizers have called
         self._follow(nn.Parameter)
-        when_imported(("torch.distributed.tensor",), lambda home: self._follow(vars(home).get("DTensor")))
+        follow = guarded(self._follow)
+        when_imported(("torch.distributed.tensor",), lambda home: follow(vars(home).get("DTensor")))
 
     def _follow(self, kind: Any) -> None:
         if kind is None:  # torch 2.4 has DTensor at another place

@@ -1,0 +1,152 @@
+"""A recorder of `ddpcheck run` that fails ends itself: each is made to raise, and all others find their faults."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+import ddpcheck.record
+from ddpcheck.gather.patching import Recorder
+from tests.forked_run import run_forked
+from tests.tiers import one_of
+
+BREAK = """
+import importlib
+import os
+
+from ddpcheck.gather.patching import _ending
+
+for place in os.environ["BROKEN"].split():
+    module, kind, name, inner = place.split(":")
+    kind = getattr(importlib.import_module(module), kind)
+
+    def broken(*_arguments, **_named):
+        raise ZeroDivisionError("made to fail")
+
+    broken.__annotations__ = {"return": kind.__dict__[name].__annotations__.get("return", "")}
+    setattr(kind, name, broken if inner else _ending(broken))
+"""
+FAULTS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(5)
+net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+optimizer = torch.optim.SGD(net.parameters(), 0.1 * (1 + rank))
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+samples = TensorDataset(torch.randn(32, 4), torch.arange(32) % 3)
+loader = DataLoader(samples, batch_size=8)
+for epoch in range(2):
+    net.train()
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 100.0)
+        optimizer.step()
+    schedule.step()
+    net.eval()
+    right = 0
+    with torch.no_grad():
+        for x, y in DataLoader(samples, batch_size=8, sampler=range(rank, 32, 2)):
+            right += int((net.module(x).argmax(1) == y).sum())
+    print("accuracy", right / 16)
+    torch.save(net.state_dict(), "model.pt")
+total = torch.ones(3)
+dist.all_reduce(total, async_op=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+WITH_FAULTS = ("replicas", "optimizers", "data", "files", "collectives")  # the check lines
+
+
+def recorders() -> dict[str, Any]:
+    for module in pkgutil.walk_packages(ddpcheck.record.__path__, "ddpcheck.record."):
+        if "on_path" not in module.name:
+            importlib.import_module(module.name)
+    importlib.import_module("ddpcheck.gather.steps.compilations")
+    found, pending = {}, [Recorder]
+    for kind in pending:
+        pending += kind.__subclasses__()
+        if kind.__module__.startswith(("ddpcheck.record.", "ddpcheck.gather.")) and "_rank_" not in kind.__name__:
+            found[f"{kind.__module__}:{kind.__name__}"] = kind
+    found.pop("ddpcheck.gather.patching:Recorder")
+    return found
+
+
+def entries_of(kind: Any) -> Iterator[str]:
+    """The methods, as BROKEN has them."""
+    for name, function in vars(kind).items():
+        if isinstance(function, FunctionType) and (name == "__init__" or not name.startswith("__")):
+            guarded = hasattr(function, "__wrapped__")
+            yield f"{kind.__module__}:{kind.__name__}:{name}:{'' if guarded else 'inner'}"
+
+
+def status_of(folder: Path, *broken: str) -> dict[str, tuple[str, str]]:
+    script, report = folder / "train.py", folder / "report.json"
+    script.write_text((BREAK if broken else "") + FAULTS, encoding="utf-8")
+    options = ["--check-format", "json", "--check-output", str(report), "--debug"]
+    ended = run_forked(*options, str(script), cwd=folder, BROKEN=" ".join(broken))
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stdout.count("accuracy") == 4
+    said = ended.stderr.replace("ddpcheck: debug: Traceback", "")
+    assert "Traceback" not in said or "During handling" in said, ended.stderr
+    return {one["name"]: (one["status"], one["detail"]) for one in json.loads(report.read_text())["checks"]}
+
+
+def holds(found: dict[str, tuple[str, str]], broken: list[Any]) -> None:
+    off = {subject for kind in broken for subject in kind.subjects}
+    for heading in WITH_FAULTS:
+        if heading not in off:
+            assert found[heading][0] == "failed", (heading, found)
+    for heading, (status, detail) in found.items():
+        if "not watched" in detail:
+            assert status == "error" and "made to fail" in detail
+            assert heading in off or heading == "ranks", (heading, found)
+
+
+STEPS = ("parameters", "replicas", "reducer", "loop", "loss", "optimizers")
+INPUTS = ("data", "files", "evaluation")
+
+
+@pytest.mark.parametrize("subjects", [STEPS, INPUTS, ("collectives",)], ids=" ".join)
+def test_recorders_of_some_subjects_fail_and_all_others_find_their_faults(
+    tmp_path: Path, subjects: tuple[str, ...]
+) -> None:
+    broken = [kind for kind in recorders().values() if set(subjects).issuperset(kind.subjects)]
+    places = [place for kind in broken for place in entries_of(kind) if ":__init__:" not in place]
+    found = status_of(tmp_path, *places)
+    holds(found, broken)
+    assert all(found[heading][0] == "error" for heading in subjects if heading in WITH_FAULTS), found
+
+
+ENTRIES = [place for kind in recorders().values() for place in entries_of(kind)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", one_of(4, ENTRIES), ids=lambda place: place.split(".")[-1])
+def test_an_entry_of_a_recorder_fails_and_all_others_find_their_faults(tmp_path: Path, place: str) -> None:
+    holds(status_of(tmp_path, place), [recorders()[place.rpartition(":")[0].rpartition(":")[0]]])
+
+
+def test_without_a_failure_each_fault_is_found(tmp_path: Path) -> None:
+    found = status_of(tmp_path)
+    assert all(found[heading][0] == "failed" for heading in WITH_FAULTS), found
+
+
+def test_what_is_called_a_recorder_is_one() -> None:
+    known = {kind.__name__ for kind in recorders().values()}
+    source = "".join(path.read_text() for path in Path(ddpcheck.record.__path__[0]).rglob("*.py"))
+    named = set(re.findall(r"^class (\w+Recorder)\b", source, re.MULTILINE))
+    assert len(named) > 25 and named - known == {"StepRecorder"}  # a part of ScriptWatch and of Watch
