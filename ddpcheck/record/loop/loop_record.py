@@ -27,7 +27,7 @@ _patches: list[Patch] = []  # of DDP's `no_sync`, while a wrapper is watched
 _records: WeakKeyDictionary[nn.Module, ref[LoopRecord]] = WeakKeyDictionary()
 
 
-class LoopRecord(Recorder, subjects=("loop",), inner=("__init__", "step_ended")):
+class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
     """The events of the step that is under way, and of the one before.
 
     Attributes:
