@@ -62,7 +62,9 @@ def test_what_is_taken_for_the_parameters_of_a_wrapper(monkeypatch: pytest.Monke
     class Watch(SimpleNamespace):
         __hash__ = object.__hash__
 
-    watch: Any = Watch(number=0, parameters=dict(layer.named_parameters()), step=0, has_unreduced=False)
+    watch: Any = Watch(
+        number=0, parameters=dict(layer.named_parameters()), step=0, has_unreduced=False, called_in=(None, None)
+    )
     found: list[GradientsTaken] = []
     run: Any = Recording(found.append)
     run.watches.add(watch)

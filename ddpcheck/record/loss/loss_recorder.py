@@ -147,7 +147,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
             wrappers = tuple(number for number in now if now[number] > reductions.get(number, 0))
             put_off = tuple(sorted(self._optimizers.put_off() - set(wrappers)))
             known = tuple(weight / scale for weight in weighed) if scale else ()
-            callers = [watch.called_in for watch in list(self._run.watches)]
+            callers = [caller for watch in list(self._run.watches) if (caller := watch.called_in)]
             uncounted = next(filter(None, (uncounted_at(code) for code, _ in callers if code is not None)), None)
             line = source.made or next((line for _, line in callers), None)  # a package has called the loss
             made = step, before, terms, where, line, source.scaled, wrappers, put_off

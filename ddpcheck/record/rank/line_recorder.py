@@ -39,7 +39,8 @@ class LineRecorder(Recorder):
         self._optimizers: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
         self._rates: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self._restored: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
-        self._scaler: Any = None
+        self.scaler: Any = None
+        """The enabled GradScaler that steps an optimizer now."""
         self.made = 0
         self.seeded: tuple[int, Location | None] = (0, None)
         """The seed of torch's generator when the first parameter was registered, and the line that has set it."""
@@ -97,14 +98,9 @@ class LineRecorder(Recorder):
             self._restored[optimizer] = where
 
     def _scaler_steps(self, scaler: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
-        self._scaler = scaler if scaler.is_enabled() else None
+        self.scaler = scaler if scaler.is_enabled() else None
         yield
-        self._scaler = None
-
-    def scale(self) -> tuple[float, Location | None]:
-        """The scale of the GradScaler by which an optimizer steps, 0 without one; and the line that has loaded it."""
-        scaler = self._scaler
-        return (0.0, None) if scaler is None else (scaler.get_scale(), self._restored.get(scaler))
+        self.scaler = None
 
     def _values_changed(self, how: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
         if sys._getframe(CALLER).f_code is not _APPLY:  # which calls itself for each child
