@@ -68,9 +68,9 @@ def test_what_older_versions_told_without_the_passes() -> None:
     ids=["no_sync", "by the flag", "never entered", "left before"],
 )
 def test_a_micro_batch_after_the_reduction(before: tuple[LoopEvent, ...], names: bool) -> None:
-    """The advice speaks of no_sync where that is what has put the average off, and names its line."""
+    """The line to edit is that which enters no_sync, if that has put the average off; else the optimizer step."""
     finding = only(judge_loop(steps(*SYNCED, *before, LOCAL, BACKWARD, LEAVE, event("step", 9)), unequal=True))
-    assert (finding.code, finding.location) == ("DDP502", Location("train.py", 9))
+    assert (finding.code, finding.location) == ("DDP502", Location("train.py", 3 if names else 9))
     told = f"{' '.join(finding.evidence)} {finding.what_to_do}"
     assert ("train.py:3" in finding.evidence[0] and "train.py:3" in finding.what_to_do) is names
     assert ("require_backward_grad_sync" in told) is not names

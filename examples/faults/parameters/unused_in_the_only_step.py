@@ -13,7 +13,7 @@ EXPECT = {
     "subjects": ["adapter.weight", "adapter.bias"],
     "ranks": [],
     "severity": "error",
-    "cause": "unused_in_the_only_step.py:25",
+    "cause": "unused_in_the_only_step.py:31",
     "steps": 1,
 }
 
