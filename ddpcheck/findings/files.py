@@ -26,10 +26,13 @@ _MOST_MEMORY = 1 << 33
 
 
 def read_file(path: str | Path, most: int = MOST_BYTES, *, own: bool = False, head: bool = False) -> bytes:
-    """The bytes of a regular file, or the first ones; with `own` of one that is no link, and belongs to this user.
+    """The bytes of a regular file of at most so many, or an `OSError`.
 
-    Raises:
-        OSError: It cannot be read, is a pipe or a device, or has more than `most` bytes.
+    Args:
+        path: The file.
+        most: The limit.
+        own: The file belongs to this user, and is no link.
+        head: Read the first bytes of a larger file.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if own else 0)
     with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
@@ -40,11 +43,7 @@ def read_file(path: str | Path, most: int = MOST_BYTES, *, own: bool = False, he
 
 
 def within(data: Data, most: int = MOST_BYTES, name: str = "") -> Data:
-    """The data again.
-
-    Raises:
-        OSError: There is more than `most` of it.
-    """
+    """The data again, or an `OSError` if there is more than `most` of it."""
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most >> 20} MB, and ddpcheck reads no more of one input", name)
     return data
@@ -52,11 +51,7 @@ def within(data: Data, most: int = MOST_BYTES, name: str = "") -> Data:
 
 @contextlib.contextmanager
 def limited_memory() -> Iterator[None]:
-    """Refuse more memory than a reader needs while the block runs: a few bytes can ask for 60 GB of it.
-
-    Raises:
-        MemoryError: The block has needed more.
-    """
+    """Refuse more memory than a reader needs in the block, by `MemoryError`: a few bytes can ask for 60 GB of it."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(OSError, ValueError):  # no /proc; or the limit is lower already
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -69,17 +64,21 @@ def limited_memory() -> Iterator[None]:
 
 
 def read_source(path: str | Path) -> str:
-    """The text of a file of Python; the path may come from the dump or the log of another program.
-
-    Raises:
-        OSError, SyntaxError, ValueError: There is none.
-    """
+    """The text of a file of Python, or an `OSError`, `SyntaxError` or `ValueError`; the path may be foreign."""
     data = read_file(path, _MOST_SOURCE)
     return data.decode(tokenize.detect_encoding(io.BytesIO(data).readline)[0])
 
 
+def process_stat(task: int | str) -> list[str]:
+    """The fields of a process or thread from its state on, as in proc_pid_stat(5); none if it has ended."""
+    try:
+        return Path(f"/proc/{task}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def is_own_folder(path: Path) -> bool:
-    """Whether a folder, which is no link, belongs to this user, and nobody else can write there."""
+    """Detect a folder, and no link, that belongs to this user and in which nobody else can write."""
     try:
         status = path.lstat()
     except OSError:

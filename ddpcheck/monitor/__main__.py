@@ -16,9 +16,10 @@ import subprocess
 import sys
 
 from ddpcheck.findings.errors import EXIT_USAGE, ConfigError, UsageError
+from ddpcheck.findings.files import process_stat
 from ddpcheck.record.rank.environment import RunOptions, environment_for
 from ddpcheck.run.check_options import add_check_options, examine, split_at_script
-from ddpcheck.run.run_folder import shared_folder, started_at
+from ddpcheck.run.run_folder import shared_folder
 from ddpcheck.stream.rank_log import SCRIPT
 
 _REPORTER = "ddpcheck.cli.late_report"
@@ -39,7 +40,8 @@ def main() -> int:
     given = parser.parse_args([*options, *script[:1]])
     given.arguments = script[1:]
     examine(given)
-    folder = shared_folder(f"{os.getuid()}-{os.getppid()}-{started_at(os.getppid())}")
+    started = (process_stat(os.getppid())[19:] or "0")[0]  # tells the launcher from an earlier process of its number
+    folder = shared_folder(f"{os.getuid()}-{os.getppid()}-{started}")
     (folder / f"{os.getpid()}.pid").touch()
     script = [*(["-m"] if given.module else []), *script]
     try:

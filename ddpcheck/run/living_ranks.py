@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpcheck.findings.files import read_file
+from ddpcheck.findings.files import process_stat, read_file
 from ddpcheck.findings.stacks import BACKWARD, Frame, pickles, region_of, waits_for_others, waits_for_result
 from ddpcheck.record.rank.environment import STACK_SIGNAL
 from ddpcheck.stream.held_file import HEAD_SIZE, is_held, is_inside
@@ -116,19 +116,13 @@ class LivingRanks:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process has not ended; one has, if its parent alone has not asked for it yet. On Linux."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    """Detect a process that has not ended; one has, if its parent alone has not asked for it yet. On Linux."""
+    return process_stat(pid)[:1] not in ([], ["Z"])
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal, and waits to be continued. On Linux."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False
+    """Detect a process that was stopped by a signal, and waits to be continued. On Linux."""
+    return process_stat(pid)[:1] == ["T"]
 
 
 class Used(NamedTuple):

@@ -58,20 +58,11 @@ def holding(folder: Path) -> Iterator[None]:
 
 
 def _owns(process: Path, folder: Path) -> bool:
-    """Whether a process has inherited the name of a folder, or holds a file in it; not one of another user."""
+    """Detect a process of this user that has inherited the name of a folder, or has a file in it open."""
     try:
-        if process.stat().st_uid != os.geteuid():
-            return False
-        if folder.name.encode() in (process / "environ").read_bytes() + (process / "cmdline").read_bytes():
-            return True
-        return any(os.readlink(file).startswith(f"{folder.resolve()}/") for file in (process / "fd").iterdir())
+        named = folder.name.encode() in (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
+        files = (os.readlink(file) for file in (process / "fd").iterdir())
+        is_user = process.stat().st_uid == os.geteuid()
+        return is_user and (named or any(file.startswith(f"{folder.resolve()}/") for file in files))
     except OSError:  # it has just ended
         return False
-
-
-def started_at(pid: int) -> str:
-    """When a process was started, which tells it from an earlier one of its number; "0" where /proc is not there."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return "0"

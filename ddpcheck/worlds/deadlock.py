@@ -14,6 +14,7 @@ import os
 import sys
 import time
 
+from ddpcheck.findings.files import process_stat
 from ddpcheck.findings.stacks import Frame, has_other_threads, own_stack, waits_for_others
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds.rank_processes import RankProcesses
@@ -108,7 +109,7 @@ def processor_seconds(pid: int, *, beside_main: bool = False) -> float | None:
         for glance in range(_GLANCES):
             if glance:
                 time.sleep(_BETWEEN)
-            awake = [thread for thread in awake if _stat(f"{pid}/task/{thread}")[0] != "S"]
+            awake = [thread for thread in awake if process_stat(f"{pid}/task/{thread}")[0] != "S"]
             if not awake:
                 ticks = _ticks(str(pid)) - (_ticks(f"{pid}/task/{pid}") if beside_main else 0)
                 return ticks / os.sysconf("SC_CLK_TCK")
@@ -119,7 +120,7 @@ def processor_seconds(pid: int, *, beside_main: bool = False) -> float | None:
 
 def _ticks(task: str) -> int:
     """What a process or thread has used."""
-    fields = _stat(task)
+    fields = process_stat(task)
     return int(fields[11]) + int(fields[12])
 
 
@@ -170,9 +171,3 @@ def children_of(pid: int) -> list[int]:
     """The processes that a process has started, as far as the kernel tells; those that have just ended may be there."""
     lists = (_read(f"{pid}/task/{thread}/children") for thread in os.listdir(f"/proc/{pid}/task"))
     return [int(child) for children in lists for child in children.split()]
-
-
-def _stat(task: str) -> list[str]:
-    """The fields of a process or thread from its state on; see proc_pid_stat(5)."""
-    with open(f"/proc/{task}/stat", encoding="utf-8", errors="replace") as file:
-        return file.read().rpartition(")")[2].split()

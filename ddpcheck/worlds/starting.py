@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.findings.files import process_stat
 from ddpcheck.worlds import wire
 
 _SINGLE_THREADED = {
@@ -174,17 +175,12 @@ class _ForkServer:
                 start_new_session=True,  # Ctrl-C is for the parent alone
             )
 
+    def __str__(self) -> str:
+        return f"the fork server (process {self.process.pid})"
+
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a signal has stopped it, so that it does nothing until another one comes; on Linux."""
-        try:
-            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        except OSError:
-            return False
 
     def send(self, request: dict[str, Any], fds: Sequence[int] = (), timeout: float = 60.0) -> None:
         """Send a request; an `OSError` says that the server is gone."""
@@ -303,10 +299,7 @@ class ForkedRanks:
         """Since when the fork server has not answered, and that in words; infinite where it has forked the ranks."""
         if None not in self._awaited.values() or self._server.asked_at is None:
             return math.inf, ""
-        return (
-            self._server.asked_at,
-            f", since the fork server (process {self._server.process.pid}) still imports {self._imports}",
-        )
+        return self._server.asked_at, f", since {self._server} still imports {self._imports}"
 
     def events(self) -> list[Event]:
         if self.over:
@@ -322,12 +315,12 @@ class ForkedRanks:
                 self._awaited.clear()  # it says itself what is wrong
                 if kind == "refused" and rest[0]:
                     _discard(self._server)
-        if None not in self._awaited.values() or not self._server.is_stopped:
+        if None not in self._awaited.values() or process_stat(self._server.process.pid)[:1] != ["T"]:
             self._ran_at = time.monotonic()
         elif time.monotonic() - self._ran_at > _STOPPED:
             self._awaited.clear()
-            said = f"the fork server (process {self._server.process.pid}) was stopped by a signal, and forks no rank"
-            events.append(("error", f"{said}; the next world has another one"))
+            said = f"{self._server} was stopped by a signal, and forks no rank; the next world has another one"
+            events.append(("error", said))
             _discard(self._server)
         if not alive:
             self.over = True

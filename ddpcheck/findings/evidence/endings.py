@@ -95,15 +95,21 @@ class RankDump(Struct, frozen=True):
     entries: Sequence[RecordedCall]  # in the order in which they were entered
     # the ranks of each process group, as far as the dump names them
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    wrapped: bool = False  # whether earlier entries are lost
+    wrapped: bool = False  # whether earlier entries are lost, and not left out because they have ended
     world_size: int = 0  # as far as the sizes of what was gathered tell; else 0
-    has_stacks: bool = False  # whether any entry has the line of its call
     gloo: bool = False  # whether all of it is gloo's
     active_only: bool = False  # whether entries that have ended are left out
     descriptions: Mapping[str, str] = field(default_factory=dict)  # what the program calls its groups, by their names
-    enqueued: Mapping[str, int] = field(
-        default_factory=dict
-    )  # the number of the last call of each group, if it is told
+    enqueued: Mapping[str, int] = field(default_factory=dict)  # the number of the last call of each group, if recorded
+
+    @property
+    def has_stacks(self) -> bool:
+        """Detect the line of any call."""
+        return any(entry.call.location for entry in self.entries)
+
+    def collectives(self, group: str) -> list[RecordedCall]:
+        """The collectives of a process group."""
+        return [entry for entry in self.entries if entry.group == group and not entry.between_two]
 
 
 class ScheduledCall(Struct, frozen=True):

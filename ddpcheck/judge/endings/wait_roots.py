@@ -156,13 +156,11 @@ def _positions(
 ) -> Iterator[tuple[int, tuple[int, bool]]]:
     """The number of the next collective of a group to end on each rank, and whether the rank has entered it."""
     here = {rank: dumps[rank] for rank in members if rank in dumps}
-    calls = {
-        r: [call for call in dump.entries if call.group == name and not call.between_two] for r, dump in here.items()
-    }
+    calls = {rank: dump.collectives(name) for rank, dump in here.items()}
     most = max((call.number for same in calls.values() for call in same), default=0)
     yield from ((rank, (0, False)) for rank in members if rank not in here)
     for rank, dump in here.items():
-        is_lost = dump.wrapped and not dump.active_only and name not in dump.enqueued
+        is_lost = dump.wrapped and name not in dump.enqueued
         # what has ended may be in no dump; a number that is higher than all in dumps counts sends and receives
         last = calls[rank][-1].number if calls[rank] else dump.enqueued.get(name, 0)
         first = next((call.number for call in calls[rank] if not call.ended), None)

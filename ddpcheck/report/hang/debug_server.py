@@ -262,7 +262,7 @@ def _recorders(server: DebugServer) -> tuple[dict[int, RankDump], dict[int, str]
             dump = as_rank_dump(answer, f"the answer of rank {rank}")
         except UsageError as error:
             raise UsageError(f"{error}, from {server.address}") from error
-        dumps[rank] = replace(dump, world_size=size, active_only=active_only)
+        dumps[rank] = replace(dump, world_size=size, active_only=active_only, wrapped=dump.wrapped and not active_only)
     return dumps, problems
 
 

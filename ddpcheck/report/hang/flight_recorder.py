@@ -58,7 +58,7 @@ class GroupLogs:
     members: tuple[int, ...]  # as far as they are known
     first: int  # the number of the first call in the logs, from 0
     logs: Sequence[Sequence[Call]]  # by rank, empty for those without a dump
-    ended: Sequence[Sequence[bool]]  # whether each of these calls has ended
+    waiting: frozenset[int]  # ranks whose last call has not ended
 
 
 def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:
@@ -72,11 +72,10 @@ def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:
     try:
         if raw and all(map(_is_of_torchcomms, raw)):
             raw, configured = _as_of_torch(raw, configured if isinstance(configured, dict) else {}, where)
-        groups = {}
-        for name, group in configured.items() if isinstance(configured, dict) else ():
-            ranks = tuple(map(int, re.findall(r"\d+", str(group.get("ranks", "")) if isinstance(group, dict) else "")))
-            if ranks:
-                groups[str(name)] = ranks
+        named = configured.items() if isinstance(configured, dict) else ()
+        ranks_of = {str(name): str(group.get("ranks")) for name, group in named if isinstance(group, dict)}
+        found = {name: tuple(map(int, re.findall(r"\d+", text))) for name, text in ranks_of.items()}
+        groups = {name: ranks for name, ranks in found.items() if ranks}
         entries = [_entry(one, groups) for one in raw]
         descriptions = {str(one["process_group"][0]): str(one["process_group"][1]) for one in raw}
         enqueued = _enqueued(dump.get("pg_status"), list(groups), raw)
@@ -87,21 +86,10 @@ def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:
         what = f"{type(error).__name__}: {error}"[:80]
         raise UsageError(f"{where} is no Flight Recorder dump that ddpcheck can read ({what})") from error
     _check_rank(max([world_size - 1, 0, *(rank for ranks in groups.values() for rank in ranks)]), where)
-    stacks = any(entry.call.location for entry in entries)
-    return RankDump(
-        entries,
-        groups,
-        wrapped,
-        world_size,
-        stacks,
-        gloo and bool(raw),
-        active_only=wrapped and not gloo and not any(entry.ended for entry in entries),
-        descriptions={name: text for name, text in descriptions.items() if text not in _UNDESCRIBED},
-        enqueued=enqueued,
-    )
-
-
-_UNDESCRIBED = ("", "undefined", "default_pg")
+    active_only = wrapped and not gloo and not any(entry.ended for entry in entries)
+    wrapped, gloo = wrapped and not active_only, gloo and bool(raw)
+    descriptions = {name: text for name, text in descriptions.items() if text not in ("", "undefined", "default_pg")}
+    return RankDump(entries, groups, wrapped, world_size, gloo, active_only, descriptions, enqueued)
 
 
 def _enqueued(statuses: object, names: Sequence[str], raw: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -225,66 +213,48 @@ def line_up(dumps: Mapping[int, RankDump]) -> Iterator[GroupLogs]:
     world_size = world_size_of(dumps)
     for name, members in _groups(dumps, world_size):
         here = {rank: dumps[rank] for rank in members if rank in dumps}
-        own = {rank: [e for e in dump.entries if e.group == name and not e.between_two] for rank, dump in here.items()}
-        own = {rank: entries for rank, entries in own.items() if entries or not _is_cut(here[rank])}
-        starts = [of_rank[0].number + (not here[rank].gloo) for rank, of_rank in own.items() if _is_cut(here[rank])]
-        starts += [of_rank[0].number for rank, of_rank in own.items() if here[rank].active_only and of_rank]
+        own = {rank: dump.collectives(name) for rank, dump in here.items()}
+        own = {rank: entries for rank, entries in own.items() if entries or not here[rank].wrapped}
+        firsts = [(here[rank], entries[0].number) for rank, entries in own.items() if entries]
+        starts = [at + (dump.wrapped and not dump.gloo) for dump, at in firsts if dump.wrapped or dump.active_only]
         start = max(starts, default=0)  # what has one number with lost ones, being coalesced, is left out
-        logs: list[list[Call]] = [[]] * world_size
-        ended: list[list[bool]] = [[]] * world_size
-        for rank in own:
-            logs[rank], ended[rank] = [], []
-        ranks = tuple(sorted(own))
-        calls: dict[Call, Call] = {}
         for rank, entries in own.items():
-            for entry in _with_gaps([e for e in entries if e.number >= start], start or 1, here[rank].gloo):
-                if (call := calls.get(entry.call)) is None:
-                    call = calls[entry.call] = replace(entry.call, group=name, members=ranks)
-                logs[rank].append(call)
-                ended[rank].append(entry.ended)
-        _extend_by_gaps([(logs[rank], ended[rank]) for rank in ranks])
-        yield GroupLogs(name, members, max(start - 1, 0), logs, ended)
-
-
-def _is_cut(dump: RankDump) -> bool:
-    return dump.wrapped and not dump.active_only
+            kept = [entry for entry in entries if entry.number >= start]
+            own[rank] = [*_with_gaps(kept, start or 1)] if here[rank].gloo else kept
+        _extend_by_gaps([*own.values()])
+        as_member = functools.cache(functools.partial(replace, members=tuple(sorted(own))))
+        logs = [[as_member(entry.call) for entry in own[rank]] if rank in own else () for rank in range(world_size)]
+        waiting = frozenset(rank for rank, entries in own.items() if entries and not entries[-1].ended)
+        yield GroupLogs(name, members, max(start - 1, 0), logs, waiting)
 
 
 def _groups(dumps: Mapping[int, RankDump], world_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and ranks of each process group that has entries; two groups may have one name, where no rank is in both."""
+    """Name and ranks of each process group that has entries; two groups may have one name, if no rank is in both."""
     names = dict.fromkeys(entry.group for dump in dumps.values() for entry in dump.entries if not entry.between_two)
     for name in names:
         named = {dump.groups[name] for dump in dumps.values() if name in dump.groups}
-        if named:
-            for members in sorted(named):
-                yield name, members
-        elif name == DEFAULT_GROUP:
-            yield name, tuple(range(world_size))
-        else:
-            using = {rank for rank, dump in dumps.items() for entry in dump.entries if entry.group == name}
-            yield name, tuple(sorted(using))
+        using = (rank for rank, dump in dumps.items() if any(entry.group == name for entry in dump.entries))
+        for members in sorted(named) or [tuple(range(world_size) if name == DEFAULT_GROUP else sorted(using))]:
+            yield name, members
 
 
-def _with_gaps(entries: Sequence[RecordedCall], start: int, gloo: bool) -> Iterator[RecordedCall]:
+def _with_gaps(entries: Sequence[RecordedCall], expected: int) -> Iterator[RecordedCall]:
     """The entries of a rank and group, with one for each number that gloo has given to what it does not record."""
-    expected = start
     for entry in entries:
-        missing = entry.number - expected if gloo else 0
-        for number in range(expected, expected + min(missing, _MOST_MISSING)):
+        for number in range(expected, min(entry.number, expected + _MOST_MISSING)):
             yield RecordedCall(entry.group, number, Call(_UNRECORDED, entry.group, ()), True)
         yield entry
         expected = entry.number + 1
 
 
-def _extend_by_gaps(ranks: Sequence[tuple[list[Call], list[bool]]]) -> None:
-    """Where a log ends and all others have what is not recorded, it is not known that this rank has not called it."""
-    longest = max((len(log) for log, _ in ranks), default=0)
-    for place in range(min((len(log) for log, _ in ranks), default=0), longest):
-        there = [log[place] for log, _ in ranks if len(log) > place]
-        for log, ended in ranks:
-            if len(log) == place and all(call.operation == _UNRECORDED for call in there):
-                log.append(there[0])
-                ended.append(True)
+def _extend_by_gaps(ranks: Sequence[list[RecordedCall]]) -> None:
+    """If a log ends and all others have what is not recorded, it is not known that this rank has not called it."""
+    lengths = [*map(len, ranks)]
+    for place in range(min(lengths, default=0), max(lengths, default=0)):
+        there = [entries[place] for entries in ranks if len(entries) > place]
+        if all(entry.call.operation == _UNRECORDED for entry in there):
+            for entries in ranks:
+                entries += there[:1] if len(entries) == place else ()
 
 
 _NAMED_FOR_A_RANK = re.compile(r"(\d+)(\.(json|pickle|pkl|bin|dump))?$")
@@ -346,25 +316,22 @@ def read_dump(path: Path) -> dict[str, Any]:
         data = read_file(path)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    wrong = f"{path} is no Flight Recorder dump"
     try:
         with limited_memory():
             dump = json.loads(data) if data[:80].lstrip()[:1] == b"{" else _PlainData(io.BytesIO(data)).load()
-    except _ForeignObjectError as error:
-        raise UsageError(f"{wrong}: it holds {error}, and not plain data alone; it was not loaded") from None
-    except (Exception, MemoryError):  # bytes at random make the reader fail in any way
-        raise UsageError(f"{wrong}: it is neither JSON nor a whole pickle") from None
-    try:
         return plain_dump(dump)
-    except ValueError as error:
-        raise UsageError(f"{wrong}: it {error}") from None
+    except _NotPlainError as error:
+        why = str(error)
+    except Exception:  # bytes at random make the reader fail in any way
+        why = "is neither JSON nor a whole pickle"
+    raise UsageError(f"{path} is no Flight Recorder dump: it {why}")
 
 
 def plain_dump(dump: Any) -> dict[str, Any]:
     """A dump as it was read: a dictionary with `entries`, which are dictionaries.
 
     Raises:
-        ValueError: It is something else, or holds a number or a nesting that no recorder writes.
+        ValueError: It is something else, or holds what no recorder writes.
     """
     values, most = [dump], _MOST_VALUES
     while values:
@@ -374,26 +341,26 @@ def plain_dump(dump: Any) -> dict[str, Any]:
         elif isinstance(value, list | tuple):
             values += value
         elif isinstance(value, int | float) and not abs(value) < 1 << 64:
-            raise ValueError("holds a number that is infinite, none, or of more than 64 bits")
+            raise _NotPlainError("holds a number that is infinite, none, or of more than 64 bits")
         if len(values) > most or not isinstance(value, dict | list | tuple | int | float | str | bytes | None):
-            raise ValueError(f"holds more than {_MOST_VALUES:,} values, or one that is no plain data")
+            raise _NotPlainError(f"holds more than {_MOST_VALUES:,} values, or one that is no plain data")
     if isinstance(dump, dict) and "pg_config" in dump:
         dump.setdefault("entries", [])  # JSON leaves out an empty list
     entries = dump.get("entries") if isinstance(dump, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError("has no list of entries")
+        raise _NotPlainError("has no list of entries")
     return {str(key): value for key, value in dump.items()}
 
 
-class _ForeignObjectError(pickle.UnpicklingError):
-    """A pickle asks for something that is not plain data."""
+class _NotPlainError(ValueError):
+    """A dump is not plain data, or has no entries: what is wrong, after "it"."""
 
 
 class _PlainData(pickle.Unpickler):
     """Reads dictionaries, lists, tuples, strings, numbers and the like, which need no class to be looked up."""
 
     def find_class(self, module: str, name: str, /) -> NoReturn:
-        raise _ForeignObjectError(f"{module}.{name}"[:80])
+        raise _NotPlainError(f"holds {f'{module}.{name}'[:80]}, and not plain data alone; it was not loaded")
 
     def persistent_load(self, _identity: object, /) -> NoReturn:
-        raise _ForeignObjectError("a reference to another file")
+        raise _NotPlainError("holds a reference to another file, and not plain data alone; it was not loaded")

@@ -108,11 +108,11 @@ def _told(
     """DDP403 if calls of a group do not match, else what one rank did and the others did not, if the program tells."""
     if not (found := judge_partings(group.logs, coming, {group.name: group.first})):
         return []
-    members = sorted(set(group.members) & set(at_end))
+    members = tuple(sorted({*group.members} & at_end.keys()))
     ranks = [
         RankAtEnd(
             rank,
-            [replace(call, members=tuple(members)) for call in group.logs[rank]],
+            [replace(call, members=members) for call in group.logs[rank]],
             group.first,
             at_end[rank],
             seen.lines.get(rank, ()),
@@ -138,7 +138,7 @@ def _timelines(
     """Those of groups that the ranks to which waits lead are in come first."""
     made = list[CollectiveTimeline]()
     for group in sorted(groups, key=lambda group: causes.isdisjoint(group.members))[:_MOST_TIMELINES]:
-        open_ones = {(group.name, rank) for rank, ended in enumerate(group.ended) if ended and not ended[-1]}
+        open_ones = {(group.name, rank) for rank in group.waiting}
         coming = set(range(len(group.logs))).difference(causes)
         made += timelines(group.logs, open_ones, at_end, coming, {group.name: group.first})
     return tuple(made)
@@ -169,7 +169,7 @@ def _ranks(seen: RanksSeen) -> CheckResult:
         why = f" ({said_of_missing(seen.missing)})" if seen.missing else ""
         said = f"{len(seen.dumps)} of {size}: {absent} {format_ranks(missing)}{why}"
         return CheckResult("ranks", "skipped", detail=said)
-    lost = [rank for rank, dump in seen.dumps.items() if dump.wrapped and not dump.active_only]
+    lost = [rank for rank, dump in seen.dumps.items() if dump.wrapped]
     earlier = f"; earlier collectives of {format_ranks(lost)} are lost" if lost else ""
     return CheckResult("ranks", "passed", detail=f"{seen.source}s of {counted(size, 'rank')}{earlier}")
 

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from ddpcheck.findings.errors import DdpcheckError, HangError
+from ddpcheck.findings.files import process_stat
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds import starting, wire
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
@@ -57,12 +58,10 @@ def _exit_code(pid: int) -> int | None:
     """The exit code of a process, negative for a signal, as long as its parent has not asked for it."""
     deadline = time.monotonic() + _DEATH
     while time.monotonic() < deadline:
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-            if fields[0] in "ZX":
-                return os.waitstatus_to_exitcode(int(fields[-1]))
-        except (OSError, ValueError, IndexError):
+        if not (fields := process_stat(pid)):
             break
+        if fields[0] in "ZX":
+            return os.waitstatus_to_exitcode(int(fields[-1]))
         time.sleep(_POLL)
     return None
 
