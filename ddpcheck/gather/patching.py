@@ -1,4 +1,4 @@
-"""Functions that stand in the place of torch's (or Python's), and the recorders that are told of each call.
+"""Functions in the place of torch's (or Python's), and the recorders that are called with each call.
 
 A function hands each call on to the original, whose frames count as torch's in a traceback, and whose exceptions pass.
 An error of ours never gets into the code that makes the call: it ends the recorder that has raised it, and no other.
@@ -20,7 +20,7 @@ from ddpcheck.findings.tracebacks import is_of_signal, passes_on
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 OF_A_WRAPPER = ("parameters", "replicas", "reducer", "loop", "loss", "optimizers")
-"""The check lines of what is seen in the steps of a wrapper."""
+"""Check lines that depend on the steps of a wrapper."""
 
 _INHERITED, _RETURNED = object(), object()
 
@@ -29,14 +29,9 @@ CALLER = 2
 
 
 class Recorder:
-    """Records something of a program until the first error in one of its methods.
+    """Records a part of a program until an error in one of its methods, which ends this recorder alone.
 
-    The error ends this recorder alone: from then on a public method of it does nothing, and returns what is empty.
-
-    Attributes:
-        subjects: The check lines that cannot be made without what it records; of the class, after its name.
-        name: Of its class, or of the function that is one of its own.
-        is_off: Whether it has ended so.
+    From then on (`is_off`) its public methods return empty values. `subjects` are the check lines that depend on it.
     """
 
     name = ""
@@ -44,7 +39,7 @@ class Recorder:
     is_off = False
 
     def __init_subclass__(cls, subjects: tuple[str, ...] = (), inner: Collection[str] = ()) -> None:
-        """`inner`: methods that are called by what cannot go on without it, in which errors are for the caller."""
+        """Guard public methods but those of `inner`, in which errors are for the caller, which cannot go on."""
         cls.subjects, cls.name = subjects, cls.__name__
         for name, function in [*vars(cls).items()]:
             if name in inner or (name.startswith("_") and name != "__init__"):
@@ -73,14 +68,12 @@ class _Nothing:
         return 0
 
 
-_EMPTY: dict[str, Callable[[], object]] = {
-    kind.__name__: kind for kind in (bool, int, float, str, list, tuple, set, frozenset, dict)
-}
+_EMPTY: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, set, frozenset, dict)}
 _EMPTY |= {"Mapping": dict, "Iterator": tuple, "Sequence": tuple}
 
 
 def _ending(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method whose error ends its recorder."""
+    """Guard a method: an error in it ends its recorder."""
     returned = str(method.__annotations__.get("return", "")).partition("[")[0]
     nothing = _EMPTY.get(returned, lambda: None)
 
@@ -103,13 +96,13 @@ def in_a_line(error: Exception) -> str:
 
 
 class OwnErrors:
-    """Where errors of ddpcheck's go that come up in what torch or a script has called."""
+    """The receiver of ddpcheck's own errors in calls by torch or a script."""
 
     taken_by: ClassVar[Callable[[Exception, Recorder], object] | None] = None  # takes one; else it is raised
 
     @classmethod
     def take(cls, error: Exception, recorder: Recorder) -> None:
-        """Have one taken that ends a recorder, or raise it if it is meant for the script: of a signal, or a finding."""
+        """Switch a recorder off, or raise an error that is meant for the script: of a signal, or a finding."""
         if cls.taken_by is None or isinstance(error, DdpcheckError) or is_of_signal(error):
             raise error
         if not recorder.is_off:
@@ -118,7 +111,7 @@ class OwnErrors:
 
 
 def recorder_of(function: Any) -> Recorder:
-    """The recorder whose method it is, else one of its own."""
+    """Return the recorder of a method; a new one for any other function."""
     while isinstance(function, functools.partial):
         function = function.func
     found = getattr(function, "__self__", None)
@@ -130,7 +123,7 @@ def recorder_of(function: Any) -> Recorder:
 
 
 def guarded(function: Callable[_Given, _Result], recorder: Recorder | None = None) -> Callable[_Given, _Result | None]:
-    """`function` as a hook of a recorder, which an error in it ends."""
+    """Wrap a hook: an error in it ends its recorder."""
     mine = recorder or recorder_of(function)
     errors, is_finalizing = OwnErrors, sys.is_finalizing  # the names of a module are gone when the interpreter ends
 

@@ -139,9 +139,6 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         self._run.position = one.entry.loader, one.entry.number, one.entry.batches
         self._run.batches[one.entry.loader] += 1
         self._run.log.count_batch(*self._run.position)
-        self._count_taken()
-
-    def _count_taken(self) -> None:
         self._run.taken = sum(one.entry.batches for one in self._open.values())
 
     def _follow_unused(self, one: _Pass, batch: Any) -> None:
@@ -158,11 +155,10 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             one.unused.append(ref(tensor, guarded(gone)))
 
     def _used(self) -> int:
-        """How often a wrapper or an optimizer has been used."""
         return self._run.steps + int(self._run.log.forwards)
 
     def _is_sampled(self) -> bool:
-        """Whether a step of a wrapper is under way that is looked at; one that rests may be in such a step for long."""
+        """Return if a wrapper is in a sampled step; a wrapper that rests may be in it for long."""
         sampled = self._kept < _MOST_KEPT and any(watch.is_sampled for watch in list(self._run.watches))
         self._kept += sampled
         return sampled
@@ -231,7 +227,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         return one
 
     def _is_outdated(self, dataset: Any, loader: int, state: Mapping[str, int], size: int) -> bool:
-        """Whether a dataset makes other samples than with the attributes that it had when its workers were started."""
+        """Return if a dataset makes other samples than when its workers were started."""
         now = {name: vars(dataset)[name] for name in state}
         before = self._started.setdefault(loader, now)
         changed = {name: before[name] for name in before.keys() & now if before[name] != now[name]}
@@ -247,32 +243,25 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
     def _end(self, one: _Pass, *, exhausted: bool) -> None:
         if self._open.get(one.entry.loader) is one:
             del self._open[one.entry.loader]
-        self._count_taken()
+        self._run.taken = sum(other.entry.batches for other in self._open.values())
         taken = one.batches[: one.entry.batches]
         indices = tuple(_base_index(one.dataset, index) for batch in taken for index in batch)
         order = int.from_bytes(one.order.digest(), "big") if one.map_style and exhausted else 0
         # a batch of validation now and then, of an iterator that stays open, is not trained on
         steps = (self._run.steps if one.until < 0 else one.until) - one.steps
         trains = 0 < steps <= _MOST_STEPS_OF_A_BATCH * max(1, one.entry.batches)
-        read = one.rows
-        entry = replace(
-            one.entry,
-            rows=tuple(read.rows),
-            labels=tuple(read.labels),
-            classes=tuple(read.classes),
-            targets=tuple(read.targets),
-            wrappers=self._run.wrappers,
-        )
-        ended = replace(entry, exhausted=exhausted, trains=trains, order=order, indices=indices, steps=steps)
-        ended = replace(ended, shuffles=entry.shuffles or (trains and self._shuffles(one, order)))
+        samples: dict[str, Any] = {n: tuple(getattr(one.rows, n)) for n in ("rows", "labels", "classes", "targets")}
+        shuffles = one.entry.shuffles or (trains and self._shuffles(one, order))
+        ended = replace(one.entry, exhausted=exhausted, trains=trains, order=order, indices=indices, steps=steps)
+        ended = replace(ended, shuffles=shuffles, wrappers=self._run.wrappers, **samples)
         if trains:
-            self._resumes.goes_on(entry.restored)
+            self._resumes.goes_on(ended.restored)
         self._run.add(ended)
         self._on_pass(ended, one.dataset)
         one.batches, one.dataset, one.sampler, self._run.samples = [], None, None, []
 
     def _shuffles(self, one: _Pass, order: int) -> bool:
-        """Whether the sampler is to give another order in each epoch, although it has given the last one again."""
+        """Return if a sampler that has repeated its order is to give another one in each epoch."""
         orders = self._orders.setdefault(one.entry.loader, [])
         orders.append(order)
         has_epoch = one.entry.has_epoch or one.entry.epoch >= 0

@@ -37,31 +37,23 @@ def epoch_of(sampler: Any) -> int:
 
 
 def shuffles_by_epoch(sampler: Any, dataset: Any) -> bool:
-    """Whether a sampler gives another order in another epoch; that is not said where a copy of it cannot be asked.
+    """Return if copies of a sampler give other orders in two epochs; `False` if it cannot be copied.
 
-    Two copies go through their orders, which is the user's code: it is only done where something is wrong with the
-    orders that were seen. They share the dataset with the sampler, and draw the same random numbers, which the program
-    is given again; their collectives are answered as if all ranks said the same.
+    This runs the user's code, so it is for orders that look wrong only. Copies share the dataset and draw the same
+    random numbers; their collectives are answered as if all ranks said the same.
     """
     shared = [dataset, *(one for one in getattr(sampler, "__dict__", {}).values() if isinstance(one, Dataset))]
     orders = []
     for epoch in (0, 1):
         with contextlib.suppress(Exception), generators_kept(), unlogged(), alone():  # of the user's
             copied = copy.deepcopy(sampler, {id(one): one for one in shared})
-            _set_epoch(copied, epoch)
+            copied.set_epoch(epoch) if hasattr(copied, "set_epoch") else setattr(copied, "epoch", epoch)
             orders.append(list(itertools.islice(copied, _MOST_INDICES)))
     return len(orders) > 1 and orders[0] != orders[1]
 
 
-def _set_epoch(sampler: Any, epoch: int) -> None:
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
-    else:
-        sampler.epoch = epoch
-
-
 def makes_others(dataset: Any, size: int, before: Mapping[str, Any]) -> bool:
-    """Whether the samples of a dataset are others than with the attributes that it had `before`; as above."""
+    """Return if a dataset makes other samples than with its attributes `before`; as above."""
     made = []
     for state in (before, {}):
         with contextlib.suppress(Exception), generators_kept(), unlogged(), alone():  # of the user's

@@ -164,13 +164,12 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
             shown=0 if under_way else _MOST_SHOWN - self._left[1],
             lines=lines_of_value(),
         )
-        if not under_way:
-            self._write_late(call)
         if under_way:
             exchanged = self._open[under_way[-1]].exchanged
             if len(exchanged) < _MOST_EXCHANGED:
                 exchanged.append(made)
             return
+        self._write_late(call)
         if not isinstance(value, torch.Tensor) or made.rows:
             self._comparisons.open(self._round, self._size)
         columns = program_numbers.columns_of(value, self._samples)
@@ -240,11 +239,7 @@ def _counted_since(one: _Open, samples: int) -> tuple[dict[str, Any], dict[str, 
             continue
         if name in one.counters:
             numbers |= program_numbers.parts_of_counter(name, counter, samples)
-        if (
-            counter.dim() == 2
-            and counter.shape[0] == counter.shape[1]
-            and bool((counter == counter.floor().abs()).all())
-        ):
+        if counter.dim() == 2 and len(counter) == counter.shape[1] and bool((counter == counter.floor().abs()).all()):
             tables[name] = tuple(counter.flatten().tolist())
     labels = program_numbers.rows_of_program(samples)
     rows = {name: tuple(map(float, held.tolist())) for name, held in labels.items()} if samples <= _MOST_ROWS else {}

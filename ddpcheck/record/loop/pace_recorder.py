@@ -1,11 +1,10 @@
-"""What a rank does between two reductions of a wrapper: how many forward passes, and how many batches it takes."""
+"""Forward passes and batches of a rank between two reductions of a wrapper."""
 
 from __future__ import annotations
 
 import sys
 
 from ddpcheck.findings.evidence.loop import PaceRun
-from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import lines_of_program, user_location
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.record.recording import Recording
@@ -23,7 +22,6 @@ class PaceRecorder(Recorder, subjects=("loop",)):
     """
 
     def __init__(self, run: Recording, number: int) -> None:
-        """Of the `number`-th wrapper."""
         self._run = run
         self._number = number
         self.forwards = 0
@@ -38,7 +36,9 @@ class PaceRecorder(Recorder, subjects=("loop",)):
         pace, self.forwards = (self.forwards, self._batches()), 0
         self._loader, self._taken = self._run.position[0], dict(self._run.batches)
         if pace != self._now and self._runs < MOST_RUNS:
-            where = self._left_out(lines_of_program(sys._getframe(1)), pace[0] != self._now[0])
+            after_forward = self.lines if pace[0] != self._now[0] else ()
+            found = lines_left_out_by(lines_of_program(sys._getframe(1)), after_forward)
+            where = found[0] if len(found) == 1 else user_location()  # what may leave out the backward pass
             self._now, self._runs = pace, self._runs + 1
             self._run.add(PaceRun(self._number, step, *pace, where))
 
@@ -52,8 +52,3 @@ class PaceRecorder(Recorder, subjects=("loop",)):
         """Batches since the last reduction, of the loader that the script goes through."""
         loader = self._run.position[0]
         return self._run.batches[loader] - self._taken.get(loader, 0)
-
-    def _left_out(self, backward: tuple[str, ...], after_forward: bool) -> Location | None:
-        """What may leave out the backward pass, if that is one line; else the line of the backward pass."""
-        found = lines_left_out_by(backward, self.lines if after_forward else ())
-        return found[0] if len(found) == 1 else user_location()

@@ -165,14 +165,14 @@ class LossRecorder(Recorder, subjects=("loss",)):
         return self._sources.get(key, LossSource())
 
 
-_Told = tuple[LossRecorder, Sequence[BackwardFollower], OptimizerRecorder, TakenRecorder]
+_Recorders = tuple[LossRecorder, Sequence[BackwardFollower], OptimizerRecorder, TakenRecorder]
 
 
 def _backward(
-    told: _Told, tensors: Any, *arguments: Any, accumulate_grad: bool = True, **_named: Any
+    recorders: _Recorders, tensors: Any, *arguments: Any, accumulate_grad: bool = True, **_named: Any
 ) -> Generator[None, Any, None]:
-    """Tell each of them of a backward pass, also if another one has failed."""
-    recorder, others, optimizers, taken = told
+    """Notify recorders of a backward pass; an error in one leaves out no other."""
+    recorder, others, optimizers, taken = recorders
     if not accumulate_grad:
         gradients = yield
         taken.taken(arguments[3] if len(arguments) > 3 else (), gradients)
@@ -220,13 +220,7 @@ def _lines_of_terms(loss: torch.Tensor, count: int) -> dict[Any, Location]:
 
 
 def _note_of(
-    arrived: dict[int, ScaledTerm],
-    number: int,
-    kind: str,
-    node: Any,
-    scales: _Scales,
-    line: Location | None,
-    head: int,
+    arrived: dict[int, ScaledTerm], number: int, kind: str, node: Any, scales: _Scales, line: Location | None, head: int
 ) -> Callable[[Any], None]:
     count, chosen = _count(node)
 

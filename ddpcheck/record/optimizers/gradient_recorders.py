@@ -338,15 +338,11 @@ class GivenRecorder(Recorder, subjects=("optimizers", "data")):
     def note(self, call: Call, given: Mapping[str, Any]) -> None:
         """A collective is about to be made."""
         tensor = given.get("tensor")
-        of_all = len(call.members) == dist.get_world_size()
-        if of_all and call.elements > max(self._largest[0], _FEW):
+        if len(call.members) != dist.get_world_size():
+            return
+        if call.elements > max(self._largest[0], _FEW):
             self._largest = call.elements, call.location
-        if (
-            not of_all
-            or call.operation != "all_reduce"
-            or type(tensor) is not torch.Tensor
-            or not tensor.is_floating_point()
-        ):
+        if call.operation != "all_reduce" or type(tensor) is not torch.Tensor or not tensor.is_floating_point():
             return
         if (part := part_of_gradient(tensor)) is not None:
             self._parts[id(part)] += 1

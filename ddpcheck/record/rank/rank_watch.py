@@ -119,8 +119,7 @@ class _WatchedRank:
         self._main = main_frame()
         self._of_group: Counter[str] = Counter()  # wrappers, by their process group
         self._overwritings = 0
-        # the lines of the program that have started each thread
-        self._threads: WeakKeyDictionary[threading.Thread, tuple[str, ...]] = WeakKeyDictionary()
+        self._threads: WeakKeyDictionary[threading.Thread, tuple[str, ...]] = WeakKeyDictionary()  # lines that start it
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         started = RankStarted(dist.get_rank(), dist.get_world_size(), dist.get_backend(), restart)
         self._log = RankLog(Path(options.folder), started)
