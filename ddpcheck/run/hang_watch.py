@@ -103,7 +103,7 @@ class HangWatch:
         self._ranks = LivingRanks(folder)
         self._timeout = timeout
         self._end = end
-        self._tell = tell
+        self._tell = tell or (lambda sentence: None)
         self._nodes = nodes
         self._stuck: _Stuck | None = None
         self._told_raised = self._told_stopped = False
@@ -156,27 +156,23 @@ class HangWatch:
 
     def _tell_what_raised(self, living: dict[int, int]) -> None:
         """Say once what a rank has raised, where others do not end at SIGTERM: torchrun waits 30 seconds for them."""
-        if self._tell is None or self._told_raised:
-            return
-        if not living or living.keys() == rank_processes(self._folder).keys():
+        if self._told_raised or not living or living.keys() == rank_processes(self._folder).keys():
             self._failed_since = 0.0
         elif not self._failed_since:
             self._failed_since = time.monotonic()
         elif time.monotonic() - self._failed_since >= _GRACE:
             self._told_raised = True
             gone = [log for log in read_logs(self._folder) if log.started.rank not in living]
-            for log in gone:
-                for entry in log.entries:
-                    if isinstance(entry, RankRaised):
-                        raised = failures.raised(log.started.rank, dict(entry.reply))
-                        where = f" at {raised.location}" if raised.location else ""
-                        self._tell(f"{raised.message}{where}; torchrun waits for {format_ranks(living)} to end")
-                        return
+            raised = [(log.started.rank, one) for log in gone for one in log.entries if isinstance(one, RankRaised)]
+            for rank, entry in raised[:1]:
+                failure = failures.raised(rank, dict(entry.reply))
+                where = f" at {failure.location}" if failure.location else ""
+                self._tell(f"{failure.message}{where}; torchrun waits for {format_ranks(living)} to end")
 
     def _tell_what_is_stopped(self, living: dict[int, int]) -> None:
         """Say once which rank was stopped by a signal: it may go on, so that this is no hang."""
         stopped = {rank: pid for rank, pid in living.items() if is_stopped(pid)}
-        if self._tell is None or self._told_stopped or not stopped:
+        if self._told_stopped or not stopped:
             return
         self._told_stopped = True
         pids = " ".join(map(str, stopped.values()))
@@ -191,8 +187,7 @@ class HangWatch:
             why = f"{format_ranks(living)} {agreeing('has', [*living])} run to the end of the script, and not ended"
         elif len(living) == 1:
             why = f"{format_ranks(living)} waits for a rank that does not come"
-        if self._tell is not None:
-            self._tell(f"{why}; ending the script")
+        self._tell(f"{why}; ending the script")
 
     def _cannot_get_on(
         self, ranks: dict[int, int], facts: dict[int, RankFacts], seconds: float, are_all_here: bool

@@ -19,7 +19,7 @@ from ddpcheck.findings.stacks import BACKWARD, Frame, pickles, region_of, waits_
 from ddpcheck.record.rank.environment import STACK_SIGNAL
 from ddpcheck.stream.held_file import HEAD_SIZE, is_held, is_inside
 from ddpcheck.stream.rank_log import rank_processes, read_logs
-from ddpcheck.worlds.deadlock import processor_seconds
+from ddpcheck.worlds.deadlock import processor_seconds, status_value
 
 _SHARE = 0.02  # of a core that a rank may use while it waits
 _FOR_STACKS = 1.0  # seconds
@@ -147,7 +147,4 @@ def is_idle(before: float, now: float | None, seconds: float) -> bool:
 
 def _catches_signal(pid: int) -> bool:
     """Whether a process still writes its stack when it is asked to: an interpreter that has ended does not."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
-    return False
+    return bool(int(status_value(str(pid), "SigCgt") or "0", 16) >> (STACK_SIGNAL - 1) & 1)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -286,7 +286,7 @@ def the_run(given: str | None) -> Path:
         if not is_own_folder(Path(given)) or not (Path(given) / SCRIPT).is_file():
             raise UsageError(f"{given} is no folder of a run that goes on")
         return Path(given)
-    found = list(_runs())
+    found = [path for path in own_folders() if (path / SCRIPT).exists() and LivingRanks(path).living()[0]]
     if len(found) == 1:
         return found[0]
     where = f"{tempfile.gettempdir()}/{FOLDER}*"
@@ -294,7 +294,3 @@ def the_run(given: str | None) -> Path:
         raise UsageError(f"no run of {getpass.getuser()} goes on, on this machine: looked for {where}")
     each = "; ".join(f"{path} ({(path / SCRIPT).read_text()})" for path in found)
     raise UsageError(f"{counted(len(found), 'run')} go on; name the folder of one: {each}")
-
-
-def _runs() -> Iterator[Path]:
-    return (path for path in own_folders() if (path / SCRIPT).exists() and LivingRanks(path).living()[0])

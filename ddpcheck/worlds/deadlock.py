@@ -140,10 +140,13 @@ _LOOKS_FOR_GIL = 10
 
 def switches(task: str) -> int:
     """How often a thread has gone to sleep."""
-    for line in _read(f"{task}/status").splitlines():
-        if line.startswith("voluntary_ctxt_switches:"):
-            return int(line.split()[1])
-    return 0
+    return int(status_value(task, "voluntary_ctxt_switches") or 0)
+
+
+def status_value(task: str, name: str) -> str:
+    """A value of the status of a process or thread; empty if there is none."""
+    lines = _read(f"{task}/status").splitlines()
+    return next((line.split()[1] for line in lines if line.startswith(f"{name}:")), "")
 
 
 def _read(file: str) -> str:

@@ -200,7 +200,7 @@ def test_ranks_that_do_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
     with listening(gives({"/fr_trace_json": recorder([OPEN], 408), "/stacks": stacks})) as address:
         code, report = hang(capsys, address)
     assert code == 3 and report.error is not None and report.error.message.startswith("rank 1: no answer in time (408)")
-    assert report.checks[0].detail == "1 of 2: there is no answer of rank 1 (rank 1: no answer in time (408))"
+    assert report.checks[0].detail == "1 of 2: no answer of rank 1 (rank 1: no answer in time (408))"
     parted = recorder([entry(1), entry(2)], [entry(1), entry(2, "gloo:all_reduce")], 503)
     with listening(gives({"/fr_trace_json": parted, "/stacks": page([IN_BARRIER] * 3)})) as address:
         code, report = hang(capsys, address)

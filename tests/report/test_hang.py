@@ -305,7 +305,7 @@ def test_a_rank_without_a_dump_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     gather = entry(1, "gloo:all_gather", input_sizes=[[1]], output_sizes=[[4, 1]])
     code, report = hang(capsys, write(tmp_path, [gather], None, [gather]))  # type: ignore[arg-type]
     assert (code, report.status, report.world["world_size"]) == (0, "incomplete", 4)
-    assert report.checks[0].detail == "2 of 4: there are no dumps of ranks 1 and 3"
+    assert report.checks[0].detail == "2 of 4: no dump of ranks 1 and 3"
     code, report = hang(capsys, write(tmp_path, [gather, open_(2)], None, [gather]))  # type: ignore[arg-type]
     assert code == 4 and only(report.findings).evidence[-1] == "ranks 1 and 3: no dump"
 

@@ -87,12 +87,12 @@ class DebugServer:
         return {rank: self._dump(path, rank, text) for rank, text in answers.items()}, problems
 
     def stacks(self) -> dict[int, str]:
-        """What `faulthandler` writes of all threads of each rank that answers.
+        """What `faulthandler` writes of the main thread of each rank that answers.
 
         Raises:
             TargetError, UsageError: As those of `flight_recorder`.
         """
-        return self._answers("/stacks")[0]
+        return {rank: of_main_thread(text) for rank, text in self._answers("/stacks")[0].items()}
 
     def _dump(self, path: str, rank: int, text: str) -> dict[str, Any]:
         try:
@@ -157,11 +157,11 @@ class DebugServer:
                     if len(data) > _MOST_BYTES:
                         raise self._something_else(f"{path} gives more than {_MOST_BYTES >> 20} MB")
             except (OSError, http.client.HTTPException) as error:
-                if isinstance(error, TimeoutError):
+                if isinstance(error, TimeoutError) or is_late.is_set():
                     is_late.set()
-                elif isinstance(error, OSError) and not is_late.is_set():
+                elif isinstance(error, OSError):
                     raise TargetError(f"the debug server at {self.address} has closed the connection") from error
-                elif not is_late.is_set():
+                else:
                     raise self._something_else("it does not speak HTTP") from error
         if is_late.is_set():
             raise TargetError(
@@ -219,10 +219,10 @@ def look_at_ranks(server: DebugServer) -> RanksSeen:
         UsageError: What answers is no debug server.
     """
     before, _ = _recorders(server)
-    stacks_before = _stacks(server)
+    stacks_before = server.stacks()
     time.sleep(_BETWEEN)
     dumps, problems = _recorders(server)
-    stacks = _stacks(server)
+    stacks = server.stacks()
     if not dumps:
         raise TargetError(f"no rank has answered the debug server at {server.address} ({said_of_missing(problems)})")
     at_work, doing, over = set(), {}, set()
@@ -264,11 +264,6 @@ def _recorders(server: DebugServer) -> tuple[dict[int, RankDump], dict[int, str]
             raise UsageError(f"{error}, from {server.address}") from error
         dumps[rank] = replace(dump, world_size=size, active_only=active_only, wrapped=dump.wrapped and not active_only)
     return dumps, problems
-
-
-def _stacks(server: DebugServer) -> dict[int, str]:
-    """The stack of the main thread of each rank that gives one."""
-    return {rank: of_main_thread(text) for rank, text in server.stacks().items()}
 
 
 def _states(dump: RankDump) -> list[tuple[str, int, bool]]:

@@ -261,7 +261,7 @@ _NAMED_FOR_A_RANK = re.compile(r"(\d+)(\.(json|pickle|pkl|bin|dump))?$")
 
 
 def read_dumps(folder: Path) -> dict[int, RankDump]:
-    """The dump of each rank in `folder`; of a rank that has left one with and one without stacks, the first.
+    """The dump of each rank in `folder`; of a rank that has left one with and one without stacks, that with stacks.
 
     Raises:
         UsageError: There is none, or a file that is named as a dump is not one.

@@ -86,14 +86,12 @@ def _judge(groups: Sequence[flight_recorder.GroupLogs], at_end: Mapping[int, str
         for rank, call, peers in graph.waits_for(stopped):  # the earliest first
             awaited.setdefault(graph.group(rank, call), set()).update(peers)
         most = max(by_key.keys() & awaited, key=lambda key: (len(awaited[key]), -[*awaited].index(key)), default=None)
-        if most is None:
-            break  # in sends and receives alone
-        if not (story := _told(by_key[most], graph.dumps.keys() - stopped, at_end, seen, graph)):
-            break
+        if most is None or not (story := _told(by_key[most], graph.dumps.keys() - stopped, at_end, seen, graph)):
+            break  # in sends and receives alone, or without lines that tell
         findings += story
         explained |= awaited[most]
     findings += judge_waits(graph, explained, at_end, names_missing=not seen.is_live)
-    missing = sorted(set(range(flight_recorder.world_size_of(seen.dumps))) - seen.dumps.keys())
+    missing = set(range(flight_recorder.world_size_of(seen.dumps))) - seen.dumps.keys()
     unknown = [f"{format_ranks(missing)}: no {seen.source}"] if missing else []
     return [replace(finding, evidence=(*finding.evidence, *unknown)) for finding in findings]
 
@@ -163,11 +161,8 @@ def _ranks(seen: RanksSeen) -> CheckResult:
     size = flight_recorder.world_size_of(seen.dumps)
     missing = sorted(set(range(size)) - set(seen.dumps))
     if missing:
-        absent = (
-            f"there {plural_verb('is', 'are', missing)} no {plural_verb(seen.source, f'{seen.source}s', missing)} of"
-        )
         why = f" ({said_of_missing(seen.missing)})" if seen.missing else ""
-        said = f"{len(seen.dumps)} of {size}: {absent} {format_ranks(missing)}{why}"
+        said = f"{len(seen.dumps)} of {size}: no {seen.source} of {format_ranks(missing)}{why}"
         return CheckResult("ranks", "skipped", detail=said)
     lost = [rank for rank, dump in seen.dumps.items() if dump.wrapped]
     earlier = f"; earlier collectives of {format_ranks(lost)} are lost" if lost else ""
@@ -212,7 +207,6 @@ def _call_sites(seen: RanksSeen) -> CheckResult:
         return CheckResult("call sites", "skipped", detail="the debug server gives no lines of calls that have ended")
     without = [rank for rank, dump in seen.dumps.items() if dump.entries and not dump.has_stacks]
     if without:
-        which = f"{plural_verb('dump', 'dumps', without)} of {format_ranks(without)}"
-        detail = f"the {which} {plural_verb('holds', 'hold', without)} no lines of the program"
+        detail = f"no lines of the program in the dumps of {format_ranks(without)}"
         return CheckResult("call sites", "skipped", detail=detail)
     return CheckResult("call sites", "passed", detail="the lines that call what pairs up are compared as well")
