@@ -94,9 +94,10 @@ the same sample has another value on each rank, and a checkpoint keeps the stati
 DistributedDataParallel.)
 fix: Reduce the sums and the count of each batch over all ranks (dist.all_reduce) before they are added to the
 statistics; or keep these in buffers of the wrapped module, as nn.SyncBatchNorm does.
-detected: In some calls of forward `ddpcheck run` looks at the numbers that the script holds. One is reported that has
-moved towards the mean of the samples just given to the module, is subtracted from them, and differs between ranks. All
-features have to say so. What a collective is given is not reported.
+detected: In some calls of forward `ddpcheck run` compares the tensors and arrays that the script holds. It reports one
+that differs between ranks, moved towards the mean of the samples passed to the module since the last call, and is
+subtracted from them, in every feature. It reports nothing if a collective is given the statistics, if they are updated
+more than once between two calls of the wrapped module, as in each step of a rollout, or if the inputs are clipped.
 ignore: If each rank trains on inputs of another kind, which have to be normalised by themselves.
 example:
 mean += (x.mean(0) - mean) * len(x) / count    # right: sum, squares and count of x through dist.all_reduce first
