@@ -146,8 +146,10 @@ dist.destroy_process_group()
 """
 
 
-def test_functions_of_torch_are_called_with_the_names_of_their_arguments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["gloo", None])
+def test_functions_of_torch_are_called_with_the_names_of_their_arguments(tmp_path: Path, backend: str | None) -> None:
+    """A group that is made without a backend has one for each type of device."""
     script = tmp_path / "train.py"
-    script.write_text(NAMED, encoding="utf-8")
+    script.write_text(NAMED.replace('"gloo"', repr(backend)), encoding="utf-8")
     ended = run_forked(str(script), str(tmp_path / "saved"))
-    assert ended.returncode == 0 and "ddpcheck: clean" in ended.stderr + ended.stdout, ended.stderr + ended.stdout
+    assert ended.returncode == 0 and "ddpcheck: clean: 2 ranks (gloo" in ended.stderr + ended.stdout, ended.stderr

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddpcheck.findings.errors import UsageError, WrongTypeError
+from ddpcheck.gather.collectives.groups import backend_of
 from ddpcheck.worlds.launchers.init_dist import get_dist_info
 
 _MB = 1 << 20
@@ -193,7 +194,7 @@ def _check_same(like: Sequence[torch.Tensor], device: torch.device, group: Any) 
 def _device_for(like: Sequence[torch.Tensor], group: Any) -> torch.device:
     if like:
         return like[0].device
-    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    return torch.device("cuda" if "nccl" in backend_of(group) else "cpu")
 
 
 # --- Means -----------------------------------------------------------------------------------------------------------

@@ -47,6 +47,16 @@ def name_of_group(group: Any) -> str:
         return ""
 
 
+def backend_of(group: Any = None) -> str:
+    """Name of a group's backend; the names for all devices, as "gloo, nccl", if the group was made without one."""
+    import torch.distributed as dist
+
+    name = str(dist.get_backend(group))
+    if name == "undefined":
+        name = ", ".join(pair.partition(":")[2] for pair in str(dist.get_backend_config(group)).split(","))
+    return name
+
+
 _made: dict[str, tuple[str, str]] = {}  # by the name of a process group, the line that made it, its own description
 
 

@@ -35,7 +35,7 @@ from ddpcheck.findings.source_lines import exception_location, lines_of_program,
 from ddpcheck.findings.tracebacks import original_of, passes_on
 from ddpcheck.gather.autograd.autograd_graph import node_of
 from ddpcheck.gather.collectives import collective_log
-from ddpcheck.gather.collectives.groups import name_of_group
+from ddpcheck.gather.collectives.groups import backend_of, name_of_group
 from ddpcheck.gather.ddp.ddp_wrapper import group_of
 from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, Recorder, accompanied, guarded, in_a_line, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
@@ -121,7 +121,7 @@ class _WatchedRank:
         self._overwritings = 0
         self._threads: WeakKeyDictionary[threading.Thread, tuple[str, ...]] = WeakKeyDictionary()  # lines that start it
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        started = RankStarted(dist.get_rank(), dist.get_world_size(), dist.get_backend(), restart)
+        started = RankStarted(dist.get_rank(), dist.get_world_size(), backend_of(), restart)
         self._log = RankLog(Path(options.folder), started)
         self._run = Recording(self._log.add, options.every, self._log)
         self._watches = self._run.watches
@@ -204,7 +204,7 @@ class _WatchedRank:
 
     def _destroying(self, group: Any = None) -> Iterator[None]:
         of_all = os.getpid() == self._process and dist.is_initialized() and group in (None, dist.group.WORLD)
-        if of_all and "gloo" in dist.get_backend():
+        if of_all and "gloo" in backend_of():
             time.sleep(_LAST_WORK)
         yield
         if of_all:
