@@ -190,9 +190,8 @@ def _from_text(verdict: TestOutcome, test: tuple[str, int | None, str]) -> Any:
     try:
         from _pytest._code import code
 
-        of_first = verdict.first.location if verdict.first is not None else ""
-        where = of_first if verdict.mismatch is None else str(verdict.mismatch.location or of_first)
-        path, _, line = where.rpartition(":")
+        places = [one.location for one in (verdict.mismatch, verdict.first) if one is not None and one.location]
+        path, _, line = str(next(iter(places), "")).rpartition(":")
         if not path:
             path, line = test[0], str((test[1] or 0) + 1)
         return code.ReprExceptionInfo(

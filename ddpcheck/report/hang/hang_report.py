@@ -78,7 +78,7 @@ def _judge(groups: Sequence[flight_recorder.GroupLogs], at_end: Mapping[int, str
     if seen.is_live:  # a device may need more than the time between two looks
         explained |= {rank for rank in graph.stopped | graph.devices.keys() if graph.open_calls[rank]}
     for group in groups:
-        if found := _told(group, range(len(group.logs)), at_end, seen, graph):
+        if found := _judge_group(group, range(len(group.logs)), at_end, seen, graph):
             findings += found
             explained.update(group.members)
     while stopped := graph.stopped - explained:  # told by the program, if their group has lines
@@ -86,7 +86,7 @@ def _judge(groups: Sequence[flight_recorder.GroupLogs], at_end: Mapping[int, str
         for rank, call, peers in graph.waits_for(stopped):  # the earliest first
             awaited.setdefault(graph.group(rank, call), set()).update(peers)
         most = max(by_key.keys() & awaited, key=lambda key: (len(awaited[key]), -[*awaited].index(key)), default=None)
-        if most is None or not (story := _told(by_key[most], graph.dumps.keys() - stopped, at_end, seen, graph)):
+        if most is None or not (story := _judge_group(by_key[most], graph.dumps.keys() - stopped, at_end, seen, graph)):
             break  # in sends and receives alone, or without lines that tell
         findings += story
         explained |= awaited[most]
@@ -96,7 +96,7 @@ def _judge(groups: Sequence[flight_recorder.GroupLogs], at_end: Mapping[int, str
     return [replace(finding, evidence=(*finding.evidence, *unknown)) for finding in findings]
 
 
-def _told(
+def _judge_group(
     group: flight_recorder.GroupLogs,
     coming: Collection[int],
     at_end: Mapping[int, str],
