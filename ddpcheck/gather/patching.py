@@ -19,13 +19,11 @@ from ddpcheck.findings.tracebacks import is_of_signal, passes_on
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
-OF_A_WRAPPER = ("parameters", "replicas", "reducer", "loop", "loss", "optimizers")
-"""Check lines that depend on the steps of a wrapper."""
+OF_A_WRAPPER = ("parameters", "replicas", "reducer", "loop", "loss", "optimizers")  # check lines, of its steps
 
 _INHERITED, _RETURNED = object(), object()
 
-CALLER = 2
-"""Frames from a function that is called with another one, by `patched`, to what calls that one."""
+CALLER = 2  # frames from what `patched` calls to what calls the replaced function
 
 
 class Recorder:
@@ -39,7 +37,7 @@ class Recorder:
     is_off = False
 
     def __init_subclass__(cls, subjects: tuple[str, ...] = (), inner: Collection[str] = ()) -> None:
-        """Guard public methods but those of `inner`, in which errors are for the caller, which cannot go on."""
+        """Guard public methods but those of `inner`, which cannot raise, or whose caller handles errors."""
         cls.subjects, cls.name = subjects, cls.__name__
         for name, function in [*vars(cls).items()]:
             if name in inner or (name.startswith("_") and name != "__init__"):

@@ -196,11 +196,10 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
                 torch.save([t.detach().clone() for t in mine], file)
             return
         with contextlib.suppress(OSError, RuntimeError, EOFError):
-            for tensor, value in zip(tensors, self._share_of(operation, torch.load(file)), strict=True):
+            sent = torch.load(file)
+            own = [sent[self.rank()]] if operation == "scatter" else sent
+            for tensor, value in zip(tensors, own, strict=True):
                 tensor.detach().copy_(value)
-
-    def _share_of(self, operation: str, sent: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [sent[self.rank()]] if operation == "scatter" else sent
 
     # What torch calls, by the names that it has
 

@@ -182,7 +182,9 @@ def _rounding_of(step: int, dtype: torch.dtype) -> dict[str, float]:
     """By parameter, what the local step loses in `dtype`, as the norm over the ranks; empty where it cannot be run."""
     state = rank_state()
     module = copied_module(state.reference.module).to(dtype)
-    batch = tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, state.step.batch)
+    batch = tree_map(
+        lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, state.step.batch
+    )
     lost = torch.zeros(len(state.step.local) + 1, dtype=torch.float64)
     try:
         with unlogged():
@@ -198,10 +200,6 @@ def _rounding_of(step: int, dtype: torch.dtype) -> dict[str, float]:
             dist.all_reduce(lost := lost.to(state.device), group=state.group)
     sizes = (lost / state.world_size).sqrt().tolist()
     return {} if sizes[-1] else dict(zip(state.step.local, sizes, strict=False))
-
-
-def _is_float(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
 def _optimizer_state(state: RankState) -> dict[str, int]:

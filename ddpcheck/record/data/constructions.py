@@ -69,11 +69,12 @@ def restored_by(generator: str) -> str:
 def follow(module: ModuleType) -> None:
     """Note what is constructed or seeded by a module that has just been imported; with torch's, Python's own too."""
     if module.__name__ == "torch.random":
-        _follow_seeds(random, "python")
         with contextlib.suppress(Exception):
             generator_history.begin("python")
-    if module.__name__ in _SEEDS:
-        _follow_seeds(module, module.__name__.partition(".")[0])
+    for one in (random, module) if module.__name__ == "torch.random" else (module,):
+        generator = "python" if one is random else module.__name__.partition(".")[0]
+        for name in _SEEDS.get(one.__name__, ()):
+            Patch(one, name, functools.partial(_noting_seed, generator=generator))
     if module.__name__ == "numpy.random":  # torch's cannot be asked while it is imported
         Patch(module, "default_rng", _noting_generator)
         with contextlib.suppress(Exception):
@@ -83,17 +84,13 @@ def follow(module: ModuleType) -> None:
             Patch(kind, "__init__", _noting)
 
 
-def _follow_seeds(module: ModuleType, generator: str) -> None:
-    for name in _SEEDS[module.__name__]:
-        Patch(module, name, functools.partial(_noting_seed, generator=generator))
-
-
 def _noting(construct: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(construct)
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
         with contextlib.suppress(Exception):  # of ours; there is no log yet to tell it in
             if len(_made) < _MOST and (line := _line_of_construction(self, sys._getframe(1))) is not None:
-                _made[id(self)] = ref(self), line, _history()
+                drawn = generator_history.history() if len(_made) < _MOST_HISTORIES else 0
+                _made[id(self)] = ref(self), line, drawn
         construct(self, *arguments, **named)
 
     return __init__
@@ -127,10 +124,6 @@ def _noting_generator(original: Any) -> Any:
         return made
 
     return default_rng
-
-
-def _history() -> int:
-    return generator_history.history() if len(_made) < _MOST_HISTORIES else 0
 
 
 def _line_of_construction(thing: object, frame: FrameType | None) -> Location | None:

@@ -49,8 +49,5 @@ class InputRecorder(Recorder, subjects=("data",)):
 
 def _samples_of(given: Any) -> tuple[int, ...]:
     """Fingerprints of the samples that forward was given; none of indices alone: the module itself may hold those."""
-    return () if _are_indices(given) else sample_fingerprints(given) or batch_fingerprint(given)
-
-
-def _are_indices(given: Any) -> bool:
-    return all(tensor.dim() <= 1 and not tensor.is_floating_point() for tensor in tree_tensors(given))
+    are_indices = all(tensor.dim() <= 1 and not tensor.is_floating_point() for tensor in tree_tensors(given))
+    return () if are_indices else sample_fingerprints(given) or batch_fingerprint(given)

@@ -246,7 +246,8 @@ def _counted_since(one: _Open, samples: int) -> tuple[dict[str, Any], dict[str, 
     for name, value in program_numbers.held_by_program() if 1 < samples <= _MOST_ROWS else ():
         if len(rows) < _MOST_HELD and _rows_in(value) == samples and len(floats := _values_given(value)) == samples:
             rows[name] = floats
-    return numbers | _agreements(labels), tables, rows
+    alike = {(a, b): float((labels[a] == labels[b]).sum()) for a, b in itertools.combinations(labels, 2)}
+    return numbers | {f"{a} == {b.partition('.')[2]}": count for (a, b), count in alike.items()}, tables, rows
 
 
 def _rows_in(value: Any) -> int:
@@ -346,12 +347,6 @@ def _parts_of(value: Any) -> list[Any]:
     if isinstance(value, dict | tuple) and len(value) <= _MOST_PARTS:
         return list(value.values() if isinstance(value, dict) else value)
     return []
-
-
-def _agreements(rows: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """How many rows of each two are the same."""
-    pairs = itertools.combinations(rows, 2)
-    return {f"{a} == {b.partition('.')[2]}": float((rows[a] == rows[b]).sum()) for a, b in pairs}
 
 
 def _held_by(dataset: Any, size: int) -> dict[str, Any]:

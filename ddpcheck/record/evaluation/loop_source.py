@@ -38,12 +38,11 @@ def _value_of(node: ast.expr, variables: Mapping[str, Any]) -> float | None:
 
 def lines_of_value() -> dict[str, Location]:
     """By function of the program, innermost first, the line that makes what it hands on: a call, or what assigns it."""
-    frames = itertools.islice(program_numbers.program_frames(), 4)
-    codes = {frame.f_code.co_name: (frame.f_code, frame.f_lineno) for frame in reversed([*frames])}
-    return {
-        name: Location(relative_path(code.co_filename), _line_of_value(code, line))
-        for name, (code, line) in reversed(codes.items())
-    }
+    found: dict[str, Location] = {}
+    for frame in itertools.islice(program_numbers.program_frames(), 4):
+        path, line = relative_path(frame.f_code.co_filename), _line_of_value(frame.f_code, frame.f_lineno)
+        found.setdefault(frame.f_code.co_name, Location(path, line))
+    return found
 
 
 @functools.cache

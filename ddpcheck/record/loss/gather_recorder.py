@@ -55,7 +55,7 @@ class _Parts:
     of_all: bool = True  # and not of a group
 
 
-class GatherRecorder(Recorder, subjects=("loss",)):
+class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
     """Looks at what has been gathered in some of the optimizer steps, and at the losses of these."""
 
     def __init__(self, run: Recording) -> None:

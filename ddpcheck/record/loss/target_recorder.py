@@ -96,21 +96,16 @@ def _cross_entropies(root: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             continue
         targets = kept_tensor(node, "target")
         soft = [after for after, _ in node.next_functions if after is not None]
-        if targets is None or targets.dim() != 1 or len(soft) != 1:
+        is_soft = len(soft) == 1 and soft[0].name().startswith("LogSoftmax")
+        classes = kept_tensor(soft[0], "result") if is_soft else None
+        if targets is None or targets.dim() != 1 or classes is None:
             continue
-        if not soft[0].name().startswith("LogSoftmax"):
-            continue
-        classes = kept_tensor(soft[0], "result")
-        products = nodes_behind(soft, _MOST_NODES, _keeps_columns) if classes is not None else ()
+        products = nodes_behind(soft, _MOST_NODES, lambda node: node.name().startswith(("LogSoftmax", *_KEEPS_COLUMNS)))
         for kept in (kept_tensor(product, name) for product in products for name in _OF_PRODUCTS):
             matrix = kept[0] if kept is not None and kept.dim() == 3 else kept
-            if classes is not None and matrix is not None and matrix.dim() == 2 and classes.shape[-1] in matrix.shape:
+            if matrix is not None and matrix.dim() == 2 and classes.shape[-1] in matrix.shape:
                 columns = matrix if matrix.shape[1] == classes.shape[-1] else matrix.T
                 yield targets.detach(), columns.detach()
-
-
-def _keeps_columns(node: Any) -> bool:
-    return bool(node.name().startswith(("LogSoftmax", *_KEEPS_COLUMNS)))
 
 
 def _place_of(rows: torch.Tensor, columns: torch.Tensor) -> int | None:

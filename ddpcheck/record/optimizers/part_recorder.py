@@ -184,9 +184,13 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
         held = parameters_of(optimizer)
         if not count:
             self._norm_at = self._norm_at or shard_norm_at(user_frame(sys._getframe(1)), plain=True)
-            self._name(held)
+            theirs = {id(p): name for watch in list(self._watches) for name, p in watch.parameters.items()}
+            loose = ({id(p) for p in held} | self._split_now().keys()) - theirs.keys()
+            found = names_of_parameters(loose) if loose and self._lines is not None else {}  # else others' are no use
+            self._names |= {one: name.partition(".")[2] for one, name in found.items()} | theirs
         named = {self._names[id(p)]: p for p in held if id(p) in self._names}
         split = self._split_now()
+        sharded = {id(p) for watch in list(self._watches) if watch.is_sharded for p in watch.parameters.values()}
         parts = tuple(name for name, p in named.items() if id(p) in split)
         whole = {name: p for name, p in named.items() if id(p) not in split}
         others = () if self._lines is None else self._lines.optimizers()
@@ -203,20 +207,13 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
                 norms({name: dense(gradient) for name, gradient in gradients.items()}),
                 fingerprints(whole.items()),
                 sketches({name: dense(gradients[name]) for name in whole if name in gradients}),
-                tuple(name for name, p in named.items() if id(p) in self._sharded()),
+                tuple(name for name, p in named.items() if id(p) in sharded),
                 fingerprint(torch.get_rng_state()),
                 seeded_at("torch"),
                 self._norm_at,
                 self._parts_given,
             )
         )
-
-    def _name(self, held: list[torch.Tensor]) -> None:
-        theirs = {id(p): name for watch in list(self._watches) for name, p in watch.parameters.items()}
-        loose = {id(p) for p in held} | self._split_now().keys()
-        loose -= theirs.keys()
-        found = names_of_parameters(loose) if loose and self._lines is not None else {}  # else others' are of no use
-        self._names |= {one: name.partition(".")[2] for one, name in found.items()} | theirs
 
     def _split_now(self) -> dict[int, str]:
         """The names of the parameters that are split, by identity; DDP has others in their place in its forward."""
@@ -231,9 +228,6 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
                 if own is not None:
                     found[id(own)] = self._names.get(id(own), name)
         return found
-
-    def _sharded(self) -> set[int]:
-        return {id(p) for watch in list(self._watches) if watch.is_sharded for p in watch.parameters.values()}
 
 
 def _names_of_split(module: nn.Module) -> list[str]:

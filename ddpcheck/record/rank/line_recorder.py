@@ -39,11 +39,10 @@ class LineRecorder(Recorder):
         self._optimizers: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
         self._rates: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self._restored: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
-        self.scaler: Any = None
-        """The enabled GradScaler that steps an optimizer now."""
+        self.scaler: Any = None  # the enabled GradScaler that steps an optimizer now
         self.made = 0
+        # the seed of torch's generator when the first parameter was registered, and the line that has set it
         self.seeded: tuple[int, Location | None] = (0, None)
-        """The seed of torch's generator when the first parameter was registered, and the line that has set it."""
         self._hooks: dict[Any, Location] = {}  # the line that registers a hook of a tensor, by its code
         patched(torch.optim.Optimizer, "__init__", self._optimizer_made)
         patched(torch.optim.Optimizer, "load_state_dict", self._optimizer_restored)
@@ -125,7 +124,7 @@ class LineRecorder(Recorder):
                 self._note(watch, "hook", "register_comm_hook", tuple(watch.parameters), user_location())
 
     def _tensor_hooked(self, _tensor: torch.Tensor, hook: Any) -> None:
-        code = code_of(hook)
+        code = None if isinstance(hook, UnpickledHook) else code_of(hook)
         if code is not None and code not in self._hooks and (where := user_location()) is not None:
             self._hooks[code] = where
 

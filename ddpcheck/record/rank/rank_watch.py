@@ -143,7 +143,9 @@ class _WatchedRank:
         self._draws = DrawRecorder(run)
         self._taken = TakenRecorder(run)
         losses = LossRecorder(run, self._optimizers, (evaluations, targets, gathers), self._taken)
-        self._compilations = CompilationRecorder(add, self._trains, lambda: run.steps)
+        self._compilations = CompilationRecorder(
+            add, lambda: any(watch.module.training for watch in self._watches), lambda: run.steps
+        )
         self._compilations.begin()
         when_imported(OF_COMPILER, guarded(follow_compiler))
         self._statistics = StatisticsRecorder(run)
@@ -161,9 +163,6 @@ class _WatchedRank:
         patched(_DDP, "__init__", self._constructed)
         patched(vars(dist)["Reducer"], "prepare_for_backward", self._prepares)
         atexit.register(guarded(self._ended))
-
-    def _trains(self) -> bool:
-        return any(watch.module.training for watch in self._watches)
 
     def _constructed(self, wrapper: nn.Module, *arguments: Any, **named: Any) -> Iterator[None]:
         watched = os.getpid() == self._process and not type(wrapper).__module__.startswith("ddpcheck.")

@@ -47,11 +47,11 @@ _JOINED = "under Join, ranks without further batches may have left the loop"
 _APART = "the communication hook lets ranks train apart for some steps"
 _HIDDEN = "backward passes run under compiled autograd, in which steps cannot be followed"
 _SINCE = ("added", "replaced", "unfrozen")
-_OF_THE_TRACKER = ("called", "forward_begins", "forward_returned", "backward_begins", "reduced")
+_INNER = ("called", "forward_begins", "forward_returned", "backward_begins", "reduced", "step")
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
 
 
-class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_OF_THE_TRACKER):
+class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
     """The watch on one wrapper of a script, which is the `number`-th that this rank has constructed.
 
     The door of a `StepRecorder`, and itself told of the steps.

@@ -296,7 +296,7 @@ def _like(
 ) -> dict[str, torch.Tensor]:
     """Those of `tensors` that have the names, or else the places, and the shapes of all of `ours`; else nothing."""
     if not by_name:
-        ours = _numbered(ours) if len(ours) == len(tensors) else {}
+        ours = _by_name(list(ours.values())) if len(ours) == len(tensors) else {}
     found = {n: tensors[n] for n in ours if n in tensors and not (by_name and tensors[n].requires_grad)}
     return found if len(found) == len(ours) and all(found[n].shape == ours[n].shape for n in found) else {}
 
@@ -314,10 +314,6 @@ def _by_name(value: Any) -> dict[str, torch.Tensor]:
     if isinstance(value, dict):
         return {str(name).removeprefix("module."): item for name, item in dict.items(value)}
     return {str(number): item for number, item in enumerate(_items(value))}
-
-
-def _numbered(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return _by_name(list(parameters.values()))
 
 
 def _is_near(found: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:

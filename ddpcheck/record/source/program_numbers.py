@@ -56,15 +56,10 @@ def _made_of(body: ast.AST) -> Iterator[tuple[str, list[ast.expr]]]:
 
 def _has(value: ast.expr, known: Container[str]) -> bool:
     """Whether a clock is read in an expression, or one of these variables."""
-    return any(_reads_clock(node) or (_is_variable(node) and ast.unparse(node) in known) for node in ast.walk(value))
-
-
-def _is_variable(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name | ast.Attribute)
-
-
-def _reads_clock(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _CLOCKS
+    calls = (node for node in ast.walk(value) if isinstance(node, ast.Call))
+    if any(ast.unparse(call.func).rpartition(".")[2] in _CLOCKS for call in calls):
+        return True
+    return any(isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in known for node in ast.walk(value))
 
 
 _MOST_FRAMES = 6
