@@ -77,7 +77,7 @@ def epoch_line() -> Location | None:
 
 
 def argument_line(call: Location, name: str) -> Location:
-    """The line of an argument that is given by name, of a call that begins at a line; else that line."""
+    """The line of a keyword argument of the call at a line; else that line."""
     calls = (node for node in ast.walk(parsed_source(file_of(str(call)))) if isinstance(node, ast.Call))
     words = (word for node in calls if node.lineno == call.line for word in node.keywords)
     return replace(call, line=next((word.value.lineno for word in words if word.arg == name), call.line))

@@ -317,12 +317,12 @@ def _mark(parameter: Any) -> int:
 
 
 class GivenRecorder(Recorder, subjects=("optimizers", "data")):
-    """What the all_reduces of all ranks are given in a step that is looked at.
+    """The inputs of all_reduces of all ranks in a sampled step.
 
     Attributes:
         of_a_part: The line of one that is given the gradient of a parameter which this rank has for itself.
         before: The line of the largest collective of all ranks before the first backward pass: of parameters, perhaps.
-        clear: To be called when a step has been made.
+        clear: Forgets these inputs after a step.
     """
 
     def __init__(self, run: Recording) -> None:
