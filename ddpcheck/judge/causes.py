@@ -108,12 +108,7 @@ _WHEN: Mapping[When, Callable[[Finding, Finding], bool]] = {
 
 
 class ReportedCauses:
-    """Findings that were reported, each cause once.
-
-    Attributes:
-        findings: In their order.
-        consequences: Of the errors among them, the first with each code.
-    """
+    """Findings that were reported, each cause once."""
 
     def __init__(self, reported: Sequence[Finding] = ()) -> None:
         self.findings = list(reported)

@@ -96,13 +96,7 @@ def entries_of(rank: WatchedRank, kind: type[_Kind]) -> list[_Kind]:
 
 
 class ScriptFacts:
-    """What the ranks of a script have left.
-
-    Attributes:
-        ranks: In their order.
-        ended: Whether every rank came to its end.
-        source: Of the script.
-    """
+    """What the ranks of a script have left."""
 
     def __init__(self, ranks: Sequence[WatchedRank], *, ended: bool, source: ProgramSource | None = None) -> None:
         self.ranks = ranks

@@ -164,10 +164,7 @@ def _come_several_times(lists: Sequence[Sequence[int]]) -> bool:
 
 
 def judge_later_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP505: ranks that take parts of the dataset in the first epoch, and parts that overlap in all that follow.
-
-    What the order is made from in each epoch is not the same on every rank, then: the losses of a rank's own samples.
-    """
+    """DDP505: ranks that take parts of the dataset in the first epoch, and parts that overlap in all that follow."""
     epochs = list(zip(*passes, strict=False))
     first = passes[0][0]
     if len(passes) < 2 or len(epochs) < 2 or not _are_of_same_data(epochs[0]) or not all(map(_has_parts, epochs)):

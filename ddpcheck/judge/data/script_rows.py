@@ -154,10 +154,7 @@ def judge_stale_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
 
 
 def judge_resumed(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP506: a pass of which the script leaves out the first batches, to resume an epoch, in another order than that.
-
-    The `passes` are of all loaders, by rank, in the order in which they began.
-    """
+    """DDP506: a pass that resumes an epoch, without its first batches, in another order than that epoch."""
     resumed = [_resumed(of_rank) for of_rank in passes]
     found = [one for one in resumed if one is not None]
     if len(found) < len(passes) or len({one.skipped for one, _ in found}) != 1:
@@ -208,10 +205,7 @@ def _begin_alike(one: LoaderPass, other: LoaderPass) -> bool:
 
 
 def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP506: training that goes on after some epochs, and whose sampler is at epoch 0 in the first pass.
-
-    The `passes` are as those of `judge_resumed`.
-    """
+    """DDP506: training that goes on after some epochs, and whose sampler is at epoch 0 in the first pass."""
     first = [next((one for one in of_rank if one.trains and one.restored), None) for of_rank in passes]
     found = [one for one in first if one is not None and _gives_order(one) and one.has_epoch and one.epoch == 0]
     done = [one for one in found if _goes_on_after_epochs(one)]

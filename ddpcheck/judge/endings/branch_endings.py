@@ -23,15 +23,12 @@ def backwards_of(rank: RankAtEnd) -> list[Backward]:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank is when it and another one part: the collective that it has come to, or what it does instead.
-
-    `before` are the collectives that the two have made together.
-    """
+    """Where a rank is when it and another one part: the collective that it has come to, or what it does instead."""
 
     of: RankAtEnd
     call: Call | None
     lines: tuple[str, ...]
-    before: Sequence[Call] = ()
+    before: Sequence[Call] = ()  # the collectives that the two have made together
 
     @property
     def is_at_work(self) -> bool:

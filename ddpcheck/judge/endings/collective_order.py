@@ -75,10 +75,6 @@ def not_waiting(logs: Sequence[Sequence[Call]], inside: Mapping[int, str]) -> se
     """The ranks that are in a collective and wait for nobody there, as all of its ranks have come to it.
 
     Such a rank still moves data, or reads the objects that it was sent, while others may have gone on.
-
-    Args:
-        logs: The collectives of each rank.
-        inside: What ranks are in, by rank, in the words of their logs.
     """
     found = set()
     for rank, words in inside.items():
@@ -176,10 +172,7 @@ _TRIES = 50  # places at which lines differ
 def judge_partings(
     logs: Sequence[Sequence[Call]], at_work: Collection[int] = (), first: Mapping[str, int] | None = None
 ) -> list[Finding]:
-    """At most one finding a process group (DDP403): where the lines of its ranks part, else where what they call does.
-
-    `at_work` and `first` are those of `judge_collectives`.
-    """
+    """DDP403: at most one finding a process group, where lines of its ranks part, else where their calls do."""
     findings = []
     for group in sorted({call.group for log in logs for call in log}):
         own = [[call for call in log if call.group == group] for log in logs]
@@ -189,12 +182,7 @@ def judge_partings(
 
 
 def judge_call_sites(logs: Sequence[Sequence[Call]], first: int = 0) -> list[Finding]:
-    """DDP403: a rank makes calls in addition, which pair up with calls of other lines; at most one finding.
-
-    Args:
-        logs: Of one process group that hangs or fails, by rank.
-        first: The number of the first call in the logs.
-    """
+    """DDP403: a rank makes calls in addition, which pair up with calls of other lines; at most one finding."""
     members = next((call.members for log in logs for call in log), ())
     ranks = [rank for rank in members if rank < len(logs)]
     parted = _parting(logs, ranks)

@@ -75,10 +75,7 @@ def explain_by_collectives(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_by_hang(facts: FailureFacts) -> list[Finding]:
-    """DDP402: no rank has failed, and some did not finish; those are at fault that do not wait for others.
-
-    Before exceptions, which there are none of then.
-    """
+    """DDP402: no rank has failed, and some did not finish; those are at fault that do not wait for others."""
     stuck = facts.stuck
     if facts.ended:
         return []

@@ -16,12 +16,7 @@ _Key = tuple[str, int]  # a process group, and the number of a collective in it
 
 
 def judge_schedules(schedules: Mapping[str, Sequence[ScheduledCall]], of_ranks: Sequence[str]) -> list[Finding]:
-    """What keeps the ranks' collectives from pairing up: calls that do not match, or else ranks in a circle.
-
-    Args:
-        schedules: By name; ranks with the same one have made the same collectives.
-        of_ranks: The name of each rank's.
-    """
+    """What keeps the ranks' collectives from pairing up: calls that do not match, or else ranks in a circle."""
     calls = {name: [one.call for one in schedule] for name, schedule in schedules.items()}
     return judge_collectives([calls[name] for name in of_ranks]) or _judge_waits([schedules[name] for name in of_ranks])
 

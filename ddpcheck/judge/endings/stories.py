@@ -131,10 +131,7 @@ def _of_peers(
 
 
 def explain_by_exit(facts: EndingFacts, left: Position, stays: Position) -> list[Finding]:
-    """DDP404: a rank has called `sys.exit` or `os._exit`, not where the others will end, too.
-
-    First, for it comes to nothing more.
-    """
+    """DDP404: a rank has called `sys.exit` or `os._exit`, not where the others will end, too."""
     called, where = left.of.exit_at, left.of.exit_at.rpartition(" ")[2]
     if not (left.of.ended and where and left.call is None and stays.call is not None):
         return []

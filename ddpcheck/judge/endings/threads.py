@@ -26,7 +26,7 @@ class EndedThread:
 
     name: str
     failure: RankFailure  # the exception, as that of its rank
-    # what the main thread waits in for another thread of its process: "get() at train.py:25"; "" where it does not
+    # the call in which the main thread waits for another thread: "get() at train.py:25"; "" if it does not
     waits_in: str = ""
 
 
@@ -35,10 +35,7 @@ def judge_threads(ended: Sequence[EndedThread], failures: Sequence[RankFailure],
     waited_for = [one for one in ended if one.waits_in and not follows_from_another_rank(one.failure)]
     if not waited_for:
         return []
-    first = waited_for[0]
-    alike = group_by(waited_for, lambda one: (one.failure.location, one.waits_in))[
-        first.failure.location, first.waits_in
-    ]
+    first, *_ = alike = next(iter(group_by(waited_for, lambda one: (one.failure.location, one.waits_in)).values()))
     ranks = sorted({one.failure.rank for one in alike})
     others = [f"rank {one.rank}: {describe_failure(one)}" for one in failures if one.rank not in ranks]
     waits = f", and the main thread waits for another thread in {first.waits_in}"
@@ -46,7 +43,7 @@ def judge_threads(ended: Sequence[EndedThread], failures: Sequence[RankFailure],
 
 
 def judge_left_by_thread(ended: Sequence[EndedThread], story: Finding) -> list[Finding]:
-    """Where a rank leaves something out, at a line at which an exception has left a thread: that is the cause."""
+    """DDP401: a rank leaves something out at a line at which an exception has ended a thread."""
     for one in ended:
         at = {one.failure.location, *program_lines(one.failure.traceback)}
         if one.failure.rank in story.ranks and str(story.location) in at and not follows_from_another_rank(one.failure):
@@ -55,13 +52,13 @@ def judge_left_by_thread(ended: Sequence[EndedThread], story: Finding) -> list[F
 
 
 def _of_thread(
-    one: EndedThread, told: Sequence[int], ranks: Sequence[int], more: str, evidence: Sequence[str]
+    one: EndedThread, raised: Sequence[int], ranks: Sequence[int], more: str, evidence: Sequence[str]
 ) -> list[Finding]:
     said, where = phrase(one.failure).rstrip("."), one.failure.location
     return one_finding(
         "DDP401",
         ("thread",),
-        f"{format_ranks(told).capitalize()} {said}{f', at {where}' if where else ''}, which has ended a thread "
+        f"{format_ranks(raised).capitalize()} {said}{f', at {where}' if where else ''}, which has ended a thread "
         f"({one.name}){more}.",
         severity=Severity.ERROR,
         ranks=ranks,
@@ -104,7 +101,6 @@ def _what(call: Call) -> tuple[str, str, str]:
 
 
 def _of_interleaving(ranks: Sequence[RankAtEnd], own: Call, other: Call) -> list[Finding]:
-    """Of a call of the main thread, or of another one, and one of a thread beside it."""
     return one_finding(
         "DDP403",
         sorted({own.operation, other.operation}),
@@ -120,7 +116,7 @@ def _of_interleaving(ranks: Sequence[RankAtEnd], own: Call, other: Call) -> list
 
 
 def told_of_threads(ended: Sequence[EndedThread]) -> list[str]:
-    """What has ended threads, as evidence of how ranks have failed after that."""
+    """The exceptions that ended threads before ranks failed, as evidence."""
     return [
         f"before that, rank {one.failure.rank} {phrase(one.failure)} in a thread ({one.name})"
         f"{f' at {one.failure.location}' if one.failure.location else ''}"

@@ -40,15 +40,7 @@ def timelines(
     at_work: Collection[int] = (),
     first: Mapping[str, int] | None = None,
 ) -> tuple[CollectiveTimeline, ...]:
-    """One for each process group, those first in which ranks part.
-
-    Args:
-        logs: The collectives of each rank.
-        waiting: Groups and ranks whose last call has not ended.
-        at_end: What ranks did at the end.
-        at_work: Those of `judge_collectives`.
-        first: Likewise.
-    """
+    """One for each process group, those first in which ranks part."""
     groups = {call.group: call.members for log in logs for call in log}
     made = []
     for group, members in sorted(groups.items()):
@@ -67,15 +59,7 @@ def timelines(
 def _timeline(
     group: str, logs: Mapping[int, Sequence[Call]], waiting: Collection[int], first: int, parts_at: int | None
 ) -> CollectiveTimeline:
-    """That of one group.
-
-    Args:
-        group: Its name.
-        logs: Of its ranks.
-        waiting: The ranks whose last call has not ended.
-        first: The number of the first call in the logs.
-        parts_at: The number of the one at which ranks part.
-    """
+    """That of one group."""
     around = min(map(len, logs.values()), default=0) if parts_at is None else parts_at - first
     start = max(around - _BEFORE, 0)
     table: dict[CalledCollective, int] = {}

@@ -26,8 +26,8 @@ class WaitGraph:
 
     Attributes:
         open_calls: What has not ended, by rank, in the order in which the rank entered it.
-        devices: Ranks whose device has not completed calls that peers have completed, with the first of these.
-        waits: Where a rank waits, by rank; not of `devices`.
+        devices: The first call that peers have completed and the device has not, by rank.
+        waits: Calls in which a rank waits, by rank; not of `devices`.
         stopped: Ranks that others wait for, and that are in no call, or in one that peers have completed.
         missing: Ranks that others wait for, and that have no dump.
     """
@@ -66,12 +66,13 @@ class WaitGraph:
 
     def _waits(self, rank: int) -> list[_Wait]:
         """The calls in which a rank waits: for those that have not come to it, else for those that come to it late."""
-        calls = [call for call in self.open_calls[rank] if call.between_two or self._is_next(rank, call)]
+        calls = [
+            call
+            for call in self.open_calls[rank]
+            if call.between_two or self._next.get(self.group(rank, call), {}).get(rank) == (call.number, True)
+        ]
         absent = [(rank, call, peers) for call in calls if (peers := self._absent_from(rank, call) - {rank})]
         return absent or [(rank, call, peers) for call in calls if (peers := self._delayed(rank, call))]
-
-    def _is_next(self, rank: int, call: RecordedCall) -> bool:
-        return self._next.get(self.group(rank, call), {}).get(rank) == (call.number, True)
 
     def _absent_from(self, rank: int, call: RecordedCall) -> frozenset[int]:
         if call.between_two:
@@ -100,8 +101,7 @@ class WaitGraph:
 
     def furthest(self, rank: int, call: RecordedCall) -> tuple[list[int], int]:
         """The ranks of a group that have completed most collectives, and the number of the last one."""
-        group = self.group(rank, call)
-        number = self._furthest[group]
+        number = self._furthest[group := self.group(rank, call)]
         return [peer for peer, at in self._next[group].items() if at[0] == number], number - 1
 
     def waits_for(self, roots: Collection[int]) -> list[_Wait]:
@@ -141,10 +141,10 @@ class WaitGraph:
     def words(self, call: RecordedCall) -> str:
         """A call, its number and its group."""
         what = _operation(call) if call.between_two else f"{call.call}, number {call.number}"
+        if call.group == DEFAULT_GROUP:
+            return what
         which, description = f"process group {call.group}", self._description(call)
-        return (
-            what if call.group == DEFAULT_GROUP else f"{what} of {f'{description} ({which})' if description else which}"
-        )
+        return f"{what} of {f'{description} ({which})' if description else which}"
 
     def _description(self, call: RecordedCall) -> str:
         named = (dump.descriptions for dump in self.dumps.values())
@@ -156,16 +156,17 @@ def _positions(
 ) -> Iterator[tuple[int, tuple[int, bool]]]:
     """The number of the next collective of a group to end on each rank, and whether the rank has entered it."""
     here = {rank: dumps[rank] for rank in members if rank in dumps}
-    calls = {rank: dump.collectives(name) for rank, dump in here.items()}
-    most = max((call.number for same in calls.values() for call in same), default=0)
+    by_rank = {rank: dump.collectives(name) for rank, dump in here.items()}
+    most = max((call.number for calls in by_rank.values() for call in calls), default=0)
     yield from ((rank, (0, False)) for rank in members if rank not in here)
-    for rank, dump in here.items():
-        is_lost = dump.wrapped and name not in dump.enqueued
+    for rank, calls in by_rank.items():
+        dump = here[rank]
         # what has ended may be in no dump; a number that is higher than all in dumps counts sends and receives
-        last = calls[rank][-1].number if calls[rank] else dump.enqueued.get(name, 0)
-        first = next((call.number for call in calls[rank] if not call.ended), None)
-        if first is not None or calls[rank] or not is_lost:
-            yield rank, (first, True) if first is not None else (last + 1 if last <= most else 1, False)
+        last = calls[-1].number if calls else dump.enqueued.get(name, 0)
+        if (first := next((call.number for call in calls if not call.ended), None)) is not None:
+            yield rank, (first, True)
+        elif calls or not dump.wrapped or name in dump.enqueued:
+            yield rank, (last + 1 if last <= most else 1, False)
 
 
 def _operation(call: RecordedCall) -> str:
@@ -173,8 +174,7 @@ def _operation(call: RecordedCall) -> str:
 
 
 def _few(ranks: Collection[int]) -> str:
-    words = format_ranks(ranks)
-    return f"{len(ranks)} ranks" if words.endswith(" more") else words
+    return f"{len(ranks)} ranks" if (words := format_ranks(ranks)).endswith(" more") else words
 
 
 def _limited(lines: Sequence[str]) -> list[str]:
@@ -187,11 +187,7 @@ def judge_waits(
 ) -> list[Finding]:
     """DDP402 and 403: a finding for each cause for which ranks wait.
 
-    Args:
-        graph: The ranks.
-        explained: Those for which others wait by right, or for a reason that another finding tells.
-        doing: What ranks do, in words that come after their name.
-        names_missing: A rank of which nothing is known may be the cause, if there is no other.
+    `explained` are the ranks for which others wait by right, or for a reason that another finding states.
     """
     findings = list[Finding]()
     if ranks := sorted(graph.devices.keys() - explained):
@@ -284,22 +280,20 @@ def _of_circle(graph: WaitGraph) -> list[Finding]:
         return []
     calls = [waits[rank][1] for rank, _ in circle]
     ranks = sorted(rank for rank, _ in circle)
-    told = [f"rank {rank} waits for rank {peer} in {graph.words(waits[rank][1])}" for rank, peer in circle]
+    evidence = [f"rank {rank} waits for rank {peer} in {graph.words(waits[rank][1])}" for rank, peer in circle]
     code, fix = ("DDP402", SEND_ORDER) if all(call.between_two for call in calls) else ("DDP403", GROUP_ORDER)
-    return _hang(graph, ranks, f"{format_ranks(ranks)} wait for each other", fix, told, calls[0], code)
+    return _hang(graph, ranks, f"{format_ranks(ranks)} wait for each other", fix, evidence, calls[0], code)
 
 
 def _of_no_end(graph: WaitGraph) -> list[Finding]:
     """A call in which all ranks are and that does not end, if others wait for these, or are not known."""
     waited_for = {peer for waits in graph.waits.values() for *_, peers in waits for peer in peers}
-    waiting = {rank for rank, waits in graph.waits.items() if waits}
-    calls = [(rank, call) for rank, calls in graph.open_calls.items() for call in calls[:1]]
-    calls = [
-        (rank, call) for rank, call in calls if rank in waited_for - waiting or len(graph.group(rank, call)[1]) == 1
-    ]
-    if not calls:
+    idle = waited_for - {rank for rank, waits in graph.waits.items() if waits}
+    first = ((rank, calls[0]) for rank, calls in graph.open_calls.items() if calls)
+    found = next((at for at in first if at[0] in idle or len(graph.group(*at)[1]) == 1), None)
+    if found is None:
         return []
-    rank, call = calls[0]
+    rank, call = found
     ranks = sorted({rank, call.peer} if call.between_two else graph.group(rank, call)[1])
     fix = f"Look at the devices of {format_ranks(ranks)} and at the network between them (NCCL_DEBUG=INFO)."
     cause = f"{format_ranks(ranks)} entered {graph.words(call)}, which does not end"

@@ -69,10 +69,7 @@ def explain_by_bypassed_forward(facts: WrapperErrorFacts) -> list[Finding]:
 
 
 def explain_by_overwritten_parameters(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP311: backward needs parameters that were overwritten in place, whose names ddpcheck has added to the error.
-
-    Before the sentences of torch, which name none.
-    """
+    """DDP311: backward needs parameters that were overwritten in place, whose names ddpcheck has added to the error."""
     overwritten = re.search(r"ddpcheck: overwritten in place: (.+)", facts.text)
     if overwritten is None or _IN_PLACE not in facts.text:
         return []
@@ -89,10 +86,7 @@ def explain_by_overwritten_parameters(facts: WrapperErrorFacts) -> list[Finding]
 
 
 def explain_by_shards_in_the_loss(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP501: what uses a parameter runs while `fully_shard` has only its shard there, outside of the module's forward.
-
-    Before the sentences of DDP, none of which comes up then.
-    """
+    """DDP501: what uses a parameter runs outside of the module's forward, while only its shard is there."""
     if "mixed torch.Tensor and DTensor" not in facts.text or "forward" not in facts.failures[0].place:
         return []
     first = facts.failures[0]
@@ -110,10 +104,7 @@ def explain_by_shards_in_the_loss(facts: WrapperErrorFacts) -> list[Finding]:
 
 
 def explain_by_replaced_shards(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP503: `wrap` has put plain parameters in the place of shards, on which the first forward pass fails.
-
-    Before the sentences of DDP, none of which comes up then.
-    """
+    """DDP503: `wrap` has put plain parameters in the place of shards, on which the first forward pass fails."""
     plain = [name for name in facts.known.wrapper.ignored if facts.known.wrapper.sharded]
     if "object has no attribute '_local_tensor'" not in facts.text or not plain:
         return []
@@ -122,10 +113,7 @@ def explain_by_replaced_shards(facts: WrapperErrorFacts) -> list[Finding]:
 
 
 def explain_by_second_backward(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP509: the second backward pass of a step brings a gradient again, which torch takes for one in one pass.
-
-    Before the sentences of torch.
-    """
+    """DDP509: the second backward pass of a step brings a gradient again, which torch takes for one in one pass."""
     if _TWICE not in facts.text or "utils/checkpoint.py" in facts.text or facts.known.local.backwards[1] < 2:
         return []
     first = facts.failures[0]

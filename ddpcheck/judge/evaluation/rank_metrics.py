@@ -28,16 +28,13 @@ _MOST_OF_RATIOS = 32  # numbers: of more, there are so many quotients that none 
 
 @dataclass(frozen=True, slots=True)
 class RankMetric:
-    """A metric of the samples of each rank, and of all samples together.
-
-    `bits` says by rank how many bits of information the value has: few if it is made of a small integer.
-    """
+    """A metric of the samples of each rank, and of all samples together."""
 
     key: str  # the number, table or rows that it is computed from, as function and variable
     name: str  # which metric of these
     values: Sequence[float]  # by rank
     pooled: float
-    bits: Sequence[float]
+    bits: Sequence[float]  # by rank, of information: few if the value is made of a small integer
     tries: int  # how many others might be the one that is shown as well
 
     def evidence(self, number: ShownNumber, rank: int | None = None) -> float:

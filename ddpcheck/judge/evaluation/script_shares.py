@@ -39,10 +39,7 @@ _Match = tuple[float, MetricShown, Sequence[Evaluated], RankMetric]
 
 
 def judge_own_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
-    """DDP802: some ranks, not all, show metrics of their own shard, or save because of them, and others have others.
-
-    `evaluations`: those by one loop, in order. A finding for each number that is shown.
-    """
+    """DDP802: some ranks, not all, show metrics of their own shard, or save because of them, and others have others."""
     matches: dict[_Place, dict[tuple[str, str], list[_Match]]] = {}
     numbers: dict[_Place, dict[int, ShownNumber]] = {}  # by round
     values: dict[tuple[int, int, str, str], float] = {}  # by round, rank and metric

@@ -41,10 +41,6 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list
     """DDP303: gradients that are summed over the ranks by hand, of losses that are means over a rank's samples.
 
     An optimizer whose steps do not depend on the scale of gradients hides the factor, and a clip before it does not.
-
-    Args:
-        steps: Of one optimizer, each on all ranks.
-        losses: By rank.
     """
     last = {one.step: one.number + 1 for one in losses[0]}  # how many micro-batches a step has
     means = [

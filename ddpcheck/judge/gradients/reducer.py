@@ -37,10 +37,7 @@ class ReducerFacts:
 
     @classmethod
     def of(cls, evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> ReducerFacts:
-        """Compare the ranks with each other, and each with the average of the ranks' own gradients.
-
-        Not in steps in which ranks train apart on purpose.
-        """
+        """Compare the ranks with each other, and each with the average of the ranks' own gradients."""
         unequal: dict[str, list[int]] = {}
         wrong: dict[str, dict[int, Difference]] = {}
         for step, items in group_by_step([item for item in evidence if not item.apart]).items():
@@ -99,10 +96,7 @@ def judge_reducer(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> l
 
 
 def explain_by_ignored_parameters(facts: ReducerFacts) -> list[Finding]:
-    """DDP111: the wrapper was told not to average these gradients, or they are of no group of `fully_shard`.
-
-    Beside the other explanations, for it accounts for these parameters alone.
-    """
+    """DDP111: the wrapper was told not to average these gradients, or they are of no group of `fully_shard`."""
     names = facts.known.names
     ignored = [name for name in facts.unequal if name in facts.known.wrapper.ignored]
     if not ignored:
@@ -160,10 +154,7 @@ def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
 
 
 def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
-    """DDP301: gradients differ within models, between ranks that compute one together, and not between models.
-
-    Before a missing reduction: that is between models.
-    """
+    """DDP301: gradients differ within models, between ranks that compute one together, and not between models."""
     models = facts.known.models
     within = {name for model in models for name in _unequal_on(facts, model)}
     between = {name for same in zip(*models, strict=True) for name in _unequal_on(facts, same)}
@@ -183,10 +174,7 @@ def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
 
 
 def explain_by_losses_of_parts(facts: ReducerFacts) -> list[Finding]:
-    """DDP302: ranks that compute one model together compute another loss each, of a part of what it gives.
-
-    Before a factor, which is what remains of it where each rank takes a mean.
-    """
+    """DDP302: ranks that compute one model together compute another loss each, of a part of what it gives."""
     apart = _losses_apart(facts)
     if not apart or not facts.mismatched:
         return []

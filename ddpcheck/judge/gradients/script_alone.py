@@ -124,17 +124,7 @@ def judge_alone(
     sharded_at: Location | None = None,
     assigned: Sequence[ModuleChanged] = (),
 ) -> list[Finding]:
-    """DDP501, 503 or 208: parameters that no wrapper averages and that ranks train apart from each other.
-
-    Args:
-        steps: Of one optimizer.
-        ends: Of this optimizer, by rank; as many as have come to their end.
-        others: The optimizers of the same parameters, in the order in which they were made, this one too.
-        wrapped: Whether the script has a wrapper at all.
-        in_step: Whether one of its optimizers reduces inside of its step.
-        sharded_at: Where `fully_shard` is called, if that is what it has.
-        assigned: The modules that have taken the place of sharded ones.
-    """
+    """DDP501, 503 or 208: parameters that no wrapper averages and that ranks train apart from each other."""
     of_ranks = [one for one in steps if one and all(each.alone.keys() == one[0].alone.keys() for each in one)]
     if len(of_ranks) < 2 or not of_ranks[0][0].alone or len(of_ranks) < len(steps):
         return []
@@ -231,10 +221,7 @@ def reduces_in_step(steps: Sequence[Steps]) -> bool:
 
 
 def _parted_for_good(steps: Sequence[Steps], together: Sequence[bool]) -> list[Finding]:
-    """DDP306: parameters that are averaged now and then, until a step after which they are not the same any more.
-
-    `together`: Whether one of them was the same on all ranks, before each step and at the end.
-    """
+    """DDP306: parameters that are averaged now and then, until a step after which they are not the same any more."""
     met = [place for place, alike in enumerate(together) if alike]
     longest = max(later - before for before, later in itertools.pairwise([0, *met]))
     last = steps[-1]
@@ -340,10 +327,7 @@ def judge_taken(taken: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:
 
 
 def judge_reduced_alike(steps: Sequence[Steps], line: Location | None = None) -> list[Finding]:
-    """DDP505: gradients that are the same on every rank before they are averaged by hand, in each step.
-
-    `line`: By which every rank draws the same samples, where that is known.
-    """
+    """DDP505: gradients that are the same on every rank before they are averaged by hand, in each step."""
     known = [of_ranks for of_ranks in steps if all(one.given for one in of_ranks)]
     given = [{one.given for one in of_ranks} for of_ranks in known]
     if len(known) < _FEWEST_TAKEN or max(map(len, given)) > 1 or len(set.union(*given)) < 2 or len(known[0]) < 2:

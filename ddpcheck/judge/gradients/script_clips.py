@@ -200,10 +200,6 @@ def judge_hooked(hooked: Sequence[Sequence[GradientsHooked]], steps: Sequence[in
 
     Where they limit the size of elements, that is so by what they are: the average of what they leave is not what they
     would leave of the average. Factors that make a weighted average of it are meant so, and so are weights of batches.
-
-    Args:
-        hooked: By rank; a rank has none in a step in which its hooks have changed nothing.
-        steps: In which hooks were looked at on every rank.
     """
     by_step = [{one.step: one.changed for one in of_rank} for of_rank in hooked]
     told: dict[str, dict[str, list[int]]] = {}  # by what is the matter: of which parameters, in which steps
@@ -315,11 +311,6 @@ def judge_rescaled(used: Sequence[Used], losses: Sequence[Sequence[LossDifferent
     The measured factor decides, and a line of the script says that it is that number: half of a gradient may be meant
     otherwise. Where the loss is scaled by it as well, that is what it is for. Optimizers whose steps do not depend on
     the scale of gradients are left out.
-
-    Args:
-        used: By rank, of one optimizer.
-        losses: By rank.
-        size: The number of ranks.
     """
     every = [one for of_rank in losses for one in of_rank]
     if size < 2 or not all(used) or not every or any(one.scaled for one in every):

@@ -146,10 +146,7 @@ def _factor(scales: Sequence[float]) -> float | None:
 
 
 def judge_switched_off(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
-    """DDP502: optimizer steps for which no shard has a gradient, or not that of the last backward pass.
-
-    The reduction is switched off.
-    """
+    """DDP502: optimizer steps for which no shard has a gradient, or not that of the last backward pass."""
     told = [(item, one) for item in evidence for one in Ledger(item.events).used_unreduced]
     if not told:
         return []

@@ -338,12 +338,7 @@ ALL_MISSING = "no gradient is there, of zeros either"
 
 
 def judge_nothing_compared(norms: Mapping[int, float], states: Iterable[GradientState] = ()) -> list[Finding]:
-    """DDP307 when every gradient was zero or missing.
-
-    Args:
-        norms: Of all single-process or local gradients, by step.
-        states: Of parameters, in all steps.
-    """
+    """DDP307 when every gradient was zero or missing."""
     every = set(states)
     empty = sorted(step for step, norm in norms.items() if norm == 0.0)
     if not norms or len(empty) < len(norms):

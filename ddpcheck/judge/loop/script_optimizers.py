@@ -246,10 +246,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
 
 
 def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP306 and 521: a state of the optimizer's parts that was loaded on some ranks only, or is that of one rank.
-
-    Counted steps are the same on all ranks.
-    """
+    """DDP306 and 521: a state of the optimizer's parts that was loaded on some ranks only, or is that of one rank."""
     for of_ranks in steps:
         states, first = [one.shard_states for one in of_ranks], of_ranks[0]
         loaded = [one.restored_at for one in of_ranks]
@@ -289,13 +286,7 @@ def _loaded_on_some(of_ranks: Steps, restored: Mapping[int, Location], counts: S
 
 
 def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], held: set[str]) -> list[Finding]:
-    """DDP504: an optimizer of tensors that no module has, and parameters of a wrapper that no optimizer moves.
-
-    Args:
-        steps: Of one optimizer.
-        moved: By name of a parameter of a wrapper, whether it has changed in the steps that were compared.
-        held: The names of those that an optimizer holds.
-    """
+    """DDP504: an optimizer of tensors that no module has, and parameters of a wrapper that no optimizer moves."""
     unknown = steps[-1][0].unknown if steps else ()
     left = [name for name, yes in moved.items() if not yes and name not in held]
     if not unknown or not left:
@@ -311,10 +302,7 @@ def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], held: set[str
 
 
 def judge_metrics(metrics: Sequence[Sequence[MetricUsed]]) -> list[Finding]:
-    """DDP518: a schedule or a callback to which each rank gives a value of its own; `metrics` by rank, in order.
-
-    At most one finding of a schedule, and one of each kind of callback.
-    """
+    """DDP518: a schedule or a callback to which each rank gives a value of its own; `metrics` by rank, in order."""
     found: dict[str, list[Finding]] = {}
     for of_ranks in zip(*metrics, strict=False):
         first, values = of_ranks[0], [one.value for one in of_ranks]

@@ -18,10 +18,7 @@ _ZERO = {"0", "0.0", None}
 
 
 def judge_shifts(paces: Sequence[WrapperPace]) -> list[Finding]:
-    """DDP508: ranks that leave out backward passes, each another one, so that the same reduction is of other steps.
-
-    The `paces` are of one wrapper, by rank.
-    """
+    """DDP508: ranks that leave out backward passes, each another one, so that the same reduction is of other steps."""
     totals = {one.reductions for one in paces}
     if len(paces) < 2 or len(totals) > 1:
         return []  # what has hung, or ended otherwise, is told as that
@@ -122,14 +119,7 @@ def judge_left(left: Sequence[GradientsLeft]) -> list[Finding]:
 def judge_unheld(
     moved: Mapping[str, bool], held: Iterable[str], *, made: Location | None, in_vain: bool = False
 ) -> list[Finding]:
-    """DDP504: parameters of wrappers that get gradients in each step, and that no optimizer holds and nothing moves.
-
-    Args:
-        moved: By name of a parameter that gets gradients, whether it has changed in the steps that were compared.
-        held: The names of those that an optimizer of any rank holds.
-        made: The line that constructs the optimizer.
-        in_vain: Whether nothing that an optimizer holds has had a gradient in any step: it holds another model.
-    """
+    """DDP504: parameters of wrappers that get gradients in each step, and that no optimizer holds and nothing moves."""
     held = set(held)
     left = [name for name, yes in moved.items() if not yes and name not in held]
     if (
@@ -157,12 +147,7 @@ def judge_unheld(
 
 
 def judge_unmoved(steps: Sequence[Sequence[OptimizerStep]], moved: Mapping[str, bool]) -> list[Finding]:
-    """DDP504: parameters that an optimizer of the script's own holds, and leaves as they are whatever their gradients.
-
-    Args:
-        steps: Of one optimizer, each on all ranks.
-        moved: By name of a parameter that gets gradients, whether it has changed in the steps that were compared.
-    """
+    """DDP504: parameters that an optimizer of the script's own holds and leaves as they are."""
     if len(steps) < _FEWEST_UNMOVED or steps[0][0].options.get("module", "").startswith("torch."):
         return []
     first, options = steps[0][0], [of_ranks[0].options for of_ranks in steps]

@@ -20,12 +20,7 @@ _Found = Sequence[tuple[DdpStepEvidence, Contribution]]
 
 
 def judge_values_changed(start: Sequence[Mapping[str, int]], now: Sequence[Mapping[str, int]]) -> list[Finding]:
-    """DDP515: parameters that DDP had made equal, and that `wrap` changed on some ranks after that.
-
-    Args:
-        start: By rank, fingerprints when DDP had been constructed; empty for another wrapper.
-        now: Since then.
-    """
+    """DDP515: parameters that DDP had made equal, and that `wrap` changed on some ranks after that."""
     known = [name for name in differing_names(now) if all(name in of_rank for of_rank in start)]
     names = [name for name in known if len({of_rank[name] for of_rank in start}) == 1]
     if not names:

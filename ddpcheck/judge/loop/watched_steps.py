@@ -97,15 +97,7 @@ def _evidence(
 def judge_replica_states(
     states: Sequence[ReplicaState], context: WatchContext, step: int, *, after_backward: bool, first: bool
 ) -> list[Finding]:
-    """Findings on differences between replicas: DDP2xx, 301 to 303, 306, 214 and 215.
-
-    Args:
-        states: Of every rank that answered.
-        context: Of the watch.
-        step: How many steps have ended before.
-        after_backward: Whether another one has just ended, and the optimizer has not stepped since.
-        first: Whether the ranks had not been compared before.
-    """
+    """Findings on differences between replicas: DDP2xx, 301 to 303, 306, 214 and 215."""
     values = [item.values for item in states]
     facts = JudgeContext(
         context.names,
@@ -158,11 +150,6 @@ def averages_elsewhere(values: Sequence[DdpStepEvidence], context: WatchContext,
     """Whether a communication hook may leave ranks their own gradients, which the loop or the optimizer averages.
 
     Then parameters stay the same on all ranks. After the first backward pass they still are, whatever the hook does.
-
-    Args:
-        values: By rank, after a backward pass.
-        context: Of the watch.
-        step: How many steps have ended before.
     """
     if not (context.wrapper.comm_hook and descriptions.differing_names([one.gradients for one in values])):
         return False

@@ -27,17 +27,7 @@ def judge_parameters(
     zero_ends: Mapping[str, PathEnd] | None = None,
     ends_here: bool = True,
 ) -> list[Finding]:
-    """All findings on the parameters of a module.
-
-    Args:
-        evidence: Of every rank in every step.
-        wrapper: Its arguments.
-        names: Of the parameters.
-        nonzero_when_perturbed: Parameters whose gradient was zero in every step, but is not for other values of the
-            parameters.
-        zero_ends: Where the gradient of the others became zero, as far as that is known.
-        ends_here: Whether the run ends with the last of these steps.
-    """
+    """All findings on the parameters of a module."""
     changed = judge_changed_in_forward(evidence, wrapper, names)
     explained = {name for finding in changed for name in finding.subjects}
     facts = ParameterFacts.of(evidence, wrapper, names, ends_here=ends_here, explained=explained)

@@ -25,10 +25,7 @@ _FEWEST_STEPS = 3
 
 
 def hand_split(same: Sequence[WatchedWrapper], world_size: int) -> dict[tuple[int, ...], Location]:
-    """The ranks that compute one model together, of each, with the line of the collective by which they do.
-
-    `same`: one wrapper of a script, by group of its ranks.
-    """
+    """The ranks that compute one model together, of each, with the line of the collective by which they do."""
     made, place = same[0].made, {n: place for place, one in enumerate(same) for n in one.made.ranks}
     ranks = {rank.started.rank: rank for one in same for rank in one.ranks}
     alike = all(
@@ -53,10 +50,6 @@ def parts_in_recipe(local: Sequence[LocalStep], parameters: Sequence[Mapping[str
     """The ranks that compute one model together, of each, where a recipe's `model` splits layers; empty without such.
 
     They have the same samples and other parameters, and call a collective of a function of autograd together.
-
-    Args:
-        local: A step of each rank by itself, by rank.
-        parameters: Fingerprints of the parameters before it, likewise.
     """
     together = {call.members for item in local for call in item.forward_calls if call.differentiable}
     found = [

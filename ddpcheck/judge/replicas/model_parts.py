@@ -27,14 +27,7 @@ _FEWEST = 3  # steps
 def judge_model_parts(
     steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit, *, wrapped: bool = False
 ) -> list[Finding]:
-    """The findings on one optimizer.
-
-    Args:
-        steps: In their order.
-        ranks: Those of which they are.
-        split: How their model was split.
-        wrapped: Whether it is in a wrapper, or sharded; then others know what an optimizer holds of it.
-    """
+    """The findings on one optimizer."""
     return (
         ([] if wrapped else judge_unheld_parts(steps, ranks, split))
         or judge_values(steps, ranks, split)
@@ -188,10 +181,6 @@ def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[S
     """DDP306: gradients are clipped by a norm that counts what is not split once for each rank that has it.
 
     Then that norm is the same in each step that was clipped, and the norm of the whole is not.
-
-    Args:
-        groups: The steps of one optimizer, by group of ranks that compute one model together.
-        ranks: Of each group.
     """
     wrong, right = [], []
     size = len(ranks[0])
@@ -242,15 +231,7 @@ def judge_batches(
     split: ModelSplit,
     others: Sequence[Sequence[LoaderPass]] = (),
 ) -> list[Finding]:
-    """DDP516: ranks that compute one model together are given other samples.
-
-    Args:
-        passes: Over loaders, by rank of these.
-        inputs: What forward passes were given, likewise.
-        ranks: These.
-        split: How their model was split.
-        others: The passes of ranks that compute another model of the same start.
-    """
+    """DDP516: ranks that compute one model together are given other samples."""
     first = [next((one for one in of_rank if one.trains and one.indices), None) for of_rank in passes]
     known = [one for one in first if one is not None]
     size = min((len(one.indices) for one in known), default=0)
@@ -298,12 +279,7 @@ def how_split(models: Sequence[tuple[int, ...]]) -> str:
 
 
 def judge_shards(local: Sequence[LocalStep], models: Sequence[tuple[int, ...]]) -> list[Finding]:
-    """DDP516: a recipe's `shard` gives ranks that compute one model together other samples.
-
-    Args:
-        local: A step of each rank by itself, by rank.
-        models: The ranks that compute a model together, of each.
-    """
+    """DDP516: a recipe's `shard` gives ranks that compute one model together other samples."""
     apart = [ranks for ranks in models if len({local[rank].sample_fingerprints for rank in ranks}) > 1]
     if not apart:
         return []
