@@ -83,8 +83,6 @@ def are_other_data(of_ranks: Sequence[Evaluated]) -> bool:
 class Given:
     """What the ranks have given to a collective: each number, by rank."""
 
-    operation: str
-    location: Location | None
     values: Sequence[Sequence[float]]
     first: ResultExchanged  # the first call of rank 0
 
@@ -127,15 +125,13 @@ def given_numbers(of_ranks: Sequence[Evaluated]) -> Iterator[Given]:
             numbers = [[] if several else [tuple(map(sum, zip(*of_rank, strict=True)))] for of_rank in numbers]
         for of_call in zip(*numbers, strict=True):  # a function of the program's may reduce a number, and then a pair
             if len(set(map(len, of_call))) == 1:
-                yield Given(first.operation, first.location, list(zip(*of_call, strict=True)), first)
+                yield Given(list(zip(*of_call, strict=True)), first)
 
 
 def _are_of_samples(of_ranks: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> bool:
     """Whether it is a label for each sample that the ranks give first, and no number of theirs."""
-    rows = [len(of_rank[0].rows) for of_rank in calls]
-    return min(rows) > 1 and all(
-        count in (one.samples, min(one.batch, one.samples)) for count, one in zip(rows, of_ranks, strict=True)
-    )
+    pairs = [(len(of_rank[0].rows), one) for of_rank, one in zip(calls, of_ranks, strict=True)]
+    return all(1 < rows and rows in (one.samples, min(one.batch, one.samples)) for rows, one in pairs)
 
 
 def gathered_labels(of_ranks: Sequence[Evaluated]) -> list[Gathered]:
@@ -191,17 +187,10 @@ def _by_row(one: ResultExchanged) -> Iterator[tuple[float, ...]]:
     return (tuple(one.values[n * width : (n + 1) * width]) for n in range(len(one.rows) if width and not rest else 0))
 
 
-def equal_rows(one: Sequence[int], other: Sequence[int]) -> list[bool]:
-    """Whether they are the same, row by row."""
-    return [a == b for a, b in zip(one, other, strict=True)]
-
-
 def common(of_ranks: Sequence[Evaluated], kind: str) -> Iterator[tuple[str, list[Any]]]:
     """What the functions of every rank hold under the same name, by rank."""
-    first, *others = (getattr(one.held, kind) for one in of_ranks)
-    for key, value in first.items():
-        if all(key in other for other in others):
-            yield key, [value, *(other[key] for other in others)]
+    by_rank = [getattr(one.held, kind) for one in of_ranks]
+    return ((key, [one[key] for one in by_rank]) for key in by_rank[0] if all(key in one for one in by_rank))
 
 
 def numbers_shown(one: Evaluated) -> Iterator[tuple[MetricShown, ShownNumber]]:
@@ -225,16 +214,13 @@ def is_shown(of_ranks: Sequence[Evaluated], value: float, digits: int = _FEWEST_
 
 def _showing(of_ranks: Sequence[Evaluated], value: float, digits: int) -> Iterator[MetricShown]:
     """Where a rank shows a number, as it is or in per cent."""
-    scaled = value, 100 * value
     every = (found for one in of_ranks for found in numbers_shown(one))
-    return (shown for shown, number in every if any(shows(number, one, digits) for one in scaled))
+    return (shown for shown, number in every if any(shows(number, one, digits) for one in (value, 100 * value)))
 
 
 def shows(number: ShownNumber, value: float, digits: int = _FEWEST_DIGITS) -> bool:
-    """Whether it is the value that is shown: the number that the program holds, or one that is printed like it, with so
-    many digits.
-    """
-    if any(is_close(held, value) or is_close(100 * held, value) for held in number.values):
+    """Check if a value is shown: as the number of the program, or printed with enough digits."""
+    if is_exact(number, value):
         return True
     if number.values and not (number.text and number.values == (float(number.text),)):
         return False
@@ -243,8 +229,13 @@ def shows(number: ShownNumber, value: float, digits: int = _FEWEST_DIGITS) -> bo
     return f"{value:.{len(number.text.partition('.')[2])}f}" == number.text
 
 
+def is_exact(number: ShownNumber, value: float) -> bool:
+    """Check if the program has the value, as it is or in per cent."""
+    return any(is_close(scale * own, value) for own in number.values for scale in (1, 100))
+
+
 def significant_digits(text: str) -> int:
-    """How many digits of a number are printed, without zeros before them."""
+    """The number of printed digits, without leading zeros."""
     return len(text.partition("e")[0].lstrip("-").replace(".", "").lstrip("0"))
 
 

@@ -20,7 +20,7 @@ _MOST_CLASSES = 16  # of which each has metrics of its own
 
 
 def accuracy(pairs: Sequence[tuple[Row, Row]]) -> float:
-    """How many are the same."""
+    """The share of pairs that are equal."""
     return sum(row == label for row, label in pairs) / len(pairs)
 
 

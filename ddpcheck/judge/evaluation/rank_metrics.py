@@ -8,7 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.evaluation import ShownNumber
-from ddpcheck.judge.evaluation.evaluation_results import Evaluated, common, is_close, shows, significant_digits
+from ddpcheck.judge.evaluation.evaluation_results import (
+    Evaluated,
+    common,
+    is_close,
+    is_exact,
+    shows,
+    significant_digits,
+)
 from ddpcheck.judge.evaluation.metrics import OF_NUMBERS, OF_SCORES, table_metrics
 
 FEWEST_BITS = 6.5
@@ -42,8 +49,7 @@ class RankMetric:
         value, bits = (self.pooled, max(self.bits)) if rank is None else (self.values[rank], self.bits[rank])
         if not shows(number, value):
             return 0.0
-        known = any(is_close(held, value) or is_close(100 * held, value) for held in number.values)
-        of_number = _FLOAT_BITS if known else _DIGIT_BITS * significant_digits(number.text)
+        of_number = _FLOAT_BITS if is_exact(number, value) else _DIGIT_BITS * significant_digits(number.text)
         return max(0.0, min(of_number, bits) - math.log2(self.tries))
 
 
@@ -120,7 +126,7 @@ def _of_ratios(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
     """Quotients of two numbers of one function: a sum and a number of tokens, say."""
     sums = _sums(of_ranks)
     for key, other in itertools.permutations(sums, 2) if len(sums) <= _MOST_OF_RATIOS else ():
-        if key.partition(".")[0] != other.partition(".")[0] or _kept_in(key) != _kept_in(other):
+        if key.partition(".")[0] != other.partition(".")[0] or _container(key) != _container(other):
             continue
         counts, divisors = sums[key], sums[other]
         if any(divisor < 2 or divisor != int(divisor) for divisor in divisors):
@@ -130,8 +136,8 @@ def _of_ratios(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
         yield from _scaled(key, f"mean over {other}", values, sum(counts) / sum(divisors), bits, len(sums) ** 2)
 
 
-def _kept_in(key: str) -> str:
-    """The tensor or list of which a number is one, by its place; two of these are not put together."""
+def _container(key: str) -> str:
+    """The tensor or list that has a number; numbers of two of these make no quotient."""
     return key.rpartition("[")[0] if key.endswith("]") and key.rpartition("[")[2][:-1].isdigit() else ""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from operator import eq
 
 from ddpcheck.findings.evidence.evaluation import EvaluationPass, MetricShown, ResultExchanged, RowsCompared
 from ddpcheck.findings.evidence.script import LoaderPass
@@ -16,10 +17,8 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, one_finding
 from ddpcheck.judge.evaluation.evaluation_results import (
     Evaluated,
-    Given,
     are_other_data,
     common,
-    equal_rows,
     first_shown,
     gathered_labels,
     given_numbers,
@@ -74,13 +73,9 @@ def judge_evaluations(evaluations: Sequence[Evaluation], loaders: Sequence[Seque
     of_all = [one for one in evaluations if len(one.by_rank) == len(loaders)]
     for one in of_all:
         of_ranks = [*one.by_rank.values()]
-        for findings in (
-            judge_padded(of_ranks, one.metrics),
-            judge_order(of_ranks),
-            judge_mean_of_means(of_ranks, one.metrics),
-        ):
-            if findings:
-                found.setdefault(findings[0].code, findings)
+        means = judge_mean_of_means(of_ranks, one.metrics)
+        for finding in (*judge_padded(of_ranks, one.metrics), *judge_order(of_ranks), *means):
+            found.setdefault(finding.code, [finding])
     loops = dict.fromkeys(one.loop for one in of_all)
     own = [finding for loop in loops for finding in judge_own_shard([one for one in of_all if one.loop == loop])]
     found["DDP802"] = _in_one(own) if own else judge_lone_share(evaluations, loaders)
@@ -92,8 +87,8 @@ def _in_one(findings: Sequence[Finding]) -> list[Finding]:
     first = findings[0]
     for one in findings:
         if one.ranks == first.ranks and not set(one.subjects) <= set(first.subjects):
-            told = f"also {', '.join(one.subjects)}: {one.message}"
-            first = replace(first, subjects=(*first.subjects, *one.subjects), evidence=(*first.evidence, told))
+            evidence = (*first.evidence, f"also {', '.join(one.subjects)}: {one.message}")
+            first = replace(first, subjects=(*first.subjects, *one.subjects), evidence=evidence)
     return [first]
 
 
@@ -147,20 +142,18 @@ def _counted_in_collective(of_ranks: Sequence[Evaluated], metrics: Sequence[Rank
     every = list(given_numbers(of_ranks))
     numbers = of_ranks[0].held.numbers
     means = [one for one in metrics if one.name.startswith(MEAN) and not numbers[one.key] % 1 and any(one.bits)]
-    known = samples[0] >= _FEWEST_ALONE or any(_are_of_loop(of_ranks, given) for given in every)
+    counted_in_loop = [tuple(counts) for _, counts in common(of_ranks, "numbers") if any(counts)]
+    known = samples[0] >= _FEWEST_ALONE or any(
+        given.first.during or any(tuple(values) in counted_in_loop for values in given.values) for given in every
+    )
     for given in every:
         for values in given.values:
             if list(values) == samples and known:
-                return f"{given.operation} is given their number, {samples[0]} on rank 0", given.location
+                return f"{given.first.operation} is given their number, {samples[0]} on rank 0", given.first.location
             if any(all(map(is_close, values, metric.values)) for metric in means):
-                return f"{given.operation} is given each rank's mean over all of its samples", given.location
+                what = f"{given.first.operation} is given each rank's mean over all of its samples"
+                return what, given.first.location
     return None
-
-
-def _are_of_loop(of_ranks: Sequence[Evaluated], given: Given) -> bool:
-    """Whether the ranks give what the loop itself has counted, or give it in the loop."""
-    counted_in_loop = [tuple(counts) for _, counts in common(of_ranks, "numbers") if any(counts)]
-    return given.first.during or any(tuple(values) in counted_in_loop for values in given.values)
 
 
 def _divided_by_all(of_ranks: Sequence[Evaluated]) -> _Seen | None:
@@ -180,7 +173,7 @@ def _rows_of_all(of_ranks: Sequence[Evaluated]) -> _Seen | None:
     """What is shown is how many gathered labels are equal, of all that were gathered; or the mean of numbers."""
     gathered = gathered_labels(of_ranks)
     results: list[tuple[Location | None, list[list[float]]]] = [
-        (first.location, [[*map(float, equal_rows(*rows))] for rows in zip(first.rows, second.rows, strict=True)])
+        (first.location, [[*map(float, map(eq, *rows))] for rows in zip(first.rows, second.rows, strict=True)])
         for first, second in itertools.combinations(gathered, 2)
     ]
     for given in gathered:  # a number for each sample: its loss, or whether it is right

@@ -46,7 +46,7 @@ def judge_sums_again(reduced: Sequence[Sequence[SumsReduced]]) -> list[Finding]:
 
 
 def _is_added(one: SumsReduced, number: int) -> bool:
-    """Whether a rank gives the sum before and about as much again each time, of one number."""
+    """Check if a rank gives the sum before and about as much again each time, of one number."""
     added = [given[number] - left[number] for given, left in zip(one.given[1:], one.left, strict=False)]
     return min(one.left[0][number], *added) > 0 and max(added) <= _ALIKE * min(added)
 
@@ -79,24 +79,22 @@ def judge_targets(
             continue
         for of_ranks in zip(*of_group, strict=False):
             places = {(one.step, one.location, one.rows, one.classes) for one in of_ranks}
-            alike = len({one.targets for one in of_ranks}) == 1 or all(map(_are_in_a_row, of_ranks))
+            alike = len({one.targets for one in of_ranks}) == 1 or all(
+                # an offset, which may be a wrong one
+                max(one.targets) - min(one.targets) + 1 == len(one.targets) == one.rows
+                for one in of_ranks
+            )
             if len(places) > 1 or not alike or len({one.own for one in of_ranks}) < len(of_ranks):
                 continue
-            wrong = [rank for rank, one in zip(group, of_ranks, strict=True) if not _names_own(one)]
+            wrong = [
+                rank
+                for rank, one in zip(group, of_ranks, strict=True)
+                if not any(one.own <= target < one.own + one.rows for target in one.targets)
+            ]
             if wrong and len(wrong) < len(group):
                 made = {one.step: one.made for one in losses[group[0]] if one.made is not None}
                 return _finding(wrong, group, of_ranks, made.get(of_ranks[0].step))
     return []
-
-
-def _are_in_a_row(one: GatheredTargets) -> bool:
-    """Whether the targets are one after the other, as many as the rank's rows: an offset, which may be a wrong one."""
-    return max(one.targets) - min(one.targets) + 1 == len(one.targets) == one.rows
-
-
-def _names_own(one: GatheredTargets) -> bool:
-    """Whether some target is one of the rank's own rows."""
-    return any(one.own <= target < one.own + one.rows for target in one.targets)
 
 
 def _finding(
@@ -127,11 +125,9 @@ _DIGITS = 4  # of a printed number, before one of many metrics is known by what 
 
 def judge_order(of_ranks: Sequence[Evaluated]) -> list[Finding]:
     """DDP803: a metric of results that were gathered rank by rank, against those of the dataset in its own order."""
-    if (
-        min(one.samples for one in of_ranks) < 1
-        or are_other_data(of_ranks)
-        or not any(one.shown or one.compared for one in of_ranks)
-    ):
+    if min(one.samples for one in of_ranks) < 1 or not any(one.shown or one.compared for one in of_ranks):
+        return []
+    if are_other_data(of_ranks):
         return []
     places = places_of(of_ranks)
     labels, numbers = _references(of_ranks, places)
@@ -212,7 +208,8 @@ def _compared(
                         "with its own label",
                         f"it is {seen.how} at {seen.location}: the {name}",
                     )
-        if not _follow(joined, sorted(by_place.items())) and (line := _met(of_ranks, wrong)) is not None:
+        is_other_order = [row for _, row in joined] != [row for _, row in sorted(by_place.items())]
+        if is_other_order and (line := _met(of_ranks, wrong)) is not None:
             apart = sum(place != own for place, (own, _) in enumerate(joined))
             return f"{apart} of {len(joined)} meet that of another sample", f"they are compared at {line}"
     return None
@@ -226,11 +223,6 @@ def _met(of_ranks: Sequence[Evaluated], pairs: Sequence[tuple[Row, Row]]) -> Loc
             if is_scaled(a, one) and is_scaled(b, other):
                 return met.location
     return None
-
-
-def _follow(joined: Sequence[tuple[int, Row]], ordered: Sequence[tuple[int, Row]]) -> bool:
-    """Whether the results are the same in both orders, as far as can be told."""
-    return [row for _, row in joined] == [row for _, row in ordered]
 
 
 def _misplaced(one: Evaluated, given: Gathered, reference: str, what: str, seen: str) -> list[Finding]:

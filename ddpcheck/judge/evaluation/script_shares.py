@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from ddpcheck.findings.evidence.evaluation import MetricShown, ResultExchanged, ShownNumber
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, format_ranks, one_finding
+from ddpcheck.findings.wording import counted, format_ranks, make_finding, one_finding
 from ddpcheck.judge.evaluation.evaluation_results import (
     Evaluated,
     common,
@@ -124,7 +124,7 @@ def _gives(exchanged: ResultExchanged, one: Evaluated, rank: int, metric: RankMe
         return True
     quotients = (a / b for a, b in itertools.permutations(exchanged.numbers, 2) if b)
     known = itertools.product((*exchanged.numbers, *quotients), (count, metric.values[rank], metric.values[rank] / 100))
-    return any(is_close(value, number) for value, number in known)
+    return any(itertools.starmap(is_close, known))
 
 
 def _line_of(exchanged: ResultExchanged, function: str) -> Location | None:
@@ -143,7 +143,7 @@ def _own_shard(rank: int, shown: MetricShown, of_ranks: Sequence[Evaluated], met
     sums = next((each for each in one.exchanged if each.sums and _gives(each, one, rank, metric)), None)
     if sums:
         reduced = f"{sums.operation} is given it at {sums.location}, and the metric is not computed from the result"
-    (found,) = one_finding(
+    return make_finding(
         "DDP802",
         (variable or metric.key,),
         f"Rank {rank} {what}, a metric of its own {one.samples} samples; {others[0]}, and all "
@@ -158,7 +158,6 @@ def _own_shard(rank: int, shown: MetricShown, of_ranks: Sequence[Evaluated], met
         ],
         fix="Compute the metric from the tensor that the collective has reduced." if sums else "",
     )
-    return found
 
 
 def judge_lone_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
@@ -227,9 +226,12 @@ def judge_mean_of_means(of_ranks: Sequence[Evaluated], metrics: Sequence[RankMet
                     f"{min(samples)} to {max(samples)} samples each: over all samples it is {right:.6g}.",
                     location=_line_of(given.first, metric.key.partition(".")[0]),
                     evidence=[
-                        f"rank {rank} gives {given.operation} {value:.6g}, of {counted(count, 'sample')}"
+                        f"rank {rank} gives {given.first.operation} {value:.6g}, of {counted(count, 'sample')}"
                         for rank, (value, count) in enumerate(by_rank)
                     ]
-                    + [f"{given.operation} is called at {given.location}, and it is {seen.how} at {seen.location}"],
+                    + [
+                        f"{given.first.operation} is called at {given.first.location}, and it is {seen.how} at "
+                        f"{seen.location}"
+                    ],
                 )
     return []

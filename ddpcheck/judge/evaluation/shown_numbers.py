@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from operator import eq
 
 from ddpcheck.findings.evidence.evaluation import MetricShown, ShownNumber
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import counted, join_names
-from ddpcheck.judge.evaluation.evaluation_results import Evaluated, equal_rows, gathered_labels, shows
+from ddpcheck.judge.evaluation.evaluation_results import Evaluated, gathered_labels, shows
 from ddpcheck.judge.evaluation.rank_metrics import Evaluation
 
 _FEWEST_BITS = 2.0  # a number that is that of all samples is right, however it was computed
@@ -27,10 +28,10 @@ def trace_numbers(evaluations: Sequence[Evaluation], shown: Sequence[Sequence[Me
                 else:
                     value = number.text or f"{number.values[0]:.6g}"
                     others.setdefault(one.location, f"{value} ({one.location})" if one.location else value)
-    held = f"{counted(traced, 'number')} shown {loops}: metrics of the samples of all ranks" if traced else ""
+    known = f"{counted(traced, 'number')} shown {loops}: metrics of the samples of all ranks" if traced else ""
     if others:
-        return held, f"not compared with all ranks: {join_names([*others.values()], most=_MOST_NAMED)}"
-    return held, "" if traced else f"not compared: no number was seen that the script shows {loops}"
+        return known, f"not compared with all ranks: {join_names([*others.values()], most=_MOST_NAMED)}"
+    return known, "" if traced else f"not compared: no number was seen that the script shows {loops}"
 
 
 def _is_traced(
@@ -54,8 +55,8 @@ def _of_gathered(of_ranks: Sequence[Evaluated]) -> Iterator[float]:
     """Shares of gathered rows that are equal, and means of gathered numbers."""
     gathered = gathered_labels(of_ranks)
     for one, other in itertools.combinations(gathered, 2):
-        equal = [*itertools.chain.from_iterable(map(equal_rows, one.rows, other.rows))]
+        equal = [*map(eq, itertools.chain(*one.rows), itertools.chain(*other.rows))]
         yield sum(equal) / max(1, len(equal))
     for one in gathered:
-        values = [*itertools.chain.from_iterable(itertools.chain.from_iterable(one.values))]
+        values = [*itertools.chain(*itertools.chain(*one.values))]
         yield sum(values) / max(1, len(values))
