@@ -32,7 +32,7 @@ class Position:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether it may still come to something."""
+        """Check if it may still come to something."""
         return self.call is None and not self.of.waits and not self.of.ended
 
 
@@ -52,11 +52,11 @@ class EndingFacts:
         return self.around(lines, "loop")
 
     def has_been_in(self, rank: RankAtEnd, block: Block) -> bool:
-        """Whether a collective of a rank was made in a block."""
+        """Check if a collective of a rank was made in a block."""
         return any(block in self.around(lines, block.kind) for lines in {lines_of(call) for call in rank.calls})
 
     def has_left(self, side: Position, loop: Block) -> bool:
-        """Whether a rank was in a loop when it and another one have made the last call together."""
+        """Check if a rank was in a loop when it and another one have made the last call together."""
         return bool(side.before) and loop in self.loops(lines_of(side.before[-1]))
 
     def now(self, rank: RankAtEnd) -> tuple[str, ...]:
@@ -192,7 +192,8 @@ def explain_by_branch(facts: EndingFacts, stays: Position, leaves: Position) -> 
     if stays.call is None or leaves.is_at_work:
         return []  # one that is at work may still come to it
     for block in _left_out(facts, stays, leaves):
-        loops = _loops_around(facts, stays, block)
+        around = facts.around(stays.lines, "loop", block.kind)
+        loops = [outer for outer in around[: around.index(block)] if outer.kind == "loop"]
         is_own = block.kind != "try" or loops == facts.loops(stays.lines)  # else what it cuts short is a loop in it
         if loops and is_own and _is_same_pass(facts, loops[-1], block, stays, leaves):
             return _decided_alone(facts, stays, leaves, block)
@@ -206,13 +207,8 @@ def _left_out(facts: EndingFacts, stays: Position, leaves: Position) -> list[Blo
     return [block for block in mine if block not in theirs and facts.has_been_in(leaves.of, block)]
 
 
-def _loops_around(facts: EndingFacts, at: Position, block: Block) -> list[Block]:
-    around = facts.around(at.lines, "loop", block.kind)
-    return [one for one in around[: around.index(block)] if one.kind == "loop"]
-
-
 def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stays: Position, leaves: Position) -> bool:
-    """Whether the other rank has left out what this one is in, in the same pass of a loop, and not left the loop.
+    """Check if the other rank has left out what this one is in, in the same pass of a loop, and not left the loop.
 
     It may have left the loop before that: by an exit between the last common call and what this one is in.
     """
@@ -233,7 +229,7 @@ def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stays: Position
 
 
 def _comes_first(one: Sequence[str], other: Sequence[str], before: Sequence[str]) -> bool:
-    """Whether a program that was at `before` comes to `one` before it comes to `other`; innermost lines first.
+    """Check if a program that was at `before` comes to `one` before it comes to `other`; innermost lines first.
 
     In a loop, what stands above `before` is in the next pass.
     """
@@ -248,7 +244,7 @@ def _comes_first(one: Sequence[str], other: Sequence[str], before: Sequence[str]
 
 
 def _is_anew(facts: EndingFacts, stays: Position, leaves: Position) -> bool:
-    """Whether the inner loop in which a rank is has begun again since the call that both have made before."""
+    """Check if the inner loop in which a rank is has begun again since the call that both have made before."""
     if not stays.before or not leaves.before:
         return True
     before = lines_of(leaves.before[-1])

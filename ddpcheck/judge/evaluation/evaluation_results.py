@@ -64,7 +64,7 @@ def given_by_loader(
 
 
 def are_other_data(of_ranks: Sequence[Evaluated]) -> bool:
-    """Whether an index is known to be another sample on another rank: the datasets are the ranks' own."""
+    """Check if an index is known to be another sample on another rank: the datasets are the ranks' own."""
     first, *others = (one.loader for one in of_ranks)
     for other in others:
         if first.digest and other.digest and first.digest != other.digest:
@@ -129,7 +129,7 @@ def given_numbers(of_ranks: Sequence[Evaluated]) -> Iterator[Given]:
 
 
 def _are_of_samples(of_ranks: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> bool:
-    """Whether it is a label for each sample that the ranks give first, and no number of theirs."""
+    """Check if it is a label for each sample that the ranks give first, and no number of theirs."""
     pairs = [(len(of_rank[0].rows), one) for of_rank, one in zip(calls, of_ranks, strict=True)]
     return all(1 < rows and rows in (one.samples, min(one.batch, one.samples)) for rows, one in pairs)
 
@@ -208,7 +208,7 @@ def first_shown(
 
 
 def is_shown(of_ranks: Sequence[Evaluated], value: float, digits: int = _FEWEST_DIGITS) -> bool:
-    """Whether a rank shows a number."""
+    """Check if a rank shows a number."""
     return next(_showing(of_ranks, value, digits), None) is not None
 
 
@@ -240,5 +240,5 @@ def significant_digits(text: str) -> int:
 
 
 def is_close(one: float, other: float) -> bool:
-    """Whether two numbers are the same, as far as float32 goes."""
+    """Check if two numbers are the same, as far as float32 goes."""
     return math.isclose(one, other, rel_tol=_SAME)

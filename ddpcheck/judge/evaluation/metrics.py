@@ -25,7 +25,7 @@ def accuracy(pairs: Sequence[tuple[Row, Row]]) -> float:
 
 
 def is_scaled(numbers: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether these are others in the same order, each times one number and plus another."""
+    """Check if these are others in the same order, each times one number and plus another."""
     if len(numbers) != len(others) or len(set(others)) < 2:
         return False
     try:

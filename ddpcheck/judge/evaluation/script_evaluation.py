@@ -124,7 +124,7 @@ def judge_padded(of_ranks: Sequence[Evaluated], metrics: Sequence[RankMetric]) -
 
 
 def _take_own_places(of_ranks: Sequence[Evaluated]) -> bool:
-    """Whether the sampler repeats nothing: what two ranks have comes from `Subset`s that are not the same (DDP516)."""
+    """Check if the sampler repeats nothing: what two ranks have comes from `Subset`s that are not the same (DDP516)."""
     subsets = [one.subset for one in of_ranks]
     if not all(subsets) or all(list(one) == list(subsets[0]) for one in subsets):
         return False

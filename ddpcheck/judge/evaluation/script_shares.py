@@ -76,7 +76,7 @@ def judge_own_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
 
 
 def _are_shares(of_ranks: Sequence[Evaluated]) -> bool:
-    """Whether the ranks have evaluated other samples, and none has the results of all."""
+    """Check if the ranks have evaluated other samples, and none has the results of all."""
     other = len({frozenset(one.loader.indices) for one in of_ranks}) > 1
     return other and not any(gathered_labels([one]) for one in of_ranks)
 
@@ -97,7 +97,7 @@ def _distinct(matches: Sequence[_Match]) -> dict[float, float]:
 
 
 def _is_own(number: ShownNumber, rank: int, metric: RankMetric) -> bool:
-    """Whether a number is that of a rank, which is another one than the others'."""
+    """Check if a number is that of a rank, which is another one than the others'."""
     own = metric.values[rank]
     return shows(number, own) and all(
         abs(value - own) > _APART * abs(own) for other, value in enumerate(metric.values) if other != rank
@@ -105,7 +105,7 @@ def _is_own(number: ShownNumber, rank: int, metric: RankMetric) -> bool:
 
 
 def _is_known(of_ranks: Sequence[Evaluated], rank: int, shown: MetricShown, metric: RankMetric) -> bool:
-    """Whether the ranks bring the metric together all the same; or it is not certain that it is the one shown."""
+    """Check if the ranks bring the metric together all the same; or it is not certain that it is the one shown."""
     one = of_ranks[rank]
     before = next(place for place, other in enumerate(one.shown) if other is shown)
     kept = [each for each in one.exchanged if not (each.sums and each.shown <= before)]
@@ -117,7 +117,7 @@ def _is_known(of_ranks: Sequence[Evaluated], rank: int, shown: MetricShown, metr
 
 
 def _gives(exchanged: ResultExchanged, one: Evaluated, rank: int, metric: RankMetric) -> bool:
-    """Whether a rank gives a collective the metric, or what it is computed from."""
+    """Check if a rank gives a collective the metric, or what it is computed from."""
     count = one.held.numbers.get(metric.key, metric.values[rank])
     table = one.held.tables.get(metric.key)
     if table is not None and (exchanged.numbers == table or exchanged.total == sum(table)):
@@ -161,15 +161,16 @@ def _own_shard(rank: int, shown: MetricShown, of_ranks: Sequence[Evaluated], met
 
 
 def judge_lone_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """At most one finding; `loaders`: every pass over a loader, by rank.
-
-    The sampler splits the data between more ranks than there are that evaluate them, and what such a rank shows, or
-    gives to the others, is the metric of its share.
-    """
+    """DDP802: a rank shows the metric of its share, as the sampler splits the data between more ranks than evaluate."""
     for evaluation in evaluations:
         for place, (rank, one) in enumerate(evaluation.by_rank.items()):
             parts = one.loader.replicas
-            ranks = [other for other, passes in enumerate(loaders) if any(_is_alike(one.loader, it) for it in passes)]
+            data = (one.loader.dataset, one.loader.size, parts)
+            ranks = [
+                other
+                for other, passes in enumerate(loaders)
+                if any((it.dataset, it.size, it.replicas) == data and not it.trains for it in passes)
+            ]
             if parts < 2 or len(ranks) >= parts or not 0 < one.samples < one.loader.size:
                 continue
             for metric, (shown, number) in itertools.product(evaluation.metrics, numbers_shown(one)):
@@ -193,11 +194,6 @@ def judge_lone_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequen
                     "and all_reduce the sum and the count.",
                 )
     return []
-
-
-def _is_alike(one: LoaderPass, other: LoaderPass) -> bool:
-    """Whether a pass is over a share of the same data, and trains on nothing."""
-    return not other.trains and (other.dataset, other.size, other.replicas) == (one.dataset, one.size, one.replicas)
 
 
 # Means of means

@@ -37,7 +37,7 @@ def trace_numbers(evaluations: Sequence[Evaluation], shown: Sequence[Sequence[Me
 def _is_traced(
     evaluations: Sequence[Evaluation], world_size: int, rank: int, shown: MetricShown, number: ShownNumber
 ) -> bool:
-    """Whether the number is a metric of all samples, which the ranks have shared or each has gone through."""
+    """Check if the number is a metric of all samples, which the ranks have shared or each has gone through."""
     for one in evaluations:
         if rank not in one.by_rank or one.by_rank[rank].held.round != shown.round:
             continue

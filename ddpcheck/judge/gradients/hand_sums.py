@@ -84,7 +84,7 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list
 
 
 def _are_alike(of_ranks: Sequence[OptimizerStep]) -> bool:
-    """Whether backward has left the same gradients on all ranks: hooks have reduced them."""
+    """Check if backward has left the same gradients on all ranks: hooks have reduced them."""
     return all(are_near([one.local.get(name, ()) for one in of_ranks]) for name in of_ranks[0].local)
 
 

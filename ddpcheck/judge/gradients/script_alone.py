@@ -28,7 +28,7 @@ def differing(values: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def are_close(values: Sequence[float | None]) -> bool:
-    """Whether the ranks have the same number, but for rounding; also where one has overflown."""
+    """Check if the ranks have the same number, but for rounding; also where one has overflown."""
     known = [value for value in values if value is not None]
     if any(not math.isfinite(value) for value in known):
         return True  # an overflow, which a gradient scaler skips
@@ -38,27 +38,22 @@ def are_close(values: Sequence[float | None]) -> bool:
 
 
 def gradients_differ(steps: Steps, name: str) -> bool:
-    """Whether all ranks have a gradient of a parameter in no wrapper, and not the same one."""
+    """Check if all ranks have a gradient of a parameter in no wrapper, and not the same one."""
     there = [one.gradients[name] for one in steps if name in one.gradients]
     return len(there) == len(steps) and not are_near(there)
 
 
 def gradients_agree(steps: Steps, name: str) -> bool:
-    """Whether all ranks have the same gradient of a parameter in no wrapper, which is not zero."""
+    """Check if all ranks have the same gradient of a parameter in no wrapper, which is not zero."""
     there = [one.gradients[name] for one in steps if name in one.gradients]
     return len(there) == len(steps) and are_near(there) and any(there[0])
 
 
 def are_near(sketches: Sequence[Sequence[float]]) -> bool:
-    """Whether sketches are of the same gradient."""
+    """Check if sketches are of the same gradient."""
     first, *others = sketches
     scale = max(math.hypot(*sketch) for sketch in sketches)
     return all(relative(math.dist(first, other), scale) <= _TOLERANCE for other in others)
-
-
-def _not_scaled(names: Sequence[str], steps: Sequence[Steps]) -> list[str]:
-    """Of parameters whose gradients differ between ranks, those that differ by more than one factor of each rank."""
-    return [name for name in names if not all(name in are_scaled(names, one) for one in steps)]
 
 
 def are_scaled(names: Sequence[str], one: Steps) -> list[str]:
@@ -75,12 +70,12 @@ def are_scaled(names: Sequence[str], one: Steps) -> list[str]:
 
 
 def all_gradients_agree(steps: Steps) -> bool:
-    """Whether every gradient that an optimizer is about to use is the same on all ranks."""
+    """Check if every gradient that an optimizer is about to use is the same on all ranks."""
     return bool(steps[0].norms or steps[0].gradients) and not any_gradient_differs(steps)
 
 
 def any_gradient_differs(steps: Steps) -> bool:
-    """Whether a gradient that an optimizer is about to use is another one on some ranks."""
+    """Check if a gradient that an optimizer is about to use is another one on some ranks."""
     named = any(gradients_differ(steps, name) for name in steps[0].alone)
     return named or bool(differing([one.norms for one in steps]))
 
@@ -173,7 +168,8 @@ def judge_alone(
             fix = "Have the step reduce every gradient, or average it before the step on all ranks."
         elif all(one.collectives > before.collectives for before, one in itertools.pairwise(of[0] for of in of_ranks)):
             at = of_ranks[-1][0].reduced_at
-            local = _not_scaled(local, of_ranks) or local  # what is averaged, and clipped with the others by their norm
+            # not what is averaged, and clipped with the others by their norm
+            local = [name for name in local if not all(name in are_scaled(local, one) for one in of_ranks)] or local
             how = f"{plural_verb('has', 'have', local)} another gradient on each rank after the collectives of a step"
             fix = (
                 "all_reduce every gradient, and change it after that in the same way on every rank, random numbers too."
@@ -209,7 +205,7 @@ def judge_alone(
 
 
 def reduces_in_step(steps: Sequence[Steps]) -> bool:
-    """Whether an optimizer moves a parameter in the same way on all ranks by gradients that are each rank's own."""
+    """Check if an optimizer moves a parameter in the same way on all ranks by gradients that are each rank's own."""
 
     def alike(name: str) -> bool:
         return all(len({each.alone.get(name) for each in one}) == 1 for one in steps)
@@ -242,7 +238,7 @@ def _parted_for_good(steps: Sequence[Steps], together: Sequence[bool]) -> list[F
 
 
 def _meets(name: str, before: Steps, later: Steps) -> bool:
-    """Whether the values of a parameter in no wrapper differ between ranks at a look, and at the next one do not."""
+    """Check if the values of a parameter in no wrapper differ between ranks at a look, and at the next one do not."""
     first, second = (len({each.alone[name] for each in one}) for one in (before, later))
     return second == 1 < first
 
@@ -252,7 +248,7 @@ def _in_no_group(
 ) -> list[Finding]:
     theirs = [one for one in assigned if all(f".{name}".endswith(tuple(f".{n}" for n in one.names)) for name in names)]
     by = next((one for one in theirs if one.location is not None), None)
-    told = [] if by is None else [f"{by.how} is assigned there, in the place of a module that was sharded"]
+    assignment = "" if by is None else f"{by.how} is assigned there, in the place of a module that was sharded"
     return one_finding(
         "DDP111",
         names,
@@ -260,7 +256,7 @@ def _in_no_group(
         f"{plural_verb('it', 'them', names)}: every rank trains {plural_verb('it', 'them', names)} on its own "
         "gradients.",
         location=sharded_at if by is None else by.location,
-        evidence=[*told, _PARTED],
+        evidence=[assignment, _PARTED],
         related={"optimizer steps": steps[0][0].location},
         fix="Call fully_shard on the root module as well, last, and without these in ignored_params."
         if by is None
@@ -369,18 +365,18 @@ def _differ(sketches: Sequence[Sequence[float]]) -> bool:
 
 
 def are_local(steps: Sequence[Steps]) -> bool:
-    """Whether an optimizer holds nothing that is in a wrapper, and ranks give it gradients of their own."""
+    """Check if an optimizer holds nothing that is in a wrapper, and ranks give it gradients of their own."""
     return not steps[0][0].held and _few_agree(steps)
 
 
 def are_apart(optimizers: Sequence[Sequence[Steps]]) -> bool:
-    """Whether each rank trains a model of its own: other values from the start, and other gradients."""
+    """Check if each rank trains a model of its own: other values from the start, and other gradients."""
     known = [steps for steps in optimizers if steps]
     return bool(known) and all(are_local(steps) and not _are_alike(steps[0]) for steps in known)
 
 
 def _are_alike(steps: Steps) -> bool:
-    """Whether all parameters in no wrapper have the same values on every rank."""
+    """Check if all parameters in no wrapper have the same values on every rank."""
     return all(one.alone == steps[0].alone for one in steps)
 
 
@@ -392,7 +388,7 @@ def _alone(
 
 
 def _few_agree(steps: Sequence[Steps]) -> bool:
-    """Whether gradients differ in most of the steps, and not in one that a script makes on purpose."""
+    """Check if gradients differ in most of the steps, and not in one that a script makes on purpose."""
     names = steps[0][0].alone
     apart = [any(gradients_differ(one, name) for name in names) for one in steps]
     return sum(apart) * 2 > len(steps)

@@ -59,11 +59,8 @@ def judge_losses(
 ) -> list[Finding]:
     """The findings on losses of which DDP averages the gradients.
 
-    Args:
-        losses: By rank; under tensor parallelism, of one rank of each model.
-        whole: By rank, the steps in which its loss is that of all ranks, and its gradient a part of theirs.
-        together: How many ranks compute one model together.
-        summed: Whether gradients are summed over the ranks, rightly.
+    Under tensor parallelism, of one rank of each model; `whole` are the steps, by rank, in which its loss is that of
+    all ranks, and its gradient a part of theirs.
     """
     losses = [[one for one in of_rank if one.wrappers] for of_rank in losses]  # the last micro-batch of each step
     by_place = [{(one.step, one.number): one for one in of_rank} for of_rank in losses]
@@ -76,7 +73,7 @@ def judge_losses(
 
 
 def _judge_loss(passes: Losses, whole: Sequence[Container[int]], *, together: int, summed: bool) -> list[Finding]:
-    """The same, of one of the losses of a script: that of a generator, or of a discriminator."""
+    """The findings on one of the losses of a script: that of a generator, or of a discriminator."""
     add_up = any(of_ranks[rank].step in steps for of_ranks in passes for rank, steps in enumerate(whole))
     found = [] if add_up or summed else _judge_scale(passes, together) or _judge_shared(passes)
     found = found or _judge_counted_again(passes, together, summed=summed)
@@ -84,7 +81,7 @@ def _judge_loss(passes: Losses, whole: Sequence[Container[int]], *, together: in
 
 
 def are_for_sums(losses: Losses, wrapper: int) -> bool:
-    """Whether a step is right where the gradients of all losses of a wrapper are summed over the ranks, not averaged.
+    """Check if a step is right where the gradients of all losses of a wrapper are summed over the ranks, not averaged.
 
     Each is a sum that every rank divides by the same number, of what all ranks have, say; or a mean that is divided by
     the number of ranks.
@@ -99,7 +96,7 @@ def are_for_sums(losses: Losses, wrapper: int) -> bool:
 
 
 def _is_for_sums(terms: Sequence[ScaledTerm], count: int) -> bool:
-    """Whether the terms of the ranks in one backward pass are; `count`: passes of a step on all ranks together."""
+    """Check if the terms of the ranks in one backward pass are; `count`: passes of a step on all ranks together."""
     alike = len({round(term.factor, 9) for term in terms}) == 1
     return alike and all(
         abs(term.factor) < 1 if term.kind == "sum" else abs(abs(term.factor) * count - 1) < _TOLERANCE for term in terms
@@ -107,10 +104,7 @@ def _is_for_sums(terms: Sequence[ScaledTerm], count: int) -> bool:
 
 
 def _judge_scale(passes: Losses, together: int) -> list[Finding]:
-    """DDP303: a mean, multiplied or divided by the world size although DDP averages.
-
-    Or by the number of ranks that compute one model `together`, and have one loss.
-    """
+    """DDP303: a mean, scaled by the world size or the ranks of one model, although DDP averages."""
     every = [one for of_ranks in passes for one in of_ranks]
     kinds = {term.kind for one in every for term in one.terms}
     if not kinds or not all(one.scaled and one.terms for one in every):
@@ -140,7 +134,7 @@ def _judge_scale(passes: Losses, together: int) -> list[Finding]:
 
 
 def _sizes(replicas: int, together: int) -> dict[int, str]:
-    """In words, the numbers of ranks by which a loss may be scaled."""
+    """The numbers of ranks by which a loss may be scaled, in words."""
     words = {replicas * together: "the world size"}
     if together > 1:
         words.setdefault(together, "the number of ranks that compute one model together")
@@ -149,10 +143,7 @@ def _sizes(replicas: int, together: int) -> dict[int, str]:
 
 
 def _judge_shared(passes: Losses) -> list[Finding]:
-    """DDP303: sums that every rank divides by a number of all ranks, and DDP divides by the number of ranks again.
-
-    A mean times the rank's own part of that number is such a sum.
-    """
+    """DDP303: sums that every rank divides by a number of all ranks, and DDP by the number of ranks again."""
     lines = [_divided_by(of_ranks) for of_ranks in passes]
     if not all(lines):
         return []
@@ -180,16 +171,16 @@ def _judge_counted_again(passes: Losses, together: int, *, summed: bool) -> list
     steps: dict[int, list[LossDifferentiated]] = {}
     for one in itertools.chain.from_iterable(passes):
         steps.setdefault(one.step, []).append(one)
-    told = [
+    compared = [
         [term for one in of_step for term in one.terms]
         for of_step in steps.values()
         if all(len(one.terms) == 1 and not one.number for one in of_step)
     ]
-    alike = all(len({(term.kind, round(term.factor, 9)) for term in terms}) == 1 for terms in told)
-    if together < 2 or len(told) < max(FEWEST_PASSES, len(steps)) or not alike or told[0][0].kind != "sum":
+    alike = all(len({(term.kind, round(term.factor, 9)) for term in terms}) == 1 for terms in compared)
+    if together < 2 or len(compared) < max(FEWEST_PASSES, len(steps)) or not alike or compared[0][0].kind != "sum":
         return []
     models = len(passes[0])
-    divided = [1 / (abs(terms[0].factor) * sum(term.count for term in terms)) for terms in told if terms[0].factor]
+    divided = [1 / (abs(terms[0].factor) * sum(term.count for term in terms)) for terms in compared if terms[0].factor]
     times = round(divided[0] * (1 if summed else models)) if divided else 0
     sizes = {together} if summed else {together, models, together * models}
     if times not in sizes - {1} or any(abs(by * (1 if summed else models) / times - 1) > _TOLERANCE for by in divided):
@@ -203,7 +194,7 @@ def _judge_counted_again(passes: Losses, together: int, *, summed: bool) -> list
         f"gradients are 1/{times} of those of the mean.",
         location=first.scaled or first.made or first.location,
         evidence=[
-            f"in all {len(told)} backward passes that were compared",
+            f"in all {len(compared)} backward passes that were compared",
             f"{together} ranks compute one model together, and have the same elements",
         ],
         severity=Severity.WARNING,
@@ -242,7 +233,7 @@ def _is_among(number: float, others: Sequence[float]) -> bool:
 
 
 def _is_all_known(term: ScaledTerm) -> bool:
-    """Whether the numbers by which a term is divided and multiplied make its factor."""
+    """Check if the numbers by which a term is divided and multiplied make its factor."""
     known = math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf)
     return bool(term.divisors) and is_near(abs(known), abs(term.factor))
 
@@ -267,7 +258,11 @@ def judge_accumulated(losses: Losses) -> list[Finding]:
     several = [
         (of_ranks, before.get(step - 1))
         for step, of_ranks in steps.items()
-        if all(len(passes) > 1 and _tells_batches(passes, before.get(step - 1)) for passes in of_ranks)
+        if all(
+            # the batches are known: there is no loader, one is taken for each pass, or those before are
+            len(passes) > 1 and (not passes[-1].batches or step - 1 in before or passes[0].batches < passes[-1].batches)
+            for passes in of_ranks
+        )
     ]
     undivided = [
         of_ranks
@@ -295,13 +290,8 @@ def judge_accumulated(losses: Losses) -> list[Finding]:
     )
 
 
-def _tells_batches(passes: Sequence[LossDifferentiated], before: object) -> bool:
-    """Whether the batches of a step are known: there is no loader, one is taken for each pass, or those before are."""
-    return not passes[-1].batches or before is not None or passes[0].batches < passes[-1].batches
-
-
 def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
-    """Whether the backward passes of a step are of micro-batches, and each of a whole mean.
+    """Check if the backward passes of a step are of micro-batches, and each of a whole mean.
 
     `before`: how many batches had been taken when the step began; more where another epoch has begun since then.
     """
@@ -336,13 +326,13 @@ def _scales_of_mean(term: ScaledTerm) -> tuple[float, ...]:
 
 
 def _divides(scales: Sequence[float], count: int) -> bool:
-    """Whether some of the numbers divide by the count together."""
+    """Check if some of the numbers divide by the count together."""
     chosen = itertools.chain.from_iterable(itertools.combinations(scales[:8], n) for n in range(1, 9))
     return any(is_near(1 / count, math.prod(some)) for some in chosen)
 
 
 def _total(term: ScaledTerm) -> float:
-    """What all elements of a term weigh together."""
+    """The weight of all elements of a term together."""
     return term.factor * (term.count if term.kind == "sum" else 1)
 
 
@@ -390,7 +380,7 @@ def _line_of_sums(of_ranks: Sequence[LossDifferentiated], counts: Sequence[float
 
 
 def _line_of_counts(passes: Losses) -> Location | None:
-    """Of the one term that has a line, and of which the ranks have other numbers of elements, or divide by others."""
+    """The line of the only term whose number of elements or factor differs between ranks."""
     lines = {
         terms[0].location
         for of_ranks in passes
@@ -401,7 +391,7 @@ def _line_of_counts(passes: Losses) -> Location | None:
 
 
 def _own_counts(of_ranks: Sequence[LossDifferentiated], weight: float) -> list[float]:
-    """What each rank divides a sum by, which counts so much in the loss, where these are whole numbers that differ."""
+    """The whole numbers by which ranks divide a sum of this weight, if they differ."""
     of_samples = set().union(*map(_of_samples, of_ranks))
     for terms in zip(*(one.terms for one in of_ranks), strict=False):
         if any(term.head in of_samples for term in terms):
@@ -422,7 +412,7 @@ def _of_samples(one: LossDifferentiated) -> set[int | None]:
 
 
 def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:
-    """What a sum is divided by, or a mean, but for the `factor` that it has on the first rank."""
+    """The number that divides a sum, or a mean, but for the `factor` that the first rank has."""
     if term.kind == "mean":
         return term.count * abs(factor / term.factor) if term.chosen and term.factor else 0.0
     return weight / abs(term.factor) if term.factor else 0.0
