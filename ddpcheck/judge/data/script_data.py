@@ -23,10 +23,7 @@ FEWEST_INPUTS = 3  # steps in which ranks were given the same samples
 
 
 def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()) -> list[Finding]:
-    """Findings on every loader; `passes` by rank that trains with the others, in the order in which they began.
-
-    `ranks`: These, where they are not all.
-    """
+    """Findings on every loader; `passes` by rank that trains with the others, in the order in which they began."""
     found = script_rows.judge_resumed(passes) or script_rows.judge_restarted(passes) if len(passes) > 1 else []
     lone = all(len({one.loader for one in of_rank if one.trains}) == 1 for of_rank in passes)
     by_place = [_trained_on(of_rank, by_line=not lone) for of_rank in passes]

@@ -263,10 +263,7 @@ def judge_labels(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
 
 
 def judge_other_values(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP516: the same samples, which have other values on other ranks, and on each the same ones in every epoch.
-
-    By what is no random number: a hash that differs between processes, an order of a set, statistics of a rank's part.
-    """
+    """DDP516: the same samples, which have other values on other ranks, and on each the same ones in every epoch."""
     first = [of_rank[0] for of_rank in passes]
     rows = [_by_place(of_rank, labels=False) for of_rank in passes]
     if len(first) < 2 or not all(rows) or any(one.draws for of_rank in passes for one in of_rank):

@@ -26,13 +26,7 @@ from ddpcheck.findings.wording import (
 def judge_collectives(
     logs: Sequence[Sequence[Call]], at_work: Collection[int] = (), first: Mapping[str, int] | None = None
 ) -> list[Finding]:
-    """At most one finding a process group: the first place at which the ranks' collectives do not match (DDP403).
-
-    Args:
-        logs: The collectives of each rank.
-        at_work: Ranks that may still come to the next one: they are neither finished nor wait for others.
-        first: The number of the first call in the logs, by process group, where it is not 0.
-    """
+    """At most one finding a process group: the first place at which the ranks' collectives do not match (DDP403)."""
     findings = []
     distinct = {id(log): log for log in logs}  # of many simulated ranks most have one log together
     groups = {call.group: call.members for log in distinct.values() for call in log}

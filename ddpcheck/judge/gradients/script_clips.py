@@ -136,12 +136,7 @@ def _by_rank(values: Sequence[float]) -> str:
 
 
 def judge_clips(clips: Clips, steps: Sequence[Sequence[Steps]]) -> list[Finding]:
-    """DDP310: gradients that are clipped by each rank's own norm, and averaged after that.
-
-    Args:
-        clips: By rank, in order.
-        steps: Of each optimizer; where the gradients are not the same in them, they are averaged by nothing.
-    """
+    """DDP310: gradients that are clipped by each rank's own norm, and averaged after that."""
     at = [
         of_ranks for of_ranks in zip(*clips, strict=False) if len({(one.count, one.location) for one in of_ranks}) == 1
     ]

@@ -252,12 +252,7 @@ def differing_names(values: Sequence[Mapping[str, Hashable]]) -> dict[str, tuple
 
 
 def judge_values_before_sharding(before: Sequence[Mapping[str, int]], now: Mapping[str, int]) -> list[Finding]:
-    """DDP208: parameters that the ranks have built with other values, each rank's part of which `fully_shard` keeps.
-
-    Args:
-        before: By rank, fingerprints of the whole of what a rank has built and still holds its shard of.
-        now: Fingerprints of what the shards are together; a whole that one rank has built is none of several.
-    """
+    """DDP208: parameters that the ranks have built with other values, each rank's part of which `fully_shard` keeps."""
     found = differing_values(before)
     differing = {name: values for name, values in found.items() if now.get(name) not in values}
     if not differing:

@@ -53,10 +53,7 @@ class ReplicaFacts:
     known: JudgeContext  # the facts beside these
 
     def first_steps(self, pick: Callable[[DdpStepEvidence], Mapping[str, int]]) -> dict[str, int]:
-        """The names whose fingerprint differs between ranks, with the first step after which it does.
-
-        Steps in which ranks train apart on purpose are left out.
-        """
+        """The names whose fingerprint differs between ranks, with the first step after which it does."""
         found: dict[str, int] = {}
         for step, items in self.by_step.items():
             if items[0].apart:
@@ -164,10 +161,7 @@ AVERAGE_THEM = (
 
 
 def never_averaged(names: Sequence[str], steps: int, first: int, hook: str) -> str:
-    """A sentence on parameters that differ after each of so many steps from the first on, in which a hook begins.
-
-    Or, without a hook, steps under `no_sync`.
-    """
+    """A sentence on parameters that differ after each of so many steps from the first on, in which a hook begins."""
     how = f"{hook} averages gradients over fewer ranks" if hook else "no_sync leaves each rank its own gradients"
     return (
         f"{counted(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} between ranks after each of "
