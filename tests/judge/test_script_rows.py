@@ -292,6 +292,7 @@ def test_an_epoch_that_is_resumed_in_another_order() -> None:
     assert both(whole, broken, one(other, 2, 8, 4)) == [("DDP506", MADE)]
     assert both(whole, broken, one(other, 0, 8, 4, loader=1)) == [("DDP506", MADE)]  # in another loop
     assert not both(whole, broken, one(second, 2, 8, 4))
+    assert not both(whole, broken, one(other, 2, 8, 1))  # that may have been copied to a device, and be in use
     again, then = one(first, 2, 8, 4), (one(second, 3, 8), one(other, 3, 8))
     assert not both(whole, broken, again) and not both(whole, broken, again, then[0])  # of a checkpoint before that
     assert both(whole, broken, again, then[1]) == [("DDP506", MADE)]  # as a sampler that is not told the epoch begins

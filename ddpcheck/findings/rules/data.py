@@ -31,9 +31,9 @@ fix: Call sampler.set_epoch(epoch) at the start of every epoch, on every rank.
 detected: `ddpcheck run` records the order of indices that each sampler gives. A sampler that shuffles and gives the
 same order in each epoch is reported; so are workers that stay and give the same sample again for 8 indices or more,
 although the program has changed a plain attribute of the dataset itself, with which a copy makes other samples; and a
-pass whose first batches are gone before anything is trained, to resume an epoch, if the epoch had begun with other
-samples; and a sampler that is at epoch 0 after an optimizer was restored that had gone through the data before. The
-location is the line that calls set_epoch, else the head of the loop around the one over the loader.
+pass whose first batches (two or more) are gone before anything is trained, to resume an epoch, if the epoch had begun
+with other samples; and a sampler that is at epoch 0 after an optimizer was restored that had gone through the data
+before. The location is the line that calls set_epoch, else the head of the loop around the one over the loader.
 ignore: If one order is meant, for example to compare two runs.
 reports: pytorch/pytorch#31771 kan-bayashi/ParallelWaveGAN#177 lucidrains/DALLE-pytorch#230
 example:

@@ -187,7 +187,8 @@ def _left_by_resuming(earlier: Sequence[LoaderPass], one: LoaderPass, after: Seq
     """How many of the samples that a pass leaves out the one before has not begun with; 0 if it may go on with one."""
     count = one.skipped * one.batch_size
     passed = set(one.indices[:count])
-    if not earlier or not earlier[-1].skipped < one.skipped <= earlier[-1].batches or len(passed) < count:
+    # one batch more is no evidence: a loader that looks ahead takes the next one when the first is a copy on a device
+    if not earlier or not earlier[-1].skipped + 1 < one.skipped <= earlier[-1].batches or len(passed) < count:
         return 0
     if not all(o.indices for o in (*earlier, *after)):
         return 0
