@@ -98,6 +98,8 @@ NO_FAULT_NEEDS = {
     **{name: "test_threads" for name in judges() if name.startswith("threads.")},
     **{name: "test_wait_roots" for name in judges() if name.startswith("wait_roots.")},
     **{name: "test_endings" for name in judges() if name.partition(".")[0].endswith(("endings", "stories"))},
+    "hand_sums.judge_sums": "test_script_judges::test_gradients_that_are_summed_by_hand",
+    "hand_sums.judge_summed_again": "test_script_judges::test_gradients_that_are_summed_by_hand_after_the_average",
     "skipped_endings.explain_by_skipped_end": "test_skipped_endings",
     **{name: "test_wrapper_construction" for name in judges() if name.startswith("wrapper_construction.")},
     **{name: "test_torch_errors" for name in judges() if name.startswith("torch_errors.")},
@@ -232,7 +234,11 @@ def test_a_fault_is_missed_without_any_one_of_the_judges() -> None:
 @pytest.mark.slow
 def test_a_fault_is_told_otherwise_without_any_one_of_the_causes(monkeypatch: pytest.MonkeyPatch) -> None:
     by_hand = {"DDP111", "DDP112", "DDP309", "DDP406", "DDP518"}  # in test_parity.py
-    by_hand |= {"DDP501", "DDP502"}  # in test_script_changes.py, test_script_taken.py; each relation in test_causes.py
+    by_hand |= {
+        "DDP310",
+        "DDP501",
+        "DDP502",
+    }  # in test_script_changes.py, test_script_taken.py; each relation in test_causes.py
     by_hand |= {"DDP101", "DDP102", "DDP103", "DDP105", "DDP202", "DDP209", "DDP301", "DDP303", "DDP306", "DDP507"}
     by_hand |= {"DDP108", "DDP405", "DDP408", "DDP508", "DDP512"}
     merging = [case for case in CASES if "causes.find_causes" in finding_in(case)]

@@ -127,8 +127,8 @@ def test_a_script_that_torchrun_starts_anew_is_watched_anew() -> None:
 def test_healthy_loops_that_look_like_faults_are_clean() -> None:
     """Under Join, post-local SGD and PowerSGD not every step is compared, which is told."""
     watched = run_forked(str(ROOT / "tests" / "healthy_loops.py"))
-    assert watched.returncode == 0 and "no findings, but 2 of " in watched.stderr, watched.stderr
-    assert "checks were not made: replicas, reducer" in watched.stderr, watched.stderr
+    assert watched.returncode == 0 and "no findings, but 3 of " in watched.stderr, watched.stderr
+    assert "checks were not made: replicas, reducer, optimizers" in watched.stderr, watched.stderr
 
 
 @pytest.mark.slow
