@@ -112,29 +112,42 @@ def left_out_by(lines: Sequence[str], done: Sequence[str], files: Mapping[str, s
     return varying if len(varying) == 1 else found
 
 
+def omitted_at(parameter: str, called: Mapping[str, Any]) -> Location | None:
+    """The line that may have left a parameter out, in the class of the nearest module that was called."""
+    path = parameter.split(".")
+    for size in reversed(range(len(path))):
+        if (holder := called.get(".".join(path[:size]))) is not None:
+            return omission_of(path[size], type(holder))  # type: ignore[arg-type]
+    return None
+
+
 @functools.cache
 def omission_of(attribute: str, kind: Any) -> Location | None:
     """The line of a module's class that may leave out `self.attribute`: a branch, an early exit or a choice.
 
     If its test is an argument alone, the one line that computes that for a call.
     """
-    for owner in kind.__mro__:
-        tree = parsed_source(file if is_user_file(file := file_of_class(owner)) else "")
-        for node in ast.walk(tree):
-            methods = node.body if isinstance(node, ast.ClassDef) and node.name == owner.__name__ else []
-            for method in sorted(methods, key=lambda one: getattr(one, "name", "") != "forward"):
-                name = method.name if isinstance(method, _FUNCTIONS) else "__init__"
-                for use in _uses(method, f"self.{attribute}") if name != "__init__" else ():
-                    skipped = omission_of(name, kind) if name not in ("forward", attribute) else None
-                    if line := _omitted_by(use, method, file) or skipped:
-                        return line
+    names = [attribute]  # and then of the methods that use it, and of those that call these
+    for wanted in names:
+        for owner in kind.__mro__:
+            tree = parsed_source(file if is_user_file(file := file_of_class(owner)) else "")
+            for node in ast.walk(tree):
+                methods = node.body if isinstance(node, ast.ClassDef) and node.name == owner.__name__ else []
+                for method in sorted(methods, key=lambda one: getattr(one, "name", "") != "forward"):
+                    name = method.name if isinstance(method, _FUNCTIONS) else "__init__"
+                    for use in _uses(method, wanted) if name != "__init__" else ():
+                        if line := _omitted_by(use, method, file):
+                            return line
+                        if name not in ("forward", *names):
+                            names.append(name)
     return None
 
 
 def _uses(method: ast.AST, attribute: str) -> list[ast.expr]:
-    """The expressions that read an attribute in a method, after the calls of variables that hold it or its items."""
+    """The expressions in a method that read an attribute of `self`, after the calls of variables with its items."""
     nodes, names = [*ast.walk(method)], set()
-    read = [node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node) == attribute]
+    read = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == attribute]
+    read = [node for node in read if ast.unparse(node.value) == "self"]
     for node in nodes:
         match node:
             case (

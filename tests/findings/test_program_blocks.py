@@ -64,6 +64,12 @@ class Base(nn.Module):
     def encode(self, x):
         return self.aside(x)
 
+    def grow(self, depth):
+        return self.bud(self.shrink(depth))
+
+    def shrink(self, depth):
+        return self.grow(depth - 1)
+
     def forward(self, x, wide=False, names=()):
         for number, block in enumerate(self.blocks):
             if number in self.skipped:
@@ -99,6 +105,7 @@ def train(model, batches):
         *(("wide", "model(x, wide=step % 2 == 0)"), ("narrow", "model(x, wide=step % 2 == 0)")),
         *(("experts", "one = self.experts[int(x.sum())]"), ("heads", "x = one(x) + sum(")),
         *(("late", "return x"), ("aside", "return x"), ("always", ""), ("first", ""), ("unknown", "")),
+        ("bud", ""),  # its methods call each other
     ],
 )
 def test_the_line_of_a_class_that_may_leave_out_a_module(attribute: str, line: str, tmp_path: Path) -> None:

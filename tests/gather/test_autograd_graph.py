@@ -467,6 +467,21 @@ def test_making_parameters_is_as_it_was_after_a_recording() -> None:
     assert type(nn.Parameter(torch.ones(2))) is nn.Parameter
 
 
+class HeadAlone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.idle = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+def test_an_idle_parameter_of_a_scripted_module_is_unused() -> None:
+    model = torch.jit.script(HeadAlone())
+    end = Explainer(model, lambda: [model(torch.ones(2, 3)).sum()]).explain({"idle.bias": model.idle.bias})
+    assert end == {"idle.bias": PathEnd("unused")}
+
+
 def test_of_two_parameters_each_gets_its_own_cause() -> None:
     model, x = Model(), torch.ones(2, 3)
     suspects = {name: p for name, p in model.named_parameters() if not name.startswith("head")}

@@ -505,7 +505,7 @@ def test_torchrun_of_the_checked_config_says_what_the_guide_shows(tmp_path):
     assert done.returncode == 1
     page = (ROOT / "docs" / "mmengine.md").read_text(encoding="utf-8")
     shown = next(block.split("```")[0] for block in page.split("```text\n") if "FindingsError" in block.split("```")[0])
-    assert len(shown.splitlines()) == 6
+    assert len(shown.splitlines()) == 7
     for rank in (0, 1):
         said = re.findall(rf"^\[rank{rank}\]: (.*)$", done.stderr, re.MULTILINE)
         assert shown.strip() in "\n".join(said)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.figures import PathStep
-from ddpcheck.findings.program_blocks import omission_of
+from ddpcheck.findings.program_blocks import omitted_at
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at, frames_from, user_location
@@ -404,20 +404,14 @@ class Explainer:
         with PathRecorder(self.module, tensors) as recorder:
             losses = list(self.forward())
         ends = recorder.explain(losses)
+        modules = self.module.named_modules(remove_duplicate=False)
+        called = {name: module for name, module in modules if module in recorder.called}
         for index, name in enumerate(suspects):
             if ends[index].cause == "unused":
-                ends[index] = replace(ends[index], location=self._omitted_at(name, recorder.called))
+                ends[index] = replace(ends[index], location=omitted_at(name, called))
         if not self.once:
             ends |= {index: recorder.escape(index) for index in self._on_hidden_ways(tensors, ends, _values(losses))}
         return {name: ends[index] for index, name in enumerate(suspects)}
-
-    def _omitted_at(self, parameter: str, called: Set[nn.Module]) -> Location | None:
-        """The line that may have left a parameter out, in the class of the nearest module that was called."""
-        path = parameter.split(".")
-        for size in reversed(range(len(path))):
-            if (holder := self.module.get_submodule(".".join(path[:size]))) in called:
-                return omission_of(path[size], type(holder))  # type: ignore[arg-type]
-        return None
 
     def _on_hidden_ways(
         self, tensors: Sequence[torch.Tensor], ends: Mapping[int, PathEnd], value: Sequence[float]
