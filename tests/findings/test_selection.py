@@ -142,7 +142,7 @@ def test_a_clean_script_still_tells_which_suppression_is_unused(tmp_path: Path, 
     clean = replace(PASSED, world={"notes": ["the suppression of DDP101 matched no finding of this check"]})
     monkeypatch.setattr(script_report, "report_on_script", lambda *args, **options: clean)
     given = argparse.Namespace(
-        **dict.fromkeys(f"check_{name}" for name in ("flight_recorder", "record", "output", "format"))
+        **dict.fromkeys(f"check_{name}" for name in ("flight_recorder", "record", "output", "format")), debug=False
     )
     output = run_command.report_output(given)
     run_command.show_report("train.py", Ending(), tmp_path, given, output, Settings(), None)
