@@ -170,7 +170,7 @@ def ends() -> Iterator[tuple[str, PathEnd, tuple[int, ...], Location]]:
     yield "DDP104", PathEnd("unused"), (1,), MAKES
 
 
-@pytest.mark.parametrize(("code", "end", "ranks", "where"), ends())
+@pytest.mark.parametrize(("code", "end", "ranks", "where"), list(ends()))
 def test_a_parameter_that_is_missing_is_told_where_its_path_ends(
     code: str, end: PathEnd, ranks: tuple[int, ...], where: Location
 ) -> None:
