@@ -90,7 +90,7 @@ class RecordedCall(Struct, frozen=True):
 
 
 class RankDump(Struct, frozen=True):
-    """What the recorder of one rank held."""
+    """Flight Recorder entries of one rank."""
 
     entries: Sequence[RecordedCall]  # in the order in which they were entered
     # the ranks of each process group, as far as the dump names them

@@ -166,7 +166,7 @@ def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> 
 
 
 class _CallRecorder(Recorder, subjects=("collectives",)):
-    """What is written of each call, of which an error ends all."""
+    """Recorder of collective calls; an error in it ends the whole log."""
 
 
 _calls = _CallRecorder()

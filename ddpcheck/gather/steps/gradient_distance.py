@@ -204,7 +204,7 @@ def eps_of(dtype: torch.dtype) -> float:
 
 
 def is_subnormal(gradient: torch.Tensor | None) -> bool:
-    """Whether float16, of which numbers about 1e-5 are subnormal, is too coarse for a gradient."""
+    """Check if a float16 gradient is in the subnormal range of its dtype."""
     if gradient is None or gradient.dtype is not torch.float16:
         return False
     return norm(gradient) <= math.sqrt(gradient.numel()) * float(torch.finfo(torch.float16).smallest_normal)

@@ -229,7 +229,7 @@ def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
 
 
 def _takes_a_part(one: LoaderPass) -> bool:
-    """Whether a whole pass has at most half of what its distributed sampler gives."""
+    """Check if a whole pass has at most half of the samples of its distributed sampler."""
     return one.replicas > 1 and 2 * max(len(one.indices), one.batches * one.batch_size) <= one.part + one.batch_size
 
 
@@ -338,7 +338,7 @@ def _is_of_same_data(one: LoaderPass, other: LoaderPass) -> bool:
 
 
 def _hold_the_same(one: LoaderPass, other: LoaderPass) -> bool:
-    """Whether datasets hold the same samples, and gave the same ones, in some order, for indices that both ranks took.
+    """Check if datasets hold equal samples for the indices that both ranks took, in any order.
 
     If random numbers were drawn for it, no row may be that of another rank.
     """

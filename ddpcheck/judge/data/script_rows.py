@@ -369,7 +369,7 @@ def _are_own_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
 
 
 def deal_repeated(first: Sequence[LoaderPass]) -> bool:
-    """Whether samplers deal each sample to several ranks, which each augment it anew, by what they deal in all."""
+    """Check if samplers repeat each sample on several ranks, which augment it differently."""
     return all(one.size > len(first) and one.dealt + len(first) >= 2 * one.size for one in first)
 
 

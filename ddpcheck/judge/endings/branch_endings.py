@@ -23,7 +23,7 @@ def backwards_of(rank: RankAtEnd) -> list[Backward]:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank is when it and another one part: the collective that it has come to, or what it does instead."""
+    """Position of a rank at the divergence: its collective, or what it does instead."""
 
     of: RankAtEnd
     call: Call | None

@@ -125,7 +125,7 @@ def explain_by_loop(facts: EndingFacts, left: Position, stays: Position) -> list
 
 
 def _may_be_left(facts: EndingFacts, loop: Block, inner: Block, left: Position, stays: Position) -> bool:
-    """Whether a rank may have left a loop before another one, and has not ended its last pass of it earlier.
+    """Check if a rank may have left a loop before another rank, and not in an earlier pass.
 
     By how often the loop in it has run, as far as this can be told; else a `for` over a range ends alike on all ranks.
     """
