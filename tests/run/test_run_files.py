@@ -165,6 +165,7 @@ def test_a_file_that_is_read_before_it_is_complete_is_why_a_rank_has_failed(
 
 
 SMALL = """
+import os
 import resource
 import sys
 
@@ -187,7 +188,8 @@ dist.init_process_group("gloo")
 net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
 net(torch.ones(4, 3)).sum().backward()
 dist.destroy_process_group()
-print("done")
+print("done", flush=True)
+os._exit(0)  # a forked rank now and then sticks at the end of the interpreter
 """
 
 

@@ -129,7 +129,7 @@ def test_a_rank_that_does_not_heed_the_signal_is_killed_soon(
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        monkeypatch.setattr(hang_watch, "_GRACE", 60.0 if heeds else 0.3)
+        monkeypatch.setattr(hang_watch, "_GRACE", 5.0 if heeds else 0.3)
         watch = HangWatch(tmp_path, 60.0, process.terminate)
         watch._end_ranks({0: process.pid})
         watch.stop()
