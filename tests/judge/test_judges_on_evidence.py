@@ -59,6 +59,7 @@ _TEST_OF_SCRIPT = {
     "script_changes.replaced_after_sharding": "test_script_changes",
     "script_clips.judge_changed": "test_script_steps",
     "script_clips.judge_hooked": "test_script_steps",
+    "script_clips.judge_scaled_by_hooks": "test_script_steps",
     "script_clips._finding_of_hooks": "test_script_steps",
     "script_clips._hooked_in_modules": "test_script_steps",
     "script_alone.judge_taken": "test_script_taken",

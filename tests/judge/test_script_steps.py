@@ -19,7 +19,7 @@ from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep,
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.rules.rule import Severity
-from ddpcheck.judge.gradients.script_clips import judge_changed, judge_hooked
+from ddpcheck.judge.gradients.script_clips import judge_changed, judge_hooked, judge_scaled_by_hooks
 from ddpcheck.judge.gradients.script_losses import judge_accumulated
 from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld, judge_unmoved
 
@@ -173,6 +173,26 @@ def test_backward_hooks_of_modules_that_scale_by_rank(ranks: list[list[float]], 
     ]
     findings = judge_hooked(of_ranks, range(3))
     assert [(one.code, one.subjects, one.location) for one in findings] == [("DDP310", ("head",), CLIPS)] * found
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias", "steps", "found"),
+    [
+        (2.0, 2.0, 3, True),
+        (0.5, 0.5, 3, True),
+        (2.0, None, 3, True),  # a bias of one element: no kind of change is known
+        (3.0, 3.0, 3, False),
+        (1.0, 2.0, 3, False),  # biases learn twice as fast
+        (2.0, 2.0, 4, False),  # not in every step
+    ],
+)
+def test_hooks_that_scale_by_the_world_size(weight: float, bias: float | None, steps: int, found: bool) -> None:
+    small = HookedGradient() if bias is None else HookedGradient("scaled", bias)
+    changed = {"weight": HookedGradient("scaled", weight), "bias": small}
+    hooked = [[GradientsHooked(0, step, CLIPS, changed) for step in range(3)]] * 2
+    findings = judge_scaled_by_hooks(hooked, range(steps), {"weight", "bias"})
+    assert [(one.code, one.location) for one in findings] == [("DDP303", CLIPS)] * found
+    assert not judge_scaled_by_hooks(hooked, range(steps), {"weight", "bias", "head"})  # which no hook changes
 
 
 def test_steps_in_which_not_every_rank_was_looked_at_tell_nothing_of_hooks() -> None:

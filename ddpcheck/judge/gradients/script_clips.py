@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsHooked, HookedGradient
@@ -209,6 +209,31 @@ def judge_hooked(hooked: Sequence[Sequence[GradientsHooked]], steps: Sequence[in
         if names and not (why == "scaled" and _are_weights(by_step, names, of_one)):
             return _finding_of_hooks(hooked, [of_rank.get(of_one[0], {}) for of_rank in by_step], names, why, of_one)
     return _hooked_in_modules(hooked, steps)
+
+
+def judge_scaled_by_hooks(
+    hooked: Sequence[Sequence[GradientsHooked]], steps: Sequence[int], parameters: Collection[str]
+) -> list[Finding]:
+    """DDP303: hooks that scale all gradients of each rank by the world size, or by one over it, in every step."""
+    size, wanted = len(hooked), set(steps)
+    if len(steps) < _FEWEST_HOOKED or any(wanted - {one.step for one in of_rank} for of_rank in hooked):
+        return []
+    passes = [one.changed for of_rank in hooked for one in of_rank if one.step in wanted]
+    known = [change for changed in passes for change in changed.values() if change.kind]  # the others are too small
+    if not known or not parameters or not all(changed.keys() >= set(parameters) for changed in passes):
+        return []
+    for factor, words in ((size, f"{size} (the world size)"), (1 / size, f"1/{size} (one over the world size)")):
+        if all(one.kind == "scaled" and math.isclose(one.number, factor, rel_tol=_TOLERANCE) for one in known):
+            return one_finding(
+                "DDP303",
+                sorted(parameters),
+                f"A hook multiplies the gradients of each rank by {words}, and DDP averages over the ranks: what the "
+                f"optimizer uses is {factor:.4g} times the gradient of the mean.",
+                location=next((one.location for of_rank in hooked for one in of_rank if one.location), None),
+                evidence=[f"in all {len(steps)} steps that were compared, on every rank"],
+                fix="Remove the hook: DDP averages the gradients by itself.",
+            )
+    return []
 
 
 def _hooked_in_modules(hooked: Sequence[Sequence[GradientsHooked]], steps: Sequence[int]) -> list[Finding]:

@@ -20,7 +20,7 @@ from ddpcheck.findings.source_lines import assignment_in_classes, last_assignmen
 from ddpcheck.findings.wording import capitalized, format_ranks, group_by, join_names, one_finding, plural_verb
 from ddpcheck.judge.causes import ReportedCauses
 from ddpcheck.judge.gradients.script_alone import gradients_agree, gradients_differ
-from ddpcheck.judge.gradients.script_clips import judge_hooked
+from ddpcheck.judge.gradients.script_clips import judge_hooked, judge_scaled_by_hooks
 from ddpcheck.judge.gradients.script_losses import are_for_sums
 from ddpcheck.judge.gradients.target_weights import severity_of_targets
 from ddpcheck.judge.loop.watched_steps import judge_reports
@@ -219,6 +219,8 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
     if not wrapper.missing:
         everywhere = [step for step, of_ranks in captured.items() if len(of_ranks) == len(wrapper.ranks)]
         by_hand += judge_hooked(wrapper.of(GradientsHooked), everywhere)
+        if not are_for_sums(wrapper.losses, wrapper.number):
+            by_hand += judge_scaled_by_hooks(wrapper.of(GradientsHooked), everywhere, moved)
     shards = {one.shard for one in chain.from_iterable(captured.values())}
     if not wrapper.missing and made.context.sharded is not None and len(shards) == len(made.ranks) > 1:
         by_hand += judge_written_alone(changes, wrapper.values_built)
