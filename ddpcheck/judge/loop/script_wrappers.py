@@ -23,6 +23,7 @@ from ddpcheck.judge.gradients.script_alone import gradients_agree, gradients_dif
 from ddpcheck.judge.gradients.script_clips import judge_hooked, judge_scaled_by_hooks
 from ddpcheck.judge.gradients.script_losses import are_for_sums
 from ddpcheck.judge.gradients.target_weights import severity_of_targets
+from ddpcheck.judge.loop.training_loop import BY_FLAG
 from ddpcheck.judge.loop.watched_steps import judge_reports
 from ddpcheck.judge.replicas.descriptions import differing_names, judge_options, judge_values_before_sharding
 from ddpcheck.judge.replicas.replica_state import AVERAGE_THEM, never_averaged
@@ -233,7 +234,8 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
 def _at_condition(finding: Finding, facts: ScriptFacts) -> Finding:
     """DDP502 at the innermost `if` around the line that enters `no_sync`, if no loop is inside of it."""
     line = str(finding.location or "")
-    if finding.code != "DDP502" or finding.severity is not Severity.ERROR or not line:
+    enters = finding.subjects == ("no_sync",) and BY_FLAG not in finding.evidence  # a setting decides by its value
+    if finding.code != "DDP502" or finding.severity is not Severity.ERROR or not line or not enters:
         return finding
     around = [block for block in blocks_of_lines([line], source=facts.source)[line] if block.kind in _DECIDES]
     decides = bool(around) and around[-1].kind == "branch"

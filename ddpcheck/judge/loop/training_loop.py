@@ -138,6 +138,10 @@ def _judge_discarded(ledgers: _Ledgers) -> list[Finding]:
     )
 
 
+BY_FLAG = "whether a backward pass is averaged was decided in its forward, by require_backward_grad_sync"
+"""Evidence of a DDP502 that no `no_sync()` has caused."""
+
+
 def _judge_unreduced(ledgers: _Ledgers) -> list[Finding]:
     """DDP502: a step on what backward passes have added after the reduction, or without any."""
     found = [(item, one) for item, ledger in ledgers for one in ledger.used_unreduced if one.forward is not None]
@@ -172,7 +176,7 @@ def _judge_unreduced(ledgers: _Ledgers) -> list[Finding]:
         ranks=_ranks(found, ledgers),
         location=Location.parse(set_at or called or step.location or unreduced[-1].backward.location),
         evidence=[
-            "whether a backward pass is averaged was decided in its forward, by require_backward_grad_sync",
+            BY_FLAG,
             *([f"the optimizer steps{at_step}"] if set_at and at_step else []),
         ]
         if called is None
