@@ -102,6 +102,13 @@ def written_while_it_is_scattered(gradient: torch.Tensor) -> None:
     work.wait()
 
 
+def of_groups_of_single_ranks(gradient: torch.Tensor) -> None:
+    for rank in range(dist.get_world_size()):
+        work = dist.all_reduce(gradient, group=dist.new_group([rank]), async_op=True)
+        if work is not None:  # None on ranks that are no members
+            work.wait()
+
+
 def of_what_nobody_reads(gradient: torch.Tensor) -> None:
     dist.all_reduce(torch.ones(1), async_op=True)
 
@@ -148,7 +155,8 @@ CASES: list[tuple[Callable[[torch.Tensor], None], list[type[Entry]]]] = [
     *((early, [WorkUsed, TensorOfWorkWritten]) for early in (waited_late, average_written_early, average_written_late)),
     (written_while_it_is_scattered, [WorkUsed, TensorOfWorkWritten]),
     *((healthy, [WorkUsed]) for healthy in (waited, asked_in_turn, parts, then, of_sparse_numbers, of_an_average)),
-    *((healthy, [WorkUsed]) for healthy in (of_an_average_onto_a_rank, of_a_part_of_what_is_scattered)),
+    *((healthy, [WorkUsed]) for healthy in (of_an_average_onto_a_rank, of_groups_of_single_ranks)),
+    (of_a_part_of_what_is_scattered, [WorkUsed]),
 ]
 
 

@@ -26,7 +26,7 @@ from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, Wo
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_of_program, user_location
-from ddpcheck.gather.collectives.collective_log import record_started, tensors_of
+from ddpcheck.gather.collectives.collective_log import record_given, record_started, tensors_of
 from ddpcheck.gather.patching import CALLER, Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import place_of, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
@@ -71,7 +71,22 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
         self._pending: dict[int, _Pending] = {}  # by the identity of the handle
         self._told: set[Entry] = set()
         self._follows = False
+        self._before: tuple[int, list[tuple[Callable[[], Any], int]]] = (0, [])  # identity of arguments
+        record_given(guarded(self._starts))
         record_started(guarded(self._started))
+
+    def _starts(self, call: Call, given: Mapping[str, Any]) -> None:
+        """Note versions before the call: the backend's thread may have written a result when the call returns."""
+        if given.get("async_op") and dist.get_rank(given.get("group")) >= 0:  # a member
+            tensors, backend = tensors_of(given), dist.get_backend(given.get("group"))
+            result = id(given.get("tensor"))
+            versions = [  # all views of a tensor have its version in common
+                (tensor_ref(one), version_of(one) + (id(one) == result and _writes(one, call, backend)))
+                for one in map(given.get, _GIVEN)
+                if isinstance(one, torch.Tensor) and not one._is_view()
+                if all(other._base is not one for other in tensors)
+            ]
+            self._before = (id(given), versions)
 
     def _started(self, call: Call, given: Mapping[str, Any], work: object) -> None:
         where = Location.parse(call.location)
@@ -84,12 +99,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
                 if hasattr(distributed_c10d.Work, name):
                     patched(distributed_c10d.Work, name, self._uses)
         handle = weakref.ref(work, functools.partial(guarded(self._dropped), id(work)))
-        backend = dist.get_backend(given.get("group"))
-        versions = [  # all views of a tensor have its version in common
-            (tensor_ref(one), version_of(one) + (id(one) == id(given.get("tensor")) and _writes(one, call, backend)))
-            for one in map(given.get, _GIVEN)
-            if isinstance(one, torch.Tensor) and not one._is_view() and all(other._base is not one for other in tensors)
-        ]
+        call_before, versions = self._before
         self._pending[id(work)] = _Pending(
             handle,
             call.operation,
@@ -97,7 +107,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
             all(tensor.device.type == "cpu" for tensor in tensors),
             [*map(weakref.ref, tensors)],
             {*map(place_of, tensors)},
-            versions,
+            versions if call_before == id(given) else [],  # another thread's
         )
 
     def _uses(self, work: object, *_arguments: Any, **_named: Any) -> Iterator[None]:
