@@ -195,6 +195,7 @@ def test_a_missing_gradient_that_cannot_be_explained_is_told_without_its_cause(s
     assert status(report, "parity") == "passed"
 
 
+@pytest.mark.slow
 def test_a_difference_whose_analysis_fails_is_told_all_the_same(sabotaged) -> None:
     report = sabotaged("import ddpcheck.gather.phases.shard_analysis as a; a.fit = None", reduce="sum")
     assert_bug(report, "ddpcheck/gather/phases/shard_analysis.py:")

@@ -95,7 +95,7 @@ def assert_told(text: str, folder: Path) -> None:
             assert said == (2, 1, False, False) and err.startswith("ddpcheck: error: "), err
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), kind=st.sampled_from(sorted(SAVED)), more=st.integers(0, 2))
 def test_a_mangled_report_is_told_or_shown(data: st.DataObject, kind: str, more: int, tmp_path: Path) -> None:
     mangled = copy.deepcopy(SAVED[kind])

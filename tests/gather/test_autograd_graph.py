@@ -68,7 +68,7 @@ def small_graphs(draw: st.DrawFn) -> tuple[list[Any], Any]:
     return leaves, sum(values[index].sum() for index in chosen)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(small_graphs())
 def test_the_engine_the_walk_and_backward_agree(case: tuple[list[Any], Any]) -> None:
     leaves, loss = case

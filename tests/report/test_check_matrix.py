@@ -75,6 +75,7 @@ def test_heads_that_take_turns_need_find_unused_parameters() -> None:
     assert matrix.ok
 
 
+@pytest.mark.slow
 def test_a_layer_in_two_reentrant_checkpoints_needs_static_graph() -> None:
     matrix = matrix_of(broken("running/reentrant_checkpoint"))
     found = verdicts(matrix)
@@ -305,6 +306,7 @@ def wrap(module, device):
     assert found["static_graph=True, gradient_as_bucket_view=True"].verdict == "right"
 
 
+@pytest.mark.slow
 def test_the_single_process_runs_for_the_first_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
     make_world, made = CheckRun._make_world, list[bool]()
 

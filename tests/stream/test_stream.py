@@ -79,7 +79,7 @@ def test_entries_are_read_as_they_were_written(recorded: list[Entry]) -> None:
     assert decoded(b"".join(map(encoded, recorded))) == (recorded, 0)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(cut=some.integers(min_value=0, max_value=10**9))
 def test_what_is_whole_is_read_after_any_cut(recorded: list[Entry], cut: int) -> None:
     data = [encoded(entry) for entry in recorded[:200]]

@@ -54,7 +54,7 @@ def worlds(draw: Any) -> list[RankValues]:
 
 
 @given(accounts=worlds(), offset=st.integers(0, 7))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_whatever_the_ranks_hold_the_message_names_the_items_and_the_ranks(accounts: Any, offset: int) -> None:
     ranks = [offset + place for place in range(len(accounts))]
     values = dict(zip(ranks, accounts, strict=True))

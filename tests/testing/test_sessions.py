@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import innerhere, innerpytest
+from tests.tiers import share
 
 pytest_plugins = ["pytester"]
 
@@ -119,7 +120,7 @@ SHOWN = {  # beside what every style shows: what it shows of rank 1, and what it
 }
 
 
-@pytest.mark.parametrize("style", SHOWN)
+@pytest.mark.parametrize("style", share(SHOWN, ["short", "native"]))
 def test_a_failure_on_a_rank_is_shown_in_the_style_of_the_session(
     inner: Inner, pytester: pytest.Pytester, style: str
 ) -> None:
