@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import re
-import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field
 
-TOKEN = re.compile(
-    r'\s*(?:(?P<string>"(?:[^"\\]|\\.)*")|(?P<html><)|(?P<word>[\w.#-]*\w)|(?P<mark>->|[{}\[\]=]))', re.S
-)
+TOKEN = re.compile(r'\s*(?:(?P<string>"(?:[^"\\]|\\.)*")|(?P<word>[\w.#-]*\w)|(?P<mark>->|[{}\[\]=]))', re.S)
 
 
 @dataclass
@@ -43,28 +41,22 @@ def tokens(text: str) -> list[tuple[str, str]]:
         assert match and match.lastgroup, f"no token at {text[at : at + 40]!r}"
         kind, at = match.lastgroup, match.end()
         value = match[kind]
-        if kind == "html":
-            depth, start = 1, at
-            while depth:
-                depth += {"<": 1, ">": -1}.get(text[at], 0)
-                at += 1
-            kind, value = "string", plain(text[start : at - 1])
-        elif kind == "string":
-            value = re.sub(r'\\(["\\])', r"\1", value[1:-1])
+        if kind == "string":
+            value = plain(value[1:-1])
         found.append((kind, value))
     return found
 
 
-def plain(markup: str) -> str:
-    """The text of an HTML-like label, which has to be well-formed; a line a break, a cell or an edge of a table."""
-    assert not re.search(r"[\x00-\x1f]", markup)
-    root = ElementTree.fromstring(f"<L>{markup}</L>")
-    for element in root.iter():
-        if element.tag in ("BR", "TR"):
-            element.text = "\n" + (element.text or "")
-    text = "".join(root.itertext())
-    assert "\\" not in text.replace("\\\\", ""), "a backslash that dot would take for an escape"
-    return text.replace("\\\\", "\\").strip("\n")
+def plain(quoted: str) -> str:
+    """The text that dot shows of a quoted string."""
+    assert not re.search(r"[\x00-\x1f]", quoted)
+    assert not re.search(r"&(?!\w+;)", quoted), "an ampersand that dot would take for an entity"
+
+    def unescaped(match: re.Match[str]) -> str:
+        assert match[1] in '"\\nl', "a backslash that dot would take for an escape"
+        return "\n" if match[1] in "nl" else match[1]
+
+    return html.unescape(re.sub(r"\\(.)", unescaped, quoted)).removesuffix("\n")
 
 
 def parse(text: str) -> Dot:

@@ -128,14 +128,13 @@ def run_graph(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
     path = None if arguments.output in (None, "-") else arguments.output
     form = picture_format(path)
     with OutputFile(path) as file, Progress(sys.stderr) as progress:
-        from ddpcheck.report.graph.drawing_data import fold
         from ddpcheck.report.graph.trace_graph import trace_graph
 
-        report, picture, marks = trace_graph(
+        report, view = trace_graph(
             arguments.target, progress=progress, hosts=hosts, **{name: getattr(settings, name) for name in RUN_SETTINGS}
         )
         progress("laying out the picture")
-        source = draw(fold(picture, marks), marks, report)
+        source = draw(view, report)
         drawn = lay_out(source, form, timeout=settings.timeout)
         progress.clear()
         if path is None:
@@ -143,7 +142,7 @@ def run_graph(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
         else:
             file.write(drawn)
         where = f", written to {path}" if path is not None else ""
-        say(f"{summary(picture, marks, report)}{where}")
+        say(f"{summary(view, report)}{where}")
     if report.error is not None:  # something that would only have explained
         complain(report.error.message, report.error.detail)
         return report.error.exit_code

@@ -166,7 +166,7 @@ def told_by_rank(values: Mapping[str, Sequence[Any]]) -> list[str]:
 
 def counted(number: object, noun: str) -> str:
     """A number of things in words: "1 step", "3 steps", "2 passes", "2 batches"."""
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
+    return f"{number} {noun}{'' if str(number) == '1' else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def suggestion(word: str, choices: Sequence[str], noun: str) -> str:
