@@ -91,18 +91,7 @@ def check_matrix(
     Raises:
         UsageError: An argument is wrong, or `target` names no recipe.
     """
-    given = CheckOptions(
-        world_size=world_size,
-        backend=backend or "",
-        device=device,
-        steps=steps,
-        timeout=timeout,
-        seed=seed,
-        preload=preload,
-        select=select,
-        ignore=ignore,
-        suppress=suppress,
-    )
+    given = CheckOptions("", world_size, backend or "", device, steps, seed, timeout, preload, select, ignore, suppress)
     asked = decided(given, target, hosts)
     return _MatrixRun(target, asked, progress or (lambda _text: None), hosts).run(step_times=step_times)
 
@@ -132,7 +121,13 @@ class _MatrixRun:
         if made.stopped_by_target or not wrapped:
             self.rows = [self._judged(own, DEFAULTS, own=True)]
         else:
-            self.facts = self._facts_of(own, wrapped)
+            first = wrapped[0].model
+            self.facts = replace(
+                first,
+                own=first.own if all(item.model.own == first.own for item in wrapped) else None,
+                buffers_differ=any(item.buffers != wrapped[0].buffers for item in wrapped),
+                absent=next(iter(self.references), own).steps.missing(),
+            )
             self.rows = [self._judged(own, self._own_options(wrapped[0]), own=True)]
             if wrapped[0].facts.is_ddp:
                 self._try_options()
@@ -182,17 +177,6 @@ class _MatrixRun:
         if not (reference or stopped or state.repeats.differ or state.steps.ranks_differ):
             self.references.append(state)
         return state
-
-    def _facts_of(self, own: CheckState, wrapped: Sequence[WrappedRow]) -> ModelFacts:
-        """Facts of the model that decide which options can make a difference."""
-        first = wrapped[0].model
-        reference = next(iter(self.references), own)
-        return replace(
-            first,
-            own=first.own if all(item.model.own == first.own for item in wrapped) else None,
-            buffers_differ=any(item.buffers != wrapped[0].buffers for item in wrapped),
-            absent=reference.steps.missing(),
-        )
 
     def _own_options(self, wrapped: WrappedRow) -> DdpOptions:
         """The recipe's own options that are not torch's defaults."""

@@ -343,33 +343,20 @@ SYNCED = f"{MICRO_BATCHES} micro-batches, each synchronised"
 
 
 class VariantFacts(Struct, frozen=True):
-    """What a rank says before such steps.
+    """What a rank says before such steps."""
 
-    Attributes:
-        not_compiled: Why the module cannot be compiled, or need not be; empty where it can.
-        not_split: Why the batch cannot be made in micro-batches; empty where it can.
-        apart: The gradients of the micro-batches, of this rank by itself, against those of its whole batch.
-    """
-
-    not_compiled: str = ""
-    not_split: str = ""
-    apart: tuple[Difference, ...] = ()
+    not_compiled: str = ""  # why the module cannot be compiled, or need not be; empty if it can
+    not_split: str = ""  # why the batch cannot be made in micro-batches; empty if it can
+    apart: tuple[Difference, ...] = ()  # of the rank's gradients of micro-batches, from those of its whole batch
 
 
 class VariantStep(Struct, frozen=True):
-    """One rank's step, compared with the same step through the wrapper as it is.
+    """One rank's step, compared with the same step through the wrapper as it is."""
 
-    Attributes:
-        gradients: Fingerprints of what is left in `.grad`, by name.
-        differences: From what the step leaves as it is.
-        drew: Whether random numbers were drawn.
-        graphs: How many were compiled for it; -1 where none should be, or this torch does not say it.
-    """
-
-    gradients: Mapping[str, int]
-    differences: tuple[Difference, ...] = ()
-    drew: bool = False
-    graphs: int = -1
+    gradients: Mapping[str, int]  # fingerprints of what is left in `.grad`, by name
+    differences: tuple[Difference, ...] = ()  # from what the step leaves as it is
+    drew: bool = False  # random numbers were drawn
+    graphs: int = -1  # compiled for it; -1 if none should be, or this torch does not say it
 
 
 def skipped(facts: Sequence[VariantFacts], title: str) -> str:

@@ -30,8 +30,6 @@ VARIED = (
 COMPRESSION_HOOKS = ("fp16_compress_hook", "bf16_compress_hook")
 """Of torch.distributed.algorithms.ddp_comm_hooks.default_hooks; what they lose is measured."""
 
-_MIB = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class DdpOptions:
@@ -105,7 +103,8 @@ def further_option_sets(facts: ModelFacts, base: DdpOptions, graphs: Sequence[Dd
         option_sets.append(OptionSet(base.plus(forward_sync_buffers=False), none))
         option_sets.append(OptionSet(base.plus(broadcast_buffers=False), none or alike))
     size = facts.gradient_bytes
-    small = "" if size > _MIB else f"all gradients ({_spelled_bytes(size)}) fit into one bucket of 1 MiB"
+    spelled = f"{size} bytes" if size < 1024 else f"{size / 1024:.0f} KiB"
+    small = "" if size > 1 << 20 else f"all gradients ({spelled}) fit into one bucket of 1 MiB"
     option_sets += [OptionSet(base.plus(bucket_cap_mb=cap), small) for cap in (1, 100)]
     option_sets.append(OptionSet(base.plus(bucket_cap_mb_list=[1, 5, 25]), small))
     option_sets.append(OptionSet(base.plus(batched_grad_copy=True)))
@@ -141,10 +140,3 @@ def _why_no_hook(facts: ModelFacts, hook: str) -> str:
     if hook.startswith("bf16") and not facts.nccl:
         return "torch takes this hook only with nccl, and this process group is none of it"
     return ""
-
-
-def _spelled_bytes(size: int) -> str:
-    for unit, factor in (("GiB", 1 << 30), ("MiB", _MIB), ("KiB", 1 << 10)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size} bytes"

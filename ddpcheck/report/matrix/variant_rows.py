@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,45 +26,6 @@ _STEPS: dict[str, Callable[[], matrix.VariantStep]] = {
 }
 
 
-class _Ranks:
-    """The ranks that make such steps; they are started again after a failure."""
-
-    def __init__(
-        self, target: Recipe | str, asked: CheckOptions, options: DdpOptions | None, hosts: RankHosts | None
-    ) -> None:
-        self._asked = asked
-        self._hosts = hosts
-        self._prepare = partial(calls.matrix_phases.prepare, target, asked.seed, options)
-        self._world: World | None = None
-        self._until = 0.0
-        self.facts: list[matrix.VariantFacts] = []
-
-    def prepare(self) -> None:
-        """Start the ranks, where none are there."""
-        if self._world is None:
-            self._world = self._asked.world(self._hosts, self._look)
-            self.facts = self._world.run(self._prepare)
-
-    def run(self, step: Callable[[], matrix.VariantStep], *, patience: float = 0.0) -> list[matrix.VariantStep]:
-        """Have all ranks make a step; `patience` seconds at most, where it is given."""
-        assert self._world is not None
-        self._until = time.monotonic() + patience if patience else 0.0
-        return self._world.run(step)
-
-    @property
-    def are_late(self) -> bool:
-        """Whether they have taken longer than they may."""
-        return bool(self._until) and time.monotonic() > self._until
-
-    def _look(self, _world: World, _finished: frozenset[int], _running: frozenset[int]) -> str | None:
-        return "{ranks} did not finish to compile in time" if self.are_late else None
-
-    def close(self) -> None:
-        world, self._world, self._until = self._world, None, 0.0
-        if world is not None:
-            world.close()
-
-
 def variant_rows(
     target: Recipe | str,
     asked: CheckOptions,
@@ -83,21 +44,36 @@ def variant_rows(
         progress: Called with a few words at the beginning of each.
         hosts: As for `check_matrix`.
     """
-    with contextlib.closing(_Ranks(target, asked, options, hosts)) as ranks:
+    world: World | None = None
+    facts: list[matrix.VariantFacts] = []
+    until = math.inf  # when the compilation that goes on has taken longer than it may
+
+    def look(_world: World, _finished: frozenset[int], _running: frozenset[int]) -> str | None:
+        return "{ranks} did not finish to compile in time" if time.monotonic() > until else None
+
+    try:
         for title, step in _STEPS.items():
             label = title if known == DEFAULTS else f"{known}, {title}"
             progress(label)
             row = partial(matrix.MatrixRow, known.arguments, hook=known.hook, label=label)
+            until = math.inf
             try:
-                ranks.prepare()
-                why = matrix.skipped(ranks.facts, title)
-                wrong = None if why or title == matrix.COMPILED else matrix.judged_parts(ranks.facts, known, label)
-                if why or wrong is not None:
-                    yield wrong or row("skipped", reason=why)
-                    continue
-                done = ranks.run(step, patience=_LONGEST_COMPILATION if title == matrix.COMPILED else 0.0)
-                yield matrix.judged_step(done, known, label)
+                if world is None:  # the first, or the next one after a failure
+                    world = asked.world(hosts, look)
+                    facts = world.run(partial(calls.matrix_phases.prepare, target, asked.seed, options))
+                if why := matrix.skipped(facts, title):
+                    yield row("skipped", reason=why)
+                elif title != matrix.COMPILED and (wrong := matrix.judged_parts(facts, known, label)):
+                    yield wrong
+                else:
+                    until = time.monotonic() + _LONGEST_COMPILATION if title == matrix.COMPILED else math.inf
+                    yield matrix.judged_step(world.run(step), known, label)
             except (RankError, TargetError) as error:
                 late = f"to compile it takes more than {_LONGEST_COMPILATION:g} s"
-                yield row("skipped", reason=late) if ranks.are_late else row("stops", reason=str(error))
-                ranks.close()
+                yield row("skipped", reason=late) if time.monotonic() > until else row("stops", reason=str(error))
+                if world is not None:
+                    world.close()
+                world = None
+    finally:
+        if world is not None:
+            world.close()
