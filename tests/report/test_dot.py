@@ -69,7 +69,7 @@ def test_a_parameter_stands_at_its_module_in_the_colour_of_its_cause() -> None:
     dot = drawn()
     detached, unused = dot.node("detached"), dot.node("unused")
     assert dot.nodes[detached]["fillcolor"] == COLOURS["DDP103"]
-    assert dot.nodes[detached]["label"] == "detached\nencoder.weight  8\u00d78"
+    assert dot.nodes[detached]["label"] == "detached-parameter\nencoder.weight  8\u00d78"
     assert dot.clusters_of(detached) == ["model  Net \u00b7 3 parameters", "encoder  Linear \u00b7 1 parameter"]
     (reader,) = [target for source, target, _ in dot.edges if source == detached]
     assert dot.nodes[reader]["label"] == "linear" and dot.around[reader] == dot.around[detached]
@@ -123,8 +123,8 @@ def test_the_title_has_target_world_size_codes_and_a_legend_of_what_is_there() -
     title = drawn().title
     assert title.splitlines()[0] == "net.py"
     assert "rank 0 of 2" in title
-    assert "DDP101 unused-parameter, DDP103 detached-parameter, DDP305 loss-normalisation (not drawn)" in title
-    assert f"unused: {RULES['DDP101'].summary} (DDP101)" in title
+    assert "DDP305 loss-normalisation: not drawn" in title
+    assert f"DDP101 unused-parameter: {RULES['DDP101'].summary}\nDDP103 detached-parameter: " in title
     assert "zero-gradient" not in title and "end of a path" in title
     clean = parse(draw(picture(), report()))
     assert "no findings" in clean.title and "DDP" not in clean.title
@@ -134,6 +134,13 @@ def test_a_tied_parameter_is_drawn_once_with_all_its_names() -> None:
     view = picture(MarkedParameter(("DDP101", ""), "idle", ("idle.weight", "other.weight"), (1, 8)))
     assert parse(draw(view, report("DDP101"))).node("idle.weight = other.weight")
     assert summary(view, report("DDP101")) == "2 modules drawn, 1 anomalous parameter (DDP101)"
+
+
+def test_a_tensor_of_no_module_has_a_box_that_says_nothing_of_calls_and_a_node_of_its_own() -> None:
+    view = picture(MarkedParameter(("DDP106", ""), "Config", ("batch",)))
+    dot = parse(draw(view, report("DDP106")))
+    assert dot.clusters_of(dot.node("unregistered-parameter\nbatch"))[1:] == ["Config"]
+    assert "batch" in dot.labels() and dot.edges[0][0] == "n1"
 
 
 def test_ranks_and_steps_are_said_on_the_node() -> None:
@@ -185,7 +192,7 @@ def assert_survives(name: str) -> None:
     mark = marked(f"{name}.{name}", "DDP103", "encoder")
     dot = parse(draw(picture(mark, name=name, reason=name), report("DDP103", target=name)))
     labels = "\n".join(dot.labels())
-    assert f"detached\n{shown(name)}.{shown(name)}  8\u00d78" in labels
+    assert f"detached-parameter\n{shown(name)}.{shown(name)}  8\u00d78" in labels
     assert f"{shown(name)}\nat net.py:17" in labels
     assert f"{shown(name)}  Linear \u00b7 1 parameter" in dot.clusters.values()
     assert dot.title.startswith(shown(name))

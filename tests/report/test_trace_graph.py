@@ -83,8 +83,7 @@ def recipe(text: str) -> str:
 def test_each_cause_is_drawn_in_its_colour(name: str, code: str, words: str) -> None:
     dot = draw(broken(f"parameters/{name}"))
     assert code in dot.title
-    word = RULES[code].name.removesuffix("-parameter")
-    marked = [node for node in dot.nodes.values() if node["label"].startswith(word)]
+    marked = [node for node in dot.nodes.values() if node["label"].startswith(RULES[code].name)]
     assert marked and {node["fillcolor"] for node in marked} == {COLOURS[code]}
     assert any(words in node["label"] for node in marked)
 
@@ -197,7 +196,7 @@ def loss(model, batch):
     )
     octagons = [node["label"] for node in dot.nodes.values() if node.get("shape") == "doubleoctagon"]
     assert octagons == ["loss['first<1>']", "loss['second']"]
-    assert dot.node("unused\nc.weight  4\u00d74\nc.bias  4")
+    assert dot.node("unused-parameter\nc.weight  4\u00d74\nc.bias  4")
 
 
 DEEP = """

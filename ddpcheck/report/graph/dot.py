@@ -57,7 +57,7 @@ def draw(view: GraphView, report: Report) -> str:
 class _Drawing:
     def __init__(self, view: GraphView) -> None:
         self.view = view
-        self.groups = _group(view.parameters, max((len(each.module) for each in view.parameters), default=0))
+        self.groups = _group(view.parameters, max((len(prefixes(each.module)) for each in view.parameters), default=0))
         count = Counter(node.module for node in view.nodes if node.kind == "module" and node.module is not None)
         clusters = {"", *(module for module, number in count.items() if number > 1)}  # the others are one node each
         clusters |= {module for module, _ in self.groups}
@@ -75,9 +75,10 @@ class _Drawing:
             names = [f"{' = '.join(each.names)}  {_TIMES.join(map(str, each.shape))}".rstrip() for each in parameters]
             more = f"and {len(names) - MOST_LINES} more" if len(names) > MOST_LINES else ""
             look = f' style=filled fillcolor="{COLOURS[code]}" fontcolor={"white" if code in DARK else "black"}'
-            self._add(names[0], module, [_word(code), where, *names[:MOST_LINES], more], look)
+            key = f"parameter {names[0]}"
+            self._add(key, module, [RULES[code].name, where, *names[:MOST_LINES], more], look)
             readers = dict.fromkeys(reader for parameter in parameters for reader in parameter.readers)
-            edges += [(names[0], reader, "penwidth=1.5") for reader in readers]
+            edges += [(key, reader, "penwidth=1.5") for reader in readers]
         yield _HEAD % _text(title, end="\\l")
         yield from self.content[None]
         yield from self._cluster("")
@@ -96,7 +97,7 @@ class _Drawing:
 
     def _cluster(self, path: str) -> Iterator[str]:
         yield f"subgraph cluster_{list(self.content).index(path)} {{"
-        yield _CLUSTER % _text(["  ".join(self._describe(path))])
+        yield _CLUSTER % _text(["  ".join(filter(None, self._describe(path)))])
         yield from self.content[path]
         for inner in self.content:
             if inner and module_of(inner) == path:
@@ -127,23 +128,20 @@ class _Drawing:
             words.append(f"{counted(f'{fact.elements:,}', 'parameter')}{' each' if copies > 1 else ''}")
         if fact.calls > 1:
             words.append(f"called {fact.calls} times")
-        elif not any(each.calls for inner, each in self.view.modules.items() if path in prefixes(inner)):
+        elif fact.class_name and not any(
+            each.calls for inner, each in self.view.modules.items() if path in prefixes(inner)
+        ):
             words.append("not called")
         return " \u2026 ".join(names) or "model", " \u00b7 ".join(words)
 
 
-def _word(code: str) -> str:
-    return RULES[code].name.removesuffix("-parameter")
-
-
 def _title(view: GraphView, report: Report) -> Iterator[str]:
-    codes = dict.fromkeys(finding.code for finding in report.findings)
-    marked = sorted({parameter.mark[0] for parameter in view.parameters})
-    findings = [f"{code} {RULES[code].name}{'' if code in marked else ' (not drawn)'}" for code in codes]
-    yield report.target
-    yield f"rank 0 of {report.world.get('world_size', 1)}, step 0"
-    yield f"findings: {', '.join(findings)}" if findings else "no findings"
-    yield from (f"{_word(code)}: {RULES[code].summary} ({code})" for code in marked)
+    yield from (report.target, f"rank 0 of {report.world.get('world_size', 1)}, step 0")
+    drawn = {parameter.mark[0] for parameter in view.parameters}
+    for code in dict.fromkeys(finding.code for finding in report.findings):
+        yield f"{code} {RULES[code].name}: {RULES[code].summary if code in drawn else 'not drawn'}"
+    if not report.findings:
+        yield "no findings"
     if any(node.kind == "stop" for node in view.nodes):
         yield "octagon: the end of a path; what was computed before it gets no gradient through it"
     if not all(view.edges.values()):

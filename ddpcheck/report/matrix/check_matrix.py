@@ -128,7 +128,11 @@ class _MatrixRun:
                 buffers_differ=any(item.buffers != wrapped[0].buffers for item in wrapped),
                 absent=next(iter(self.references), own).steps.missing(),
             )
-            self.rows = [self._judged(own, self._own_options(wrapped[0]), own=True)]
+            set_options = {**(self.facts.own or {}), **wrapped[0].set_by_wrap}
+            for name, value in list(set_options.items()):
+                if value is not False if name in _BROADCASTS else value in (None, False):  # torch's default
+                    del set_options[name]
+            self.rows = [self._judged(own, DdpOptions(set_options), own=True)]
             if wrapped[0].facts.is_ddp:
                 self._try_options()
                 if not wrapped[0].together:  # sharded instead, it would be another model
@@ -177,12 +181,6 @@ class _MatrixRun:
         if not (reference or stopped or state.repeats.differ or state.steps.ranks_differ):
             self.references.append(state)
         return state
-
-    def _own_options(self, wrapped: WrappedRow) -> DdpOptions:
-        """The recipe's own options that are not torch's defaults."""
-        own = {**(self.facts.own or {}), **wrapped.set_by_wrap}
-        kept = [name for name in own if (own[name] is False if name in _BROADCASTS else own[name] not in (None, False))]
-        return DdpOptions({name: own[name] for name in kept})
 
     def _try_options(self) -> None:
         own, rows = self.rows[0], self.rows
