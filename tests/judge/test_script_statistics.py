@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import NoneType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpcheck.findings.evidence.replicas import RunningStatistic
 from ddpcheck.findings.evidence.steps import Call
@@ -204,6 +206,176 @@ def test_a_rollout_of_which_forward_is_given_parts(of_all: bool) -> None:
             x = observed[part]
             module(x if of_all else (x - running.mean) / running.var.sqrt())
     assert kept and {one.name for one in found} == {"running.mean"} and sum(one.equations == 5 for one in found) > 1
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Policy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = nn.Sequential(nn.Linear(6, 2)), nn.Sequential(nn.Linear(6, 1))
+
+    def act(self, x: Tensor) -> Tensor:
+        out: Tensor = self.actor(x)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.actor(x).sum(1) + self.critic(x)[:, 0]
+        return out
+
+
+class Welford:
+    """As many write it: one row after the other, normalised to at most 5."""
+
+    def __init__(self) -> None:
+        self.n, self.centre, self.spread = 0, np.zeros(6), np.zeros(6)
+
+    def see(self, rows: Any) -> None:
+        for row in rows:
+            self.n += 1
+            way = row - self.centre
+            self.centre = self.centre + way / self.n
+            self.spread = self.spread + (way * (row - self.centre) - self.spread) / self.n
+
+    def __call__(self, rows: Any) -> Tensor:
+        scaled = (rows - self.centre) / np.sqrt(self.spread + 1e-8)
+        return torch.from_numpy(np.clip(scaled, -5, 5)).float()
+
+
+def observed(count: int) -> Tensor:
+    return UNITS * (torch.randn(count, 6) + 1)
+
+
+def acts_with_a_part(ddp: DistributedDataParallel) -> None:
+    state = {"mu": torch.zeros(6), "square": torch.ones(6)}
+    for _ in range(6):
+        rollout = []
+        for _ in range(9):
+            x = observed(8)
+            state["mu"].mul_(0.9).add_(x.mean(0), alpha=0.1)
+            state["square"].mul_(0.9).add_(x.square().mean(0), alpha=0.1)
+            x = ((x - state["mu"]) / (state["square"] - state["mu"].square()).clamp_min(1e-6).sqrt()).clamp(-2, 2)
+            with torch.no_grad():
+                ddp.module.act(x)
+            rollout.append(x)
+        for part in torch.cat(rollout)[torch.randperm(72)].split(24):
+            ddp(part).sum().backward()
+
+
+def acts_then_trains_on_raw_rows(ddp: DistributedDataParallel) -> None:
+    norm, replay = Welford(), np.zeros((0, 6))
+    for _ in range(40):
+        row = observed(1).numpy()
+        norm.see(row)
+        with torch.no_grad():
+            ddp.module(norm(row))
+        replay = np.concatenate([replay, row])
+        if len(replay) > 8:
+            ddp(norm(replay[torch.randint(len(replay) - 2, (16,)).numpy()])).sum().backward()
+
+
+def updates_before_it_trains(ddp: DistributedDataParallel) -> None:
+    norm, replay = Welford(), []
+    for _ in range(40):
+        norm.see(rows := observed(2).numpy())
+        if len(replay) > 8:
+            ddp(torch.cat(replay)[torch.randint(len(replay) - 2, (16,))]).sum().backward()
+        replay.append(norm(rows))
+        with torch.no_grad():
+            ddp.module(replay[-1])
+
+
+def acts_by_the_wrapper_and_updates_later(ddp: DistributedDataParallel) -> None:
+    seen, middle, power = 0, torch.zeros(6), torch.ones(6)
+    for _ in range(6):
+        rollout = []
+        for _ in range(10):
+            raw = observed(8)
+            x = ((raw - middle) / (power - middle.square()).clamp_min(1e-8).sqrt()).clamp(-4, 4)
+            with torch.no_grad():
+                ddp(x)
+            rollout.append(x)
+            seen += 1
+            middle = middle + (raw.mean(0) - middle) / seen
+            power = power + (raw.square().mean(0) - power) / seen
+        for part in torch.cat(rollout)[torch.randperm(80)].split(20):
+            ddp(part).sum().backward()
+
+
+def acts_on_constants_beside_a_log(ddp: DistributedDataParallel) -> None:
+    norm = Welford()
+    for _ in range(6):
+        rollout = []
+        for _ in range(9):
+            raw = observed(8).numpy()
+            norm.see(raw)
+            assert norm(raw).isfinite().all()  # a score that is shown, say
+            x = torch.from_numpy(raw) / UNITS - 1
+            with torch.no_grad():
+                ddp.module(x)
+            rollout.append(x)
+        for part in torch.cat(rollout)[torch.randperm(72)].split(24):
+            ddp(part).sum().backward()
+
+
+def replaced_after_training(ddp: DistributedDataParallel) -> None:
+    """By that of all ranks, of which only sums were given to a collective: here, some others."""
+    norm, total = Welford(), torch.zeros(6)
+    for number in range(6):
+        rollout = []
+        for _ in range(9):
+            raw = observed(8)
+            norm.see(raw.numpy())
+            total += raw.sum(0) + observed(8).sum(0)
+            x = norm(raw.numpy())
+            with torch.no_grad():
+                ddp.module(x)
+            rollout.append(x)
+        for part in torch.cat(rollout)[torch.randperm(72)].split(24):
+            ddp(part).sum().backward()
+        norm.centre = total.double().numpy() / (144 * (number + 1))
+
+
+def evaluates_by_statistics_of_its_own(ddp: DistributedDataParallel) -> None:
+    norm = Welford()
+    for _ in range(6):
+        for _ in range(9):
+            rows = observed(8).numpy()
+            norm.see(rows)
+            with torch.no_grad():
+                ddp.module(norm(rows))
+        for _ in range(4):
+            ddp(torch.randn(24, 6)).sum().backward()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("trains", "name"),
+    [
+        (acts_with_a_part, "state['mu']"),
+        (acts_then_trains_on_raw_rows, "norm.centre"),
+        (updates_before_it_trains, "norm.centre"),
+        (acts_by_the_wrapper_and_updates_later, "middle"),
+        (acts_on_constants_beside_a_log, None),
+        (replaced_after_training, None),
+        (evaluates_by_statistics_of_its_own, None),
+    ],
+)
+def test_it_moves_in_each_step_of_a_rollout(trains: Callable[[DistributedDataParallel], None], name: str) -> None:
+    found: list[RunningStatistic] = []
+    ddp = DistributedDataParallel(Policy())
+    kept = recorder(found, ddp)
+    torch.manual_seed(1)
+    trains(ddp)
+    assert kept
+    others = [replace(one, values=tuple(2 * value + 1 for value in one.values)) for one in found]
+    subjects = [finding.subjects for finding in judge_statistics([found, others])]
+    assert subjects == ([(name,)] if name else [])
 
 
 def test_the_line_that_updates_is_in_the_class_and_makes_the_new_value_of_the_old_one() -> None:

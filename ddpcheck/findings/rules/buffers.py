@@ -96,8 +96,11 @@ fix: Reduce the sums and the count of each batch over all ranks (dist.all_reduce
 statistics; or keep these in buffers of the wrapped module, as nn.SyncBatchNorm does.
 detected: In some calls of forward `ddpcheck run` compares the tensors and arrays that the script holds. It reports one
 that differs between ranks, moved towards the mean of the samples passed to the module since the last call, and is
-subtracted from them, in every feature. It reports nothing if a collective is given the statistics, if they are updated
-more than once between two calls of the wrapped module, as in each step of a rollout, or if the inputs are clipped.
+subtracted from them, in every feature that is not clipped. Calls without gradients of the module inside the wrapper, or
+of a part of it, count too, as in each step of a rollout, once the wrapper is given the same samples. It reports nothing
+if a collective is given the statistics, if the ranks have the same ones when the wrapper is called, if they are updated
+more than once between two of these calls, if they scale the targets of the loss only, or, unless the samples before
+they are normalised are still there, if fewer than three features are known.
 ignore: If each rank trains on inputs of another kind, which have to be normalised by themselves.
 example:
 mean += (x.mean(0) - mean) * len(x) / count    # right: sum, squares and count of x through dist.all_reduce first

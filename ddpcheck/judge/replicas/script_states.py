@@ -34,9 +34,9 @@ def judge_statistics(held: Sequence[Sequence[RunningStatistic]]) -> list[Finding
     What is the same on every rank at one of the calls has been brought together, as has what was given to a collective:
     with the statistics of all ranks, or of one, all inputs are normalised alike.
     """
-    by_name = [_calls_by_name(of_rank) for of_rank in held]
-    for wrapper, name in by_name[0] if len(by_name) > 1 else ():
-        theirs = [of_rank.get((wrapper, name), {}) for of_rank in by_name]
+    by_name = [group_by(of_rank, lambda one: (one.wrapper, one.name)) for of_rank in held]
+    for name in by_name[0] if len(by_name) > 1 else ():
+        theirs = [{one.forward: one for one in of_rank.get(name, ())} for of_rank in by_name]
         common = sorted(set.intersection(*map(set, theirs)))
         looks = [[of_rank[forward] for of_rank in theirs] for forward in common]
         if not looks or not all(map(_is_followed, theirs)) or any(one.exchanged for one in looks[-1]):
@@ -61,20 +61,8 @@ def _is_followed(looks: dict[int, RunningStatistic]) -> bool:
 def _distance(of_ranks: Sequence[RunningStatistic]) -> float:
     """How far the values are apart, in units of what inputs are divided by."""
     first = of_ranks[0]
-    return max(
-        (
-            abs(value - mine) / max(scale, 1e-300)
-            for one in of_ranks[1:]
-            for value, mine, scale in zip(one.values, first.values, first.scale, strict=False)
-            if scale > 0
-        ),
-        default=0.0,
-    )
-
-
-def _calls_by_name(held: Sequence[RunningStatistic]) -> dict[tuple[int, str], dict[int, RunningStatistic]]:
-    by_name = group_by(held, lambda one: (one.wrapper, one.name))
-    return {name: {one.forward: one for one in looks} for name, looks in by_name.items()}
+    rows = [row for one in of_ranks[1:] for row in zip(one.values, first.values, first.scale, strict=False)]
+    return max((abs(value - mine) / scale for value, mine, scale in rows if scale > 0), default=0.0)
 
 
 def _finding_of_statistic(looks: Sequence[Sequence[RunningStatistic]], apart: float) -> list[Finding]:

@@ -3,12 +3,18 @@
 They are known by numbers, not by names. Where inputs of forward are (x - m) / c, and m has moved towards the mean of
 the samples x since the last look, then m / c has moved by a / (1 - a) of the mean of the inputs: an equation for each
 feature, with one unknown number for all of them. Where x itself is still there, the inputs are compared with it, too.
+
+A rollout updates them many times before the wrapper is called, and calls the module inside, or a part of it, to act:
+these calls are looked at, too. What has moved so in a rollout counts once the wrapper is given some of its rows.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import sys
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
@@ -20,16 +26,18 @@ from torch import nn
 from ddpcheck.findings.evidence.replicas import RunningStatistic
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
+from ddpcheck.findings.source_lines import file_of_class, frames_from, is_of_program
+from ddpcheck.gather.forward_hooks import OutsideOfTraining, before_forward
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
+from ddpcheck.record.loop.bypass_recorder import DDP_FILE
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.recording import Recording
-from ddpcheck.record.source.program_numbers import held_by_program
+from ddpcheck.record.source.program_numbers import held_by_program, is_usable, tensor_of
 from ddpcheck.record.source.source_scope import updating_line
 from ddpcheck.stream.rank_report import is_probed
 
 _MOST_INPUTS = 4
-_MOST_ELEMENTS = 1 << 22  # of an input
 _MOST_COMPARED = 128  # features, and rows
 _MOST_SCALES = 32
 _MOST_ROWS = 1 << 13  # of what the inputs may be a part of
@@ -38,9 +46,8 @@ _MOST_SAMPLES = 16
 _MOST_COUNTS = 8  # beside a sum
 _MOST_CALLS = 32  # of collectives that are looked at, once there is a statistic that they may be given
 _SHOWN = 16
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64)
 _EPS = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # as added to a variance
-_FITS = 1e-3  # relative residual
+_FITS = 1e-3  # relative residual, in at least three features: two fit one of many scales by chance
 _SAME = 1e-4  # of what inputs are divided by
 _ROUNDED = 2e-3  # relative rounding of what has changed, from which on nothing is known
 _CLEARLY = 10  # times the residual of what the inputs as they are would explain
@@ -69,6 +76,24 @@ class _Look:
     samples: list[_Numbers] = field(default_factory=list)  # what the inputs may have been before
     whole: list[_Numbers] = field(default_factory=list)  # more of what is given, or of samples: a rollout
     offsets: dict[str, torch.Tensor] = field(default_factory=dict)  # by name of what is subtracted, means of samples
+    acts: int = -1  # calls in rollouts by then
+
+    def without_rows(self) -> _Look:
+        """What the next look is compared with."""
+        return replace(self, inputs=[replace(one, rows=one.rows[:0]) for one in self.inputs], samples=[], whole=[])
+
+
+@dataclass(slots=True)
+class _Tally:
+    """How a variable has moved since the wrapper's last call that was looked at."""
+
+    moves: list[int] = field(default_factory=list)  # for each the equations: 0 if not towards the mean of the inputs
+    features: int = 0  # of a statistic that was found
+    scale: torch.Tensor = field(default_factory=torch.Tensor)  # by which it normalises
+    goes_on: bool | None = None  # after a call of the wrapper; else it may be replaced there by that of all ranks
+    # rows that were given when it has fitted, and what they were before that
+    rows: deque[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=lambda: deque(maxlen=_MOST_SAMPLES))
+    is_trained_on: bool = False  # whether the wrapper has been given one of the rows
 
 
 @dataclass(slots=True)
@@ -76,8 +101,13 @@ class _Followed:
     number: int
     without: set[int]
     forwards: int = 0
-    last: _Look = field(default_factory=_Look)
-    scales: dict[str, torch.Tensor] = field(default_factory=dict)  # by name of a statistic that was found
+    called: _Look = field(default_factory=_Look)  # the last look in a call of the wrapper
+    acted: _Look = field(default_factory=_Look)  # and in one of a rollout
+    tallies: dict[str, _Tally] = field(default_factory=dict)
+    entry: int = 0  # the identity of the part by which a rollout has entered the module
+    rollouts: int = 0
+    calls: int = 0  # in this rollout
+    acts: int = 0  # in all of them
 
 
 class StatisticsRecorder(Recorder, subjects=("replicas",)):
@@ -86,7 +116,7 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
     def __init__(self, run: Recording) -> None:
         self._run = run
         self._followed: list[_Followed] = []
-        self._exchanged: dict[str, int] = {}
+        self._exchanged = Counter[str]()
         self._calls = 0
 
     def follow(self, wrapper: nn.Module, number: int) -> None:
@@ -94,54 +124,99 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
         one = _Followed(number, {id(part) for part in wrapper.modules()})
         self._followed.append(one)
         wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(self._called, one)), with_kwargs=True)
+        if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+            hook = OutsideOfTraining(UnpickledHook(functools.partial(self._acts, one)))
+            children = wrapper.module.children()  # no layers of torch's own: some take another path if they have hooks
+            parts = [one for one in children if type(one) is nn.Sequential or is_of_program(file_of_class(type(one)))]
+            for part in (wrapper.module, *parts):
+                before_forward(part, hook, with_kwargs=True)
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
         """A collective is about to be made: of a statistic, perhaps, or of its multiple."""
-        known = {name: one.last.held[name] for one in self._followed for name in one.scales if name in one.last.held}
+        known = {name: t.features for one in self._followed for name, t in one.tallies.items() if t.features}
         if not known or len(call.members) < 2 or self._calls >= _MOST_CALLS:
             return
-        fewest = min(one.features for one in known.values())
-        handed = [one for leaf in tree_leaves(dict(given)) if (one := _tensor(leaf)) is not None]
-        if not any(one.numel() >= fewest for one in handed):
+        tensors = map(tensor_of, tree_leaves(dict(given)))
+        if not (handed := [one for one in tensors if one is not None and one.numel() >= min(known.values())]):
             return
         self._calls += 1
-        now = _held({one.features for one in known.values()}, lambda _: False)[0].held
-        for name in known.keys() & now.keys():
-            if any(_contains(one, now[name]) for one in handed):
-                self._exchanged[name] = self._exchanged.get(name, 0) + 1
+        now = _held(set(known.values()), lambda _: False)[0].held
+        names = known.keys() & now.keys()
+        self._exchanged.update(name for name in names if any(_contains(one, now[name]) for one in handed))
+
+    def _acts(self, one: _Followed, part: nn.Module, *given: Any) -> None:
+        """A part of the module is called, by the wrapper or in a rollout."""
+        if not one.entry:
+            if any(frame.f_code.co_filename == DDP_FILE for frame in frames_from(sys._getframe(1))):
+                return
+            one.entry, one.rollouts, one.calls = id(part), one.rollouts + 1, 0
+        if one.entry == id(part):
+            count, one.calls, acts, one.acts = one.calls, one.calls + 1, one.acts, one.acts + 1
+            if _is_looked_at(one.rollouts) and _is_looked_at(count) and (look := self._look(one, given)):
+                if one.called.acts == acts:
+                    _compare(one, look, one.called, begins=True)
+                if one.acted.acts == acts:
+                    _compare(one, look, one.acted)
+                one.acted = look.without_rows()
 
     def _called(self, one: _Followed, _module: nn.Module, *given: Any) -> None:
         count, one.forwards = one.forwards, one.forwards + 1
-        if not is_probed(count) and not is_probed(count - 1):  # what has changed from one call to the next
+        acted, one.entry = one.entry != 0 and _is_looked_at(one.rollouts), 0
+        if (not acted and not _is_looked_at(count)) or not (look := self._look(one, given)):
             return
-        tensors = [t for t in tree_tensors(given) if t.is_floating_point() and _is_usable(t)][:_MOST_INPUTS]
-        if not tensors:
-            return
-        look = _look(tensors, self._run.samples, one.without)
-        last, one.last, held = one.last, look, look.held
-        _divide(look, last)
-        changed = [name for name in held if name in last.held and _has_moved(held[name], last.held[name])]
-        found = {
-            **_found_by_inputs(look, last, changed),
-            **_found_by_samples(look, last, changed),
-            **_found_in_whole(look, last, changed),
-        }
-        for name in found.keys() | (one.scales.keys() & held.keys()):
-            equations, scale = found.get(name, (0, one.scales.get(name)))
-            assert scale is not None
-            one.scales[name] = scale
-            values, scales = (tuple(t[:_SHOWN].tolist()) for t in (held[name].mean, scale))
-            where = updating_line(name.partition(" / ")[0], held[name].holder)
-            self._run.add(
-                RunningStatistic(
-                    one.number, count, name, values, scales, equations, where, self._exchanged.get(name, 0)
-                )
-            )
-        look.inputs = [replace(given, rows=given.rows[:0]) for given in look.inputs]
-        look.samples = look.whole = []
+        unseen = one.acts > max(one.acted.acts, one.called.acts, 0)
+        _compare(one, look, one.called, counts=one.called.acts == one.acts and _is_looked_at(count - 1))
+        one.called = look.without_rows()
+        for name, tally in one.tallies.items():
+            if not tally.features or (unseen and not tally.moves) or (mean := look.held.get(name)) is None:
+                continue
+            tally.is_trained_on |= any(_are_from(tally, given, mean) for given in look.inputs)
+            fits = tally.is_trained_on and tally.goes_on is not False and tally.moves.count(0) <= len(tally.moves) / 2
+            values, scales = (tuple(t[:_SHOWN].tolist()) for t in (mean.mean, tally.scale))
+            where, equations = updating_line(name.partition(" / ")[0], mean.holder), sum(tally.moves) if fits else 0
+            exchanged, tally.moves = self._exchanged[name], []
+            self._run.add(RunningStatistic(one.number, count, name, values, scales, equations, where, exchanged))
+
+    def _look(self, one: _Followed, given: Sequence[Any]) -> _Look | None:
+        tensors = [t for t in tree_tensors(given) if t.is_floating_point() and is_usable(t)][:_MOST_INPUTS]
+        return replace(_look(tensors, self._run.samples, one.without), acts=one.acts) if tensors else None
+
+
+def _compare(one: _Followed, look: _Look, last: _Look, *, counts: bool = True, begins: bool = False) -> None:
+    """Note what has moved since the last look; if that was not in the call before, only what has moved as a statistic.
+
+    `begins`: the rollout has begun with `look`, and `last` is of the wrapper.
+    """
+    _divide(look, last)
+    changed = [name for name in look.held if name in last.held and _has_moved(look.held[name], last.held[name])]
+    finders = (_found_by_inputs, _found_by_samples, _found_in_whole)
+    found = {name: one for finder in finders for name, one in finder(look, last, changed).items()}
+    for name in changed if counts else found:
+        tally, mean = one.tallies.setdefault(name, _Tally()), look.held[name]
+        if begins:
+            tally.goes_on = name in found or tally.goes_on is True
+        tally.moves.append(found[name][0] if name in found else 0)
+        if name in found:
+            tally.features, tally.scale = mean.features, found[name][1]
+            alike = [given.rows for given in look.inputs if given.features == mean.features]
+            tally.rows += [(rows.clone(), rows * tally.scale + mean.mean) for rows in alike]
 
 
 _Found = dict[str, tuple[int, torch.Tensor]]  # by name of a statistic: the number of equations, and the scale
+
+
+def _is_looked_at(count: int) -> bool:
+    """Whether a call, or a rollout, is one of two that are looked at, the one after the other."""
+    return is_probed(count) or is_probed(count - 1)
+
+
+def _are_from(tally: _Tally, given: _Numbers, mean: _Numbers) -> bool:
+    """Whether some rows were given when a statistic has moved, as they are or before they were normalised again."""
+    if given.features != mean.features:
+        return False
+    new = given.rows[given.rows.any(1)][:, None]
+    pairs = ((rows, (raw - mean.mean) / tally.scale) for rows, raw in tally.rows)
+    return any(bool(((new - old).abs() <= _SAME).all(2).any()) for pair in pairs for old in pair)
 
 
 def _found_by_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
@@ -152,21 +227,26 @@ def _found_by_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found
         best = _FITS
         for of, scaled_by in ((look, look), (last, last), (look, last)):  # updated before it is used, later, just after
             alike = [given for given in of.inputs if given.features == now.features > 1]
+            alike = [given for given in alike if _is_same_way(now, before, given)]
             scales = _scales(scaled_by, name) if alike else torch.empty(0)
             for given in alike if len(scales) else ():
                 moved, known = _moved(now, before, scales)
                 known &= given.rounding <= _ROUNDED * given.mean.norm()
                 residual = _residuals(moved * known, given.mean * known)
-                plainly = [
-                    _residuals(moved * known, one * known / scales) for one in (given.mean, given.mean - before.mean)
-                ]
-                fits = (residual * _CLEARLY < torch.minimum(*plainly)) & (known.sum(1) > 1)
-                number = int(
-                    torch.where(fits, residual, 1.0).argmin()
-                )  # it is no sum or mean of the inputs as they are
-                if fits[number] and residual[number] < best:
+                plain = (given.mean, given.mean - before.mean)  # of which it is no sum or mean
+                plainly = torch.minimum(*(_residuals(moved * known, one * known / scales) for one in plain))
+                residual[(residual * _CLEARLY >= plainly) | (known.sum(1) < 3)] = 1.0
+                number = int(residual.argmin())
+                if residual[number] < best:
                     best, found[name] = float(residual[number]), (int(known[number].sum()) - 1, scales[number])
     return found
+
+
+def _is_same_way(now: _Numbers, before: _Numbers, given: _Numbers) -> bool:
+    """Whether a variable may have moved as the mean of the inputs, by whatever positive scale: this takes less time."""
+    moved, size = now.mean - before.mean, given.mean.norm()
+    known = (moved.abs() > 2 * now.rounding) & (given.rounding <= _ROUNDED * size)
+    return not bool((known & (moved * given.mean < 0) & (given.mean.abs() > 2 * _FITS * size)).any())
 
 
 def _found_by_samples(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
@@ -174,16 +254,12 @@ def _found_by_samples(look: _Look, last: _Look, changed: Sequence[str]) -> _Foun
     found: _Found = {}
     for given in look.inputs if changed else ():
         for samples in look.samples:
-            if (line := _affine(given, samples)) is None:
-                continue
-            offset, scale = line
-            for name in changed:
+            for (offset, scale), name in itertools.product(_affine(given, samples), changed):
                 now, before = look.held[name], last.held[name]
-                subtracted = [one for one in (now, before) if _is_same(one, given.features, offset, scale)]
-                if not subtracted:
-                    continue
-                if now in subtracted:
+                if now.features == given.features and _is_at(offset, scale, now):
                     look.offsets[name] = samples.mean
+                elif now.features != given.features or not _is_at(offset, scale, before):
+                    continue
                 moved, known = _moved(now, before, scale[None])
                 known &= offset.abs() > _CLEARLY * _SAME * scale
                 for mean in (samples.mean, last.offsets.get(name)):  # updated before it is used, or after it
@@ -192,8 +268,8 @@ def _found_by_samples(look: _Look, last: _Look, changed: Sequence[str]) -> _Foun
     return found
 
 
-def _is_same(one: _Numbers, features: int, offset: torch.Tensor, scale: torch.Tensor) -> bool:
-    return one.features == features and bool(((one.mean - offset).abs() <= _SAME * scale).all())
+def _is_at(offset: torch.Tensor, scale: torch.Tensor, one: _Numbers) -> bool:
+    return bool(((one.mean - offset).abs() <= _SAME * scale).all())
 
 
 def _found_in_whole(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
@@ -207,13 +283,12 @@ def _found_in_whole(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
             shares = _are_shares(moved * known, (whole.mean - before.mean) / scales * known) & (known.sum(1) > 1)
             alike = [given for given in look.inputs if given.features == whole.features]
             for number in shares.nonzero().flatten().tolist():
-                scale = scales[number]
-                if any(_are_in(given.rows * scale + now.mean, whole, scale) for given in alike):
-                    found[name] = int(known[number].sum()) - 1, scale
+                if any(_are_in(given.rows * scales[number] + now.mean, whole, scales[number]) for given in alike):
+                    found[name] = int(known[number].sum()) - 1, scales[number]
     return found
 
 
-def _are_in(rows: torch.Tensor, whole: _Numbers, scale: torch.Tensor) -> bool:
+def _are_in(rows: torch.Tensor, whole: _Numbers, scale: torch.Tensor | float) -> bool:
     """Whether the first rows, and the last, are among others."""
     few = [rows[0], rows[len(rows) // 2], rows[-1]]
     return all(bool(((whole.rows - row).abs() <= _SAME * scale).all(1).any()) for row in few)
@@ -232,12 +307,10 @@ def _moved(now: _Numbers, before: _Numbers, scales: torch.Tensor) -> tuple[torch
 
 def _scales(look: _Look, name: str) -> torch.Tensor:
     """By what the inputs may have been divided: variables of as many features, or roots of them; in rows."""
-    if (mean := look.held.get(name)) is None:
-        return torch.empty(0)
+    mean = look.held[name]
     same = [one.mean for one in look.held.values() if one.features == mean.features]
-    held = torch.stack(
-        [one for one in same if bool((one >= 0).all()) and bool((one > 0).any())][:_MOST_SCALES] or [mean.mean.abs()]
-    )
+    positive = [one for one in same if bool((one >= 0).all()) and bool((one > 0).any())][:_MOST_SCALES]
+    held = torch.stack(positive or [mean.mean.abs()])
     variances = torch.cat([held, held - mean.mean.square()])
     variances = variances[(variances >= 0).all(1)]
     roots = (variances + torch.tensor(_EPS, dtype=torch.float64)[:, None, None]).sqrt().flatten(0, 1)
@@ -259,19 +332,16 @@ def _are_shares(moved: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def _affine(given: _Numbers, samples: _Numbers) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The offset m and the scale c, for each feature, by which inputs are (samples - m) / c; `None` if they are not."""
+def _affine(given: _Numbers, samples: _Numbers) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The offset m and the scale c, for each feature, by which inputs are (samples - m) / c; none if they are not."""
     if (given.features, given.count) != (samples.features, samples.count) or given.count < 3:
-        return None
+        return []
     x_mean, y_mean = samples.rows.mean(0), given.rows.mean(0)
     x, y = samples.rows - x_mean, given.rows - y_mean
     scale = (x * y).sum(0) / (y * y).sum(0).clamp_min(1e-300)
     offset = x_mean - scale * y_mean
     fits = bool(((x - scale * y).norm(dim=0) <= _FITS * x.norm(dim=0)).all()) and bool((scale > 0).all())
-    return (offset, scale) if fits else None
-
-
-# What is there
+    return [(offset, scale)] if fits else []
 
 
 def _look(given: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], without: Collection[int]) -> _Look:
@@ -285,12 +355,8 @@ def _look(given: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], withou
     look.inputs = [layout for tensor in given for layout in _layouts(tensor, wanted)]
     look.samples = [layout for tensor in alike for layout in _layouts(tensor, wanted)]
     look.whole = [_numbers(table, most=_MOST_ROWS) for table in more if len(table) <= _MOST_ROWS]
-    ones = torch.ones(())
-    look.inputs += [
-        whole
-        for whole in look.whole
-        if any(_are_in(one.rows, whole, ones) for one in look.inputs if one.features == whole.features)
-    ]
+    pairs = [(whole, [one for one in look.inputs if one.features == whole.features]) for whole in look.whole]
+    look.inputs += [whole for whole, alike in pairs if any(_are_in(one.rows, whole, 1.0) for one in alike)]
     return look
 
 
@@ -331,30 +397,14 @@ def _numbers(rows: torch.Tensor, *, most: int = _MOST_COMPARED) -> _Numbers:
     eps = torch.finfo(rows.dtype).eps if rows.is_floating_point() else 0.0
     mean = few.mean(0, dtype=torch.float64).cpu()
     rounding = eps * few.abs().amax(0).double().cpu()
+    for bound in (few.amax(), few.amin()) if most else ():  # where samples are clipped, their mean is not known
+        if float(2 * bound).is_integer() or int((few == bound).sum()) > 1:
+            rounding[(few == bound).any(0).cpu()] = math.inf
     return _Numbers(features, count, mean, rounding, few[_spread(count, most)].double().cpu())
 
 
 def _spread(count: int, most: int = _MOST_COMPARED) -> torch.Tensor | slice:
     return slice(min(count, most)) if count <= most or not most else torch.linspace(0, count - 1, most).long()
-
-
-def _tensor(value: Any) -> torch.Tensor | None:
-    """The numbers of a variable, as they are."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and issubclass(type(value), numpy.ndarray | numpy.floating) and value.dtype.kind == "f":
-        plain = value.dtype.itemsize in (4, 8) and 0 < value.size <= _MOST_ELEMENTS
-        kind = numpy.float32 if value.dtype.itemsize == 4 else numpy.float64  # in the order of bytes of this machine
-        return torch.from_numpy(numpy.array(value, kind, order="C")) if plain else None
-    if type(value) in (float, int):
-        return torch.tensor(float(value), dtype=torch.float64) if abs(value) < 1e300 else None
-    if type(value) is list and 1 < len(value) <= _MOST_COMPARED and {*map(type, value)} == {float}:
-        return torch.tensor(value, dtype=torch.float64)
-    return value if issubclass(type(value), torch.Tensor) and _is_usable(value) and not value.requires_grad else None
-
-
-def _is_usable(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.dtype in _DTYPES
-    return plain and tensor.device.type != "meta" and 0 < tensor.numel() <= _MOST_ELEMENTS
 
 
 def _held(
@@ -367,7 +417,7 @@ def _held(
     known: dict[str, int] = {}  # by name, the identity
     kinds: dict[str, type] = {}
     for path, value in held_by_program(wide=True, without=without):
-        tensor, name = _tensor(value), path.partition(".")[2]
+        tensor, name = tensor_of(value), path.partition(".")[2]
         if known.setdefault(name, id(value)) != id(value):  # another function has a variable of that name
             name = path
         kinds[name] = type(value)

@@ -68,9 +68,11 @@ _MOST_OBJECTS = 1024
 _MOST_ITEMS = 4096  # of a list
 _MOST_ROWS = 1 << 14
 _MOST_IN_ARRAY = _MOST_ROWS << 10
+_MOST_ELEMENTS = 1 << 22  # of an input of forward
 _MOST_COLUMNS = 8
 _FEW_COUNTS = 3
 _MOST_LISTS = 6  # of rows
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64)
 _DEEPEST = 4  # a meter in a dictionary of a logger
 _MOST_PARTS = 16  # of a list or tuple that is looked into
 
@@ -145,6 +147,26 @@ def array_of(value: Any, kinds: str = "iuf") -> torch.Tensor | None:
         value = torch.from_numpy(numpy.ascontiguousarray(numpy.require(value, kind, "W")))
     plain = type(value) is torch.Tensor and value.layout == torch.strided and value.device.type != "meta"
     return value.detach() if plain and not value.is_complex() else None
+
+
+def tensor_of(value: Any) -> torch.Tensor | None:
+    """The numbers of a variable or a short list, as they are; `None` for what is trained, and for anything else."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and issubclass(type(value), numpy.ndarray | numpy.floating):
+        plain = value.dtype.kind == "f" and value.dtype.itemsize in (4, 8) and 0 < value.size <= _MOST_ELEMENTS
+        kind = f"f{value.dtype.itemsize}"  # in the order of bytes of this machine
+        return torch.from_numpy(numpy.array(value, kind, order="C")) if plain else None
+    if type(value) in (float, int):
+        return torch.tensor(float(value), dtype=torch.float64) if abs(value) < 1e300 else None
+    if type(value) is list and 1 < len(value) <= _MOST_NUMBERS and {*map(type, value)} == {float}:
+        return torch.tensor(value, dtype=torch.float64)
+    return value if issubclass(type(value), torch.Tensor) and is_usable(value) and not value.requires_grad else None
+
+
+def is_usable(tensor: torch.Tensor) -> bool:
+    """Whether it has numbers that can be looked at, and not too many."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.dtype in _DTYPES
+    return plain and tensor.device.type != "meta" and 0 < tensor.numel() <= _MOST_ELEMENTS
 
 
 def rows_of_program(count: int) -> dict[str, torch.Tensor]:
