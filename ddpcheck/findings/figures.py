@@ -6,6 +6,7 @@ All of it is bounded by whoever makes it, and may be absent: a renderer shows wh
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -203,7 +204,7 @@ def _file_of(place: Location, folder: Path | None) -> Path:
     path = Path(place.path)
     folder = None if folder is None or folder.resolve().is_relative_to(Path.cwd()) else folder
     folders = [*([folder] if folder else []), Path(), *map(Path, sys.path)]
-    if (found := next((one / path for one in folders if _is_file(one / path)), None)) is not None:
+    if (found := next((one / path for one in folders if os.path.isfile(one / path)), None)) is not None:
         return found
     if folder is not None and len(path.parts) == 1:
         beneath = itertools.islice(folder.rglob("*.py"), _MOST_FILES)
@@ -211,13 +212,6 @@ def _file_of(place: Location, folder: Path | None) -> Path:
         if len(same) == 1:
             return same[0]
     return path
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # no name of a file
-        return False
 
 
 def _excerpt(place: Location, path: Path) -> SourceExcerpt | None:

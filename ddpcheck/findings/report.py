@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -371,10 +372,7 @@ class Report(Document):
 def _folder_of(target: str) -> Path | None:
     """The folder of the file that a target names: a script with its arguments, or a recipe in a file."""
     ends = [target.rpartition(":")[0], *(target[:end] for end, c in enumerate(target) if c == " "), target]
-    try:
-        return next((Path(one).parent for one in ends if one and Path(one).is_file()), None)
-    except (OSError, ValueError):  # no name of a file
-        return None
+    return next((Path(one).parent for one in ends if os.path.isfile(one)), None)
 
 
 def checked_version(data: Any, what: str) -> dict[str, Any]:

@@ -14,9 +14,8 @@ import os
 import re
 import sys
 import sysconfig
-import textwrap
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,8 +26,10 @@ from ddpcheck.findings.wording import LONGEST_TRACEBACK, shortened
 if TYPE_CHECKING:
     from torch import nn
 
-_OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_REAL_OWN_FOLDER = os.path.realpath(_OWN_FOLDER) + os.sep
+OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+"""That of ddpcheck."""
+
+_REAL_OWN_FOLDER = os.path.realpath(OWN_FOLDER) + os.sep
 _LIBRARY_FOLDERS = tuple(
     {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib", "stdlib")}
 )
@@ -71,7 +72,7 @@ _REAL_STDLIB = os.path.realpath(_STDLIB) + os.sep
 @functools.cache
 def is_user_file(name: str) -> bool:
     """Whether the source file `name` belongs neither to torch or pytest, nor to Python itself, nor to ddpcheck."""
-    if not name or name.startswith(("<", _OWN_FOLDER)):
+    if not name or name.startswith(("<", OWN_FOLDER)):
         return False
     parts = name.replace("\\", "/").split("/")
     for folder in ("site-packages", "dist-packages"):
@@ -90,13 +91,12 @@ def user_frame(frame: FrameType | None, *, over_packages: bool | None = None) ->
     """The frame of the line that `user_location` gives; `over_packages`: passing over them or not, whatever it does."""
     over_packages = _passes_over_packages if over_packages is None else over_packages
     innermost: FrameType | None = None
-    while frame is not None:
-        file = frame.f_code.co_filename
+    for current in frames_from(frame):
+        file = current.f_code.co_filename
         if is_user_file(file):
-            innermost = innermost or frame
+            innermost = innermost or current
             if not (over_packages and is_installed(file)):
-                return frame
-        frame = frame.f_back
+                return current
     return innermost
 
 
@@ -114,14 +114,8 @@ def location_of(frame: FrameType) -> Location:
 
 def lines_of_program(frame: FrameType) -> tuple[str, ...]:
     """The lines on the stack that belong to the user's own program, as "path:line", innermost first."""
-    lines: list[str] = []
-    current: FrameType | None = frame
-    while current is not None and len(lines) < _MOST_LINES:
-        file = current.f_code.co_filename
-        if is_of_program(file):
-            lines.append(_line(file, current.f_lineno))
-        current = current.f_back
-    return tuple(lines)
+    of_program = (one for one in frames_from(frame) if is_of_program(one.f_code.co_filename))
+    return tuple(_line(one.f_code.co_filename, one.f_lineno) for one in itertools.islice(of_program, _MOST_LINES))
 
 
 def line_and_lines(frame: FrameType) -> tuple[str, tuple[str, ...]]:
@@ -239,7 +233,7 @@ def exception_location(error: BaseException) -> Location | None:
 
 def user_traceback(error: BaseException) -> str:
     """The traceback of `error` as text, without frames of ddpcheck, its paths relative where they can be."""
-    return _formatted(error, hidden=(_OWN_FOLDER, "<frozen importlib"))
+    return _formatted(error, hidden=(OWN_FOLDER, "<frozen importlib"))
 
 
 def whole_traceback(error: BaseException) -> str:
@@ -277,33 +271,46 @@ def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Loc
     while rest and (inner := dict(holder._modules.items()).get(first)) is not None:
         holder, first, rest = inner, rest[0], rest[1:]
     if hasattr(holder, first):
-        for kind in type(holder).__mro__:
-            if (found := _assignment_in(kind, first, "self")) is not None:
-                return found
-        return None
-    code = getattr(beside, "__code__", None)
-    return None if code is None else _assignment_in(code.co_filename, variable, "")
+        return assignment_in_classes({"": _classes_of(holder)}, first)
+    file = getattr(getattr(beside, "__code__", None), "co_filename", "")
+    return _assigned(parsed_source(file).body, variable, file) if is_user_file(file) else None
+
+
+def making_of(module: nn.Module, name: str) -> Location | None:
+    """The line that assigns the parameter, buffer or layer `name`, else that of the nearest module around it."""
+    return assignment_in_classes(classes_of_program(module), name)
+
+
+def classes_of_program(module: nn.Module) -> dict[str, tuple[tuple[str, str], ...]]:
+    """By path of each part that is of a class of the user's, or of one that stems from it: file and name of these."""
+    found = {path: _classes_of(part) for path, part in module.named_modules()}
+    return {path: classes for path, classes in found.items() if classes}
+
+
+def _classes_of(part: nn.Module) -> tuple[tuple[str, str], ...]:
+    kinds = [(file_of_class(kind), kind.__qualname__) for kind in type(part).__mro__]
+    return tuple((file, name) for file, name in kinds if is_user_file(file))
 
 
 def assignment_in_classes(classes: Mapping[str, Sequence[tuple[str, str]]], name: str) -> Location | None:
-    """As `making_of`, of a module in another process: by path of a submodule, the file and name of its classes."""
+    """As `making_of`, of a module in another process, with its `classes_of_program`."""
     while name:
         holder, _, attribute = name.rpartition(".")
         for file, kind in classes.get(holder, ()):
-            if where := _assignment_in_file(file, kind, attribute):
+            if where := _assignment_in_class(file, kind, attribute):
                 return where
         name = holder
     return None
 
 
-def _assignment_in_file(file: str, kind: str, attribute: str) -> Location | None:
+def _assignment_in_class(file: str, kind: str, attribute: str) -> Location | None:
     """The assignment of `self.attribute` in the class that has the qualified name `kind`."""
     node: ast.AST | None = parsed_source(file)
     for part in kind.replace(".<locals>", "").split("."):
         if node is not None:
             definitions = (x for x in ast.walk(node) if isinstance(x, ast.ClassDef | ast.FunctionDef))
             node = next((one for one in definitions if one is not node and one.name == part), None)
-    return None if node is None else _assigned(node, f"self.{attribute}", file, 0)
+    return None if node is None else _assigned(ast.walk(node), f"self.{attribute}", file)
 
 
 def last_assignment(at: Location, name: str) -> Location | None:
@@ -398,36 +405,9 @@ def targets_of(node: ast.AST) -> list[ast.expr]:
     return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr) else []
 
 
-def making_of(module: nn.Module, name: str) -> Location | None:
-    """The line that assigns the parameter, buffer or layer `name`, else that of the nearest module around it."""
-    while name:
-        if where := assignment_of(module, name):
-            return where
-        name = name.rpartition(".")[0]
-    return None
-
-
-def _assignment_in(source: type | str, name: str, owner: str) -> Location | None:
-    """The assignment of `owner.name` in a class, or of `name` at the top of a file."""
-    try:
-        if not is_user_file(source if isinstance(source, str) else inspect.getfile(source)):
-            return None
-        if isinstance(source, str):
-            path, first, text = source, 1, "".join(linecache.getlines(source))
-        else:
-            lines, first = inspect.getsourcelines(source)
-            path, text = inspect.getfile(source), textwrap.dedent("".join(lines))
-        tree = ast.parse(text)
-    except (OSError, TypeError, SyntaxError):  # built in, or its source is not there
-        return None
-    if owner:
-        return _assigned(tree, f"{owner}.{name}", path, first - 1)
-    return next(filter(None, (_assigned(node, name, path, first - 1, deep=False) for node in tree.body)), None)
-
-
-def _assigned(tree: ast.AST, wanted: str, path: str, before: int, *, deep: bool = True) -> Location | None:
-    """The line that assigns `wanted` in `tree`, which stands after so many lines of the file `path`."""
-    for node in ast.walk(tree) if deep else [tree]:
+def _assigned(nodes: Iterable[ast.AST], wanted: str, path: str) -> Location | None:
+    """The line of the first of these nodes that assigns `wanted`."""
+    for node in nodes:
         if isinstance(node, ast.Assign | ast.AnnAssign) and wanted in map(ast.unparse, targets_of(node)):
-            return Location(relative_path(path), node.lineno + before)
+            return Location(relative_path(path), node.lineno)
     return None

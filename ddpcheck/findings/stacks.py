@@ -10,9 +10,8 @@ from pathlib import Path
 
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.files import read_source
-from ddpcheck.findings.source_lines import is_of_program, is_user_file, relative_path
+from ddpcheck.findings.source_lines import OWN_FOLDER, is_of_program, is_user_file, relative_path
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>[0-9]{1,9}|\?\?\?),? in (?P<name>.*)')
 
 
@@ -32,13 +31,13 @@ def own_stack(dump: str) -> tuple[Frame, ...]:
     """
     best: tuple[Frame, ...] = ()
     for block in _threads(dump):
-        frames = _frames(block)
+        frames = frames_of(block)
         if (index := _loop_at(frames)) is not None:
             best = frames[:index]
             break
         if block.lstrip().startswith("Current thread"):
             best = frames
-    return tuple(frame for frame in best if not frame.file.startswith(_PACKAGE))
+    return tuple(frame for frame in best if not frame.file.startswith(OWN_FOLDER))
 
 
 def of_main_thread(dump: str) -> str:
@@ -52,26 +51,27 @@ def of_main_thread(dump: str) -> str:
 
 def has_no_python_left(dump: str) -> bool:
     """Whether the thread that wrote a dump has no Python code to return to, as where the interpreter ends."""
-    return any(block.lstrip().startswith("Current thread") and not _frames(block) for block in _threads(dump))
+    return any(block.lstrip().startswith("Current thread") and not frames_of(block) for block in _threads(dump))
 
 
 def has_other_threads(dump: str) -> bool:
     """Whether there is another Python thread than the one of ddpcheck's loop. A timer has library code alone."""
-    return any(frames and _loop_at(frames) is None for frames in map(_frames, _threads(dump)))
+    return any(frames and _loop_at(frames) is None for frames in map(frames_of, _threads(dump)))
 
 
 def program_threads(dump: str) -> list[tuple[Frame, ...]]:
     """The stacks of other threads than the one that wrote a dump, in which the program runs, without our frames."""
-    others = (_frames(block) for block in _threads(dump) if not block.lstrip().startswith("Current thread"))
+    others = (frames_of(block) for block in _threads(dump) if not block.lstrip().startswith("Current thread"))
     of_program = (stack for stack in others if any(is_of_program(frame.file) for frame in stack))
-    return [tuple(frame for frame in stack if not frame.file.startswith(_PACKAGE)) for stack in of_program]
+    return [tuple(frame for frame in stack if not frame.file.startswith(OWN_FOLDER)) for stack in of_program]
 
 
 def _threads(dump: str) -> list[str]:
     return re.split(r"\n\s*\n", dump)
 
 
-def _frames(block: str) -> tuple[Frame, ...]:
+def frames_of(block: str) -> tuple[Frame, ...]:
+    """The frames of a stack as `faulthandler` or `traceback` writes it, in that order."""
     return tuple(
         Frame(match["file"], int(match["line"]) if match["line"] != "???" else 0, match["name"])
         for match in map(_FRAME.match, block.splitlines())
@@ -81,7 +81,7 @@ def _frames(block: str) -> tuple[Frame, ...]:
 
 def _loop_at(frames: Sequence[Frame]) -> int | None:
     """Where in a stack ddpcheck's own loop begins."""
-    ours = [frame.file.startswith(_PACKAGE) and Path(frame.file).name == "rank.py" for frame in frames]
+    ours = [frame.file.startswith(OWN_FOLDER) and Path(frame.file).name == "rank.py" for frame in frames]
     return next((at for at, frame in enumerate(frames) if ours[at] and frame.name in _LOOP), None)
 
 
@@ -106,7 +106,7 @@ def collective_of(frames: Sequence[Frame]) -> str:
 
 def traceback_stack(text: str) -> tuple[Frame, ...]:
     """The stack of the last traceback in a text, most recent call first."""
-    return _frames(text.rpartition("(most recent call last)")[2])[::-1]
+    return frames_of(text.rpartition("(most recent call last)")[2])[::-1]
 
 
 def collectives_of_threads(dump: str) -> list[str]:
@@ -115,7 +115,7 @@ def collectives_of_threads(dump: str) -> list[str]:
     Threads of torch's own count as well: that of `async_save` runs no line of the program.
     """
     others = (block for block in _threads(dump) if not block.lstrip().startswith("Current thread"))
-    return [call for block in others if (call := collective_of(_frames(block)))]
+    return [call for block in others if (call := collective_of(frames_of(block)))]
 
 
 def program_lines(text: str) -> tuple[str, ...]:
@@ -191,13 +191,13 @@ def work_waited_for(dump: str) -> str:
     C++ leaves no frame for it: the innermost one is ddpcheck's own.
     """
     for block in _threads(dump):
-        if block.lstrip().startswith("Current thread") and (frames := _frames(block)):
+        if block.lstrip().startswith("Current thread") and (frames := frames_of(block)):
             if frames[0].name == "wait" and frames[0].file == _RECORDED:
                 return f"wait(){f' at {where}' if (where := location_of(own_stack(dump))) else ''}"
     return ""
 
 
-_RECORDED = os.path.join(_PACKAGE, "gather", "collectives", "collective_log.py")
+_RECORDED = os.path.join(OWN_FOLDER, "gather", "collectives", "collective_log.py")
 
 
 _BLOCKING = re.compile(r"\.(wait|item|cpu|tolist|numpy|synchronize)\(")
@@ -217,7 +217,7 @@ def waits_for_result(frames: Sequence[Frame]) -> bool:
 
 def is_waiting(failure: RankFailure) -> bool:
     """Whether a stuck rank waits for others, as far as its collective and its stack tell."""
-    return bool(failure.collective) or waits_for_others(_frames(failure.stack))
+    return bool(failure.collective) or waits_for_others(frames_of(failure.stack))
 
 
 def place_of(frames: Sequence[Frame]) -> str:

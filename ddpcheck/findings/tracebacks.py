@@ -12,6 +12,7 @@ at the line that waited, whose text holds the traceback of the first: "Caught Ke
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -24,10 +25,10 @@ from typing import Any, TypeVar
 import ddpcheck
 from ddpcheck.findings.errors import BugError, DdpcheckError
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_user_file, relative_path, whole_traceback
+from ddpcheck.findings.source_lines import OWN_FOLDER, is_user_file, whole_traceback
+from ddpcheck.findings.stacks import frames_of, location_of
 from ddpcheck.findings.wording import counted, join_names
 
-_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 BUG = "this is a bug in ddpcheck"
 _LONGEST = 150  # characters of a message of somebody else's
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -74,7 +75,7 @@ def _code_of_handlers() -> set[CodeType]:
     """The functions other than ours that handle signals in this process."""
     functions = (getattr(handler, "__func__", handler) for handler in map(signal.getsignal, signal.valid_signals()))
     code = (function.__code__ for function in functions if isinstance(function, FunctionType))
-    return {one for one in code if not one.co_filename.startswith(_FOLDER)}
+    return {one for one in code if not one.co_filename.startswith(OWN_FOLDER)}
 
 
 def is_misuse(error: DdpcheckError) -> bool:
@@ -97,7 +98,7 @@ def as_bug(error: BaseException, place: str = "") -> BugError:
     where = ""
     if run := _innermost_run(error):
         frame, line = run[-1]
-        where = f"ddpcheck/{os.path.relpath(frame.f_code.co_filename, _FOLDER)}:{line}".replace(os.sep, "/")
+        where = f"ddpcheck/{os.path.relpath(frame.f_code.co_filename, OWN_FOLDER)}:{line}".replace(os.sep, "/")
     at = ", ".join(filter(None, (where, place)))
     return BugError(
         f"ddpcheck itself raised {said}{f' ({at})' if at else ''}; {BUG}, not in the target: please report it with "
@@ -114,7 +115,7 @@ def _innermost_run(error: BaseException) -> Sequence[tuple[FrameType, int]]:
         code = frame.f_code
         if code in _for_target or is_user_file(code.co_filename) or code in handlers:
             break
-        if code.co_filename.startswith(_FOLDER) and code not in _passing_on:
+        if code.co_filename.startswith(OWN_FOLDER) and code not in _passing_on:
             run.append((frame, line))
     return run[::-1]
 
@@ -131,7 +132,6 @@ _ORIGINAL_HEAD = re.compile(  # not one that a message of the user's holds
     r"Traceback \(most recent call last\):\n",
     re.MULTILINE,
 )
-_ORIGINAL_FRAME = re.compile(r'^ +File "(?P<file>[^"\n]+)", line (?P<line>\d+), in ', re.MULTILINE)
 _SAID = re.compile(r"^(?P<type>[^\W\d][\w.<>]*)(?:: (?P<text>.*))?\Z", re.MULTILINE | re.DOTALL)
 _OF_MAIN = ("__mp_main__.", "__main__.")  # how a worker that was spawned calls the script, and one that was forked
 
@@ -161,13 +161,12 @@ def original_of(error: BaseException) -> OriginalException | None:
     match = _SAID.match(last[said.start() :].rstrip()) if said is not None else None
     if match is None or said is None:
         return None
-    frames = [(one["file"], int(one["line"])) for one in _ORIGINAL_FRAME.finditer(last[: said.start()])]
-    lines = [Location(relative_path(file), line) for file, line in frames if is_user_file(file)]
+    line = Location.parse(location_of(frames_of(last[: said.start()])[::-1]))
     where = text.partition("\n")[0].removeprefix("Caught ").partition(" ")[2].rstrip(".")
     name = match["type"]
     for prefix in _OF_MAIN:
         name = name.removeprefix(prefix)
-    return OriginalException(name, match["text"] or "", lines[-1] if lines else None, where)
+    return OriginalException(name, match["text"] or "", line, where)
 
 
 _FRAME = re.compile(r'^(?P<indent> *)File "(?P<file>[^"]*)", line (\d+|\?\?\?)')
@@ -195,18 +194,14 @@ def fold_traceback(text: str) -> str:
         elif number - 1 in owners and _goes_on(line, indent):
             owners[number] = owners[number - 1]
     told: list[str] = []
-    number = 0
-    while number < len(lines):
-        if not owners.get(number) or not _has_users_frames(number, owners):
-            told.append(lines[number])
-            number += 1
+    runs = itertools.groupby(range(len(lines)), lambda at: bool(owners.get(at)) and _has_users_frames(at, owners))
+    for is_folded, run in runs:
+        if not is_folded:
+            told += (lines[at] for at in run)
             continue
-        begin = number
-        while owners.get(number):
-            number += 1
-        frames = [at for at in range(begin, number) if _FRAME.match(lines[at])]
-        whose = join_names(list(dict.fromkeys(owners[at] for at in frames)))
-        told.append(f"{_FRAME.match(lines[begin])['indent']}... {counted(len(frames), 'frame')} of {whose}")  # type: ignore[index]
+        frames = [(owners[at], frame["indent"]) for at in run if (frame := _FRAME.match(lines[at]))]
+        whose = join_names(list(dict.fromkeys(owner for owner, _ in frames)))
+        told.append(f"{frames[0][1]}... {counted(len(frames), 'frame')} of {whose}")
     return "\n".join(told)
 
 

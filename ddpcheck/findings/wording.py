@@ -37,20 +37,22 @@ def shortened(text: str, most: int) -> str:
 
 def limited(value: Value) -> Value:
     """A report, or anything that such is made of, with every text in it shortened."""
-    return cast(Value, _limited(value, _LONGEST))
+    made = _with_texts(value, lambda text, name: shortened(text, _LONGEST_OF.get(name, _LONGEST)))
+    return cast(Value, made)
 
 
-def _limited(value: Any, most: int) -> Any:
+def _with_texts(value: Any, change: Callable[[str, str], str], name: str = "") -> Any:
+    """A value with each text in it as `change` makes it of that and of the name of its field."""
     if isinstance(value, str):
-        return value if isinstance(value, Enum) else shortened(value, most)
+        return value if isinstance(value, Enum) else change(value, name)
     if isinstance(value, tuple | list):
-        return type(value)(_limited(item, most) for item in value)
+        return type(value)(_with_texts(item, change, name) for item in value)
     if isinstance(value, Mapping):
-        return {_limited(key, most): _limited(item, most) for key, item in value.items()}
+        return {_with_texts(key, change, name): _with_texts(item, change, name) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         now = {one.name: getattr(value, one.name) for one in fields(value)}
-        short = {name: _limited(item, _LONGEST_OF.get(name, most)) for name, item in now.items()}
-        changed = {name: item for name, item in short.items() if item != now[name]}
+        made = {key: _with_texts(item, change, key) for key, item in now.items()}
+        changed = {key: item for key, item in made.items() if item != now[key]}
         return replace(value, **changed) if changed else value
     return value
 
@@ -65,21 +67,10 @@ def plain_name(text: str) -> str:
 
 def without_prefix(finding: Finding) -> Finding:
     """A finding whose names are those of the code as it is written: `torch.compile(module)` holds it as `_orig_mod`."""
-    texts = (*finding.subjects, finding.message, finding.fix, *finding.evidence)
-    if not any("_orig_mod" in text for text in texts):
-        return finding
-    subjects, evidence = tuple(map(plain_name, finding.subjects)), tuple(map(plain_name, finding.evidence))
-    message, fix = plain_name(finding.message), plain_name(finding.fix)
-    return replace(
-        finding, subjects=subjects, message=message, fix=fix, evidence=evidence, path=_plain_path(finding.path)
+    made: Finding = _with_texts(
+        finding, lambda text, name: plain_module(text) if name == "module" else plain_name(text)
     )
-
-
-def _plain_path(path: ParameterPath | None) -> ParameterPath | None:
-    if path is None:
-        return None
-    steps = tuple(replace(step, module=plain_module(step.module)) for step in path.steps)
-    return replace(path, parameter=plain_name(path.parameter), steps=steps)
+    return made
 
 
 def plain_module(name: str) -> str:

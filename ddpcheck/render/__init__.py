@@ -142,15 +142,9 @@ def format_for(
     return chosen
 
 
-def renderer_for(
-    name: str | None = None,
-    *,
-    path: str | None = None,
-    medium: Medium | None = None,
-    formats: Mapping[str, str] = FORMATS,
-) -> Renderer:
-    """The renderer of what `format_for` chooses, which is imported; `medium` is what can be shown there."""
-    module, _, class_ = formats[format_for(name, path=path, formats=formats)].partition(":")
+def renderer_for(name: str, *, medium: Medium | None = None, formats: Mapping[str, str] = FORMATS) -> Renderer:
+    """The renderer of a format, which is imported; `medium` is what can be shown there."""
+    module, _, class_ = formats[name].partition(":")
     made: Renderer = getattr(importlib.import_module(module), class_)(medium or Medium())
     return made
 

@@ -30,6 +30,7 @@ def _plain(value: Any) -> Any:
     return value.item() if exactly is None else exactly(value)
 
 
+_kind_and_fields = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw]).decode
 _encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 
@@ -38,8 +39,7 @@ def encoded(entry: Entry) -> bytes:
     try:
         data = _encode((type(entry).__name__, entry))
     except (UnicodeEncodeError, OverflowError):  # the name of a file that is no text; a number of more than 64 bits
-        fields = msgspec.to_builtins(entry, enc_hook=_plain, builtin_types=(bytes,))
-        data = _encode((type(entry).__name__, _writable(fields)))
+        data = _encode(fields_of_entry(entry))
     return _LENGTH.pack(len(data)) + data
 
 
@@ -53,17 +53,12 @@ def decoded(data: bytes) -> tuple[list[Entry], int]:
         if end > len(data):
             break
         try:
-            kind, fields = _frame().decode(data[start:end])
+            kind, fields = _kind_and_fields(data[start:end])
             entries.append(_decoder(kind).decode(fields))
         except (msgspec.MsgspecError, KeyError):
             unknown += 1
         start = end
     return entries, unknown
-
-
-@functools.cache
-def _frame() -> msgspec.msgpack.Decoder[tuple[str, msgspec.Raw]]:
-    return msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 
 
 @functools.cache
@@ -80,13 +75,11 @@ def fields_of_entry(entry: Entry) -> tuple[str, Any]:
 def entry_from_fields(kind: str, fields: Any) -> Entry | None:
     """The inverse, with bytes as base64 (RFC 4648); `None` where this version cannot read it."""
     try:
-        return msgspec.convert(fields, KINDS[kind], dec_hook=_sketch_of, str_keys=True)
+        return msgspec.convert(
+            fields, KINDS[kind], dec_hook=lambda _, text: Sketch("f", b64decode(text)), str_keys=True
+        )
     except (msgspec.ValidationError, KeyError, ValueError):
         return None
-
-
-def _sketch_of(_: type, text: str) -> Sketch:
-    return Sketch("f", b64decode(text))
 
 
 def _writable(value: Any) -> Any:

@@ -13,11 +13,11 @@ import struct
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from ddpcheck.findings.evidence.endings import PeerWait
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.files import read_file
+from ddpcheck.stream.entries import GroupUsed
 
 _HIGH = (4032, 960, 192)  # the numbers from which a descriptor is taken, as far as the limit of the process allows
 _FLAGS = os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
@@ -145,18 +145,6 @@ def read_counters(path: Path) -> tuple[list[tuple[int, int]], int]:
     return pairs, error
 
 
-class Group(Protocol):
-    """A process group that a rank has used."""
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The ranks in it."""
-
-    @property
-    def words(self) -> str:
-        """Which one it is, to a reader."""
-
-
 _KEPT = 2048
 _WIDTH = 384  # bytes of a call
 _HEAD = struct.Struct("<qq")  # how many there have been; how often the main thread has come into one, or out of it
@@ -208,7 +196,7 @@ def is_inside(path: Path) -> bool:
 
 
 def read_calls(
-    path: Path, groups: Mapping[str, Group], callers: Mapping[str, tuple[str, ...]]
+    path: Path, groups: Mapping[str, GroupUsed], callers: Mapping[str, tuple[str, ...]]
 ) -> tuple[int, list[Call]]:
     """The number of the first call that is still there, and the calls from it on.
 

@@ -98,10 +98,7 @@ class Ledger:
     @property
     def unreduced(self) -> bool:
         """Whether gradients are there that were not averaged."""
-        for one in self.open:
-            if not one.reduced:
-                return True
-        return False
+        return not all(one.reduced for one in self.open)
 
     @property
     def put_off(self) -> bool:

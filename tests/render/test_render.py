@@ -8,7 +8,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, Finding, Location, ParityEntry, Report, ReportError
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.rules.rule import Severity
-from ddpcheck.render import FORMATS, Medium, renderer_for
+from ddpcheck.render import FORMATS, Medium, format_for, renderer_for
 from tests.findings.test_tracebacks import WHOLE
 
 UNUSED = Finding(
@@ -258,13 +258,13 @@ def test_json_is_what_the_report_says_and_stays_json_in_ascii() -> None:
 
 @pytest.mark.parametrize(("path", "name"), [("r.json", "json"), ("dir.x/r.JSON", "json"), ("r.txt", "text")])
 def test_the_extension_chooses_the_format(path: str, name: str) -> None:
-    assert type(renderer_for(path=path)) is type(renderer_for(name))
+    assert format_for(None, path=path) == name
 
 
 @pytest.mark.parametrize(("name", "path"), [(None, "r.pdf"), (None, "report"), ("yaml", None)])
 def test_an_unknown_format_is_refused_with_the_known_ones(name, path) -> None:
     with pytest.raises(UsageError, match="json"):
-        renderer_for(name, path=path)
+        format_for(name, path=path)
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))

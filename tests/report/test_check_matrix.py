@@ -310,9 +310,9 @@ def wrap(module, device):
 def test_the_single_process_runs_for_the_first_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
     make_world, made = CheckRun._make_world, list[bool]()
 
-    def counted(checking: CheckRun, world_size: int, *, group: bool):
+    def counted(checking: CheckRun, *, group: bool):
         made.append(group)
-        return make_world(checking, world_size, group=group)
+        return make_world(checking, group=group)
 
     monkeypatch.setattr(CheckRun, "_make_world", counted)
     matrix = matrix_of(broken("gradients/summed_loss"), steps=1)

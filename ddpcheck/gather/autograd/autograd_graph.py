@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_user_file, relative_path
+from ddpcheck.findings.stacks import frames_of, location_of
 
 WALK_LIMIT = 20_000
 """Nodes that `walk_graph` looks at. Python objects for graph nodes live as long as the C++ graph, and freeing a chain
@@ -142,11 +141,14 @@ class EngineProbe:
         self.reached: list[bool] | None = None
         self._parameters = list(parameters)
         if loss.requires_grad:
-            self._handle = loss.register_hook(self._ask)
+            loss.register_hook(self._ask)
 
     def _ask(self, _gradient: torch.Tensor) -> None:
-        asked = torch._C._will_engine_execute_node
-        self.reached = [p.requires_grad and asked(gradient_node(p)) for p in self._parameters]
+        self.reached = _asked_now(self._parameters)
+
+
+def _asked_now(parameters: Iterable[torch.Tensor]) -> list[bool]:
+    return [p.requires_grad and torch._C._will_engine_execute_node(gradient_node(p)) for p in parameters]
 
 
 class _Stop(Exception):
@@ -159,20 +161,15 @@ def reached_by(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[b
         return [False] * len(parameters)
     if loss.is_leaf:
         return [parameter is loss for parameter in parameters]
-    probe = EngineProbe(loss, parameters)
+    reached: list[bool] = []
 
-    def stop(_gradient: torch.Tensor) -> None:
+    def ask(_gradient: torch.Tensor) -> None:
+        reached.extend(_asked_now(parameters))
         raise _Stop
 
-    handle = loss.register_hook(stop)
-    try:
+    with loss.register_hook(ask), contextlib.suppress(_Stop):
         torch.autograd.backward(loss, torch.zeros_like(loss), retain_graph=True)
-    except _Stop:
-        pass
-    finally:
-        handle.remove()
-        probe._handle.remove()
-    return probe.reached or []
+    return reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,38 +199,31 @@ def walk_graph(
     roots: Iterable[torch.Tensor],
     *,
     nodes: Iterable[Any] = (),
-    not_behind: Callable[[Any], bool] | None = None,
+    not_behind: Callable[[Any], bool] = lambda _node: False,
     limit: int = WALK_LIMIT,
 ) -> GraphWalk:
     """Walk the autograd graph behind `roots`, and behind graph `nodes`, iteratively, up to `limit` nodes."""
     roots = list(roots)
-    pending = [*filter(None, map(node_of, roots)), *nodes]
     leaves = {id(root): root for root in roots if root.requires_grad and root.is_leaf}
-    seen = set(pending)
     names: set[str] = set()
     functions: list[Any] = []
     ends: list[Any] = []
-    while pending:
-        node = pending.pop()
+    size = 0
+    for node in nodes_behind([*map(node_of, roots), *nodes], limit + 1, lambda node: not not_behind(node)):
+        size += 1
+        if size > limit:
+            break
         name = node.name()
         names.add(name)
-        if not_behind is not None and not_behind(node):
+        if not_behind(node):
             ends.append(node)
-            continue
-        if name.endswith("AccumulateGrad"):
+        elif name.endswith("AccumulateGrad"):
             if (variable := getattr(node, "variable", None)) is not None:
                 leaves[id(variable)] = variable
         elif hasattr(node, "_forward_cls"):
             functions.append(node)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                if len(seen) >= limit:
-                    return GraphWalk(
-                        tuple(leaves.values()), frozenset(names), False, len(seen), tuple(functions), tuple(ends)
-                    )
-                seen.add(following)
-                pending.append(following)
-    return GraphWalk(tuple(leaves.values()), frozenset(names), True, len(seen), tuple(functions), tuple(ends))
+    complete, size = size <= limit, min(size, limit)
+    return GraphWalk(tuple(leaves.values()), frozenset(names), complete, size, tuple(functions), tuple(ends))
 
 
 def nodes_behind(roots: Iterable[Any], most: int, goes_on: Callable[[Any], bool] = lambda _node: True) -> Iterator[Any]:
@@ -255,16 +245,10 @@ Parents = dict[Any, list[tuple[Any, int]]]
 def parents_behind(roots: Iterable[Any], *, limit: int = WALK_LIMIT) -> Parents:
     """The edges of the graph behind graph nodes, as far as it has up to `limit` nodes."""
     parents: Parents = {}
-    pending = [root for root in roots if root is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
+    for node in nodes_behind(roots, limit):
         for index, (following, _) in enumerate(node.next_functions):
             if following is not None:
                 parents.setdefault(following, []).append((node, index))
-                if following not in seen and len(seen) < limit:
-                    seen.add(following)
-                    pending.append(following)
     return parents
 
 
@@ -300,11 +284,7 @@ def line_of(node: Any) -> Location | None:
         stack = node.metadata.get("traceback_", ())
     except Exception:  # nodes of a custom Function need not have any
         return None
-    for frame in reversed(stack):
-        match = re.match(r'\s*File "(.+)", line (\d+), in ', frame)
-        if match and is_user_file(match[1]):
-            return Location(relative_path(match[1]), int(match[2]))
-    return None
+    return Location.parse(location_of(frames_of("".join(stack))[::-1]))
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -6,7 +6,7 @@ for the samples of all ranks, and the gradient of the part is complete there.
 
 from __future__ import annotations
 
-import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, FrameType
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction, Function, FunctionCtx
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddpcheck.findings.source_lines import variables_of
+from ddpcheck.findings.source_lines import code_of, frames_from, variables_of
 from ddpcheck.gather.autograd.autograd_graph import walk_graph
 from ddpcheck.gather.autograd.gradient_hooks import subclasses_of
 from ddpcheck.gather.patching import Patch, patched
@@ -33,16 +33,13 @@ def running_functions(frame: FrameType | None) -> set[type]:
 
     They are several where functions inherit a forward that is given no context.
     """
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            break
-        first = frame.f_code.co_varnames[:1]
-        context = variables_of(frame).get(first[0]) if first else None
+    for one in itertools.islice(frames_from(frame), _MOST_FRAMES):
+        first = one.f_code.co_varnames[:1]
+        context = variables_of(one).get(first[0]) if first else None
         if isinstance(context, FunctionCtx | BackwardCFunction):
             return {type(context)}
-        if frame.f_code.co_name == "forward" and (found := _without_context(frame.f_code)):
+        if one.f_code.co_name == "forward" and (found := _without_context(one.f_code)):
             return found
-        frame = frame.f_back
     return set()
 
 
@@ -51,8 +48,7 @@ def _without_context(forward: CodeType) -> set[type]:
     return {
         one._backward_cls
         for one in subclasses_of(Function)
-        if one.setup_context is not Function.setup_context
-        and getattr(inspect.unwrap(one.forward), "__code__", None) is forward
+        if one.setup_context is not Function.setup_context and code_of(one.forward) is forward
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.modules import GradientHook
-from ddpcheck.findings.source_lines import defined_at, is_user_file, user_location
+from ddpcheck.findings.source_lines import code_of, defined_at, is_user_file, user_location
 from ddpcheck.gather.patching import CALLER, patched
 
 _REGISTRARS: tuple[tuple[Any, str, str], ...] = (
@@ -64,7 +63,7 @@ def own_functions(node_names: Collection[str]) -> tuple[GradientHook, ...]:
     """The user's autograd Functions among the nodes of a graph, each with the line of its backward."""
     found = []
     for cls in subclasses_of(torch.autograd.Function):
-        code = getattr(inspect.unwrap(cls.backward), "__code__", None)
+        code = code_of(cls.backward)
         if f"{cls.__name__}Backward" in node_names and code is not None and is_user_file(code.co_filename):
             found.append(GradientHook(f"the backward of {cls.__qualname__}", defined_at(cls.backward)))
     return tuple(found)

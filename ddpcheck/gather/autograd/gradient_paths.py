@@ -10,7 +10,6 @@ import inspect
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -102,10 +101,8 @@ class TensorRecorder(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._stack.close()
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
@@ -131,7 +128,6 @@ class PathRecorder(TensorRecorder):
         self.called: set[nn.Module] = set()
         # `_known`: taint of a tensor, and whether it required grad then
         self._written: dict[int, _Taint] = {}  # storage -> taint written in place through any view of it
-        self._last_use: dict[int, PathEnd] = {}
         self._paths: Any = WeakIdKeyDictionary()  # tensor -> by suspect, how its value came there
         self._last_paths: dict[int, OperationPath] = {}  # to the last use
         self._cut_paths: dict[tuple[int, PathEnd], OperationPath] = {}
@@ -272,7 +268,6 @@ class PathRecorder(TensorRecorder):
         for index in before:  # what has no path is a view of what was written in place
             here = known.get(index) or self._last_paths.get(index, _NO_OPERATION)
             paths[index] = longer.get(id(here)) or longer.setdefault(id(here), here.to(use))
-        self._last_use |= dict.fromkeys(before, use)
         self._last_paths |= paths
         return paths
 
@@ -298,19 +293,19 @@ class PathRecorder(TensorRecorder):
         taint = self._merged(losses)
         ends = {}
         for index in self._index.values():
-            use, cut = self._last_use.get(index), taint.get(index)
-            if use is None:
+            path, cut = self._last_paths.get(index), taint.get(index)
+            if path is None:
                 ends[index] = PathEnd("unused")
             elif cut is not None:
-                path = self._cut_paths.get((index, cut))
-                ends[index] = cut if path is None else path.told_in(cut)
+                path = self._cut_paths.get((index, cut), _NO_OPERATION)
+                ends[index] = path.told_in(cut)
             else:
-                ends[index] = self._last_paths[index].told_in(replace(use, cause="unreachable"))
+                ends[index] = path.told_in(replace(path.last[-1], cause="unreachable"))
         return ends
 
     def escape(self, index: int) -> PathEnd:
         """Where the value of a suspect was last seen that reaches the loss on a path that cannot be followed."""
-        use = self._last_use[index]
+        use = self._last_paths[index].last[-1]
         return self._left_torch.get(index) or replace(use, reason=f"what follows {use.reason}")
 
 

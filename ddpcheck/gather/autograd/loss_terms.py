@@ -6,6 +6,8 @@ sums, means, constant factors, stacking. Each edge at which that stops is the en
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 
 from ddpcheck.findings.report import Location
-from ddpcheck.gather.autograd.autograd_graph import line_of
+from ddpcheck.gather.autograd.autograd_graph import line_of, nodes_behind
 from ddpcheck.gather.steps.training_step import run_backward
 
 _MOST_NODES = 2000
@@ -73,14 +75,7 @@ def head_of(node: Any) -> Any:
 
     As the node that takes its gradient; None where there is none so near.
     """
-    pending, seen = [node], {node}
-    for one in pending:  # which grows
-        if one.name().endswith("AccumulateGrad"):
-            return one
-        following = [after for after, _ in one.next_functions if after is not None and after not in seen]
-        seen.update(following)
-        pending += following[: _NEAR - len(pending)]
-    return None
+    return next((one for one in nodes_behind([node], _NEAR) if one.name().endswith("AccumulateGrad")), None)
 
 
 _Key = tuple[int, Location | None, str]  # the same term in another run: part of the loss, line, operation
@@ -139,19 +134,17 @@ def backward_of(total: torch.Tensor, edges: Sequence[Edge], of: Sequence[Edge]) 
     for edge in edges:
         if (edge.node, edge.index) not in kept:
             closed.setdefault(edge.node, set()).add(edge.index)
-    handles = [node.register_hook(_closing(indices)) for node, indices in closed.items()]
-    try:
+    with contextlib.ExitStack() as stack:
+        for node, indices in closed.items():
+            stack.enter_context(node.register_hook(functools.partial(_close, indices)))
         run_backward(total, retain_graph=True)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _closing(indices: set[int]) -> Any:
-    def hook(gradients: Sequence[torch.Tensor | None], _outputs: Any) -> tuple[torch.Tensor | None, ...]:
-        return tuple(
-            torch.zeros_like(gradient) if index in indices and gradient is not None else gradient
-            for index, gradient in enumerate(gradients)
-        )
-
-    return hook
+def _close(
+    indices: set[int], gradients: Sequence[torch.Tensor | None], _outputs: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """As a hook on a node: zeros for the inputs with these indices."""
+    return tuple(
+        torch.zeros_like(gradient) if index in indices and gradient is not None else gradient
+        for index, gradient in enumerate(gradients)
+    )

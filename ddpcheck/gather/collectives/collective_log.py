@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -23,7 +24,7 @@ import msgspec
 from msgspec import structs
 
 from ddpcheck.findings.evidence.steps import Call
-from ddpcheck.findings.source_lines import line_and_lines, user_location
+from ddpcheck.findings.source_lines import frames_from, line_and_lines, user_location
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.collectives.groups import Group, named_group, note_made
 from ddpcheck.gather.patching import Patch, Recorder, guarded
@@ -161,7 +162,7 @@ def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> 
             made = make(name, original)
             for holder in (distributed_c10d, dist):
                 if getattr(holder, name, None) is original:
-                    stack.enter_context(Patch(holder, name, functools.partial(_given, made)))
+                    stack.enter_context(Patch(holder, name, lambda _original: made))  # noqa: B023 - called at once
     return stack
 
 
@@ -206,15 +207,6 @@ def note_collective(
         place = place or this_rank.own_slots().place
         where, lines = line_and_lines(sys._getframe(1))
         _sink(Call(operation, name, members, payload, place, where, callers=lines, group_words=words))
-
-
-def _given(made: Any, _original: Any) -> Any:
-    return made
-
-
-def _write(call: Call) -> None:
-    if _sink is not None:
-        _sink(call)
 
 
 @contextlib.contextmanager
@@ -302,8 +294,8 @@ def logged(
             return original(*args, **kwargs)
         if _thread.standing is not None:
             return _thread.standing(operation, given, call)
-        if matched:
-            _write(call)
+        if matched and _sink is not None:
+            _sink(call)
             for sink in _on_given:
                 sink(call, given)
         with _inside(str(call)), unlogged():
@@ -390,13 +382,10 @@ _MOST_FRAMES_OF_JOIN = 8
 def _place_in_join(frame: FrameType | None) -> str:
     """Whether `Join` makes a collective, for a rank without further batches or for one that has one; "" for others."""
     of_torch = []
-    for _ in range(_MOST_FRAMES_OF_JOIN):
-        if frame is None:
-            break
-        module = frame.f_globals.get("__name__", "")
-        if module == _JOIN and frame.f_code.co_name == "__exit__":
+    for one in itertools.islice(frames_from(frame), _MOST_FRAMES_OF_JOIN):
+        module = one.f_globals.get("__name__", "")
+        if module == _JOIN and one.f_code.co_name == "__exit__":
             return JOINED
         if not module.startswith("ddpcheck."):
             of_torch.append(module)
-        frame = frame.f_back
     return JOINING if of_torch and of_torch[0] in (_JOIN, _OF_DDP) else ""

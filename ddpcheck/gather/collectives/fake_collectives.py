@@ -9,24 +9,36 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.collectives.collective_log import COLLECTIVES, replace_functions
 
+_Work: Any = dist.distributed_c10d.Work
 
-class _Done:
-    """The handle of an asynchronous collective of one rank."""
 
-    def wait(self, *_args: Any, **_kwargs: Any) -> bool:
+class Done(_Work):  # type: ignore[misc]
+    """The handle of a collective that has ended."""
+
+    def __init__(self, result: Any = None) -> None:
+        super().__init__()
+        self._result = result
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return at once."""
         return True
 
     def is_completed(self) -> bool:
+        """True: it has ended."""
         return True
 
+    is_success = is_completed
+
     def get_future(self) -> torch.futures.Future[Any]:
+        """A future that has its result."""
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(None)
+        future.set_result(self._result)
         return future
 
 
@@ -44,7 +56,7 @@ def answer_alone(operation: str, given: Mapping[str, Any]) -> Any:
             target.copy_(mine)
         for index, _ in enumerate(given.get("object_list") or () if operation == "all_gather_object" else ()):
             given["object_list"][index] = given.get("obj")
-    return _Done() if given.get("async_op") else None
+    return Done() if given.get("async_op") else None
 
 
 class CommunicatesError(Exception):

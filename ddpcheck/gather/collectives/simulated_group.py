@@ -23,7 +23,9 @@ import torch.distributed as dist
 
 from ddpcheck.findings.evidence.endings import ScheduledCall
 from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.source_lines import frames_from
 from ddpcheck.gather.collectives import collective_log
+from ddpcheck.gather.collectives.fake_collectives import Done
 from ddpcheck.gather.collectives.groups import name_of_group
 
 _LARGEST = 1024  # bytes of one rank
@@ -71,9 +73,8 @@ class SimulatedAnswers:
 
 def _is_made_by_torch(frame: FrameType | None) -> bool:
     """Whether a part of torch makes a collective, as `fully_shard` does, of which no branch of the program depends."""
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
-        frame = frame.f_back
-    return frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch.")
+    modules = (str(one.f_globals.get("__name__", "")) for one in frames_from(frame))
+    return next((name for name in modules if not name.startswith(_BETWEEN)), "").startswith("torch.")
 
 
 def reduced(sent: list[torch.Tensor], operation: Any) -> torch.Tensor | None:
@@ -146,29 +147,6 @@ def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
 BACKEND = "simulated"
 _LARGEST_SENT = 1 << 20  # bytes that a root leaves for the others
 _Group: Any = dist.ProcessGroup
-_Work: Any = dist.distributed_c10d.Work
-
-
-class _Done(_Work):  # type: ignore[misc]
-    """A collective that has ended."""
-
-    def __init__(self, tensors: Any) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def get_future(self) -> Any:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
 
 
 class SimulatedGroup(_Group):  # type: ignore[misc]
@@ -221,19 +199,19 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
                 _as_of_all(tensor, operation, self.size())
             else:
                 tensor.detach().copy_(answer)
-        return _Done(tensors)
+        return Done(tensors)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
         if getattr(opts, "rootRank", 0) == self.rank():
             return self.allreduce(tensors, opts)
-        return _Done(tensors)
+        return Done(tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         self._note("broadcast", *tensors)
         self._from_root("broadcast", getattr(opts, "rootRank", 0), tensors, tensors)
-        return _Done(tensors)
+        return Done(tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         self._note("all_gather", *inputs)
@@ -241,65 +219,65 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         for place, output in enumerate(outputs):
             for part, of_rank in zip(output, sent, strict=True):
                 part.copy_(of_rank[place])
-        return _Done(outputs[0] if outputs else [])
+        return Done(outputs[0] if outputs else [])
 
     def _allgather_base(self, output: Any, given: Any, opts: Any = None) -> Any:
         sent = self._answers.ask(self, self._name, [given]) or [[given]] * self.size()
         output.copy_(torch.cat([one.reshape(-1) for (one,) in sent]).reshape(output.shape))
-        return _Done([output])
+        return Done([output])
 
     all_gather_single = _allgather_base
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, given in zip(outputs, inputs, strict=True):
             self._allgather_base(output, given)
-        return _Done(outputs)
+        return Done(outputs)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, given in zip(outputs, inputs, strict=True):
             output.copy_(given[self.rank()])
             _as_of_all(output, getattr(opts, "reduceOp", None), self.size())
-        return _Done(outputs)
+        return Done(outputs)
 
     def _reduce_scatter_base(self, output: Any, given: Any, opts: Any = None) -> Any:
         output.reshape(-1).copy_(given.reshape(self.size(), -1)[self.rank()])
         _as_of_all(output, getattr(opts, "reduceOp", None), self.size())
-        return _Done([output])
+        return Done([output])
 
     reduce_scatter_single = _reduce_scatter_base
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, given in zip(outputs, inputs, strict=True):
             self._reduce_scatter_base(output, given, opts)
-        return _Done(outputs)
+        return Done(outputs)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, given in zip(outputs, inputs, strict=True):
             _copy_as_far(output, given)
-        return _Done(outputs)
+        return Done(outputs)
 
     def alltoall_base(self, output: Any, given: Any, *_sizes: Any) -> Any:
         _copy_as_far(output, given)
-        return _Done([output])
+        return Done([output])
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, given in zip(outputs or (), inputs, strict=False):
             for part in output:
                 part.copy_(given)
-        return _Done(outputs)
+        return Done(outputs)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         mine = list(inputs[0]) if inputs else []
         if mine:
             outputs[0].copy_(mine[self.rank()])
         self._from_root("scatter", getattr(opts, "rootRank", 0), outputs, mine)
-        return _Done(outputs)
+        return Done(outputs)
 
     def barrier(self, opts: Any = None) -> Any:
-        return _Done([])
+        return Done([])
 
     def send(self, tensors: Any, *_given: Any) -> Any:
-        return _Done(tensors)
+        return Done(tensors)
 
     recv = recv_anysource = send
 

@@ -226,18 +226,13 @@ def _is_own(hook: object) -> bool:
 
 def are_apart(wrapper: nn.Module) -> bool:
     """Whether ranks may have left the loop (`joins`), or train apart on purpose (`trains_apart`)."""
-    if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper._join_config.enable:
-        return True
-    return bool(getattr(wrapper, "_comm_hooks", ())) and trains_apart(wrapper)
+    return joins(wrapper) or trains_apart(wrapper)
 
 
 def trains_apart(wrapper: nn.Module) -> bool:
     """Whether a communication hook is to average the next gradients over a part of the ranks: post-local SGD."""
-    for _hook, state in getattr(wrapper, "_comm_hooks", ()):
-        begin = getattr(state, "start_localSGD_iter", None)
-        if begin is not None and getattr(state, "iter", 0) >= begin:
-            return True
-    return False
+    states = (state for _hook, state in getattr(wrapper, "_comm_hooks", ()) if hasattr(state, "start_localSGD_iter"))
+    return any(getattr(state, "iter", 0) >= state.start_localSGD_iter for state in states)
 
 
 def spelled_option(value: object) -> str:
@@ -293,13 +288,7 @@ class SeenParameter(NamedTuple):
     identity: int
     requires_grad: bool
     node: Any
-    value: int = 0
-
-    @classmethod
-    def of(cls, parameter: nn.Parameter, value: int = 0) -> SeenParameter:
-        """The parameter as it is now; `value` is its fingerprint, where that is wanted."""
-        (node,) = gradient_nodes([parameter])
-        return cls(id(parameter), parameter.requires_grad, node, value)
+    value: int = 0  # its fingerprint, where that is wanted
 
     @classmethod
     def of_all(cls, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, SeenParameter]:

@@ -189,11 +189,13 @@ def as_wholes(
     tensors: Iterable[tuple[str, torch.Tensor | None]], parts: Mapping[str, Part]
 ) -> Sequence[tuple[str, torch.Tensor | None]]:
     """`tensors` with those that are local tensors of a part as `DTensor`s, as far as they have its shape."""
-    return [(name, _as_whole(tensor, parts.get(name))) for name, tensor in tensors]
-
-
-def _as_whole(tensor: torch.Tensor | None, part: Part | None) -> torch.Tensor | None:
-    return tensor if tensor is None or part is None or is_shard(tensor) else part.around(tensor.detach())
+    return [
+        (
+            name,
+            tensor if tensor is None or name not in parts or is_shard(tensor) else parts[name].around(tensor.detach()),
+        )
+        for name, tensor in tensors
+    ]
 
 
 def placed_as(parameter: Any, gradient: Any) -> Any:

@@ -130,8 +130,7 @@ def _whole(shard: Any) -> torch.Tensor:
 
 def shards(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
     """A copy of what this rank holds of each tensor, by name; those that are None are left out."""
-    found: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors if tensor is not None}
-    return {name: (part.to_local() if is_shard(part) else part).clone() for name, part in found.items()}
+    return {name: own_part(tensor).clone() for name, tensor in tensors if tensor is not None}
 
 
 def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -140,9 +139,7 @@ def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str
     for name, shard in shards.items():
         state, part = optimizer.state.get(shard), own_part(shard)
         if isinstance(state, dict) and 0 < part.numel() < shard.numel():
-            tensors = {
-                key: own_part(v) if is_shard(v) else v for key, v in state.items() if isinstance(v, torch.Tensor)
-            }
+            tensors = {key: own_part(v) for key, v in state.items() if isinstance(v, torch.Tensor)}
             of_parts = uneven({key: v for key, v in tensors.items() if v.shape == part.shape})  # not as Adagrad begins
             found |= {f"{name}: {key}": v for key, v in tensors.items() if key == "step" or key in of_parts}
     return norms(found)
@@ -302,7 +299,7 @@ def uneven_parts(parameters: Mapping[str, torch.Tensor], mesh: Any) -> tuple[str
 
 def uneven(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     """The names of those whose elements, as far as this rank has them, are not all the same, and not all NaN."""
-    held = {name: (own_part(p) if is_shard(p) else p).detach().flatten() for name, p in parameters.items()}
+    held = {name: own_part(p).flatten() for name, p in parameters.items()}
     return tuple(
         name
         for name, part in held.items()
@@ -324,14 +321,8 @@ def shard_held(value: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[int,
 
 
 def _holds(values: Mapping[Any, Any], split: Mapping[str, torch.Tensor]) -> bool:
-    return all(_is_part(values.get(name), parameter) for name, parameter in split.items())
-
-
-def _is_part(value: Any, parameter: torch.Tensor) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return False
-    held = own_part(value) if is_shard(value) else value
-    return held.shape == own_part(parameter).shape
+    pairs = [(values.get(name), parameter) for name, parameter in split.items()]
+    return all(isinstance(one, torch.Tensor) and own_part(one).shape == own_part(p).shape for one, p in pairs)
 
 
 def _dictionaries(value: Any, depth: int = 2) -> Iterator[Mapping[Any, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from msgspec import structs
 from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, LoopEvent, ShardedStep
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import defined_at, is_user_file
+from ddpcheck.findings.source_lines import code_of, defined_at, is_user_file
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_state
 from ddpcheck.gather.autograd.exchanges import is_part, note_parts
 from ddpcheck.gather.collectives.collective_log import unlogged
@@ -161,7 +160,7 @@ def _forget_gradients(model: TrainingModel) -> None:
 
 def _step_line(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Location | None:
     step: Any = type(optimizer).step  # torch has put a function of its own around it
-    code = getattr(inspect.unwrap(step), "__code__", None)
+    code = code_of(step)
     return defined_at(step if code is not None and is_user_file(code.co_filename) else recipe.optimizer)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -302,7 +303,9 @@ def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, SeenParame
         module = args[0] if args else kwargs["module"]
         before = parts_of(module)
         yield
-        seen.update({name: SeenParameter.of(p, fingerprint(p)) for name, p in wrapper.module.named_parameters()})
+        now = dict(wrapper.module.named_parameters())
+        known = SeenParameter.of_all(now.items())
+        seen.update({name: one._replace(value=fingerprint(now[name])) for name, one in known.items()})
         parts.update(
             {name: part for name, part in before.items() if name in seen and not is_shard(module.get_parameter(name))}
         )
@@ -314,19 +317,16 @@ def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, SeenParame
 def count_calls(model: TrainingModel) -> None:
     """From now on, count the calls of the wrapper and of the module in it."""
 
-    def counter(key: str) -> Any:
-        def hook(_module: nn.Module, _inputs: Any) -> None:
-            model.calls[key] = model.calls.get(key, 0) + 1
-            joining = getattr(getattr(model.wrapper, "_join_config", None), "enable", False)
-            if key == "wrapper" and broadcasts_buffers(model.wrapper) and not joining:  # which all ranks have to join
-                mode = "with gradients" if torch.is_grad_enabled() else "without gradients"
-                note_collective("DistributedDataParallel.forward", mode)
+    def count(key: str, _module: nn.Module, _inputs: Any) -> None:
+        model.calls[key] = model.calls.get(key, 0) + 1
+        joining = getattr(getattr(model.wrapper, "_join_config", None), "enable", False)
+        if key == "wrapper" and broadcasts_buffers(model.wrapper) and not joining:  # which all ranks have to join
+            mode = "with gradients" if torch.is_grad_enabled() else "without gradients"
+            note_collective("DistributedDataParallel.forward", mode)
 
-        return hook
-
-    model.counters = [before_forward(model.wrapper, counter("wrapper"))]
+    model.counters = [before_forward(model.wrapper, partial(count, "wrapper"))]
     if model.module is not model.wrapper:
-        model.counters.append(before_forward(model.module, counter("inner")))
+        model.counters.append(before_forward(model.module, partial(count, "inner")))
 
 
 def _follow(reference: ReferenceModule) -> None:

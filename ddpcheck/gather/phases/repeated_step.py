@@ -97,8 +97,8 @@ def _run(state: RankState, step: int, factor: float) -> _Run:
 
     @passes_on
     def enlarged(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = dict(zip(("tensors", "grad_tensors"), args, strict=False))
-        roots, started = {**kwargs, **given}["tensors"], {"grad_tensors": None, **kwargs, **given}["grad_tensors"]
+        given = {"grad_tensors": None, **kwargs, **dict(zip(_STARTS, args, strict=False))}
+        roots, started = given["tensors"], given["grad_tensors"]
         roots = [roots] if isinstance(roots, torch.Tensor) else list(roots)
         started = [started] if isinstance(started, torch.Tensor) else list(started or [None] * len(roots))
         walk = walk_graph(roots)

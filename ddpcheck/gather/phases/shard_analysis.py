@@ -85,7 +85,7 @@ def _analyse(
     except Exception as error:  # a model that insists on its batch size, say
         return replace(found, error=summary(error))
     filled_runs = [shard_terms.filled(gradients, own.step.gradients) for gradients, _ in runs]
-    mean = shard_terms.mean_gradient(filled_runs)
+    mean = shard_terms.weighted_sum(filled_runs, [1 / world_size] * world_size)
     weights, residual = fit(compared, filled_runs)
     found = replace(
         found,

@@ -132,11 +132,6 @@ def filled(gradients: Gradients, like: Mapping[str, torch.Tensor]) -> Gradients:
     return {name: gradients.get(name, torch.zeros_like(there)) for name, there in like.items()}
 
 
-def mean_gradient(parts: Sequence[Gradients]) -> Gradients:
-    """The mean of gradients that have the same names."""
-    return {name: torch.stack([part[name] for part in parts]).sum(0) / len(parts) for name in parts[0]}
-
-
 def weighted_sum(parts: Sequence[Gradients], weights: Sequence[float]) -> Gradients:
     """The sum of gradients that have the same names, each times its weight."""
     return {

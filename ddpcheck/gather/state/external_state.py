@@ -94,16 +94,10 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
     elif isinstance(value, functools.partial):
         for part in (value.func, *value.args, *value.keywords.values()):
             yield from _remember(part, reachable.unbindable, depth + 1, seen)
-    elif reachable.is_small_array(value):
-        numbers = value.copy()
-
-        def undo_numbers() -> None:
-            put(value)
-            reachable.refill(value, numbers)
-
-        yield undo_numbers
-    elif type(value) in _CONTAINERS:  # of a subclass, what it gives for a key need not be what it holds
-        if len(value) > _MOST_ITEMS:
+    elif type(value) in _CONTAINERS or reachable.is_small_array(value):
+        # Of a subclass, what it gives for a key need not be what it holds.
+        held = list(value.values() if isinstance(value, dict) else value) if type(value) in _CONTAINERS else []
+        if len(held) > _MOST_ITEMS:
             return
         items = copy.copy(value)
 
@@ -112,7 +106,7 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
             reachable.refill(value, items)
 
         yield undo_items
-        for item in list(value.values() if isinstance(value, dict) else value):
+        for item in held:
             if not isinstance(item, reachable.PLAIN):
                 yield from _remember(item, reachable.unbindable, depth + 1, seen)
     elif isinstance(value, type | ModuleType) or reachable.is_user_object(value):

@@ -42,11 +42,7 @@ def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
     """
     try:
         value = own_part(tensor)
-        if (
-            type(value) is torch.Tensor
-            and value.layout == torch.strided
-            and not (value.is_nested or value.is_quantized or value.is_conj() or value.is_neg())
-        ):  # as nearly all are
+        if is_plain(value):  # as nearly all are
             return (value,) if has_memory(value) else None
         if value.is_nested:
             parts = [plain_values(part) for part in value.unbind()]
@@ -61,6 +57,13 @@ def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         raise
     except (RuntimeError, TypeError, AssertionError):  # what an operation raises that torch or a subclass lacks
         return None
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` holds its values itself, dense and as they are."""
+    if type(tensor) not in PLAIN or tensor.layout != torch.strided:
+        return False
+    return not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -225,7 +228,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
 def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]] | InRows) -> dict[str, int]:
     """The fingerprint of each tensor by name, as `fingerprint` gives it; small tensors are taken together."""
     given = tensors if isinstance(tensors, InRows) else in_rows(dict(tensors))
-    sums = numbers_of((names, _sums(values)) for names, values in given.rows)
+    sums = numbers_of((names, sums_of_rows(values)) for names, values in given.rows)
     found = {name: fingerprint(tensor) for name, tensor in given.others.items()}
     for names, values in given.rows:
         size = values.shape[1] * values.element_size()
@@ -235,18 +238,17 @@ def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]] | InRows) -> dict[s
 
 def _of_bits(value: torch.Tensor) -> int:
     octets = value.contiguous().view(-1).view(torch.uint8)
-    if octets.storage_offset() % 8:  # a view into a bucket, say: words of eight bytes must be aligned
-        octets = octets.clone()
     total = octets.numel()
     for start in range(0, octets.numel(), _CHUNK):
-        total = _with_sum(total, int(_sums(octets[start : start + _CHUNK].view(1, -1))))
+        total = _with_sum(total, int(sums_of_rows(octets[start : start + _CHUNK].view(1, -1))))
     return total
 
 
-def _sums(rows: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of each row."""
+def sums_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each row, as `fingerprint` takes it."""
     octets = rows.view(torch.uint8)
-    if missing := -octets.shape[1] % 8:
+    missing = -octets.shape[1] % 8
+    if missing or octets.storage_offset() % 8:  # a view into a bucket, say: words of eight bytes must be aligned
         octets = nn.functional.pad(octets, (0, missing))
     words = octets.view(torch.int64)
     mixed = words >> 32

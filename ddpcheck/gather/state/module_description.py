@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.figures import MOST_MODULES, ModuleEntry
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_user_file, user_location
+from ddpcheck.findings.source_lines import user_location
 from ddpcheck.findings.wording import plain_module
 from ddpcheck.gather.autograd.autograd_graph import held_state
 from ddpcheck.gather.patching import CALLER, patched
@@ -263,21 +262,3 @@ def class_name(module: nn.Module) -> str:
 def _options(module: nn.Module) -> str:
     """The options of torch's own layers; what a user's class says of itself may well name the rank."""
     return module.extra_repr() if type(module).__module__.startswith("torch.nn.") else ""
-
-
-def classes_of_program(module: nn.Module) -> dict[str, tuple[tuple[str, str], ...]]:
-    """By path of each part that is of a class of the user's, or of one that stems from it: file and name of these."""
-    found = {}
-    for path, part in module.named_modules():
-        kinds = [(_file_of(kind), kind.__qualname__) for kind in type(part).__mro__]
-        if theirs := tuple((file, name) for file, name in kinds if file):
-            found[path] = theirs
-    return found
-
-
-def _file_of(kind: type) -> str:
-    try:
-        file = inspect.getfile(kind)
-    except (OSError, TypeError):
-        return ""
-    return file if is_user_file(file) else ""

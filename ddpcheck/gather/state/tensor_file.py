@@ -21,7 +21,7 @@ from torch import nn
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.gather.patching import patched
-from ddpcheck.gather.state.fingerprints import PLAIN, has_memory
+from ddpcheck.gather.state.fingerprints import PLAIN, has_memory, is_plain
 
 
 def tensor_ref(tensor: torch.Tensor) -> Callable[[], Any]:
@@ -219,13 +219,7 @@ def settle_allocator() -> None:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether `tensor` holds its values itself, in the memory of this process."""
-    return (
-        type(tensor) in PLAIN
-        and tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        and has_memory(tensor)
-    )
+    return tensor.device.type == "cpu" and is_plain(tensor) and has_memory(tensor)
 
 
 def _at(buffer: object, place: _Place) -> torch.Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,31 +162,23 @@ def _watch(module: nn.Module, forward: Callable[[], None]) -> _Pass:
     return seen
 
 
-@contextmanager
+@contextlib.contextmanager
 def watched_modules(
     module: nn.Module, enter: Callable[[str, Any], object], leave: Callable[[str, Any], object]
 ) -> Iterator[None]:
     """Call `enter(name, inputs)` and `leave(name, output)` around the forward of `module` and of each submodule."""
 
-    def before(name: str) -> Any:
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:  # what it returned would be taken for inputs
-            enter(name, [args, kwargs])
+    def before(name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:  # a result would be taken for inputs
+        enter(name, [args, kwargs])
 
-        return hook
+    def after(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        leave(name, output)
 
-    def after(name: str) -> Any:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            leave(name, output)
-
-        return hook
-
-    handles = [before_forward(part, before(name), with_kwargs=True) for name, part in module.named_modules()]
-    handles += [after_forward(part, after(name)) for name, part in module.named_modules()]
-    try:
+    with contextlib.ExitStack() as stack:
+        for name, part in module.named_modules():
+            stack.enter_context(before_forward(part, partial(before, name), with_kwargs=True))
+            stack.enter_context(after_forward(part, partial(after, name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _depends(whole: torch.Tensor, part: torch.Tensor, rounding: float) -> bool:

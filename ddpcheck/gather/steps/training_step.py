@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ddpcheck.findings.errors import NonFiniteLossError, TargetError
 from ddpcheck.findings.evidence.gradients import RandomNumbers
 from ddpcheck.findings.tracebacks import for_target
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_tensors
-from ddpcheck.gather.state.fingerprints import fingerprint, plain_values, version_of
+from ddpcheck.gather.state.fingerprints import fingerprint, plain_values, sums_of_rows, version_of
 from ddpcheck.gather.state.randomness import (
     QuietRandomness,
     SampleRandomness,
@@ -203,20 +204,12 @@ def visible_tensors(outputs: Sequence[Any], *, static_graph: bool = False) -> tu
     found: list[torch.Tensor] = []
     opaque = ""
     for output in outputs:
-        tensors = _leaves_of_pytree(output) if static_graph else list(tree_tensors(output))
+        leaves = tree_leaves(output) if static_graph else tree_tensors(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors and output is not None:
             opaque = opaque or type(output).__qualname__
         found += [tensor for tensor in tensors if tensor.requires_grad]
     return found, opaque
-
-
-def _leaves_of_pytree(output: Any) -> list[torch.Tensor]:
-    """The tensors in `output`, as `torch.utils._pytree` flattens it; where torch has none, as ddpcheck does."""
-    try:
-        from torch.utils._pytree import tree_leaves
-    except ImportError:
-        return list(tree_tensors(output))
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def model_seed(seed: int) -> int:
@@ -298,8 +291,4 @@ def fingerprints_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 def row_fingerprints(tensor: torch.Tensor) -> torch.Tensor:
     """A fingerprint of the bits of each row (element of the first dimension) of a dense tensor on the CPU."""
-    rows = tensor.resolve_conj().resolve_neg().contiguous().reshape(len(tensor), -1).view(torch.uint8)
-    padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8)).contiguous().view(torch.int64)
-    index = torch.arange(1, padded.shape[1] + 1, dtype=torch.int64)
-    weights = (index * _ODD) | 1
-    return (((padded >> 32) & 0xFFFFFFFF ^ padded) * weights).sum(1)
+    return sums_of_rows(tensor.resolve_conj().resolve_neg().contiguous().reshape(len(tensor), -1))

@@ -20,11 +20,11 @@ from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_called_by_a_package, lines_of_program, user_location
+from ddpcheck.findings.source_lines import classes_of_program, is_called_by_a_package, lines_of_program, user_location
 from ddpcheck.gather.ddp.sharding import mesh_of
 from ddpcheck.gather.patching import OF_A_WRAPPER, Recorder
 from ddpcheck.gather.state.fingerprints import InRows, is_shard
-from ddpcheck.gather.state.module_description import class_name, classes_of_program, module_entries
+from ddpcheck.gather.state.module_description import class_name, module_entries
 from ddpcheck.gather.steps.gradient_distance import Kept, has_gradient, norms
 from ddpcheck.record.data.input_recorder import InputRecorder
 from ddpcheck.record.loop.apart_marks import ApartMarks

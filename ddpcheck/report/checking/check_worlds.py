@@ -125,15 +125,15 @@ class CheckWorlds:
     def _start_worlds(self, stack: contextlib.ExitStack) -> None:
         with self.state.log.in_part("start"):
             self.progress(f"starting {self.asked.world_size} ranks")
-            self.world = stack.enter_context(self._make_world(self.asked.world_size, group=True))
+            self.world = stack.enter_context(self._make_world(group=True))
             if self.reference is None:
-                self.single = stack.enter_context(self._make_world(1, group=False))
+                self.single = stack.enter_context(self._make_world(group=False))
             self._worlds = stack
 
-    def _make_world(self, world_size: int, *, group: bool) -> World:
+    def _make_world(self, *, group: bool) -> World:
         if group:
             return self.asked.world(self.hosts, self._watch(), make=self.make_world)
-        alone = replace(self.asked, world_size=world_size, backend="gloo")
+        alone = replace(self.asked, world_size=1, backend="gloo")
         return alone.world(process_group=False, hash_seeds=False, make=self.make_world)
 
     def _watch(self) -> Callable[[World, frozenset[int], frozenset[int]], str | None]:
@@ -206,7 +206,7 @@ class CheckWorlds:
             "the single process has a process group of one, since the model does not run without"
         )
         last = self._last_single
-        self.single = self._worlds.enter_context(self._make_world(1, group=False))
+        self.single = self._worlds.enter_context(self._make_world(group=False))
         for earlier in (calls.single_process.join_alone, *self._earlier):
             if self._settle_single(self._start_single(earlier)) is None and self.state.single.skipped:
                 return None
