@@ -39,7 +39,7 @@ class Contribution(Struct):
     @property
     def events(self) -> tuple[LoopEvent, ...]:
         """The events that tell of it alone."""
-        no_sync = () if self.under is None else (LoopEvent("enter no_sync"),)
+        no_sync = () if self.under is None else (LoopEvent("enter no_sync", self.under),)
         return (*no_sync, *filter(None, (self.forward, self.backward, self.ended_by)))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-EXPECT = {"code": "DDP516", "subjects": ["Samples.numbers", "data.numbers"], "cause": "gives them other values"}
+EXPECT = {"code": "DDP516", "subjects": ["Samples.numbers", "data.numbers"], "line": "enumerate(sorted"}
 FIXED = "--fixed" in sys.argv
 
 

@@ -184,6 +184,13 @@ def test_ranks_that_hang_are_told_where_no_rank_failed() -> None:
     assert codes(rank_failure.explain_by_first_failure(died)) == ["DDP404"]
 
 
+@pytest.mark.parametrize(("code", "advice"), [(3, "os._exit"), (-9, "Use less memory"), (-10, "Read the signal")])
+def test_a_process_that_has_ended_is_advised_by_its_exit_code(code: int, advice: str) -> None:
+    died = FailureFacts([failure("rank 1 ended", kind="died", exit_code=code, location="train.py:3")], [[], []], 2, ())
+    (found,) = rank_failure.explain_by_first_failure(died)
+    assert advice in found.what_to_do
+
+
 # --- Parameters ------------------------------------------------------------------------------------------------------
 
 

@@ -40,6 +40,8 @@ class Trainer:
 def test_an_object_of_the_user_is_followed_to_its_tables() -> None:
     (table,) = tables_of(Labels(), None)
     assert (table.name, table.values) == ("Labels.index", {"'cat'": "0", "'dog'": "1"})
+    assert table.location is not None  # the line that assigns it, and not the loop in which it is seen
+    assert "self.index = " in Path(__file__).read_text().splitlines()[table.location.line - 1]
 
 
 def test_a_module_of_the_user_is_followed_and_one_that_is_installed_is_not() -> None:

@@ -188,8 +188,8 @@ class OptimizerStep(Entry, frozen=True):
     broadcast_at: Location | None = None
     scale: float = 0.0  # of the GradScaler that makes the step; 0 without one
     scale_at: Location | None = None  # the line that has loaded it
-    # the seed of torch's generator when the first parameter was made, and the line that has set it; 0 if not known
-    seed: int = 0
+    # the seed of torch's generator when the first parameter was made, if that is known, and the line that has set it
+    seed: int | None = None
     seeded: Location | None = None
     # without a wrapper, fingerprints of what was given to each all_reduce of all ranks in this step, if it is as many
     # elements as its gradients have

@@ -42,8 +42,8 @@ A buffer has drifted: its value differs between ranks.
 why: With broadcast_buffers=False nothing synchronises buffers, not even at construction, and each rank evaluates
 another model; a checkpoint keeps rank 0's alone. With broadcast_buffers=True they are equal only right after a
 synchronising forward begins. (PyTorch docs, DistributedDataParallel, broadcast_buffers.)
-fix: Compute the buffer from what all ranks see (SyncBatchNorm, or an all_reduce of the statistics), or synchronise it
-before evaluation and saving.
+fix: Give the buffer the same values at the start, and compute it from what all ranks see (SyncBatchNorm, or an
+all_reduce of the statistics); or synchronise it before evaluation and saving.
 detected: Fingerprints of buffers are compared between ranks after wrapping and after each compared step, where the
 wrapper does not broadcast them. `ddpcheck run` also compares the buffers of a criterion outside of the wrapper, and
 BatchNorm statistics that are estimated again after training (`update_bn`), where several ranks evaluate a model with
@@ -77,7 +77,8 @@ DDP216 unregistered-state: warning, takes_severity
 A tensor that is a plain attribute of a module, neither parameter nor buffer, differs between ranks.
 why: DDP synchronises parameters and buffers. Any other tensor is built on each rank from its own random numbers or
 data, stays different, and is missing from the state dict.
-fix: Register it with register_buffer before wrapping, or build it from the same seed on every rank.
+fix: Build it in __init__ from the same seed on every rank, or register it with register_buffer before wrapping. If it
+changes in training, change it alike on every rank: all_reduce what it is computed from.
 detected: Tensors that modules hold as plain attributes are found and fingerprinted on every rank, before the first step
 and after each. They are reported if gradients are not those of the global batch, or if they come to differ during
 training.

@@ -7,7 +7,7 @@ DDP505 duplicate-data: error
 Ranks train on the same samples in the same step.
 why: The average of equal gradients is the same gradient: W ranks do the work of one. Usually the loader has no
 DistributedSampler, or the sampler was given fixed ranks. (PyTorch docs, DistributedSampler.)
-fix: Give the loader a DistributedSampler, or split the data by rank and world size.
+fix: Give the loader a DistributedSampler, split data by rank and world size, or seed what draws samples by seed + rank.
 detected: The samples that each rank gets in a step are compared by fingerprints: those of a recipe's shards, of a data
 loader with the indices of its sampler, and of the inputs of forward. Parts of a dataset that overlap, in an epoch or
 from the second one on, are a warning; so is a rank that is given what another one is given some steps later, and so
@@ -45,7 +45,7 @@ DDP510 shared-augmentation-seed: warning
 Ranks draw the same random numbers for augmentation or dropout.
 why: One seed for all ranks gives each the same crops, flips, noise and dropout masks: less variety than the size of the
 global batch suggests.
-fix: Seed model construction equally and data workers with seed + rank.
+fix: Seed model construction equally, seed with seed + rank after it, and set no seed in the forward pass.
 detected: The states of the random generators are compared where each rank draws for its samples: in the data loader and
 in its workers, and in the forward pass of a recipe; also those of generators that a dataset or its transforms hold.
 Batches with other samples and the same numbers are reported. `ddpcheck run` also follows what a training step draws
@@ -102,8 +102,8 @@ DDP516 rank-dependent-program-data: error
 Data that the program derives (label map, split, vocabulary, order) differs between ranks.
 why: Class 3 on one rank is class 5 on another, or a validation sample on one is a training sample on the next. Shapes
 agree, so nothing is raised. Sets, directory listings and unseeded shuffles are the usual sources.
-fix: Sort what comes from sets and directories, seed shuffles equally, or compute it on rank 0 and broadcast it. Under
-tensor parallelism give the sampler the size of the data dimension and this rank's place in it.
+fix: Put what comes from sets and directories through sorted(), seed shuffles equally, number texts without hash()
+(zlib.crc32 is the same in every process), or compute it on rank 0 and broadcast it.
 detected: Ranks whose gradients are not those of their shards are asked for the plain values that the program holds;
 those that differ are reported. `ddpcheck run` compares dictionaries with the same keys and values, lists that are made
 of a set of texts and numbered by `index`, the random splits of datasets, the samples of parts that overlap, the labels

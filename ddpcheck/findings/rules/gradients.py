@@ -25,8 +25,8 @@ DDP's gradients differ from the plain average of the ranks' own gradients.
 why: The same module on the same shards, without the wrapper and averaged by an all-reduce, gives something else. So the
 difference comes from the wrapper: a communication hook, a second backward that was not reduced, gradients that were
 already there, or parameters that are paired wrongly.
-fix: Take the communication hook off and check again; call zero_grad() before each accumulation; reduce once a step;
-compare parameter order on the ranks (DDP202).
+fix: Take the communication hook off and check again (of shards, set_all_reduce_hook); call zero_grad() before each
+accumulation; reduce in the last backward pass of a step; compare parameter order on the ranks (DDP202).
 detected: The same module runs on the same shards without the wrapper, and its gradients are averaged by a plain
 all-reduce. What DDP left is not that average, although all ranks have the same. Errors are relative to the root mean
 square of the norms of the ranks' own gradients.
@@ -107,8 +107,8 @@ Parameters, buffers or optimizer state differ between ranks after a step.
 why: Nothing brings the ranks together again: DDP never broadcasts parameters after construction. From here on the
 averaged gradients belong to no model, and a checkpoint keeps rank 0's alone. (PyTorch docs, DistributedDataParallel:
 parameters are never broadcast between processes.)
-fix: Find the first cause (gradients: DDP301; options: DDP223; start values: DDP208; a closure that returns the rank's
-own loss to an optimizer that uses it, such as LBFGS) and make the step the same on all ranks.
+fix: Make each step of the optimizer the same on every rank: draw its random numbers under one seed, give it the same
+state and options, and have a closure (LBFGS) return a loss that was reduced over the ranks.
 detected: Fingerprints of parameters and optimizer state are compared after the optimizer's step. `ddpcheck run` also
 compares models beside the wrapper: copies of it or of a part of it, such as an EMA, and others that the training loop
 calls and does not change, such as a frozen teacher.
@@ -169,7 +169,7 @@ A hook, a clip or an optimizer step reads or changes local gradients before they
 why: Gradient hooks run before DDP averages. A clip there clips each rank by its own norm, and an optimizer step in
 backward uses the local gradient: the result is not that of the global batch, and ranks may diverge. (PyTorch docs,
 DistributedDataParallel and register_comm_hook.)
-fix: Clip and step after backward has returned; to act inside the reduction, use register_comm_hook.
+fix: Clip, scale and step after backward has returned; to act inside the reduction, use register_comm_hook.
 detected: A loss twice as large does not give gradients twice as large, or the gradients on the ranks are wrong although
 their losses are right. The hooks on the way of the gradients are named. `ddpcheck run` watches clip_grad_norm_, and
 whether the gradients are averaged after it; and in some steps what hooks on parameters make of a gradient: a factor or

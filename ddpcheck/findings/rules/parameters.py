@@ -127,8 +127,8 @@ A parameter is reached by backward, and its gradient is exactly zero in every st
 why: DDP sees no fault: the gradient arrives and is reduced. But the parameter does not learn: a factor of zero, the
 branch of a where that is never taken, or a unit that is always off stands between it and the loss. A comparison of its
 gradient with a reference compares nothing.
-fix: Find the factor that is zero (a mask, a weight, a dead ReLU, a clamp) and remove it. If it is there only to please
-DDP, or if terms cancel by right (a bias in the difference of two means), ignore DDP107 for it.
+fix: Find the factor that is zero (a mask, a weight, a dead ReLU, a clamp, a rounding) and remove it. If it is there to
+please DDP, or if terms cancel by right (a bias in the difference of two means), ignore DDP107 for it.
 detected: The gradient is exactly zero on every rank in every step. The parameters are then moved a little and the step
 is run again: a gradient that is zero by chance is gone. The operation in which it becomes zero is named.
 ignore: If the factor of zero is there on purpose, for example 0.0 * output.sum() to satisfy DDP.

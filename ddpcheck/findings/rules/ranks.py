@@ -95,7 +95,7 @@ A parameter has another value on one rank than on another.
 why: DDP broadcasts rank 0's values once, when it is constructed, and never again. Values that differ after that
 (init_sync=False, a checkpoint loaded on one rank, re-initialisation) stay different: the averaged gradient belongs to
 no model. (PyTorch docs, DistributedDataParallel: parameters are never broadcast between processes after construction.)
-fix: Let DDP synchronise at construction (init_sync=True), and load or change values before wrapping, on every rank.
+fix: Seed the construction of the model equally, let DDP synchronise (init_sync=True), and load values before wrapping.
 detected: Right after the wrapper was constructed, each rank fingerprints its parameters on their device, and the
 fingerprints are compared. `ddpcheck run` also compares the start values of parameters whose gradients a script averages
 by hand.

@@ -55,7 +55,7 @@ why: There is no traceback, because Python could not write one. A mismatch that 
 segmentation fault in an extension, os._exit, and the kernel's out-of-memory killer (SIGKILL) look like this; the other
 ranks see a closed connection.
 fix: Read the signal and the last output: for SIGKILL use less memory or fewer ranks; for SIGABRT look for a mismatch
-(DDP2xx).
+(DDP2xx); raise an exception in place of an exit.
 detected: The parent sees how the process of the rank ended: by which signal, or with which exit code, without an
 exception in Python.
 ignore: Never.

@@ -23,7 +23,7 @@ no_sync is not entered, never left, or does not enclose the forward pass.
 why: no_sync takes effect in forward. Around backward alone it changes nothing; always entered it never synchronises,
 and every rank trains its own model; a context that is created and not entered synchronises in every micro-step.
 (PyTorch docs, DistributedDataParallel.no_sync: the forward pass should be inside.)
-fix: Put forward and backward of all micro-steps but the last inside `with ddp.no_sync():`, the last one outside.
+fix: Run forward and backward of all but the last micro-step inside `with ddp.no_sync():`, the last or only one outside.
 detected: Calls of no_sync, entering and leaving it, forward and backward passes and optimizer steps are recorded in
 order. Reported are a step of which no backward pass was averaged, a step on what came after the average, and a no_sync
 without effect (a warning).
@@ -56,7 +56,7 @@ DDP504 stale-optimizer: error
 The optimizer holds tensors that are no longer the module's parameters, or lacks some that are.
 why: An optimizer built before the module was cast, moved or extended updates tensors that nobody uses, and the model
 does not move. (PyTorch docs, torch.optim: construct optimizers after moving the model.)
-fix: Construct the optimizer after the module has its final parameters, device and dtype.
+fix: Give the optimizer all parameters, after the module has its final ones, device and dtype; freeze the others first.
 detected: The tensors that the optimizer holds are compared with the parameters of the modules. Parameters that get
 gradients are reported if no optimizer holds them and they do not move, or if an optimizer of the script's own holds
 them, moves others, and never moves these.

@@ -223,8 +223,7 @@ def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
             f"each rank takes {len(one.indices)} samples, by {one.sampler}"
             f"{f', which gives it {one.part}: they are split once more' if twice else ''}"
         ],
-        fix="Give the sampler the world size and the rank of the process group, and split the data once only: by "
-        "the sampler, or by the framework.",
+        fix="Give the sampler the world size and the rank of the process group, and split the data once only.",
     )
 
 
@@ -302,9 +301,7 @@ def judge_inputs(
             *_likewise([ranks for ranks, _ in more]),
         ],
         related={"forward called": forward},
-        fix="Take other samples on each rank: by a DistributedSampler, by rank and world size, or from a generator "
-        "that is seeded with seed + rank"
-        + (", and whose state each rank restores from its own checkpoint." if later else "."),
+        fix="Seed with seed + rank, and restore the state of the generator from a checkpoint of each rank." * later,
     )
 
 

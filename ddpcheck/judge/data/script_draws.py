@@ -200,8 +200,6 @@ def judge_same_targets(
                 evidence=["the bits of the targets are equal on all ranks, and others in other steps"],
                 related={"loss computed": loss, "forward called": forward},
                 severity=Severity.WARNING,
-                fix="Take other samples on each rank: by a DistributedSampler, by rank and world size, or from a "
-                f"generator that is seeded with seed + rank{'; noise likewise' if noise else ''}.",
             )
     return []
 

@@ -122,7 +122,7 @@ def judge_sharded_twice(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
         f"The data are split twice: each rank's dataset is a part of its own already, and the sampler takes "
         f"{-(-size // len(first))} of its {size} samples in an epoch. The others are on no rank.",
         evidence=[f"{first[0].sampler} splits the places of the dataset between {len(first)} ranks"],
-        fix="Split once: give the sampler the whole dataset; or keep the parts, and shuffle each with a RandomSampler.",
+        fix="Split once: leave out the split by rank, or keep the parts, and shuffle each with a RandomSampler.",
     )
 
 

@@ -158,8 +158,8 @@ _FIX_OF_DEATH = {  # by exit code; a signal's is negative
 
 def _fix_of_death(failure: RankFailure) -> str:
     """The advice on a rank whose process has ended; empty, for that of the rule, where no more is known."""
-    if failure.kind == "died" and failure.location and (failure.exit_code or 0) > 0:
-        return "Raise an exception at that line, which torchrun shows, in place of the exit without a word."
+    if failure.location and (failure.exit_code or 0) > 0:
+        return "Raise an exception, which is shown, in place of the exit without a word (sys.exit, os._exit)."
     if failure.exit_code == -signal.SIGSEGV and not failure.location:
         return ""  # there is no line to look at
     return _FIX_OF_DEATH.get(failure.exit_code or 0, "")

@@ -82,6 +82,7 @@ def explain_by_overwritten_parameters(facts: WrapperErrorFacts) -> list[Finding]
         f"pass had read it, and backward needs what was there, in {first.place or 'the step'}.",
         ranks=facts.raised_on,
         evidence=[first.message],
+        fix="Write it after the backward passes that need it (weight decay, say, in the optimizer), or read a clone.",
     )
 
 

@@ -218,6 +218,7 @@ _DATA_DIMENSION = (
     'fully_shard(model, mesh=mesh["dp"]).'
 )
 _AVERAGING_HOOK = "Let the communication hook return the average over the ranks, or take it off."
+_AVERAGE_ALL = "Have the wrapper all_reduce every gradient and divide the sum by the world size, or use DDP."
 
 
 def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
@@ -232,7 +233,7 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
     steps = sorted({step for name in names for step in facts.unequal[name]})
     is_known = facts.known.wrapper.is_ddp or facts.known.wrapper.sharded
     whose = f"the wrapper is a {facts.known.wrapper_class}, which is no DistributedDataParallel"
-    fix = _AVERAGING_HOOK if facts.known.wrapper.comm_hook else ""
+    fix = _AVERAGING_HOOK if facts.known.wrapper.comm_hook else "" if is_known else _AVERAGE_ALL
     if facts.known.wrapper.named == "tensor parallelism":
         fix = _DATA_DIMENSION
     return facts.known.names.one_finding(
@@ -317,12 +318,6 @@ def explain_by_overwritten_buffers(facts: ReducerFacts) -> list[Finding]:
     )
 
 
-_FIX_UNDER_SHARDING = (
-    "Call zero_grad() before each accumulation; let the last backward pass of a step reduce "
-    "(set_requires_gradient_sync); take off what set_all_reduce_hook has set, and check again."
-)
-
-
 def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
     """DDP302: gradients that are not the average of the ranks' own, for no cause that is known. Last.
 
@@ -355,7 +350,7 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
         "DDP302",
         f"What {'fully_shard' if sharded else 'the wrapper'} left in .grad of "
         f"{counted(len(facts.mismatched), 'parameter')} is not the average of the ranks' own gradients.",
-        **({"fix": _FIX_UNDER_SHARDING} if sharded else {}),
+        fix="" if sharded or facts.known.wrapper.is_ddp else _AVERAGE_ALL,
     )
 
 

@@ -160,7 +160,7 @@ def judge_alone(
             fix = "Average it with the others."
         elif wrapped:
             how = f"{plural_verb('is', 'are', local)} in no DistributedDataParallel"
-            fix = "Put it into the module that is wrapped, or wrap it too."
+            fix = "Put it into the module that is wrapped, or into a DistributedDataParallel of its own."
         elif in_step:
             at = of_ranks[-1][0].reduced_at
             local = [name for name in local if all(gradients_differ(one, name) for one in of_ranks)] or local
@@ -273,8 +273,7 @@ def _averaged_late(names: Sequence[str], steps: Sequence[Steps], late: Location)
         location=late,
         evidence=[_PARTED],
         related={"optimizer steps": steps[0][0].location},
-        fix="all_reduce every gradient after backward and before the optimizer's step, or wrap the module in "
-        "DistributedDataParallel.",
+        fix="all_reduce every gradient before the optimizer's step, or wrap the module in DistributedDataParallel.",
     )
 
 
@@ -335,8 +334,6 @@ def judge_reduced_alike(steps: Sequence[Steps], line: Location | None = None) ->
         "with the same random numbers; so together they do the work of one.",
         location=line or known[0][0].location,
         evidence=[f"their bits are equal on all ranks in all {len(known)} steps that were compared"],
-        fix="Take other samples on each rank: by rank and world size, or from generators and environments that are "
-        "seeded with seed + rank.",
     )
 
 

@@ -32,6 +32,7 @@ Used = Sequence[tuple[OptimizerStep, ReplicaCaptured]]
 _FEWEST_STEPS = 3
 _EXACT = 64  # numbers of a sketch up to which it has one for each element, so that its norm is the gradient's
 _TOLERANCE = 1e-3
+_ALIKE = "Clip, scale, mask and add noise in the same way on every rank; share first what is decided from local data."
 
 
 def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Finding]:
@@ -57,8 +58,7 @@ def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
                     f"norm before the optimizer's step: {told}"
                     for told in told_by_rank({short(n): [spelled(v) for v in values[n]] for n in names[:3]})
                 ],
-                fix="Clip, scale, mask and add noise in the same way on every rank; what is decided from local data "
-                "has to be shared first.",
+                fix=_ALIKE,
             )
             return [_at_scale(one, of_ranks) or _at_cause(one, of_ranks, clips) for one in found]
     return []
@@ -80,7 +80,7 @@ def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
             steps=(of_ranks[0].count,),
             location=of_ranks[0].location,
             evidence=[f"norm of {short(names[0])}: {_by_rank(sizes)}"],
-            fix="Clip and scale in the same way on every rank; what is decided from local data has to be shared first.",
+            fix=_ALIKE,
         )
         return [_at_scale(one, of_ranks) or _at_cause(one, of_ranks, clips) for one in found]
     return []
@@ -103,7 +103,13 @@ def _at_cause(finding: Finding, of_ranks: Steps, clips: Clips) -> Finding:
 
 
 def _at_clip(finding: Finding, clips: Clips) -> Finding | None:
-    """At the call that clips gradients otherwise on each rank, if there is one."""
+    """At the call that clips gradients otherwise on each rank, or on some ranks only, if there is one."""
+    early = [(r, one) for r, of_rank in enumerate(clips) for one in of_rank if one.step <= finding.steps[0]]
+    if not all(clips) and (on := {rank: one for rank, one in early if one.norm > one.limit}):
+        first = next(iter(on.values()))
+        told, fix = f"{first.by} is called there, on no other rank", f"Call {first.by} on every rank, or on none."
+        explained = replace(finding, ranks=tuple(on), evidence=(*finding.evidence, told), fix=fix)
+        return explained.relocated(first.location, "optimizer steps")
     for of_ranks in zip(*clips, strict=False):
         first = of_ranks[0]
         paired = len({(one.count, one.step, one.location, one.by) for one in of_ranks}) == 1
@@ -154,7 +160,7 @@ def judge_clips(clips: Clips, steps: Sequence[Sequence[Steps]]) -> list[Finding]
         f"{first[0].by} finds other gradients on each rank: it clips what is averaged later.",
         location=first[0].location,
         evidence=[f"rank {rank}: a norm of {one.norm:.6g}" for rank, one in enumerate(first[:4])],
-        fix="Clip after the gradients have been averaged, and before the optimizer's step.",
+        fix=f"Call {first[0].by} after the gradients have been averaged, and before the optimizer's step.",
     )
 
 
@@ -186,7 +192,7 @@ def judge_changed(changes: Sequence[Sequence[GradientsChanged]]) -> list[Finding
         location=first[0].location,
         evidence=[f"rank {rank}: their norm times {one.factor:.4g}" for rank, one in enumerate(first[:4])],
         severity=Severity.ERROR if found is apart else Severity.WARNING,
-        fix="Clip once a step: after the backward pass of its last micro-batch, and before the optimizer's step.",
+        fix=f"Call {first[0].by or 'it'} once a step, after its last backward pass and before the optimizer's step.",
     )
 
 
@@ -357,7 +363,7 @@ def judge_rescaled(used: Sequence[Used], losses: Sequence[Sequence[LossDifferent
         ],
         related={"optimizer steps": step.location},
         severity=Severity.WARNING,
-        fix="Use the gradients as backward leaves them: DDP has divided their sum by the number of ranks.",
+        fix="Leave out the factor of dist.get_world_size(): DDP has divided the sum of the gradients by it.",
     )
 
 

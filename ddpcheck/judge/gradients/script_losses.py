@@ -365,7 +365,7 @@ def _unequal_counts(passes: Losses, every: Sequence[list[float]], unequal: Seque
             + ", ".join(f"by {count:.0f} on rank {rank}" for rank, count in enumerate(unequal[0]))
         ],
         severity=severity_of_weights([[1 / n for n in counts] or [1.0] * len(passes[0]) for counts in every]),
-        fix="Divide by the sum of the numbers over all ranks, and multiply by the world size, over which DDP averages.",
+        fix="all_reduce the numbers, and divide by their sum / world_size, for the gradients are averaged.",
     )
 
 

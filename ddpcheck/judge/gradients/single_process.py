@@ -169,6 +169,7 @@ def _explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
         "DDP303",
         f"The ranks weigh their gradients by {share} and not by {1 / facts.known.world_size:.4g} each: the loss "
         "or the model applies a factor that depends on the rank.",
+        fix="Take the factor that depends on the rank out of the loss and the model.",
     )
 
 

@@ -33,7 +33,7 @@ _FEWEST_STEPS = 8  # of a schedule without an end, counting those at once as one
 _FEWEST_TURNS = 3  # of one that comes to its end
 _ABOUT = 0.1
 _OF_SCHEDULES, _OF_CALLBACKS = 1e-6, 1e-4  # relative: metrics that are the same on ranks; these compare, those save
-_LOAD_EVERYWHERE = "Load the optimizer's state on every rank, from the same file."
+_LOAD_EVERYWHERE = "Load the optimizer's state on every rank, from the same file, or begin with the same one on each."
 
 
 def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
@@ -140,8 +140,8 @@ def judge_schedule(ends: Sequence[OptimizerEnd], world_size: int) -> list[Findin
         location=first.made if first.by_package else first.location,
         evidence=[f"{first.steps} steps of the schedule in {first.turns} places, {ends[0].count} of the optimizer"],
         severity=Severity.WARNING,
-        fix="Step the schedule once after each optimizer step. Where a framework makes one for each rank (accelerate "
-        "without split_batches), give the schedule the number of steps of all ranks together.",
+        fix="Step the schedule once after each optimizer step, not world_size times. Where a framework does that "
+        "(accelerate without split_batches), give the schedule the number of steps of all ranks together.",
     )
 
 
@@ -239,8 +239,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             else "Average the gradients in every step, and wait for every asynchronous collective (work.wait()) before "
             "the optimizer steps."
             if between
-            else "Begin with the same state on every rank: load it on all of them, from the same file, or make it of "
-            "the same numbers, drawn under one seed.",
+            else _LOAD_EVERYWHERE,
         )
     return []
 
@@ -280,7 +279,7 @@ def _loaded_on_some(of_ranks: Steps, restored: Mapping[int, Location], counts: S
             _loaded_on(restored),
             *(f"rank {rank}: {count:g} steps were counted before" for rank, count in enumerate(counts[:4])),
         ],
-        fix=_LOAD_EVERYWHERE.replace("from the same file", "each for its own parts"),
+        fix=_LOAD_EVERYWHERE.replace("from the same file", "for its own parts"),
     )
     return found
 

@@ -77,8 +77,7 @@ def _shifts(
             if of_rank
         ],
         severity=severity,
-        fix="all_reduce the decision, so that every rank skips a step or none does; or multiply the loss by zero and "
-        "go on.",
+        fix="all_reduce the decision, so that each rank skips the step or none does; or multiply the loss by zero.",
     )
 
 
@@ -141,8 +140,6 @@ def judge_unheld(
             "what the optimizer holds has no gradient in any step: it is of another model" if not held else "",
         ],
         severity=Severity.WARNING,
-        fix="Give them to the optimizer, and construct it after the module has its last parameter; if they are to stay "
-        "as they are, freeze them with requires_grad_(False) before wrapping.",
     )
 
 

@@ -159,7 +159,7 @@ def _judge_unreduced(ledgers: _Ledgers) -> list[Finding]:
             "Every forward of the step runs under no_sync, so its gradients are never averaged.",
             ranks=_ranks(found, ledgers),
             steps=_steps(found, ledgers),
-            location=Location.parse(entered.location or step.location),
+            location=Location.parse(first.under or step.location),
         )
     called = unreduced[-1].under
     set_at = next((event.location for event in item.events if event.kind == SYNC_SETTING), "") if called is None else ""

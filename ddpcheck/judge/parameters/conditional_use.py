@@ -24,8 +24,8 @@ UNDER_SHARDING = (
     "waits or adds up the wrong numbers"
 )
 ADVICE_UNDER_SHARDING = (
-    "Use the parameter on every rank, or call set_reduce_scatter_unused_params(True) on the module that fully_shard "
-    "has returned (where this torch has it)."
+    "all_reduce what decides on the branch, or call set_reduce_scatter_unused_params(True) on the module that "
+    "fully_shard has returned (where this torch has it)."
 )
 
 

@@ -80,6 +80,7 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
         kept = "fully_shard says nothing of it" if wrapper.sharded else kept
         more.append(f"{kept}; nothing has trained {them} in {counted(steps, 'step')}")
     harmless = (wrapper.tolerates_unused or wrapper.sharded) and code != "DDP103" and not refused
+    fix = _fix_of_cut(end.reason) if code == "DDP103" else _ADVICE_UNDER_SHARDING if wrapper.sharded else ""
     taking_turns = end.cause == "unused" and facts.others_take_turns(group)
     if taking_turns:
         more.append(
@@ -92,10 +93,20 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
         message,
         severity=mildest if harmless else None,
         evidence=[*evidence, *more],
-        fix=SPARSE_ADVICE if sparse else _ADVICE_UNDER_SHARDING if wrapper.sharded else "",
+        fix=SPARSE_ADVICE if sparse else fix,
         location=end.edit_at,
         path=end.path_of(group[0]),
     )
+
+
+def _fix_of_cut(reason: str) -> str:
+    what, comma, _ = reason.partition(",")
+    mend = f"Use differentiable operations of torch in place of {what}" if comma else f"Do without {what}"
+    if "checkpoint" in what:
+        mend = "Pass use_reentrant=False to checkpoint"
+    elif what.startswith("torch."):
+        mend = f"Run it outside of {what}"
+    return f"{mend}. If the cut is meant, freeze the parameters (requires_grad_(False)) or give them another loss."
 
 
 def _describe_cause(end: PathEnd, subjects: Sequence[str], them: str) -> tuple[str, str, list[str]]:
@@ -152,10 +163,12 @@ def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperF
             f"{_CHANGES[change.kind].format(**words)}.",
             ranks=unless_all(sorted(set().union(*group.values())), world_size),
             location=change.location or names.location(list(group)),
+            fix=_IN_INIT,
         )
     return findings
 
 
+_IN_INIT = "Make the change in __init__; keep what each forward pass computes anew in a variable, as a plain tensor."
 _NO_ERROR = "under torch.compile DDP gets zeros for {them} and raises no error"
 
 
@@ -280,8 +293,7 @@ def _unregistered(leaves: Sequence[UnregisteredTensor], ranks: tuple[int, ...], 
         ranks=ranks,
         location=next((leaf.location for leaf in leaves if leaf.location), None),
         evidence=(f"{counted(len(names), 'tensor')}, {elements} elements",),
-        fix="Make it in __init__; where its size is not known there, use a lazy module and run one forward "
-        "pass before wrapping."
+        fix="Make it in __init__; if its size is not known there, in a lazy module that runs forward before wrapping."
         if created_in_forward
         else "",
         tags=(MADE_IN_FORWARD,) if created_in_forward else (),

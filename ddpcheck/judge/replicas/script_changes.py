@@ -35,7 +35,8 @@ def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> 
     if finding.code == "DDP503":
         every = [one for of_rank in changes for one in of_rank]
         loads = [one for one in every if one.how == "load_state_dict"]  # with assign=True, say
-        return _at_first(finding, [*(one for one in every if one.what not in _OTHERS), *loads])
+        found = _at_first(finding, [*(one for one in every if one.what not in _OTHERS), *loads])
+        return replace(found, fix=_LOAD) if found.location in {one.location for one in loads} else found
     if finding.code in _OF_REDUCTION:
         kinds = ("hook", "scale") if finding.code == "DDP303" else ("hook",)
         return _at_reduction(finding, [one for of_rank in changes for one in of_rank if one.what in kinds])
@@ -54,17 +55,15 @@ def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> 
 
 def at_the_seed(finding: Finding, first: Sequence[OptimizerStep]) -> Finding:
     """A finding on values that differ from the start, at the line that seeds their construction by rank."""
-    if finding.code != "DDP208" or len({one.seed for one in first}) < 2 or first[0].seeded is None:
+    seeds = [one.seed for one in first]
+    if finding.code != "DDP208" or None in seeds or len(set(seeds)) < 2 or first[0].seeded is None:
         return finding
-    seeds = f"the model is made under another seed on each rank: {'; '.join(group_by_value([o.seed for o in first]))}"
-    found = replace(finding, evidence=(*finding.evidence, seeds), fix=_SEED)
+    told = f"the model is made under another seed on each rank: {'; '.join(group_by_value(seeds))}"
+    found = replace(finding, evidence=(*finding.evidence, told))
     return found.relocated(first[0].seeded)
 
 
-_SEED = (
-    "Seed the construction of the model with the same number on every rank, and with seed + rank after it; or "
-    "broadcast the parameters from rank 0 before the first step."
-)
+_LOAD = "Load before wrapping, or without assign=True, which puts other tensors in the place of the parameters."
 
 
 def judge_ignored(changes: Changes) -> list[Finding]:
@@ -253,10 +252,7 @@ def _at_values(finding: Finding, changes: Changes, *, after_forward: bool) -> Fi
     return finding
 
 
-_BY_HAND = (
-    "Write the same values on every rank: decide and draw them alike, or write them on rank 0 and dist.broadcast each "
-    "parameter from it."
-)
+_BY_HAND = "Write the same values on every rank (all_reduce what decides on them), or dist.broadcast them from rank 0."
 
 
 def _order(how: str) -> int:

@@ -239,8 +239,7 @@ def _finding_of_use(
         location=where,
         evidence=evidence,
         severity=Severity.WARNING,
-        fix="Change the copy in the same way on every rank and decide when by a value that was reduced over all ranks; "
-        "or broadcast it before ranks evaluate it.",
+        fix="Change the copy alike on every rank (all_reduce what decides when), or broadcast it before evaluation.",
     )
 
 
@@ -281,8 +280,7 @@ def _finding(looks: Sequence[Sequence[StateHeld]], first: int, written: _Written
             location=one.location,
             evidence=[evidence[0], "they do not change from step to step"],
             severity=Severity.WARNING,
-            fix="Load the same state into it on every rank, construct it under the same seed, or broadcast its "
-            "parameters from rank 0.",
+            fix="Load the same state into it on every rank, construct it under one seed, or broadcast it from rank 0.",
         )
     if one.copies:
         return one_finding(
@@ -294,9 +292,8 @@ def _finding(looks: Sequence[Sequence[StateHeld]], first: int, written: _Written
             location=where or one.location,
             evidence=[*evidence, *how],
             severity=Severity.WARNING,
-            fix="Make the copy from the module after it has been wrapped, and change it in the same way on every "
-            "rank; decide when by a value that was reduced over all ranks. If it is no copy, construct it under one "
-            "seed, or load one state into it, on every rank.",
+            fix="Make the copy after DistributedDataParallel has been constructed, and change it alike on every rank: "
+            "all_reduce what decides when. If it is no copy, construct it under one seed, or load one state into it.",
         )
     return one_finding(
         "DDP214",
@@ -308,5 +305,5 @@ def _finding(looks: Sequence[Sequence[StateHeld]], first: int, written: _Written
         steps=(one.count,),
         location=one.location,
         evidence=evidence,
-        fix="Reduce over all ranks what the buffer is computed from, or gather it.",
+        fix="all_reduce what the buffer is computed from, or gather it.",
     )

@@ -42,7 +42,7 @@ class LineRecorder(Recorder):
         self.scaler: Any = None  # the enabled GradScaler that steps an optimizer now
         self.made = 0
         # the seed of torch's generator when the first parameter was registered, and the line that has set it
-        self.seeded: tuple[int, Location | None] = (0, None)
+        self.seeded: tuple[int | None, Location | None] = (None, None)
         self._hooks: dict[Any, Location] = {}  # the line that registers a hook of a tensor, by its code
         patched(torch.optim.Optimizer, "__init__", self._optimizer_made)
         patched(torch.optim.Optimizer, "load_state_dict", self._optimizer_restored)
@@ -150,7 +150,8 @@ class LineRecorder(Recorder):
                 self._note(watch, what, how, names, where)
 
     def _registered(self, module: nn.Module, name: str, _thing: Any) -> None:
-        self.seeded = self.seeded if self.seeded[0] else (torch.initial_seed() or 1, seeded_at("torch"))
+        if self.seeded[0] is None:
+            self.seeded = torch.initial_seed(), seeded_at("torch")
         if len(self._seen) < _MOST_CHANGES:
             for watch in list(self._run.watches):
                 if (path := watch.path_of(module)) is not None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.loss import _Loss
 
 from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, StateHeld
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
     file_of_class,
@@ -63,9 +64,10 @@ def tables_of(holder: Any, location: Location | None) -> list[DerivedTable]:
     """Those that an object holds: a dataset, say."""
     name = type(holder).__name__
     held = getattr(holder, "__dict__", {})
-    found = [DerivedTable(f"{name}.{key}", table, location) for key, item in held.items() if (table := _table(item))]
     file = file_of_class(type(holder))
     where = Location(relative_path(file), sys.maxsize) if is_user_file(file) else None
+    found = [DerivedTable(f"{name}.{key}", table, location) for key, item in held.items() if (table := _table(item))]
+    found = [replace(one, location=(where and last_assignment(where, one.name)) or location) for one in found]
     return found + [one for key, item in held.items() for one in _places_in(f"{name}.{key}", item, where)]
 
 
