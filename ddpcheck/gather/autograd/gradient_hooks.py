@@ -40,11 +40,8 @@ def _registers(kind: str, _owner: Any, hook: Any, *_args: Any, **_kwargs: Any) -
 
 def _name_of(hook: Any) -> str:
     inner = hook.func if isinstance(hook, functools.partial) else hook
-    return (
-        str(getattr(inner, "__qualname__", type(inner).__qualname__))
-        .rpartition("<locals>.")[2]
-        .replace("<lambda>", "a lambda")
-    )
+    name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
+    return name.rpartition("<locals>.")[2].replace("<lambda>", "a lambda")
 
 
 def recorded_hooks() -> tuple[GradientHook, ...]:

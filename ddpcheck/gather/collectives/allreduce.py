@@ -159,7 +159,7 @@ def _kinds_over_ranks(
     kinds = [_MISSING if t is None else _DENSE if t.layout == torch.strided else _SPARSE for t in tensors]
     if get_dist_info(group)[1] <= 1:
         return [{kind} for kind in kinds]
-    device = _device_for(like, group)
+    device = like[0].device if like else torch.device("cuda" if "nccl" in backend_of(group) else "cpu")
     _check_same(like, device, group)
     if not kinds:
         return []
@@ -189,12 +189,6 @@ def _check_same(like: Sequence[torch.Tensor], device: torch.device, group: Any) 
             f"The ranks hand over {count} tensors each to be averaged, but of other shapes or dtypes at the "
             "same place; hand over the same in the same order on every rank."
         )
-
-
-def _device_for(like: Sequence[torch.Tensor], group: Any) -> torch.device:
-    if like:
-        return like[0].device
-    return torch.device("cuda" if "nccl" in backend_of(group) else "cpu")
 
 
 # --- Means -----------------------------------------------------------------------------------------------------------

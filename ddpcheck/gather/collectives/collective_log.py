@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from msgspec import structs
@@ -127,15 +127,11 @@ def record_collectives(directory: Path, rank: int) -> None:
     record_calls(write)
 
 
-class Turn(Protocol):
-    """Is told that this thread comes into a collective, or a wait for one, or out of it."""
+def record_calls(sink: Callable[[Call], object], turn: Callable[..., object] | None = None) -> None:
+    """From now on, give `sink` each collective of this process, before it is made.
 
-    def __call__(self, *, begins: bool) -> object:
-        """Take note."""
-
-
-def record_calls(sink: Callable[[Call], object], turn: Turn | None = None) -> None:
-    """From now on, give `sink` each collective of this process, before it is made."""
+    `turn` is called with `begins`: this thread comes into a collective, or a wait for one, or out of it.
+    """
     import torch
     from torch.distributed import _functional_collectives as functional
     from torch.distributed import distributed_c10d
@@ -172,7 +168,7 @@ class _CallRecorder(Recorder, subjects=("collectives",)):
 
 _calls = _CallRecorder()
 _sink: Callable[[Call], object] | None = None
-_turn: Turn | None = None
+_turn: Callable[..., object] | None = None
 _on_overwritten: Callable[[Call, Mapping[str, Any]], object] | None = None
 _on_started: Callable[[Call, Mapping[str, Any], object], object] | None = None
 _on_given: list[Callable[[Call, Mapping[str, Any]], object]] = []

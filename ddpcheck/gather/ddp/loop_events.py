@@ -99,25 +99,20 @@ def noted_no_sync(original: Any, note_of: Callable[[Any], Callable[[str], None] 
         if note is None:
             return original(self)
         note("no_sync")
-        return _NotedContext(original(self), note)
+        return _noted(original(self), note)
 
     return no_sync
 
 
-class _NotedContext(contextlib.ContextDecorator):
-    def __init__(self, inner: Any, note: Callable[[str], None]) -> None:
-        self._inner = inner
-        self._note = note
-
-    @passes_on
-    def __enter__(self) -> Any:
-        self._note("enter no_sync")
-        return self._inner.__enter__()
-
-    @passes_on
-    def __exit__(self, *error: Any) -> Any:
-        self._note("leave no_sync")
-        return self._inner.__exit__(*error)
+@contextlib.contextmanager
+@passes_on
+def _noted(inner: Any, note: Callable[[str], None]) -> Iterator[Any]:
+    note("enter no_sync")
+    with inner as entered:
+        try:
+            yield entered
+        finally:
+            note("leave no_sync")
 
 
 def backward_through(handler: Any) -> Patch:

@@ -71,6 +71,10 @@ class CheckOptions:
         asked = {"backend": self.backend, "device": self.device, "timeout": self.timeout, "preload": preload, **more}
         return make(self.world_size, **asked, hash_seeds=hash_seeds, watch=watch, hosts=hosts)
 
+    def world_of_one(self, **more: Any) -> World:
+        """A world of one process, which has no process group."""
+        return replace(self, world_size=1, backend="gloo").world(process_group=False, hash_seeds=False, **more)
+
 
 def bug_error(error: Exception) -> ReportError:
     """The error of a report on what should not have been raised in this process."""

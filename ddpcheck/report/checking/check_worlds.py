@@ -133,8 +133,7 @@ class CheckWorlds:
     def _make_world(self, *, group: bool) -> World:
         if group:
             return self.asked.world(self.hosts, self._watch(), make=self.make_world)
-        alone = replace(self.asked, world_size=1, backend="gloo")
-        return alone.world(process_group=False, hash_seeds=False, make=self.make_world)
+        return self.asked.world_of_one(make=self.make_world)
 
     def _watch(self) -> Callable[[World, frozenset[int], frozenset[int]], str | None]:
         """Called while ranks are at work: shows for which it waits, and looks whether any of them will never come."""

@@ -23,14 +23,12 @@ from ddpcheck.findings.evidence.endings import ScheduledCall, Simulated, Simulat
 from ddpcheck.findings.report import CheckResult, Finding, Report, ReportError
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.wording import counted, join_names
-from ddpcheck.harness import World
 from ddpcheck.judge.endings.schedules import judge_schedules
 from ddpcheck.judge.verdict import Verdict, status_of
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import decided
 from ddpcheck.report.checking.check_report import make_report
 from ddpcheck.report.checking.check_state import CheckOptions
-from ddpcheck.worlds import preloading
 from ddpcheck.worlds.validation import check_count
 
 if TYPE_CHECKING:
@@ -149,16 +147,10 @@ class _Simulation:
 
     def _on_ranks(self, ranks: Sequence[int], phase: Callable[[int], Callable[[], Result]]) -> list[Result]:
         """What a process of its own returns for each rank; of the first that fails the error is kept."""
-        preload = (*preloading.DDP, *calls.MODULES, *self.asked.preload)
         if self.error is not None:
             return []
         with contextlib.ExitStack() as stack:
-            worlds = [
-                stack.enter_context(
-                    World(1, timeout=self.asked.timeout, process_group=False, threads=1, preload=preload)
-                )
-                for _ in ranks
-            ]
+            worlds = [stack.enter_context(self.asked.world_of_one(threads=1)) for _ in ranks]
             pending = [world.start(phase(rank)) for rank, world in zip(ranks, worlds, strict=True)]
             results = []
             for rank, future in zip(ranks, pending, strict=True):
