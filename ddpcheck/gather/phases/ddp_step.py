@@ -125,7 +125,9 @@ def ddp_step(step: int) -> DdpStepEvidence:
     )
     if not model.is_split:
         if state.large:
-            _forget_gradients(model)
+            for parameter in model.trainable.values():  # those that are views of a bucket hold nothing of their own
+                if parameter.grad is not None and parameter.grad._base is None:
+                    parameter.grad = None
         return found
     begins = "the optimizer begins with a state" if any(": step" not in name for name in loaded) else ""
     model.copies = model.copies or tuple(CopiedOptimizer(state.recipe, given, begins) for given in (before, own))
@@ -149,13 +151,6 @@ def _parts_left(model: TrainingModel) -> dict[str, Any]:
         "sharded": model.place.sharded,
         "norms": norms({name: dense(own_part(gradient)) for name, gradient in gradients.items()}),
     }
-
-
-def _forget_gradients(model: TrainingModel) -> None:
-    """Let go of the gradients before the next step does; those that are views of a bucket hold nothing of their own."""
-    for parameter in model.trainable.values():
-        if parameter.grad is not None and parameter.grad._base is None:
-            parameter.grad = None
 
 
 def _step_line(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Location | None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ddpcheck.findings.errors import EmptyShardError, TargetError
 from ddpcheck.findings.evidence.gradients import RandomNumbers
@@ -113,6 +112,7 @@ def local_step(step: int) -> LocalStep:
     data.after = capture_attributes(module, buffers=True)
     data.missing = [name for name, found in states.items() if found == "missing"]
     calls = read_log(*log)
+    arrived = {name for name, p in named_parameters(module).items() if p.grad is not None}
     evidence = StepEvidence(
         rank=state.rank,
         step=step,
@@ -123,7 +123,7 @@ def local_step(step: int) -> LocalStep:
         hidden_from_ddp=graph.hidden_from_ddp(states),
         output_type=graph.output_type,
         reentrant=graph.reentrant,
-        changed={n: c for n, c in reference.changed.items() if c.kind != "unfrozen" or _has_gradient(module, n)},
+        changed={n: c for n, c in reference.changed.items() if c.kind != "unfrozen" or n in arrived},
     )
     forward_calls = [call for call in calls[log_start:] if call.place.endswith("forward")]
     return LocalStep(
@@ -241,11 +241,6 @@ def _line_of_change(reference: ReferenceModule, origins: Origins, name: str) -> 
         if holder is not None and (where := origins.of_place(holder, part)) is not None:
             return where
     return None
-
-
-def _has_gradient(module: nn.Module, name: str) -> bool:
-    parameter = named_parameters(module).get(name)
-    return parameter is not None and parameter.grad is not None
 
 
 def batch_again(step: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -325,25 +326,22 @@ def zero_ends(forward: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Te
     came: dict[Any, bool] = {}  # node -> whether anything but zeros came to it
     left: dict[Any, list[bool]] = {}  # node -> for each input, whether anything but zeros left
 
-    def watch(node: Any) -> Any:
-        def note(inputs: Any, outputs: Any) -> None:
-            came[node] = any(map(_is_nonzero, outputs))
-            left[node] = list(map(_is_nonzero, inputs))
-
-        return node.register_hook(note)
+    def note(node: Any, inputs: Any, outputs: Any) -> None:
+        came[node] = any(map(_is_nonzero, outputs))
+        left[node] = list(map(_is_nonzero, inputs))
 
     def turns_to_zero(node: Any, index: int) -> bool:
         return came.get(node, False) and not any(left[node][index : index + 1])
 
-    hooks = [watch(node) for node in dict.fromkeys(node for edges in parents.values() for node, _ in edges)]
-    run_backward(loss)
+    with contextlib.ExitStack() as stack:
+        for node in dict.fromkeys(node for edges in parents.values() for node, _ in edges):
+            stack.enter_context(node.register_hook(partial(note, node)))
+        run_backward(loss)
     ends = {}
     for name, leaf in leaves.items():
         node = next(nearest_above(leaf, parents, turns_to_zero), None)
         if node is not None:
             ends[name] = PathEnd("zero", operation_of(node.name()), line_of(node))
-    for hook in hooks:
-        hook.remove()
     return ends
 
 

@@ -92,7 +92,7 @@ class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loo
                 reason=reason[:_LONGEST],
                 given_up=given_up,
                 inputs=zlib.crc32(repr([_shape_of(node) for node in nodes if node.op == "placeholder"]).encode()),
-                operations=Counter(_name_of(node) for node in nodes if _has_gradient(node)),
+                operations=Counter(str(getattr(n.target, "__name__", n.target)) for n in nodes if _has_gradient(n)),
             )
         )
 
@@ -164,7 +164,3 @@ def _has_gradient(node: Any) -> bool:
 def _shape_of(node: Any) -> str:
     value = node.meta.get("example_value")
     return f"{value.dtype} {[*map(str, value.shape)]}" if isinstance(value, torch.Tensor) else node.op
-
-
-def _name_of(node: Any) -> str:
-    return str(getattr(node.target, "__name__", node.target))
