@@ -6,7 +6,6 @@ Never by a collective, which would hang on the very mismatch that it looks for. 
 
 from __future__ import annotations
 
-import pickle
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings.errors import HangError, UsageError, WrongTypeError
@@ -88,8 +87,8 @@ def gather_if_different(value: Any, group: Any, purpose: str, timeout: float, ab
 
     exchange = StoreExchange.over(group, purpose, timeout)
     try:
-        if len(set(exchange.all_gather("digest", digest_of(value).encode()))) == 1:
+        if len(set(exchange.all_gather("digest", digest_of(value)))) == 1:
             return []
-        return [pickle.loads(data) for data in exchange.all_gather("detail", pickle.dumps(value))]
+        return exchange.all_gather("detail", value)
     except RanksTimedOutError as error:
         raise HangError(f"{format_ranks(error.ranks)} did not {absence}") from None

@@ -26,12 +26,12 @@ from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.worlds import starting, validation, wire
 from ddpcheck.worlds.assert_rewriting import rewritten_modules
+from ddpcheck.worlds.launchers.leader import Leader
 from ddpcheck.worlds.rank_processes import RankProcesses
 from ddpcheck.worlds.run_future import RunFuture
-from ddpcheck.worlds.starting import RankHosts
 from ddpcheck.worlds.validation import WorldOptions
 
-__all__ = ["RankHosts", "RunFuture", "Watch", "World"]
+__all__ = ["RunFuture", "Watch", "World"]
 
 Result = TypeVar("Result")
 Watch = Callable[["World", frozenset[int], frozenset[int]], str | None]
@@ -68,7 +68,7 @@ class World:
         hash_seeds: bool = False,
         watch: Watch | None = None,
         ahead: bool = False,
-        hosts: RankHosts | None = None,
+        hosts: Leader | None = None,
     ) -> None:
         """Start the ranks, without waiting for them.
 
@@ -129,7 +129,7 @@ class World:
                 ) from error
             raise
 
-    def _start(self, hash_seeds: Sequence[str], ahead: bool, hosts: RankHosts | None) -> None:
+    def _start(self, hash_seeds: Sequence[str], ahead: bool, hosts: Leader | None) -> None:
         configs = [self._config(rank) for rank in range(self.world_size)]
         own: starting.Starter = starting.ForkedRanks if self.start_method == "fork" else starting.SpawnedRanks
         starters = [own] * self.world_size
@@ -237,6 +237,9 @@ class World:
             process_group=self._options.process_group,
             threads=self._options.threads or validation.threads(self.world_size),
             context=starting.process_context(self._options.env),
+            local_rank=rank,
+            local_world_size=self.world_size,
+            sharing=(rank, self.world_size),
             preload=tuple(self._options.preload),
         )
 

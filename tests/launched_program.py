@@ -122,7 +122,8 @@ def big() -> bytes:
 
 
 def world_of(session: RankGroup, **options: Any) -> contextlib.closing[LaunchedWorld]:
-    return contextlib.closing(LaunchedWorld(session, {"world_size": session.world_size, **options}))
+    asked = {"world_size": session.world_size, **options}
+    return contextlib.closing(LaunchedWorld(session, asked, lambda *_: None))
 
 
 class Program:

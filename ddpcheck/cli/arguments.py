@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from ddpcheck import __version__
 from ddpcheck.cli.checks import run_graph, run_hang, run_init, run_live, run_report
@@ -13,7 +14,7 @@ from ddpcheck.cli.env import run_env
 from ddpcheck.cli.launched import on_launched_ranks
 from ddpcheck.cli.parsing import HelpFormatter, Parser, examples_of
 from ddpcheck.cli.rules import run_explain, run_rules
-from ddpcheck.cli.saved import run_diff, run_render, run_schema
+from ddpcheck.cli.saved import DOCUMENTS, run_diff, run_render, run_schema
 from ddpcheck.findings.errors import EXIT_USAGE
 from ddpcheck.render import DIFFERENCE_FORMATS, FORMATS
 
@@ -101,6 +102,8 @@ def make_parser() -> Parser:
         made.set_defaults(command=run, parser=made)
         return made
 
+    text_or_json: dict[str, Any] = {"metavar": "NAME", "choices": ("text", "json"), "default": "text"}
+    text_or_json["help"] = "text (default) or json"
     report = command("report", on_launched_ranks(run_report), "check a recipe on real processes, print a report")
     what = _add_target(report)
     _add(what, "--select", "--ignore")
@@ -131,7 +134,9 @@ def make_parser() -> Parser:
     explain = command("explain", run_explain, "say what a rule means, why it matters and what to do")
     explain.add_argument("rules", metavar="RULE", nargs="+", help="a code, the beginning of one, or a name")
     rules = command("rules", run_rules, "list all rules")
-    rules.add_argument("--format", metavar="NAME", default="text", help="text (default) or json")
+    rules.add_argument(
+        "--format", metavar="NAME", choices=("text", "json"), default="text", help="text (default) or json"
+    )
     render = command("render", run_render, "show a report that was saved as JSON or as HTML")
     render.add_argument("path", metavar="REPORT", help="the file, or - for standard input")
     _add(render, "--output", "--format")
@@ -141,7 +146,7 @@ def make_parser() -> Parser:
     _add(diff, "--fail-on", "--output", "--format", formats=DIFFERENCE_FORMATS)
     schema = command("schema", run_schema, "print the JSON Schema of what ddpcheck saves")
     which = "report (default), matrix or difference"
-    schema.add_argument("document", metavar="DOCUMENT", nargs="?", default="report", help=which)
+    schema.add_argument("document", metavar="DOCUMENT", nargs="?", choices=DOCUMENTS, default="report", help=which)
     init = command("init", run_init, "write a first recipe for a model, and check it")
     init.add_argument("model", metavar="MODEL", help="its class, as path/to/file.py:Class or pkg.module:Class")
     init.add_argument("--args", metavar="ARGS", default="", help="of its constructor, as Python writes them")
@@ -149,9 +154,11 @@ def make_parser() -> Parser:
     init.add_argument("-o", "--output", metavar="FILE", help=where)
     init.add_argument("--force", action="store_true", help="overwrite the file, if it is there")
     environment = command("env", run_env, "show versions, devices and variables, for a report of a bug")
-    environment.add_argument("--format", metavar="NAME", default="text", help="text (default) or json")
+    environment.add_argument(
+        "--format", metavar="NAME", choices=("text", "json"), default="text", help="text (default) or json"
+    )
     shell = command("completion", lambda given: run_completion(given, make_parser), "print a completion script")
-    shell.add_argument("shell", metavar="SHELL", help=", ".join(SHELLS))
+    shell.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
     return parser
 
 

@@ -23,14 +23,14 @@ from ddpcheck.report.repro import command_for, prepare, why_none, write_reproduc
 from ddpcheck.report.settings import Settings, load_settings, misspelled_variables
 
 if TYPE_CHECKING:
-    from ddpcheck.harness import RankHosts
+    from ddpcheck.worlds.launchers.leader import Leader
 
 RUN_SETTINGS = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload")
 CHECK_SETTINGS = (*RUN_SETTINGS, "select", "ignore", "suppress")
 _OF_REAL_RANKS = ("world_size", "backend", "device")
 
 
-def command_settings(arguments: argparse.Namespace, names: Sequence[str], hosts: RankHosts | None) -> Settings:
+def command_settings(arguments: argparse.Namespace, names: Sequence[str], hosts: Leader | None) -> Settings:
     """The settings of a command, with the number of ranks that a launcher has started."""
     settings = load_settings({name: getattr(arguments, name, None) for name in (*names, "launcher")})
     for sentence in misspelled_variables():
@@ -45,7 +45,7 @@ def command_settings(arguments: argparse.Namespace, names: Sequence[str], hosts:
     return replace(settings, world_size=hosts.world_size)
 
 
-def run_report(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
+def run_report(arguments: argparse.Namespace, hosts: Leader | None) -> int:
     """Check a recipe, its matrix or its schedule, show the report, and reproduce the first finding where asked for."""
     if arguments.matrix and arguments.repro is not None:
         raise UsageError("--repro writes the first finding of a report; run it without --matrix")
@@ -83,7 +83,7 @@ def run_report(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
     return report.exit_code(settings.fail_on)
 
 
-def _refuse_beside_schedule(arguments: argparse.Namespace, hosts: RankHosts | None) -> None:
+def _refuse_beside_schedule(arguments: argparse.Namespace, hosts: Leader | None) -> None:
     """Raise a UsageError for what means nothing for ranks that are simulated."""
     given = {"--matrix": arguments.matrix, "--repro": arguments.repro}
     given |= {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in _OF_REAL_RANKS}
@@ -122,7 +122,7 @@ def _reproduce(report: Report, target: str, folder: Path, progress: Progress) ->
         print(f"ddpcheck: wrote {script}; run it with: {command}", file=sys.stderr)  # unbroken, to be copied
 
 
-def run_graph(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
+def run_graph(arguments: argparse.Namespace, hosts: Leader | None) -> int:
     """Check a recipe and draw the graph of its loss."""
     settings = command_settings(arguments, RUN_SETTINGS, hosts)
     path = None if arguments.output in (None, "-") else arguments.output
@@ -172,7 +172,7 @@ def _show(arguments: argparse.Namespace, report_on: Callable[..., Report], sourc
     """Report on what ranks have left, or do now; the exit code is that of the findings."""
     settings = load_settings({name: getattr(arguments, name) for name in ("select", "ignore", "fail_on")})
     with ReportOutput(arguments, settings.format) as output:
-        report = report_on(source, select=settings.select, ignore=settings.ignore, suppress=settings.suppress)
+        report = report_on(source, settings)
         output.show(report)
     return report, report.exit_code(settings.fail_on)
 

@@ -9,7 +9,6 @@ from typing import Any
 from ddpcheck.cli.output import print_out
 from ddpcheck.findings.errors import EXIT_CLEAN, UsageError
 from ddpcheck.findings.rules import FAMILIES, RULES
-from ddpcheck.findings.wording import suggestion
 from ddpcheck.render import FORMATS
 from ddpcheck.run.check_options import add_check_options
 
@@ -24,8 +23,6 @@ _VALUES: Mapping[str, Sequence[str]] = {
     "launcher": ("auto", "on", "off"),
     "fail_on": ("error", "warning", "note", "never"),
     "format": tuple(FORMATS),
-    "document": ("report", "matrix", "difference"),
-    "shell": SHELLS,
 }
 _FILES = frozenset({"target", "model", "output", "baseline", "path", "old", "new", "training_script"})
 _FOLDERS = frozenset({"folder", "repro", "flight_recorder", "log_dir"})
@@ -33,9 +30,6 @@ _FOLDERS = frozenset({"folder", "repro", "flight_recorder", "log_dir"})
 
 def run_completion(arguments: argparse.Namespace, make_parser: Callable[[], argparse.ArgumentParser]) -> int:
     """Print the script of a shell."""
-    if arguments.shell not in SHELLS:
-        hint = suggestion(arguments.shell, SHELLS, "shells")
-        raise UsageError(f"there is no completion for {arguments.shell!r}; {hint}")
     try:
         import shtab
     except ImportError as error:
@@ -56,9 +50,7 @@ def _describe(parser: argparse.ArgumentParser, kinds: Mapping[str, Any]) -> None
                 _describe(inner, kinds)
             continue
         name = action.dest.removeprefix("check_")
-        if name == "format" and parser.prog.split()[-1] in ("rules", "env"):
-            action.choices = ("text", "json")
-        elif name in _VALUES:
+        if action.choices is None and name in _VALUES:
             action.choices = _VALUES[name]
         if name in _FILES or name in _FOLDERS:
             action.complete = kinds["file" if name in _FILES else "folder"]  # type: ignore[attr-defined]

@@ -14,8 +14,8 @@ from typing import Any
 
 from ddpcheck import __version__
 from ddpcheck.cli.output import print_out, wrapped
-from ddpcheck.findings.errors import EXIT_CLEAN, DdpcheckError, UsageError
-from ddpcheck.findings.wording import printable, suggestion
+from ddpcheck.findings.errors import EXIT_CLEAN, DdpcheckError
+from ddpcheck.findings.wording import printable
 from ddpcheck.render import Medium
 from ddpcheck.worlds.validation import WorldOptions
 
@@ -35,9 +35,6 @@ HIDDEN = "(set, not shown)"
 
 def run_env(arguments: argparse.Namespace) -> int:
     """Print the environment."""
-    if arguments.format not in ("text", "json"):
-        hint = suggestion(arguments.format, ("text", "json"), "formats")
-        raise UsageError(f"there is no format {arguments.format!r} for the environment; {hint}")
     found = describe_environment()
     width = Medium.of(sys.stdout).width
     text = "\n".join(wrapped(line, width, "    ") for line in _lines(found))

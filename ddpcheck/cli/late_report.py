@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 
 from ddpcheck.cli.output import complain, complain_of
-from ddpcheck.cli.run import read_baseline, report_output, show_report
+from ddpcheck.cli.run import report_output, show_report
+from ddpcheck.cli.saved import load_report
 from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError
 from ddpcheck.report.settings import Settings
 from ddpcheck.run.check_options import examine
@@ -41,7 +42,8 @@ def main() -> None:
         prepare(Path(given.check_flight_recorder))
     settings, known = Settings(), None
     try:
-        settings, known = examine(given), read_baseline(given)
+        settings = examine(given)
+        known = None if given.check_baseline is None else load_report(given.check_baseline)
     except DdpcheckError as error:  # the script runs already: it gets its report all the same
         complain(f"{error}; nothing is suppressed or known")
     watch = HangWatch(folder, given.check_timeout, lambda: _end(folder))

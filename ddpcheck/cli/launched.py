@@ -18,8 +18,8 @@ from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_TARGET, EXIT_USAGE, Ddpche
 from ddpcheck.report.settings import load_settings
 
 if TYPE_CHECKING:
-    from ddpcheck.harness import RankHosts
     from ddpcheck.worlds.launchers.detection import LauncherEnv
+    from ddpcheck.worlds.launchers.leader import Leader
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
@@ -29,7 +29,7 @@ _LOOK = 0.25  # seconds between looks at the launcher
 
 
 def on_launched_ranks(
-    run: Callable[[argparse.Namespace, RankHosts | None], int],
+    run: Callable[[argparse.Namespace, Leader | None], int],
 ) -> Callable[[argparse.Namespace], int]:
     """The command on the ranks that a launcher has started, if one has: rank 0 runs it, and the others follow."""
 

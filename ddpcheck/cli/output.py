@@ -30,7 +30,6 @@ class OutputFile:
     def __init__(self, path: str | None) -> None:
         self._path = path
         self._made = False
-        self._written = False
 
     def __enter__(self) -> Self:
         if self._path is not None:
@@ -43,7 +42,7 @@ class OutputFile:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._path is not None and self._made and not self._written:
+        if self._path is not None and self._made:
             with contextlib.suppress(OSError):  # several nodes may see one file, which one of them writes
                 if not os.path.getsize(self._path):
                     os.unlink(self._path)
@@ -55,7 +54,6 @@ class OutputFile:
                 file.write(content)
         except OSError as error:
             raise UsageError(f"cannot write {self._path}: {reason_of(error)}") from error
-        self._written = True
 
 
 class ReportOutput(OutputFile):

@@ -56,7 +56,7 @@ def better(message: str) -> str:
     if not found:
         return message
     where, given, choices = found[1], found[2], [word.strip(" '") for word in found[3].split(",")]
-    what = "command" if where == "COMMAND" else f"choice for {where}"
+    what = where.lower() if where.isupper() else f"choice for {where}"
     close = difflib.get_close_matches(given, choices, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(choices)}"
     return f"there is no {what} {given!r}; {hint}"

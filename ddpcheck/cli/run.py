@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import shlex
@@ -191,7 +192,7 @@ def run_script(arguments: argparse.Namespace) -> int:
     given.debug = arguments.debug = arguments.debug or given.debug
     settings = examine(given)
     examine_options(given)
-    known = read_baseline(given)
+    known = None if given.check_baseline is None else load_report(given.check_baseline)
     if given.check_flight_recorder is not None:
         prepare(Path(given.check_flight_recorder))
     made = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
@@ -199,7 +200,8 @@ def run_script(arguments: argparse.Namespace) -> int:
         Path(folder, SCRIPT).write_text(shlex.join(script))
         os.environ.update(environment_for(RunOptions(folder, given.check_every), os.environ))
         nodes = NodeLink(Path(folder))
-        ahead = threading.Timer(_AHEAD, _import_report)
+        # What makes the report is imported while the ranks run, and this process has nothing else to do.
+        ahead = threading.Timer(_AHEAD, importlib.import_module, ["ddpcheck.run.script_report"])
         ahead.daemon = True
         ahead.start()
         ending = run_agent(run, given, Path(folder), nodes)
@@ -220,24 +222,10 @@ def run_script(arguments: argparse.Namespace) -> int:
     return exit_code
 
 
-def _import_report() -> None:
-    """Import what makes the report while the ranks run and this process has nothing else to do."""
-    from ddpcheck.run import script_report  # noqa: F401
-
-
 def report_output(given: argparse.Namespace) -> ReportOutput:
     """Where the report goes, by the options of the script's run."""
     given.output, given.format = given.check_output, given.check_format
     return ReportOutput(given, None, to_stderr=True)
-
-
-def read_baseline(given: argparse.Namespace) -> Report | None:
-    """The report of which the findings are known.
-
-    Raises:
-        UsageError: It is no report.
-    """
-    return None if given.check_baseline is None else load_report(given.check_baseline)
 
 
 def show_report(
@@ -262,9 +250,8 @@ def show_report(
             write_flight_records(Path(given.check_flight_recorder), ranks, ending)
         except OSError as error:
             complain(f"cannot write to {given.check_flight_recorder}: {reason_of(error)}")
-    wanted = {name: getattr(settings, name) for name in ("select", "ignore", "suppress")}
     source = ProgramSource()
-    report = report_on_script(script, ending, ranks, **wanted, baseline=baseline, source=source)
+    report = report_on_script(script, ending, ranks, settings, baseline=baseline, source=source)
     if given.check_record is not None:
         keep_record(given.check_record, script, ending, ranks, source, report)
     if (

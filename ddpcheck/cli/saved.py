@@ -15,7 +15,7 @@ from ddpcheck.findings.files import MOST_BYTES, read_file, within
 from ddpcheck.findings.from_json import parse
 from ddpcheck.findings.json_schema import literal, schema_of
 from ddpcheck.findings.report import Report, Status
-from ddpcheck.findings.wording import printable, suggestion
+from ddpcheck.findings.wording import printable
 from ddpcheck.render import DIFFERENCE_FORMATS, FORMATS, MATRIX_FORMATS
 from ddpcheck.render.page.page import data_in
 from ddpcheck.report.matrix.matrix import Matrix
@@ -95,9 +95,6 @@ def run_diff(arguments: argparse.Namespace) -> int:
 
 def run_schema(arguments: argparse.Namespace) -> int:
     """Print the JSON Schema of a document."""
-    if arguments.document not in DOCUMENTS:
-        hint = suggestion(arguments.document, list(DOCUMENTS), "documents")
-        raise UsageError(f"there is no document {arguments.document!r}; {hint}")
     print_out(schema_text(arguments.document))
     return EXIT_CLEAN
 

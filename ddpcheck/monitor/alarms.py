@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pickle
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -94,7 +93,7 @@ class AlarmBoard:
             return [value]
         exchange = replace(self._exchange, timeout=min(self._exchange.timeout, at_most))
         try:
-            found = [pickle.loads(data) for data in exchange.all_gather(key, pickle.dumps(value))]
+            found = exchange.all_gather(key, value)
         except RanksTimedOutError as error:
             self.silent = error.ranks
             why = f"{format_ranks(error.ranks)} did not answer within {exchange.timeout:g} s; from here on rank"
@@ -118,4 +117,4 @@ class AlarmBoard:
         if self.open:
             for key in set(keys).difference(self._kept):  # another rank may not have read yet what is there
                 with contextlib.suppress(Exception):  # the process with the store is gone
-                    self._exchange.put(key, pickle.dumps(Left(why)))
+                    self._exchange.put(key, Left(why))

@@ -133,7 +133,9 @@ class HangWatch:
                 seen = self._ranks.progress()
                 if not ranks or seen != last:
                     progress, since, before, is_stuck = now, now, used(ranks), False
-                elif is_stuck and not _may_all_wait(self._ranks.facts(ranks, before, now - since)):
+                elif is_stuck and not all(
+                    one.may_wait for one in self._ranks.facts(ranks, before, now - since).values()
+                ):
                     since, before, is_stuck = now, used(ranks), False
                 elif now - since >= self._timeout or (
                     now - since >= _MISMATCH and are_all_here and self._do_not_match(ranks)
@@ -196,7 +198,7 @@ class HangWatch:
 
         Where some are on other nodes, these may get on.
         """
-        if not _may_all_wait(facts):
+        if not all(one.may_wait for one in facts.values()):
             return False
         stacks = self._ranks.stacks(ranks)
         logs = {log.started.rank: log for log in read_logs(self._folder)}
@@ -299,10 +301,6 @@ class HangWatch:
         logs = comparable_logs(read_logs(self._folder))
         before = [log[:-1] if rank in living else log for rank, log in enumerate(logs)]
         return bool(judge_collectives(logs, living)) and not judge_collectives(before, living)
-
-
-def _may_all_wait(facts: dict[int, RankFacts]) -> bool:
-    return all(one.may_wait for one in facts.values())
 
 
 def end_agent() -> None:

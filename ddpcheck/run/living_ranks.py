@@ -8,7 +8,6 @@ at a line that may block, and its collectives are known not to match those of th
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,11 @@ from ddpcheck.record.rank.environment import STACK_SIGNAL
 from ddpcheck.stream.held_file import HEAD_SIZE, is_held, is_inside
 from ddpcheck.stream.rank_log import rank_processes, read_logs
 from ddpcheck.worlds.deadlock import processor_seconds, status_value
+from ddpcheck.worlds.waiting import ask_for_stacks
 
 _SHARE = 0.02  # of a core that a rank may use while it waits
 _FOR_STACKS = 1.0  # seconds
+_QUIET = 0.05  # seconds without more of them
 _NO_INTERPRETER = "Current thread, in which the interpreter has ended"
 
 
@@ -104,13 +105,12 @@ class LivingRanks:
         """The stacks of those ranks that can write them."""
         files = {rank: next(self._folder.glob(f"*-{rank}-*-{pid}.stack")) for rank, pid in ranks.items()}
         asked = {rank: pid for rank, pid in ranks.items() if _catches_signal(pid) and is_held(files[rank], pid)}
-        for rank, pid in asked.items():  # another one would end at the signal, or write into a file of the script
-            os.truncate(files[rank], 0)
-            os.kill(pid, STACK_SIGNAL)
-        deadline = time.monotonic() + _FOR_STACKS
-        while time.monotonic() < deadline and not all(files[rank].stat().st_size for rank in asked):
-            time.sleep(0.01)
-        time.sleep(0.05)  # for the last lines
+
+        def ask() -> None:
+            for pid in asked.values():  # another one would end at the signal, or write into a file of the script
+                os.kill(pid, STACK_SIGNAL)
+
+        ask_for_stacks([files[rank] for rank in asked], ask, _FOR_STACKS, _QUIET)
         stacks = {rank: read_file(files[rank]).decode("utf-8", "replace") for rank in asked}
         return {rank: _NO_INTERPRETER for rank, pid in ranks.items() if not _catches_signal(pid)} | stacks
 

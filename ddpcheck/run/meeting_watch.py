@@ -17,11 +17,6 @@ from ddpcheck.run.living_ranks import is_idle, lives
 from ddpcheck.worlds.deadlock import children_of, processor_seconds
 
 
-def joining(folder: Path) -> tuple[Joining, ...]:
-    """The living processes that are in `init_process_group`, by rank."""
-    return tuple(one for one in _notes(folder, SUFFIX) if lives(one.pid))
-
-
 def unmet(folder: Path) -> tuple[Joining, ...]:
     """The processes that have not come out of `init_process_group`, by rank, where one has raised there."""
     raised = _notes(folder, RAISED)
@@ -50,7 +45,7 @@ class MeetingWatch:
 
     def in_vain(self, now: float, timeout: float) -> tuple[Joining, ...]:
         """Those that wait, if all are there that could come, and none has worked for `timeout` seconds."""
-        here = joining(self._folder)
+        here = tuple(one for one in _notes(self._folder, SUFFIX) if lives(one.pid))
         if self._before.keys() != {one.pid for one in here}:
             self._begin(here, now)
         if not here or now - self._since < timeout:

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ import msgspec
 
 from ddpcheck.stream.rank_log import LARGEST_PART, FilePart, ReceivedFolder, parts_of
 from ddpcheck.worlds.launchers.store import LauncherStore, connect
+from ddpcheck.worlds.waiting import wait_until
 
 WAIT = 30.0  # seconds that a node waits for another one of which nothing comes
 _WHEN_INTERRUPTED = 5.0  # a scheduler kills soon
@@ -64,18 +66,18 @@ class NodeEnd(msgspec.Struct, frozen=True, tag=True):
     ending: bytes
 
 
+@dataclass
 class _Other:
     """Another node, as the first one knows it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.state: NodeState | None = None
-        self.ending: bytes | None = None
-        self.refused = ""
-        self.parts = 0
-        self.heard_at = time.monotonic()
-        self.part_at = 0.0
-        self.folder = folder
-        self.logs: ReceivedFolder | None = None
+    folder: Path
+    state: NodeState | None = None
+    ending: bytes | None = None
+    refused: str = ""
+    parts: int = 0
+    heard_at: float = field(default_factory=time.monotonic)
+    part_at: float = 0.0
+    logs: ReceivedFolder | None = None
 
     @property
     def is_done(self) -> bool:
@@ -195,9 +197,8 @@ class NodeLink:
 
     def finish(self, exit_code: int) -> None:
         """On the first node, when there is a report: tell the others its exit code, and end."""
-        self._exit_code, until = exit_code, time.monotonic() + _FAREWELL
-        while not self._gone and time.monotonic() < until and any(map(self._listens, self._others.values())):
-            time.sleep(_BUSY)
+        self._exit_code = exit_code
+        wait_until(lambda: self._gone or not any(map(self._listens, self._others.values())), _FAREWELL, _BUSY)
         self.close()
 
     def close(self) -> None:
@@ -253,11 +254,11 @@ class NodeLink:
         The store that the agent has used is held by `meeting`, and so is not gone before all is said.
         """
         if self.number == 0:
-            meeting.claim("run", f"{secrets.token_hex(16)} {socket.gethostname()}".encode())
+            meeting.claim("run", f"{secrets.token_hex(16)} {socket.gethostname()}")
         while not meeting.has("run"):
             if over.wait(_LOOK):
                 return None
-        name, _, first = meeting.claimed("run").decode().partition(" ")
+        name, _, first = meeting.claimed("run").partition(" ")
         self._has_met = True
         self.host = "".join(filter(str.isprintable, first))[:80]
         return LauncherStore(connect(host, port, WAIT), f"ddpcheck/{name}")

@@ -25,7 +25,7 @@ import sys
 import sysconfig
 import zlib
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from gzip import GzipFile, compress
 from io import BytesIO
 from pathlib import Path
@@ -63,11 +63,7 @@ class Pseudonyms:
 
     def replaced(self, value: Any) -> Any:
         """Lists, dicts and strings with the names replaced, and in strings what is a fraction."""
-        if isinstance(value, str):
-            return _PART.sub(self._of_part, _marked(value))
-        if isinstance(value, dict):
-            return {self.replaced(key): self.replaced(item) for key, item in value.items()}
-        return [self.replaced(item) for item in value] if isinstance(value, list | tuple) else value
+        return _with_texts(value, lambda text: _PART.sub(self._of_part, _marked(text)))
 
     def _of_part(self, part: re.Match[str]) -> str:
         word, fraction = part[0], part["fraction"] is not None
@@ -82,11 +78,17 @@ class Pseudonyms:
 
 def here(value: Any) -> Any:
     """Lists, dicts and strings with the folders of this machine, where those of another were marked."""
+    folders = _folders(os.getcwd())
+    return _with_texts(value, lambda text: _MARK.sub(lambda mark: folders[mark[0][1:-1]][0], text))
+
+
+def _with_texts(value: Any, changed: Callable[[str], str]) -> Any:
+    """Lists, dicts and strings, with each of the strings changed."""
     if isinstance(value, str):
-        return _MARK.sub(lambda mark: _folders(os.getcwd())[mark[0][1:-1]][0], value)
+        return changed(value)
     if isinstance(value, dict):
-        return {here(key): here(item) for key, item in value.items()}
-    return [here(item) for item in value] if isinstance(value, list) else value
+        return {_with_texts(key, changed): _with_texts(item, changed) for key, item in value.items()}
+    return [_with_texts(item, changed) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _marked(text: str) -> str:
@@ -188,7 +190,7 @@ def judge_record(text: str) -> Report:
         ending = msgspec.convert(data["ending"], Ending, str_keys=True)
         ranks = [_rank_of(fields) for fields in data["ranks"]]
         source = ProgramSource(data["source"])
-        return report_on_script(str(data["script"]), ending, ranks, select=(), ignore=(), source=source)
+        return report_on_script(str(data["script"]), ending, ranks, source=source)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is no whole run, or that of another version: {error}") from error
 

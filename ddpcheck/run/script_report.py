@@ -22,7 +22,7 @@ from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.files import is_own_folder
 from ddpcheck.findings.program_blocks import ProgramSource
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
-from ddpcheck.findings.selection import Suppression, is_any_selected, sort_out
+from ddpcheck.findings.selection import is_any_selected, sort_out
 from ddpcheck.findings.stacks import own_stack, program_lines
 from ddpcheck.findings.tracebacks import BUG, as_bug
 from ddpcheck.findings.wording import agreeing, counted, format_ranks, group_by
@@ -32,6 +32,7 @@ from ddpcheck.judge.script_facts import ScriptFacts, entries_of
 from ddpcheck.judge.script_table import HEADINGS, ROWS, rows_of
 from ddpcheck.judge.verdict import Told, Verdict, judge_all, status_of
 from ddpcheck.judge.wrapper_lines import not_here
+from ddpcheck.report.settings import Settings
 from ddpcheck.run.ending import Ending, call_of_ddp, failures_of, judge_ending, timelines_of
 from ddpcheck.run.hang_watch import Hang, Unended
 from ddpcheck.run.living_ranks import LivingRanks, used
@@ -40,15 +41,15 @@ from ddpcheck.stream.entries import SCHEMA, NotCompared
 from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, read_logs
 from ddpcheck.worlds import failures
 
+_USUAL = Settings()
+
 
 def report_on_script(
     script: str,
     ending: Ending,
     ranks: Sequence[WatchedRank],
+    settings: Settings = _USUAL,
     *,
-    select: Sequence[str],
-    ignore: Sequence[str],
-    suppress: Sequence[Suppression] = (),
     baseline: Report | None = None,
     source: ProgramSource | None = None,
 ) -> Report:
@@ -58,9 +59,7 @@ def report_on_script(
         script: As the user spelled it, with its arguments.
         ending: How it has ended.
         ranks: What the ranks of its last start have left.
-        select: Codes, prefixes or names of the rules to report; all where there are none.
-        ignore: Those that are not reported.
-        suppress: Findings that are shown with a reason, and do not count.
+        settings: The rules to report, and what does not count.
         baseline: An earlier report; what it has is shown as known, and does not count.
         source: Of the script, where that is not here.
     """
@@ -70,30 +69,15 @@ def report_on_script(
     judged = judge_all(facts, rows_of(facts), facts.unwatched)
     at_end = judge_ending(ranks, ending, judged.findings, facts.source)
     judged = judged.adding("collectives", told_by_files(at_end, facts.of(FileUsed)))
+    select, ignore, suppress = settings.select, settings.ignore, settings.suppress
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     checks = [_entered(facts) if ranks else _none_entered(ending)]
     if ending.unwatched:
         checks = [CheckResult("ranks", "error", detail="; ".join(ending.unwatched))]
     if ending.doing:
         checks.insert(0, _goes_on(ending))
-    elif ending.hang is not None:
-        detail = f"its ranks waited for each other, without progress for {ending.hang.seconds:.0f} s, and were ended"
-        checks.insert(0, CheckResult("script", "error", detail=detail))
-    elif ending.interrupted:
-        where = "; ".join(failure.message for failure in failures_of(ranks, ending))
-        checks.insert(0, CheckResult("script", "error", detail=f"it was interrupted: {where or 'no rank was there'}"))
-    elif ending.exit_code < 0:
-        checks.insert(
-            0, CheckResult("script", "error", detail="a rank was killed, or ended without Python's knowledge")
-        )
-    elif ending.exit_code:
-        detail = f"it ended with exit code {ending.exit_code}; what would have come after that is not known"
-        if aborted := _aborted_at_exit(ranks, ending):
-            detail = (
-                f"after its last line {format_ranks(aborted)} ended by SIGABRT: threads of gloo may abort a healthy "
-                "process at its exit, under plain torchrun too"
-            )
-        checks.insert(0, CheckResult("script", "error", detail=detail))
+    elif cut_short := _why_ended(ranks, ending):
+        checks.insert(0, CheckResult("script", "error", detail=cut_short))
     said: tuple[CheckStatus, str] | None
     for heading in HEADINGS:
         if (why := facts.unwatched.get(heading)) is not None:
@@ -139,6 +123,24 @@ def _goes_on(ending: Ending) -> CheckResult:
         return CheckResult("script", "skipped", detail=f"it goes on: {said}")
     waited = f"its ranks wait for each other, without progress for {ending.hang.seconds:.0f} s"
     return CheckResult("script", "error", detail=f"{waited}: {said}")
+
+
+def _why_ended(ranks: Sequence[WatchedRank], ending: Ending) -> str:
+    """What has ended a script before its end, in words; empty for one that has come to it."""
+    if ending.hang is not None:
+        return f"its ranks waited for each other, without progress for {ending.hang.seconds:.0f} s, and were ended"
+    if ending.interrupted:
+        where = "; ".join(failure.message for failure in failures_of(ranks, ending))
+        return f"it was interrupted: {where or 'no rank was there'}"
+    if ending.exit_code < 0:
+        return "a rank was killed, or ended without Python's knowledge"
+    if ending.exit_code and (aborted := _aborted_at_exit(ranks, ending)):
+        return (
+            f"after its last line {format_ranks(aborted)} ended by SIGABRT: threads of gloo may abort a healthy "
+            "process at its exit, under plain torchrun too"
+        )
+    unknown = "what would have come after that is not known"
+    return f"it ended with exit code {ending.exit_code}; {unknown}" if ending.exit_code else ""
 
 
 def _of_unended(unended: Unended) -> str:
@@ -223,16 +225,12 @@ def _of_collectives(
 _BETWEEN = 3.0  # seconds between the two looks
 
 
-def report_on_run(
-    folder: Path, *, select: Sequence[str] = (), ignore: Sequence[str] = (), suppress: Sequence[Suppression] = ()
-) -> Report:
+def report_on_run(folder: Path, settings: Settings) -> Report:
     """The report on a run that goes on; takes four seconds.
 
     Args:
         folder: Of the run.
-        select: Codes, prefixes or names of the rules to report; all where there are none.
-        ignore: Those that are not reported.
-        suppress: Findings that are shown with a reason, and do not count.
+        settings: The rules to report, and what does not count.
 
     Raises:
         UsageError: No rank of a run that lives has left a log there.
@@ -250,14 +248,8 @@ def report_on_run(
     waiting = {rank: stacks.get(rank, "") for rank in ranks if facts[rank].waits(own_stack(stacks.get(rank, "")))}
     hangs = are_all_here and not got_on and len(waiting) == len(ranks)
     doing = {log.started.rank: _doing(log, stacks, got_on, waiting) for log in logs if log.started.rank in ranks}
-    return report_on_script(
-        (folder / SCRIPT).read_text(),
-        Ending(hang=Hang(seconds, waiting) if hangs else None, doing=doing),
-        logs,
-        select=select,
-        ignore=ignore,
-        suppress=suppress,
-    )
+    ending = Ending(hang=Hang(seconds, waiting) if hangs else None, doing=doing)
+    return report_on_script((folder / SCRIPT).read_text(), ending, logs, settings)
 
 
 def _doing(log: WatchedRank, stacks: dict[int, str], got_on: set[int], waiting: dict[int, str]) -> str:

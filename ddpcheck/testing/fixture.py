@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError, Wrong
 from ddpcheck.report.settings import Settings
 from ddpcheck.testing import marks, rank_side
 from ddpcheck.testing.leases import Lent, WorldLease
-from ddpcheck.testing.outcome import ReportFolder, TestOutcome
+from ddpcheck.testing.outcome import TestOutcome
 from ddpcheck.worlds import validation
 
 if TYPE_CHECKING:
@@ -34,10 +35,10 @@ class DdpWorld:
         settings: Settings,
         rent: Callable[[dict[str, Any]], WorldLease],
         options: dict[str, Any],
-        reports: ReportFolder,
+        keep: Callable[[Report], Path | None],
     ) -> None:
         self._settings = settings
-        self._reports = reports
+        self._keep = keep
         self._rent = rent
         self._lease = rent(options)
 
@@ -58,7 +59,7 @@ class DdpWorld:
             marks.check_options(options, "ddp_world", _OF_WORLD)
         except UsageError as error:
             raise error.with_traceback(None) from None
-        return DdpWorld(self._settings, self._rent, {**self._lease.options, **options}, self._reports)
+        return DdpWorld(self._settings, self._rent, {**self._lease.options, **options}, self._keep)
 
     @property
     def world(self) -> Lent:
@@ -120,7 +121,7 @@ class DdpWorld:
         except DdpcheckError as error:
             raise error.with_traceback(None) from None
         if report.exit_code(self._settings.fail_on):
-            path = self._lease.ranks.once("the report of ddp_world.check", lambda: self._reports.keep(report))
+            path = self._lease.ranks.once("the report of ddp_world.check", lambda: self._keep(report))
             page = f"as a page: {path}\n" if path is not None else ""
             pytest.fail(f"{_why(report)}\n\n{as_text(report)}{page}", pytrace=False)
         return report

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -63,12 +62,6 @@ def silence_files(config: pytest.Config, rank: int) -> None:
 # --- Coverage --------------------------------------------------------------------------------------------------------
 
 
-def measured_by_plugin(config: pytest.Config) -> Any:
-    """The plugin of pytest-cov where it measures, else `None`."""
-    plugin = config.pluginmanager.getplugin("_cov")
-    return plugin if plugin is not None and getattr(plugin.cov_controller, "cov", None) is not None else None
-
-
 def give_up_coverage(plugin: Any) -> bytes:
     """End what pytest-cov does in this process, and return what it has measured, for rank 0."""
     coverage = plugin.cov_controller.cov
@@ -85,12 +78,6 @@ def give_up_coverage(plugin: Any) -> bytes:
 # --- Temporary folders -----------------------------------------------------------------------------------------------
 
 
-def base_of_temporary_folders(config: pytest.Config) -> str:
-    """The base of the temporary folders of this process; it is made if it does not exist."""
-    factory: pytest.TempPathFactory | None = getattr(config, "_tmp_path_factory", None)
-    return str(factory.getbasetemp()) if factory is not None else ""
-
-
 def share_temporary_folders(config: pytest.Config, base: str) -> None:
     """Have this rank make the same temporary folders as the others do that make as many, and in the same place."""
     factory: Any = getattr(config, "_tmp_path_factory", None)
@@ -101,9 +88,7 @@ def share_temporary_folders(config: pytest.Config, base: str) -> None:
 
     def mktemp(basename: str, numbered: bool = True) -> Path:
         """Create a new temporary directory, the same on every rank; as `pytest.TempPathFactory.mktemp`."""
-        basename = os.path.normpath(basename)
-        if os.path.dirname(basename) or basename in (".", ".."):
-            raise ValueError(f"{basename} is not a normalized and relative path")
+        basename = factory._ensure_relative_to_basetemp(basename)
         with lock:
             numbers[basename.lower(), numbered] += 1
             number = numbers[basename.lower(), numbered] - 1
@@ -132,7 +117,7 @@ class LaunchedWorld:
         failed: Whether the last run failed.
     """
 
-    def __init__(self, session: RankGroup, options: Mapping[str, Any], watch: Watch | None = None) -> None:
+    def __init__(self, session: RankGroup, options: Mapping[str, Any], watch: Watch) -> None:
         """Take the first ranks of a session; options and `watch` as of `World`, which starts with the first run.
 
         Raises:
@@ -183,8 +168,7 @@ class LaunchedWorld:
         return results, error, [(world.attachment(rank), world.output(rank)) for rank in range(self.world_size)]
 
     def _attend(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
-        sentence = self._watch(world, finished, running) if self._watch is not None else None
-        return sentence or self._session.why_not(range(self._session.world_size))
+        return self._watch(world, finished, running) or self._session.why_not(range(self._session.world_size))
 
     def attachment(self, rank: int) -> bytes:
         """The bytes that a rank has saved with `ddpcheck.rank.save_attachment` so far."""

@@ -118,7 +118,8 @@ class InStep:
     def _differences(self, launched: RankGroup, tests: list[str]) -> str:
         digest = hashlib.sha256("\n".join([*tests, "", *self._uncollected]).encode()).hexdigest()
         one_machine = launched.leader is not None and launched.leader.one_machine
-        base = launched_ranks.base_of_temporary_folders(self._config) if one_machine else ""
+        factory = getattr(self._config, "_tmp_path_factory", None) if one_machine else None
+        base = "" if factory is None else str(factory.getbasetemp())
         said = launched.gather("the first test", (digest, base), timeout=STARTUP)
         launched_ranks.share_temporary_folders(self._config, said[0][1])
         if len({digest for digest, _ in said}) == 1:
@@ -231,8 +232,8 @@ class InStep:
             self._gather_coverage()
 
     def _gather_coverage(self) -> None:
-        plugin = launched_ranks.measured_by_plugin(self._config) if self._launched is not None else None
-        if plugin is None or self._launched is None:
+        plugin = self._config.pluginmanager.getplugin("_cov")
+        if self._launched is None or plugin is None or getattr(plugin.cov_controller, "cov", None) is None:
             return
         mine = launched_ranks.give_up_coverage(plugin) if self._launch.rank else b""
         if self._going or self._launched.broken is not None:

@@ -6,7 +6,7 @@ import bdb
 import copy
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,33 +23,24 @@ REPORT_FOLDER = "--ddp-report"
 _LONGEST = 150
 
 
-class ReportFolder:
-    """Where the reports of one test go."""
+def keep_report(folder: str | None, test: str, numbers: Iterator[int], report: Report) -> Path | None:
+    """Write the next report of a test, which is given by its node id; returns its file, `None` without a folder.
 
-    def __init__(self, folder: str | None, test: str) -> None:
-        """Name the folder, if there is to be one, and the test by its node id."""
-        self._folder = None if folder is None else Path(folder)
-        self._test = test
-        self._written = 0
+    Raises:
+        UsageError: It cannot be written.
+    """
+    if folder is None:
+        return None
+    from ddpcheck.render import renderer_for
 
-    def keep(self, report: Report) -> Path | None:
-        """Write a report; returns its file, or `None` where none are kept.
-
-        Raises:
-            UsageError: It cannot be written.
-        """
-        if self._folder is None:
-            return None
-        from ddpcheck.render import renderer_for
-
-        self._written += 1
-        path = self._folder / f"{file_name(self._test)}{f'-{self._written}' if self._written > 1 else ''}.html"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(renderer_for("html").render(report), encoding="utf-8", errors="backslashreplace")
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}") from error
-        return path
+    number = next(numbers)
+    path = Path(folder, f"{file_name(test)}{f'-{number}' if number > 1 else ''}.html")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(renderer_for("html").render(report), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    return path
 
 
 def file_name(test: str) -> str:

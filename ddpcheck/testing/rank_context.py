@@ -66,7 +66,7 @@ class TestConditions:
         return cls(
             filters=tuple(warnings.filters),
             log_level=logging.getLogger().level,
-            log_format=(_ini(config, "log_format"), _ini(config, "log_date_format")),
+            log_format=(str(_ini(config, "log_format") or ""), str(_ini(config, "log_date_format") or "")),
             seeds=changed_since(since),
             coverage=CoverageOptions.now(f"{item.nodeid}|run" if by_test else ""),
             style=Style(
@@ -75,7 +75,7 @@ class TestConditions:
                 bool(config.getoption("fulltrace", False)),
                 config.option.verbose,
                 config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS),
-                _comparisons(config),
+                {name: value for name in _COMPARISONS if (value := _ini(config, name)) is not None},
                 str(config.invocation_params.dir),
             ),
             debugger=debugger,
@@ -83,20 +83,11 @@ class TestConditions:
         )
 
 
-def _ini(config: pytest.Config, name: str) -> str:
+def _ini(config: pytest.Config, name: str) -> Any:
     try:
-        return str(config.getoption(name, None) or config.getini(name))
-    except (KeyError, ValueError):  # the logging plugin is switched off
-        return ""
-
-
-def _comparisons(config: pytest.Config) -> dict[str, Any]:
-    found = {}
-    for name in _COMPARISONS:
-        with contextlib.suppress(KeyError, ValueError):  # an older pytest has no such option
-            if (value := config.getini(name)) is not None:
-                found[name] = value
-    return found
+        return config.getoption(name, None) or config.getini(name)
+    except (KeyError, ValueError):  # the logging plugin is switched off, or an older pytest has no such option
+        return None
 
 
 @dataclass(slots=True)
@@ -116,20 +107,9 @@ class RankArtifacts:
 # Nothing is written to disk and nothing has to be combined, so this works under pytest-cov, with and without xdist, and
 # under `coverage run`. Public API of coverage.py only: `Coverage.current`, `get_option`, `CoverageData.dumps`, `update`
 # (https://coverage.readthedocs.io/en/latest/api_coverage.html).
-_COVERAGE_OPTIONS = (
-    "run:branch",
-    "run:concurrency",
-    "run:core",
-    "run:cover_pylib",
-    "run:dynamic_context",
-    "run:include",
-    "run:omit",
-    "run:plugins",
-    "run:relative_files",
-    "run:source",
-    "run:source_pkgs",
-    "run:source_dirs",
-    "run:timid",
+_COVERAGE_OPTIONS = (  # of its section `run`
+    *("branch", "concurrency", "core", "cover_pylib", "dynamic_context", "include", "omit"),
+    *("plugins", "relative_files", "source", "source_pkgs", "source_dirs", "timid"),
 )
 _NEEDLESS = ("no-data-collected", "module-not-imported", "module-not-measured", "already-imported")
 
@@ -151,7 +131,7 @@ class CoverageOptions:
         options = {}
         for name in _COVERAGE_OPTIONS:
             with contextlib.suppress(Exception):  # another version of coverage.py has no such option
-                options[name] = current.get_option(name)
+                options[f"run:{name}"] = current.get_option(f"run:{name}")
         return cls(options, getattr(current.config, "config_file", None), context)
 
 

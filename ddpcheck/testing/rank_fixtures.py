@@ -134,7 +134,7 @@ def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[Ra
         fixtures: dict[str, Any] = {}
         for name, value in arguments.items():
             fixtures |= value.arguments if isinstance(value, RankFixture) else {name: value}
-        for name, value, reason in _unsendable(fixtures):
+        for name, value, reason in wire.unsendable(fixtures):
             advice = (
                 "let the fixture take the fixture 'rank' as an argument, and it is set up on every rank, or make the "
                 "value in the test."
@@ -145,7 +145,7 @@ def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[Ra
                 f"The fixture {name!r} of {test} has a value of type {type(value).__qualname__} that cannot be sent to "
                 f"the ranks ({type(reason).__name__}: {reason}); {advice}"
             ) from error
-        for name, value, reason in _unsendable(vars(function.__self__) if hasattr(function, "__self__") else {}):
+        for name, value, reason in wire.unsendable(vars(function.__self__) if hasattr(function, "__self__") else {}):
             raise UsageError(
                 f"The attribute {name!r} of the test class of {test}, a {type(value).__qualname__}, cannot be sent to "
                 f"the ranks ({type(reason).__name__}: {reason}); make it in the test."
@@ -154,14 +154,6 @@ def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[Ra
             f"{test} cannot be sent to the ranks ({type(error).__name__}: {error}); what it refers to must be "
             "importable or picklable."
         ) from error
-
-
-def _unsendable(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, Exception]]:
-    for name, value in values.items():
-        try:
-            wire.dumps(value)
-        except Exception as reason:
-            yield name, value, reason
 
 
 # --- On a rank -------------------------------------------------------------------------------------------------------

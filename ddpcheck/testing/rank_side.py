@@ -174,11 +174,8 @@ def _packed(attachment: RankArtifacts) -> bytes:
             ((category if category.__module__ == "builtins" else UserWarning)(str(message)), category, file, line)
             for message, category, file, line in attachment.warnings
         ]
-        for name in ("warnings", "properties"):
-            try:
-                wire.dumps(getattr(attachment, name))
-            except Exception:
-                setattr(attachment, name, [])
+        for name, _, _ in wire.unsendable({"warnings": attachment.warnings, "properties": attachment.properties}):
+            setattr(attachment, name, [])
         return wire.dumps(attachment)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import unittest
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NoReturn
@@ -16,7 +17,7 @@ from ddpcheck.testing import marks, rank_fixtures, rank_side
 from ddpcheck.testing.fixture import DdpWorld
 from ddpcheck.testing.launched_ranks import LAUNCHED
 from ddpcheck.testing.leases import JoinedRanks, Ranks, Record, WorldLease
-from ddpcheck.testing.outcome import REPORT_FOLDER, ReportFolder, as_pytest_shows, to_raise
+from ddpcheck.testing.outcome import REPORT_FOLDER, as_pytest_shows, keep_report, to_raise
 from ddpcheck.testing.rank_context import drawn_generators
 from ddpcheck.worlds.launchers.detection import detect, require
 
@@ -96,9 +97,10 @@ class Session:
         """The value of the fixture `ddp_world`."""
         record = item.stash[_RECORD]
         try:
-            reports = ReportFolder(item.config.getoption(REPORT_FOLDER, None), item.nodeid)
+            folder = item.config.getoption(REPORT_FOLDER, None)
+            keep = functools.partial(keep_report, folder, item.nodeid, itertools.count(1))
             rent = functools.partial(WorldLease, self._ranks, record)
-            yield DdpWorld(self._settings, rent, self._options(item), reports)
+            yield DdpWorld(self._settings, rent, self._options(item), keep)
         finally:
             with contextlib.ExitStack() as ending:  # every world is given back, also when that fails for one
                 for lease in record.leases:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from ddpcheck.findings.tracebacks import passes_on
 
@@ -92,18 +92,8 @@ def run_as_written() -> None:
 
 
 @contextlib.contextmanager
-def run_as_compiled() -> Iterator[None]:
-    """A block in which compiled code is what runs."""
-    torch: Any = sys.modules["torch"]
-    with contextlib.ExitStack() as block:
-        if hasattr(torch.compiler, "set_stance") and "torch._dynamo" in sys.modules:  # since torch 2.6
-            block.enter_context(torch.compiler.set_stance("default"))
-        yield
-
-
-@contextlib.contextmanager
-def running_as_written() -> Iterator[None]:
-    """A block in which what was compiled runs as it was written, on this thread and all others.
+def stance(name: Literal["default", "force_eager"]) -> Iterator[None]:
+    """A block in which compiled code is what runs, or what was written, on this thread and all others.
 
     Where torch has none (before 2.6), or while compiled code runs, it runs as it does outside of the block.
     """
@@ -111,7 +101,7 @@ def running_as_written() -> Iterator[None]:
     with contextlib.ExitStack() as block:
         if hasattr(torch.compiler, "set_stance") and "torch._dynamo" in sys.modules:
             with contextlib.suppress(RuntimeError):  # in a compiled region
-                block.enter_context(torch.compiler.set_stance("force_eager"))
+                block.enter_context(torch.compiler.set_stance(name))
         yield
 
 
@@ -155,7 +145,7 @@ def _compiled_all_the_same(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not _state.eager or sys.modules["torch"].compiler.is_compiling():
             return function(*args, **kwargs)
-        with run_as_compiled():
+        with stance("default"):
             return function(*args, **kwargs)
 
     return run

@@ -59,22 +59,11 @@ class _World:
 
     notify: socket.socket
     awaited: list[int]  # ranks that are still to be forked
-    pids: dict[int, int] = field(default_factory=dict)  # rank -> pid, while it lives
-    backlog: bytearray = field(default_factory=bytearray)
+    outbox: wire.Outbox = field(default_factory=wire.Outbox)
 
     def tell(self, message: object) -> None:
-        """Report to the parent, without ever waiting for it."""
-        self.backlog += wire.pack(message)
-        self.flush()
-
-    def flush(self) -> None:
-        try:
-            while self.backlog:
-                del self.backlog[: self.notify.send(self.backlog)]
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError:  # the parent has closed its end: nobody wants to know any more
-            self.backlog.clear()
+        """Report to the parent, without ever waiting for it; where it has closed its end, nobody wants to know."""
+        self.outbox.send(self.notify, wire.pack(message))
 
 
 class Server:
@@ -184,7 +173,7 @@ class Server:
         if os.getppid() != self._parent or (asked and not self._receive()):
             return False
         for number, world in list(self._worlds.items()):
-            world.flush()
+            world.outbox.send(world.notify)
             self._drop_if_over(number)
         return True
 
@@ -220,10 +209,9 @@ class Server:
             return False
         request = pickle.loads(data)
         if request["operation"] == "signal":
-            world = self._worlds.get(request["world"])
-            for rank in request["ranks"]:
-                if world is not None and rank in world.pids:
-                    _kill(world.pids[rank], request["signal"])
+            for pid, (number, rank) in list(self._ranks.items()):
+                if number == request["world"] and rank in request["ranks"]:
+                    _kill(pid, request["signal"])
             return True
         if request["operation"] == "open":
             notify = socket.socket(fileno=fds.pop(0))
@@ -280,10 +268,8 @@ class Server:
                 break
             if pid == 0:
                 self._become_rank(fd, order.fds)
-            rank = world.awaited.pop(0)
-            world.pids[rank] = pid
-            self._ranks[pid] = (order.world, rank)
-            forked.append((rank, pid))
+            self._ranks[pid] = (order.world, world.awaited.pop(0))
+            forked.append((self._ranks[pid][1], pid))
         return forked
 
     def _become_rank(self, own: int, siblings: list[int]) -> NoReturn:
@@ -323,14 +309,13 @@ class Server:
             _, status = os.waitpid(pid, 0)
             if known is not None:
                 number, rank = known
-                world = self._worlds[number]
-                del world.pids[rank]
-                world.tell(("exit", rank, os.waitstatus_to_exitcode(status), time.monotonic()))
+                self._worlds[number].tell(("exit", rank, os.waitstatus_to_exitcode(status), time.monotonic()))
                 self._drop_if_over(number)
 
     def _drop_if_over(self, number: int) -> None:
         world = self._worlds[number]
-        if not world.pids and not world.awaited and not world.backlog:
+        lives = any(of == number for of, _ in self._ranks.values())
+        if not lives and not world.awaited and not world.outbox:
             world.notify.close()
             del self._worlds[number]
 

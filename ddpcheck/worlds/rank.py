@@ -10,21 +10,20 @@ This module imports torch only inside functions.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import json
-import mmap
 import os
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.findings.tracebacks import for_target
@@ -32,7 +31,7 @@ from ddpcheck.stream.held_file import mapped_file
 from ddpcheck.worlds import compilation, failures, wire
 from ddpcheck.worlds.assert_rewriting import rewrite_on_import
 from ddpcheck.worlds.preloading import import_named
-from ddpcheck.worlds.rank_setup import choose_device, join_group, place_on_machine, redirect_output, take_over
+from ddpcheck.worlds.rank_setup import choose_device, join_group, redirect_output, take_over
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class RankContext:
 state: dict[str, Any] = {}  # survives from one run to the next on the same world
 
 _context: RankContext | None = None
-_slots: mmap.mmap | None = None
+_slots: Slots | None = None
 
 
 def current() -> RankContext:
@@ -69,59 +68,68 @@ def current() -> RankContext:
 # --- Slots: what the parent can read when nothing else works ---------------------------------------------------
 
 
-class Slots(NamedTuple):
+class Slots(ctypes.Structure):
     """What a rank has said of itself last."""
 
-    place: str = ""
-    collective: str = ""  # that it is about to wait in, empty where it is in none
-    compiled: float = 0.0  # seconds that it has compiled in this run, but for what it compiles now
-    compiles_since: float = 0.0  # by `time.monotonic()`; 0 where it does not compile
-    turns: int = 0  # how often it has said where it is
+    # Texts that do not fit are cut off.
+    _fields_ = (
+        ("place_bytes", ctypes.c_char * 2048),
+        ("collective_bytes", ctypes.c_char * 2048),
+        ("compiled", ctypes.c_double),
+        ("compiles_since", ctypes.c_double),
+        ("turns", ctypes.c_uint64),
+    )
+    place_bytes: bytes
+    collective_bytes: bytes
+    compiled: float  # seconds that it has compiled in this run, but for what it compiles now
+    compiles_since: float  # by `time.monotonic()`; 0 where it does not compile
+    turns: int  # how often it has said where it is
+
+    @property
+    def place(self) -> str:
+        """Where it is."""
+        return self.place_bytes.decode("utf-8", "replace")
+
+    @property
+    def collective(self) -> str:
+        """The collective that it is about to wait in, empty where it is in none."""
+        return self.collective_bytes.decode("utf-8", "replace")
 
     def compiling(self, now: float) -> float:
         """The seconds that the rank has compiled in its last run until `now`."""
         return self.compiled + max(0.0, now - self.compiles_since if self.compiles_since else 0.0)
 
 
-_SLOTS = struct.Struct("=2048s2048sddQ")  # a text that does not fit is cut off, the rest is filled with zeros
-_COLLECTIVE, _COMPILING, _TURNS = 2048, 4096, 4112  # where each begins
-
-
 def set_status(text: str) -> None:
     """Say where this rank is, in words such as `step 1: backward`; nothing happens outside a rank."""
     if _slots is not None:
-        struct.pack_into("=2048s", _slots, 0, text.encode("utf-8", "replace"))
-        struct.pack_into("=Q", _slots, _TURNS, struct.unpack_from("=Q", _slots, _TURNS)[0] + 1)
+        _slots.place_bytes = text.encode("utf-8", "replace")[:2048]
+        _slots.turns += 1
 
 
 def set_collective(text: str) -> None:
     """Say which collective this rank is about to wait in, `""` when it is in none."""
     if _slots is not None:
-        struct.pack_into("=2048s", _slots, _COLLECTIVE, text.encode("utf-8", "replace"))
+        _slots.collective_bytes = text.encode("utf-8", "replace")[:2048]
 
 
 def set_compiling(seconds: float, since: float) -> None:
     """Say how long this rank has compiled in this run, and since when, by `time.monotonic()`, it does; 0: not now."""
     if _slots is not None:
-        struct.pack_into("=dd", _slots, _COMPILING, seconds, since)
+        _slots.compiled, _slots.compiles_since = seconds, since
 
 
 def read_slots(directory: Path, rank: int) -> Slots:
     """Return what a rank has said of itself last; nothing where it never did."""
     try:
-        return _read((directory / f"rank{rank}.slots").read_bytes())
-    except (OSError, struct.error):
+        return Slots.from_buffer_copy((directory / f"rank{rank}.slots").read_bytes())
+    except (OSError, ValueError):
         return Slots()
 
 
 def own_slots() -> Slots:
     """Return what this rank has said of itself last."""
-    return _read(_slots) if _slots is not None else Slots()
-
-
-def _read(slots: bytes | mmap.mmap) -> Slots:
-    place, collective, *numbers = _SLOTS.unpack_from(slots)
-    return Slots(*(text.partition(b"\0")[0].decode("utf-8", "replace") for text in (place, collective)), *numbers)
+    return _slots or Slots()
 
 
 # --- The life of a rank ------------------------------------------------------------------------------------------
@@ -270,7 +278,7 @@ def _set_up(config: wire.RankConfig) -> None:
     directory = Path(config.directory)
     redirect_output(directory / f"rank{config.rank}.out")
     try:
-        _slots = mapped_file(directory / f"rank{config.rank}.slots", _SLOTS.size)
+        _slots = Slots.from_buffer(mapped_file(directory / f"rank{config.rank}.slots", ctypes.sizeof(Slots)))
     except OSError as error:
         raise UsageError(
             f"the files of a rank do not fit into {directory} ({error.strerror}): set TMPDIR to a folder with more room"
@@ -288,7 +296,7 @@ def _set_up(config: wire.RankConfig) -> None:
     for name in config.preload:  # after a fork it is there already
         if refusal := import_named(name):
             raise UsageError(refusal)
-    device, shared = choose_device(config.device, config.backend, *(config.sharing or place_on_machine(config)))
+    device, shared = choose_device(config.device, config.backend, *config.sharing)
     _context = RankContext(config.rank, config.world_size, config.backend, device, directory, shared)
     if config.process_group:
         join_group(config, "store")
@@ -314,7 +322,7 @@ def _reset_process_group(config: wire.RankConfig, number: int) -> None:
 
 def describe(error: BaseException) -> dict[str, Any]:
     """Return what the parent needs to make a `RankFailure` of `error`."""
-    return failures.described(error, *own_slots()[:2])
+    return failures.described(error, own_slots().place, own_slots().collective)
 
 
 # --- Things that the parent keeps ----------------------------------------------------------------------------------

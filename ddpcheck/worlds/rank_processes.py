@@ -8,16 +8,17 @@ import selectors
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddpcheck.worlds import starting, wire
+from ddpcheck.worlds.waiting import ask_for_stacks, file_size
 
 _LAST_WORDS = 0.5  # for a stack to be dumped
 _FROM_AFAR = 2.0  # and to come here from another machine
+_QUIET = 0.004  # without more of it
 _DEATH = 2.0  # for processes to end, told or killed
 _POLL = 0.01  # where processes have to be asked whether they have ended
 
@@ -29,7 +30,8 @@ class Rank:
     number: int
     sock: socket.socket
     inbox: wire.Inbox = field(default_factory=wire.Inbox)
-    outbox: deque[memoryview] = field(default_factory=deque)
+    outbox: wire.Outbox = field(default_factory=wire.Outbox)
+    launch: starting.StartedRanks | None = None
     pid: int | None = None
     ready: float | None = None
     connected: bool = True
@@ -51,7 +53,6 @@ class RankProcesses:
         self.one_machine = one_machine  # whether the processes of the ranks can be seen from here
         self._directory = directory
         self._launches: list[starting.StartedRanks] = []  # one for each hash seed and way of starting
-        self._launch_of: dict[int, starting.StartedRanks] = {}  # by rank
         self._selector = selectors.DefaultSelector()
         self.sent_off = False  # whether they have been told that it is over
 
@@ -80,7 +81,8 @@ class RankProcesses:
             for start, seed in dict.fromkeys(ways):
                 fds = {rank: end.fileno() for rank, end in enumerate(theirs) if ways[rank] == (start, seed)}
                 self._launches.append(start(str(self._directory), fds, seed, configs[0].preload, ahead))
-                self._launch_of.update(dict.fromkeys(fds, self._launches[-1]))
+                for number in fds:
+                    self.ranks[number].launch = self._launches[-1]
         finally:
             for other in theirs:
                 other.close()
@@ -140,23 +142,9 @@ class RankProcesses:
     def post(self, rank: Rank, data: bytes) -> None:
         """Send a packed message to a rank; what does not fit its socket now goes with the next `poll`."""
         if rank.connected:
-            rank.outbox.append(memoryview(data))
-            if len(rank.outbox) == 1:
-                self._send(rank)
-
-    def _send(self, rank: Rank) -> None:
-        try:
-            while rank.outbox:
-                head = rank.outbox[0]
-                rank.outbox[0] = head[rank.sock.send(head) :]
-                if not rank.outbox[0]:
-                    rank.outbox.popleft()
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError:  # it is gone; its exit will be told
-            rank.outbox.clear()
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.outbox else 0)
-        self._selector.modify(rank.sock, wanted, rank)
+            rank.outbox.send(rank.sock, data)
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.outbox else 0)
+            self._selector.modify(rank.sock, wanted, rank)
 
     def poll(self, seconds: float) -> None:
         """Wait for something to happen, and take note of it."""
@@ -167,7 +155,7 @@ class RankProcesses:
             if rank is None:
                 continue  # the launch, below
             if mask & selectors.EVENT_WRITE:
-                self._send(rank)
+                self.post(rank, b"")
             if mask & selectors.EVENT_READ:
                 self._read_rank(rank)
         for launch in self._launches:
@@ -191,7 +179,6 @@ class RankProcesses:
                 rank.answer = (kind, rest[1])
         if not alive:
             rank.connected = False
-            rank.outbox.clear()
             self._selector.unregister(rank.sock)
 
     def _note(self, event: starting.Event) -> None:
@@ -213,17 +200,11 @@ class RankProcesses:
         self.poll(0)
         living = [rank for rank in self.ranks if rank.ended is None and rank.pid is not None]
         busy = [rank.number for rank in living if everyone or rank.answer is None]
-        for number in busy:
-            if file_size(path := self.path(number, "stack")):
-                os.truncate(path, 0)
         if not busy:
             return {}
-        self._signal(busy, signal.SIGUSR1)
-        deadline = time.monotonic() + (_LAST_WORDS if self.one_machine else _FROM_AFAR)
-        before, sizes = [-1], [0]
-        while (sizes != before or not all(sizes)) and time.monotonic() < deadline:
-            time.sleep(0.004)
-            before, sizes = sizes, [file_size(self.path(number, "stack")) for number in busy]
+        files = [self.path(number, "stack") for number in busy]
+        seconds = _LAST_WORDS if self.one_machine else _FROM_AFAR
+        ask_for_stacks(files, lambda: self._signal(busy, signal.SIGUSR1), seconds, _QUIET)
         self.poll(0)  # one may have finished after all
         return {number: self.read(number, "stack") for number in busy if everyone or self.ranks[number].answer is None}
 
@@ -234,12 +215,12 @@ class RankProcesses:
 
     def _signal(self, ranks: Sequence[int], number: signal.Signals) -> None:
         for launch in self._launches:
-            if theirs := [rank for rank in ranks if self._launch_of.get(rank) is launch]:
+            if theirs := [rank for rank in ranks if self.ranks[rank].launch is launch]:
                 launch.signal(theirs, number)
 
     def _await_ends(self) -> bool:
         deadline = time.monotonic() + _DEATH
-        while awaited := [self._launch_of.get(rank.number) for rank in self.ranks if rank.ended is None]:
+        while awaited := [rank.launch for rank in self.ranks if rank.ended is None]:
             left = deadline - time.monotonic()
             if left <= 0 or all(launch is None or launch.over for launch in awaited):
                 return False
@@ -298,11 +279,3 @@ class RankProcesses:
             self.path(rank.number, "attachment").unlink(missing_ok=True)
         if self.group_resets > 1:  # the group before the one before this is over everywhere
             (self._directory / f"store{self.group_resets - 2 or ''}").unlink(missing_ok=True)
-
-
-def file_size(path: Path) -> int:
-    """How many bytes a file has; 0 where it is not there."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

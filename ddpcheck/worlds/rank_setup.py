@@ -88,14 +88,13 @@ def redirect_output(path: Path) -> None:
 
 def take_over(config: wire.RankConfig, context: wire.ProcessContext) -> None:
     """Take over the parent's environment, directory and import path, as a process that it started would."""
-    local_rank, local_world_size = place_on_machine(config)
     environment = {
         **compilation.ONE_THREAD,
         **context.environment,
         "RANK": str(config.rank),
         "WORLD_SIZE": str(config.world_size),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "LOCAL_RANK": str(config.local_rank),
+        "LOCAL_WORLD_SIZE": str(config.local_world_size),
         wire.NO_LAUNCH: "0",
     }
     if "GLOO_SOCKET_IFNAME" not in environment:
@@ -104,9 +103,7 @@ def take_over(config: wire.RankConfig, context: wire.ProcessContext) -> None:
             environment["GLOO_SOCKET_IFNAME"] = interface
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
-    for name, value in environment.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
+    os.environ.update(environment)
     try:
         os.chdir(context.cwd)
     except OSError as error:
@@ -122,12 +119,6 @@ def take_over(config: wire.RankConfig, context: wire.ProcessContext) -> None:
         import torch.distributed as dist
 
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # exported without saying so
-
-
-def place_on_machine(config: wire.RankConfig) -> tuple[int, int]:
-    """The number of a rank among those of its machine, and how many these are."""
-    here = config.rank if config.local_rank is None else config.local_rank
-    return here, config.local_world_size or config.world_size
 
 
 def seed() -> None:

@@ -204,7 +204,7 @@ class RunFuture(Generic[Result]):
         processes.kill()
         found = []
         for rank in processes.ranks:
-            place, collective = slots[rank.number][:2]
+            place, collective = slots[rank.number].place, slots[rank.number].collective
             output = failures.tail(processes.path(rank.number, "out"))
             # What a stuck rank says once others are being killed is about that: they are not all killed at once.
             if rank.answer is not None and rank.number not in dumps:

@@ -94,21 +94,6 @@ The others are the hash seed, the modules to be imported before, and whether the
 """
 
 
-class RankHosts(Protocol):
-    """Processes that are there already, each of which starts one rank of a world; that of rank 0 is this one."""
-
-    world_size: int
-    launcher: str  # who started them
-    one_machine: bool  # whether all are on one
-    sharing: int  # how many see the GPUs that this one sees
-
-    def settle(self, config: wire.RankConfig) -> wire.RankConfig:
-        """The config of a rank where it is, given the one that it would have here."""
-
-    def starter(self, rank: int, own: Starter) -> Starter:
-        """The starter of a rank; `own` is the one of this process."""
-
-
 def import_path() -> tuple[str, ...]:
     """Our `sys.path` in a form that means the same in another directory, with ddpcheck itself on it."""
     paths = [os.path.abspath(entry) for entry in sys.path]

@@ -122,18 +122,15 @@ def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     try:
         return wire.dumps((fn, args, kwargs))
     except Exception as error:
-        named = [("The function", fn)]
-        named += [(f"Argument {index}", value) for index, value in enumerate(args)]
-        named += [(f"Argument {key!r}", value) for key, value in kwargs.items()]
-        for name, value in named:
-            try:
-                wire.dumps(value)
-            except Exception as own:
-                what = _part_that_stays(value) or f"{name} of {whose}, a {type(value).__qualname__},"
-                raise UsageError(
-                    f"{what} cannot be sent to the ranks "
-                    f"({type(own).__name__}: {own}); make it inside the function that runs there."
-                ) from error
+        named: dict[str, Any] = {"The function": fn}
+        named |= {f"Argument {index}": value for index, value in enumerate(args)}
+        named |= {f"Argument {key!r}": value for key, value in kwargs.items()}
+        for name, value, reason in wire.unsendable(named):
+            what = _part_that_stays(value) or f"{name} of {whose}, a {type(value).__qualname__},"
+            raise UsageError(
+                f"{what} cannot be sent to the ranks "
+                f"({type(reason).__name__}: {reason}); make it inside the function that runs there."
+            ) from error
         raise UsageError(f"The arguments of {whose} cannot be sent to the ranks ({error}).") from error
 
 
@@ -141,9 +138,7 @@ def _part_that_stays(value: object) -> str:
     """Which field of a dataclass, such as a recipe, cannot be pickled, also as an argument of a partial; else empty."""
     if isinstance(value, partial):
         return next(filter(None, map(_part_that_stays, (*value.args, *value.keywords.values()))), "")
-    for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
-        try:
-            wire.dumps(getattr(value, field.name))
-        except Exception:
-            return f"{field.name} of the {type(value).__qualname__}"
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    for name, _, _ in wire.unsendable({field.name: getattr(value, field.name) for field in fields}):
+        return f"{name} of the {type(value).__qualname__}"
     return ""

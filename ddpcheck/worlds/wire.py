@@ -19,6 +19,7 @@ import struct
 import sys
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,10 +59,10 @@ class RankConfig:
     process_group: bool
     threads: int
     context: ProcessContext
+    local_rank: int  # among those of its machine
+    local_world_size: int
+    sharing: tuple[int, int]  # its number among the ranks that see the same GPUs, and how many those are
     preload: tuple[str, ...] = ()
-    local_rank: int | None = None  # among those of its machine; `None`: all are on one
-    local_world_size: int | None = None
-    sharing: tuple[int, int] | None = None  # its number among the ranks that see the same GPUs, and how many those are
     store: tuple[str, int] | None = None  # where the ranks of several machines meet; `None`: in a file
     masters: tuple[str, ...] = ()  # the addresses by which these reach the machine of rank 0
 
@@ -74,14 +75,15 @@ def pack(message: object) -> bytes:
 
 def receive(sock: socket.socket) -> Any:
     """Wait for one message on a blocking socket; `None` when the other side is gone."""
-    header = _read(sock, _HEADER.size)
+    header = read(sock, _HEADER.size)
     if header is None:
         return None
-    body = _read(sock, _HEADER.unpack(header)[0])
+    body = read(sock, _HEADER.unpack(header)[0])
     return None if body is None else pickle.loads(body)
 
 
-def _read(sock: socket.socket, size: int) -> bytearray | None:
+def read(sock: socket.socket, size: int) -> bytearray | None:
+    """Wait for so many bytes on a blocking socket; `None` when the other side is gone before."""
     data = bytearray(size)
     view = memoryview(data)
     while view:
@@ -93,6 +95,30 @@ def _read(sock: socket.socket, size: int) -> bytearray | None:
             return None
         view = view[count:]
     return data
+
+
+class Outbox:
+    """Keeps bytes for a non-blocking socket until it takes them."""
+
+    def __init__(self) -> None:
+        self._parts: deque[memoryview] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def send(self, sock: socket.socket, data: bytes = b"") -> None:
+        """Send what the socket takes now, `data` last; where the other side is gone, its exit is told elsewhere."""
+        if data:
+            self._parts.append(memoryview(data))
+        try:
+            while self._parts:
+                self._parts[0] = self._parts[0][sock.send(self._parts[0]) :]
+                if not self._parts[0]:
+                    self._parts.popleft()
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self._parts.clear()
 
 
 class Inbox:
@@ -177,6 +203,15 @@ def _restored(make: Any, arguments: tuple[Any, ...], gradient: Any) -> Any:
     tensor = make(*arguments)
     tensor.grad = gradient
     return tensor
+
+
+def unsendable(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, Exception]]:
+    """Those of some values, by name, that cannot be pickled, each with the reason."""
+    for name, value in values.items():
+        try:
+            dumps(value)
+        except Exception as reason:
+            yield name, value, reason
 
 
 def loads(data: bytes) -> Any:

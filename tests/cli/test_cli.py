@@ -158,8 +158,9 @@ def test_rules_as_json_hold_all_that_explain_says(capsys) -> None:
         "explained_by",
     }
     assert data["rules"][0]["severity"] in ("error", "warning", "note")
-    assert cli.main(["rules", "--format", "html"]) == 2
-    assert "there is no format 'html'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["rules", "--format", "html"])
+    assert "there is no choice for --format 'html'; choose from text, json" in capsys.readouterr().err
 
 
 def test_no_command_shows_the_help_and_fails(capsys) -> None:

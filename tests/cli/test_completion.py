@@ -67,5 +67,6 @@ def test_zsh_reads_its_script(scripts: Path) -> None:
 
 
 def test_another_shell_is_refused(capsys) -> None:
-    assert cli.main(["completion", "fsh"]) == 2
-    assert "there is no completion for 'fsh'; did you mean 'fish'?" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["completion", "fsh"])
+    assert "there is no shell 'fsh'; did you mean 'fish'?" in capsys.readouterr().err

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from ddpcheck import cli
 from ddpcheck.cli.env import HIDDEN, shown_variables
 
@@ -43,5 +45,6 @@ def test_env_as_text_and_as_json(capsys, monkeypatch) -> None:
     assert cli.main(["env"]) == 0
     out = capsys.readouterr().out
     assert r"  NCCL_DEBUG: INFO\x1b[2J" in out and f"  version: {found['torch']['version']}" in out
-    assert cli.main(["env", "--format", "jsn"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["env", "--format", "jsn"])
     assert "did you mean 'json'?" in capsys.readouterr().err

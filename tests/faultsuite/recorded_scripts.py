@@ -164,7 +164,7 @@ def left_by(run: Run) -> tuple[Ending, list[WatchedRank]]:
 def report_on(run: Run) -> Report:
     """The report on a run, from what was recorded of it."""
     ending, ranks = left_by(run)
-    return report_on_script(run.script, ending, ranks, select=(), ignore=())
+    return report_on_script(run.script, ending, ranks)
 
 
 NOT_COMPARED = {

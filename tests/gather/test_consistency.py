@@ -181,7 +181,7 @@ def asked(rank: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     gather = StoreExchange.all_gather
 
-    def watched(self: Any, key: str, data: bytes) -> list[bytes]:
+    def watched(self: Any, key: str, data: Any) -> list[Any]:
         seen.append(f"{key} {len(data) if key == 'digest' else 'any'}")
         return gather(self, key, data)
 

@@ -157,8 +157,8 @@ LINES_OF_SOURCE = ("norm_at", "rate")
 def test_a_line_that_is_looked_for_in_the_source_decides_nothing(name: str) -> None:
     run = next(run for run in RUNS if str(run) == name)
     ending, ranks = left_by(run)
-    read = report_on_script(run.script, ending, ranks, select=(), ignore=())
-    unread = report_on_script(run.script, ending, [without_lines(rank) for rank in ranks], select=(), ignore=())
+    read = report_on_script(run.script, ending, ranks)
+    unread = report_on_script(run.script, ending, [without_lines(rank) for rank in ranks])
     told = [[(one.code, one.severity, one.ranks, one.message) for one in report.findings] for report in (read, unread)]
     assert told[0] == told[1] != []
 
@@ -176,7 +176,7 @@ def test_parameters_that_no_line_writes_are_told_at_the_step_of_their_optimizer(
     run = next(run for run in RUNS if str(run) == "clamped_on_one_rank")
     ending, ranks = left_by(run)
     unseen = [replace(rank, entries=[e for e in rank.entries if not isinstance(e, ModuleChanged)]) for rank in ranks]
-    (found,) = report_on_script(run.script, ending, unseen, select=(), ignore=()).findings
+    (found,) = report_on_script(run.script, ending, unseen).findings
     assert found.code == "DDP306" and found.location is not None
     assert found.location in {step.location for step in entries_of(ranks[0], OptimizerStep)}
 

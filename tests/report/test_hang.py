@@ -23,6 +23,7 @@ from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.judge.endings.collective_order import judge_call_sites, judge_partings
 from ddpcheck.report.hang.hang_report import report_on_hang
+from ddpcheck.report.settings import Settings
 from ddpcheck.run.ending import Ending, judge_ending
 from ddpcheck.run.hang_watch import Hang
 from ddpcheck.run.run_record import write_flight_records
@@ -241,7 +242,7 @@ def test_what_differs_rightly_between_ranks(tmp_path: Path) -> None:
 def test_a_hang_that_is_suppressed_is_shown_and_does_not_count(tmp_path: Path, monkeypatch) -> None:
     dumps = write(tmp_path, [entry(1), entry(2)], [entry(1), entry(2, "gloo:all_reduce")])
     assert only(report_on_hang(dumps).findings).code == "DDP403"
-    report = report_on_hang(dumps, suppress=[Suppression("DDP403", "meant")])
+    report = report_on_hang(dumps, Settings(suppress=(Suppression("DDP403", "meant"),)))
     assert (report.findings, report.status, report.accepted[0].reason) == ((), "ignored", "meant")
     assert report.checks[1].status == "ignored"
     (tmp_path / "pyproject.toml").write_text("[[tool.ddpcheck.suppress]]\ncode = 'DDP403'\nreason = 'meant'\n")

@@ -21,7 +21,7 @@ from ddpcheck.run.node_link import NodeLink, Standing
 from ddpcheck.stream import rank_log
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import FilePart, RankLog, ReceivedFolder, parts_of, read_logs
-from ddpcheck.worlds.wire import get_value, put_value
+from ddpcheck.worlds.wire import put_value
 
 LOG = "0-2-4-77.log"
 
@@ -50,8 +50,7 @@ class Job:
     def own(self, number: int) -> Any:
         """The store, as a node writes into it."""
         meeting = PrefixStore("rendezvous/ddpcheck", self.store())
-        run = get_value(meeting.get, f"run/{meeting.get('run').decode()}")
-        return PrefixStore(f"ddpcheck/{run.decode().partition(' ')[0]}", self.store())
+        return PrefixStore(f"ddpcheck/{meeting.get('run').decode().partition(' ')[0]}", self.store())
 
 
 @pytest.fixture

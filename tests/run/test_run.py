@@ -347,11 +347,11 @@ def test_a_hang_leaves_the_collectives_of_the_ranks_in_the_report(tmp_path: Path
     rank_log(tmp_path, 0, "all_reduce", "barrier")
     rank_log(tmp_path, 1, "all_reduce")
     ranks, ending = read_logs(tmp_path), Ending(4, hang=Hang(60.0, {0: IN_BARRIER, 1: AT_WORK}))
-    (timeline,) = report_on_script("train.py", ending, ranks, select=(), ignore=()).timelines
+    (timeline,) = report_on_script("train.py", ending, ranks).timelines
     waits, works = timeline.ranks
     assert (waits.waiting, waits.waits_for, waits.at_end) == (True, (1,), "waits in barrier at train.py:41")
     assert (works.waiting, works.waits_for) == (False, ()) and "still" in works.at_end
-    assert report_on_script("train.py", Ending(), ranks, select=(), ignore=()).timelines == ()
+    assert report_on_script("train.py", Ending(), ranks).timelines == ()
 
 
 def test_ranks_that_wait_in_the_same_collective_hang_without_a_mismatch(tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_collectives_that_part_are_told_of_ranks_whose_ends_nobody_knows(
 def test_a_process_that_gloo_aborts_at_its_exit_is_told_as_that(tmp_path: Path, codes: dict[int, int]) -> None:
     for rank in (0, 1):
         rank_log(tmp_path, rank, "all_reduce").add(ProgramEnded())
-    report = report_on_script("train.py", Ending(134, codes), read_logs(tmp_path), select=(), ignore=())
+    report = report_on_script("train.py", Ending(134, codes), read_logs(tmp_path))
     assert ("rank 1 ended by SIGABRT" in report.checks[0].detail) == (1 not in codes.values())
     assert report.checks[0].status == "error"
 

@@ -156,7 +156,7 @@ def test_a_wrong_option_of_torchrun_is_wrong_usage(
 
 @pytest.mark.parametrize("ending", [Ending(), Ending(2), Ending(130, interrupted=True), Ending(1, {0: 1, 1: -9})])
 def test_there_is_a_report_without_ranks(ending: Ending) -> None:
-    report = report_on_script("train.py", ending, [], select=[], ignore=[])
+    report = report_on_script("train.py", ending, [])
     said = "the script ended with exit code 1 before" if ending.exit_codes else NO_GROUP
     assert report.findings == () and report.checks[-1].detail.startswith(said)
     assert len(report.checks) == 1 + bool(ending.exit_code)
@@ -186,7 +186,7 @@ def test_a_report_on_an_earlier_start_says_so(tmp_path: Path, monkeypatch: pytes
     monkeypatch.delenv("_DDPCHECK_STARTED", raising=False)
     started_processes.mark_first_process()
     ending = Ending(1, restart=last_restart(tmp_path))
-    report = report_on_script("train.py", ending, read_logs(tmp_path), select=[], ignore=[])
+    report = report_on_script("train.py", ending, read_logs(tmp_path))
     (note,) = report.world["notes"]
     assert note.startswith("torchrun has started the ranks 2 times: this is the report on start 1")
 

@@ -56,7 +56,7 @@ def test_what_needs_all_ranks_is_judged_where_all_are_here(
     finding = make_finding("DDP302", ["weight"], "it is not the average")
     monkeypatch.setattr(script_wrappers, "judge_captured", lambda *_, **__: [finding])
     ranks = [rank_log(number, group) for number in here]
-    report = report_on_script("train.py", Ending(), ranks, select=[], ignore=[])
+    report = report_on_script("train.py", Ending(), ranks)
     assert [one.code for one in report.findings] == found
     missing = sorted({0, 1, 2, 3} - {*here})
     details = {check.name: check.detail for check in report.checks}
@@ -68,7 +68,7 @@ def test_what_needs_all_ranks_is_judged_where_all_are_here(
 def test_what_a_rank_has_found_by_itself_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = (LoopEvent("forward", synchronises=True), LoopEvent("backward"), LoopEvent("backward"))
     own = StepsReported(0, RankReport(StepEvidence(3, 0, {}), events=passes), alone=True)
-    report = report_on_script("train.py", Ending(), [rank_log(3, (0, 1, 2, 3), own)], select=[], ignore=[])
+    report = report_on_script("train.py", Ending(), [rank_log(3, (0, 1, 2, 3), own)])
     assert [one.code for one in report.findings] == ["DDP509"]
 
 

@@ -80,7 +80,7 @@ def test_a_run_that_was_written_is_judged_as_it_was(run: Run, tmp_path: Path) ->
     ranks = [replace(rank, entries=[with_sketches(entry) for entry in rank.entries]) for rank in ranks]
     path = tmp_path / "run.json"
     source = ProgramSource()
-    first = report_on_script(run.script, ending, ranks, select=(), ignore=(), source=source)
+    first = report_on_script(run.script, ending, ranks, source=source)
     report = write_record(path, run.script, ending, ranks, source)
     assert in_short(report) == in_short(first) == in_short(report_on(run))
     assert in_short(judge_record(path.read_text())) == in_short(report)

@@ -107,8 +107,8 @@ def test_the_report_on_ranks_that_did_not_end_is_that_on_the_run(tmp_path: Path)
     for number in (0, 1):
         RankLog(tmp_path, RankStarted(number, 2, "gloo")).add(GroupDestroyed())
     ranks = read_logs(tmp_path)
-    report = report_on_script("train.py", Ending(unended=Unended(61.2, (0, 1))), ranks, select=[], ignore=[])
-    plain = report_on_script("train.py", Ending(), ranks, select=[], ignore=[])
+    report = report_on_script("train.py", Ending(unended=Unended(61.2, (0, 1))), ranks)
+    plain = report_on_script("train.py", Ending(), ranks)
     assert (report.findings, report.checks, report.exit_code()) == (plain.findings, plain.checks, 0)
     (note,) = report.world["notes"]
     assert note.startswith(

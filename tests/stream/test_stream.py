@@ -136,7 +136,7 @@ def test_an_entry_without_what_it_needs_is_counted_and_passed_over() -> None:
 def test_the_report_says_that_there_was_more(schema: int, status: str, detail: str) -> None:
     ranks = [WatchedRank(replace(STARTED, schema=schema), [ProgramEnded()], [(0, 0)] * 256, unknown=2)]
     ranks.append(WatchedRank(replace(STARTED, rank=1, schema=schema), [ProgramEnded()], [(0, 0)] * 256))
-    report = report_on_script("train.py", Ending(), ranks, select=[], ignore=[])
+    report = report_on_script("train.py", Ending(), ranks)
     check = next(one for one in report.checks if one.name == "ranks")
     assert (check.status, check.detail) == (status, detail)
 

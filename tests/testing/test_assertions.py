@@ -319,8 +319,8 @@ def sent(rank: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     seen: list[tuple[str, int]] = []
     gather = StoreExchange.all_gather
 
-    def watched(self: Any, key: str, data: bytes) -> list[bytes]:
-        seen.append((key, len(data)))
+    def watched(self: Any, key: str, data: Any) -> list[Any]:
+        seen.append((key, len(str(data))))
         return gather(self, key, data)
 
     monkeypatch.setattr(StoreExchange, "all_gather", watched)

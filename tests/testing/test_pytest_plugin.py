@@ -1,5 +1,6 @@
 """The plugin in a real inner pytest, alone and under xdist."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import tests.innerhere  # noqa: E402, F401 - imports what an inner pytest in thi
 from ddpcheck.findings.errors import UsageError  # noqa: E402
 from ddpcheck.findings.report import Report  # noqa: E402
 from ddpcheck.render.page.page import data_in  # noqa: E402
-from ddpcheck.testing.outcome import ReportFolder, file_name  # noqa: E402
+from ddpcheck.testing.outcome import file_name, keep_report  # noqa: E402
 from ddpcheck.worlds.preloading import ONLY_WHAT_IS_ASKED_FOR  # noqa: E402
 from tests.tiers import share  # noqa: E402
 
@@ -226,11 +227,12 @@ def test_files_of_reports_have_the_names_of_tests(tmp_path) -> None:
     assert file_name("tests/test_a.py::TestB::test_c[2-x]") == "tests.test_a.py.TestB.test_c[2-x]"
     odd = {file_name(f"a.py::test[{name}]") for name in ("x y", "x-y", "x?y", "x/y", "x.y", "x\0y", "x" * 999)}
     assert len(odd) == 7 and all(len(name) < 200 and "?" not in name for name in odd)
-    folder = ReportFolder(str(tmp_path / "new"), "a.py::test")
-    assert [folder.keep(Report("net.py")).name for _ in range(2)] == ["a.py.test.html", "a.py.test-2.html"]
-    assert ReportFolder(None, "a.py::test").keep(Report("net.py")) is None
+    folder, report, numbers = tmp_path / "new", Report("net.py"), itertools.count(1)
+    kept = [keep_report(str(folder), "a.py::test", numbers, report) for _ in range(2)]
+    assert [path.name for path in kept if path is not None] == ["a.py.test.html", "a.py.test-2.html"]
+    assert keep_report(None, "a.py::test", numbers, report) is None
     with pytest.raises(UsageError, match="cannot write"):
-        ReportFolder(str(tmp_path / "new" / "a.py.test.html"), "b").keep(Report("net.py"))
+        keep_report(str(folder / "a.py.test.html"), "b", numbers, report)
 
 
 @pytest.mark.parametrize(

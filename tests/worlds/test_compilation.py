@@ -27,7 +27,7 @@ def test_time_that_compilation_takes_does_not_count_against_the_timeout(ddp_worl
 
 def run_compiled_code() -> list[bool]:
     """Whether compiled code is compiled: in a check, in its block for that, and in the control flow that needs it."""
-    from ddpcheck.worlds.compilation import is_asked_for, run_as_compiled, run_as_written
+    from ddpcheck.worlds.compilation import is_asked_for, run_as_written, stance
 
     compiled: list[torch.fx.GraphModule] = []
 
@@ -42,7 +42,7 @@ def run_compiled_code() -> list[bool]:
     increased = torch.compile(lambda x: x + 1, backend=backend)
     increased(x)
     as_written = not compiled and is_asked_for()
-    with run_as_compiled():
+    with stance("default"):
         increased(x)
     as_compiled = len(compiled) == 1
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""An all-gather of bytes over the rendezvous store: it has a deadline where a collective might hang.
+"""An all-gather of values over the rendezvous store: it has a deadline where a collective might hang.
 
 This module is light: it imports torch only on a rank that exchanges something.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,7 +30,7 @@ class RanksTimedOutError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoreExchange:
-    """All-gathers bytes over the rendezvous store of the default process group."""
+    """All-gathers values over the rendezvous store of the default process group."""
 
     prefix: str  # of the keys; one that has not been used before
     rank: int
@@ -57,14 +58,14 @@ class StoreExchange:
             cls(f"{base}/{number - 2}", rank, ranks, 0.0).delete("digest", "detail", "measured")
         return exchange
 
-    def all_gather(self, key: str, data: bytes) -> list[bytes]:
-        """The bytes of each rank under `key`, in the order of `ranks`.
+    def all_gather(self, key: str, value: object) -> list[Any]:
+        """The value of each rank under `key`, in the order of `ranks`.
 
         Raises:
             RanksTimedOutError: A rank has written nothing before the deadline.
         """
         store = default_store()
-        self.put(key, data)
+        self.put(key, value)
         found: list[bytes] = []
         silent: list[int] = []
         for rank in self.ranks:
@@ -84,11 +85,11 @@ class StoreExchange:
             self.delete(key)
             gave_up = [rank for rank in silent if _holds(store, self._gave_up_key(key, rank))]
             raise RanksTimedOutError([rank for rank in silent if rank not in gave_up] or silent)
-        return found
+        return [pickle.loads(data) for data in found]
 
-    def put(self, key: str, data: bytes) -> None:
-        """Write the bytes of this rank under `key`, and wait for no other rank."""
-        put_value(default_store().set, f"{self.prefix}/{key}/{self.rank}", data)
+    def put(self, key: str, value: object) -> None:
+        """Write the value of this rank under `key`, and wait for no other rank."""
+        put_value(default_store().set, f"{self.prefix}/{key}/{self.rank}", pickle.dumps(value))
 
     def delete(self, *keys: str) -> None:
         """Delete the bytes of this rank under these keys; of large ones the first piece."""

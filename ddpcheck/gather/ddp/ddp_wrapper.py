@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import inspect
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -153,7 +152,7 @@ def compare_options(mine: dict[str, str]) -> None:
         return
     this_rank.set_collective("DistributedDataParallel(...)")
     exchange = StoreExchange.over(None, "wrapper", _FOR_EVER)
-    everyone = [pickle.loads(data) for data in exchange.all_gather("detail", pickle.dumps(mine))]
+    everyone = exchange.all_gather("detail", mine)
     this_rank.set_collective("")
     differing = {name for options in everyone for name in options if options.get(name) != everyone[0].get(name)}
     if differing and not are_harmless(differing, everyone):

@@ -40,7 +40,7 @@ from ddpcheck.gather.steps.training_step import (
 from ddpcheck.recipe.pytree import tree_map
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.worlds import rank as this_rank
-from ddpcheck.worlds.compilation import run_as_compiled
+from ddpcheck.worlds.compilation import stance
 
 # Of kernels that round in other places, at any depth and dtype; the smallest fault measured is 0.5.
 _COMPILED_TOLERANCE = 0.1
@@ -230,7 +230,7 @@ def compiled_step(step: int) -> CompiledStep:
     seed = state.seed_of(step)
     made: list[FunctionCompiled] = []
     try:
-        with unlogged(), run_as_compiled(), CompilationRecorder(made.append, lambda: True, lambda: step):
+        with unlogged(), stance("default"), CompilationRecorder(made.append, lambda: True, lambda: step):
             loss = compute_loss(state.recipe, model.wrapped, data.batch, step=step, seed=seed, place="compiled DDP ")
             this_rank.set_status(f"step {step}: compiled DDP backward")
             loss.total.backward()

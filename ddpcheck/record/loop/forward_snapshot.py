@@ -20,7 +20,7 @@ from ddpcheck.gather.collectives.fake_collectives import alone
 from ddpcheck.gather.state.module_state import capture_attributes
 from ddpcheck.gather.state.reachable import refill
 from ddpcheck.recipe.pytree import tree_leaves
-from ddpcheck.worlds.compilation import running_as_written
+from ddpcheck.worlds.compilation import stance
 from ddpcheck.worlds.generators import generators, set_generators
 
 _DEPTH = 3  # of objects in objects
@@ -85,7 +85,7 @@ class Snapshot(Struct):
         state = capture_attributes(module, buffers=True)
         containers = [(value, copy.copy(value)) for value in _containers(module)]
         try:
-            with around(), alone(), torch.enable_grad(), running_as_written(), warnings.catch_warnings():
+            with around(), alone(), torch.enable_grad(), stance("force_eager"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the forward pass has shown them
                 ends = Explainer(module, forward, lambda: state.restore(module)).explain(missing)
         except Exception:  # the finding is made without its cause

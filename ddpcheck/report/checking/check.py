@@ -9,13 +9,13 @@ from ddpcheck.findings.errors import WrongTypeError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.selection import Suppression
-from ddpcheck.harness import RankHosts
 from ddpcheck.recipe.target import find_file, is_path, split_target
 from ddpcheck.report.checking.check_report import report_of
 from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckOptions
 from ddpcheck.report.settings import rule_patterns
 from ddpcheck.worlds import validation as allowed
+from ddpcheck.worlds.launchers.leader import Leader
 
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
@@ -38,7 +38,7 @@ def check(
     suppress: Sequence[Suppression] = (),
     baseline: Report | None = None,
     progress: Callable[[str], None] | None = None,
-    hosts: RankHosts | None = None,
+    hosts: Leader | None = None,
 ) -> Report:
     """Check a recipe on `world_size` real ranks with the real DDP reducer.
 
@@ -83,7 +83,7 @@ def check(
     return report_of(CheckRun(target, decided(given, target, hosts), progress=progress, hosts=hosts).run())
 
 
-def decided(given: CheckOptions, target: Recipe | str, hosts: RankHosts | None = None) -> CheckOptions:
+def decided(given: CheckOptions, target: Recipe | str, hosts: Leader | None = None) -> CheckOptions:
     """The options of a check of `target`, with the defaults that depend on the machine filled in.
 
     Raises:

@@ -29,10 +29,11 @@ from ddpcheck.findings.report import Finding, Report, ReportError
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.tracebacks import as_bug
 from ddpcheck.findings.wording import Names
-from ddpcheck.harness import RankHosts, Watch, World
+from ddpcheck.harness import Watch, World
 from ddpcheck.judge.judge_context import group_by_step
 from ddpcheck.report import calls
 from ddpcheck.worlds import preloading
+from ddpcheck.worlds.launchers.leader import Leader
 
 Item = TypeVar("Item")
 
@@ -59,7 +60,7 @@ class CheckOptions:
 
     def world(
         self,
-        hosts: RankHosts | None = None,
+        hosts: Leader | None = None,
         watch: Watch | None = None,
         *,
         make: Callable[..., World] = World,

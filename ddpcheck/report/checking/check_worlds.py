@@ -16,7 +16,7 @@ from ddpcheck.findings.report import Finding, Location, ReportError
 from ddpcheck.findings.tracebacks import as_bug
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
-from ddpcheck.harness import RankHosts, RunFuture, World
+from ddpcheck.harness import RunFuture, World
 from ddpcheck.judge.endings.collective_order import judge_collectives, not_waiting
 from ddpcheck.judge.endings.rank_failure import judge_empty_shards, judge_failure
 from ddpcheck.judge.endings.timelines import timelines_of_failure
@@ -24,6 +24,7 @@ from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.checking.judging import judge_wrapper_failure
 from ddpcheck.worlds import rank as this_rank
+from ddpcheck.worlds.launchers.leader import Leader
 
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
@@ -101,7 +102,7 @@ class CheckWorlds:
         asked: CheckOptions,
         *,
         progress: Callable[[str], None] | None = None,
-        hosts: RankHosts | None = None,
+        hosts: Leader | None = None,
         wrap: Callable[[], WrappedModule] = calls.model_build.wrap,
         make_world: Callable[..., World] = World,
         reference: CheckState | None = None,

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 from ddpcheck.findings import errors
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.wording import format_ranks, format_steps
-from ddpcheck.harness import RankHosts, World
+from ddpcheck.harness import World
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import check
 from ddpcheck.report.checking.check_worlds import CollectiveMismatchWatch
 from ddpcheck.report.graph.dot import COLOURS
 from ddpcheck.report.graph.drawing_data import GraphView, Mark
+from ddpcheck.worlds.launchers.leader import Leader
 
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
 
 
-def trace_graph(target: Recipe | str, *, hosts: RankHosts | None = None, **options: Any) -> tuple[Report, GraphView]:
+def trace_graph(target: Recipe | str, *, hosts: Leader | None = None, **options: Any) -> tuple[Report, GraphView]:
     """Check a recipe, and gather the graph of rank 0's loss in the first step with the parameters to mark in it.
 
     `options` are those of `ddpcheck.check`. If only an explanation failed, there is a graph, and the report says so.

@@ -14,7 +14,7 @@ from ddpcheck.findings.figures import CollectiveTimeline
 from ddpcheck.findings.program_blocks import blocks_of_lines
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, ReportError
-from ddpcheck.findings.selection import Suppression, sort_out
+from ddpcheck.findings.selection import sort_out
 from ddpcheck.findings.wording import counted, format_ranks, group_by, plural_verb, told_together
 from ddpcheck.judge.endings.branch_endings import lines_of
 from ddpcheck.judge.endings.collective_order import judge_partings
@@ -23,16 +23,17 @@ from ddpcheck.judge.endings.timelines import timelines
 from ddpcheck.judge.endings.wait_roots import WaitGraph, judge_waits
 from ddpcheck.report.hang import flight_recorder
 from ddpcheck.report.hang.debug_server import DebugServer, RanksSeen, look_at_ranks, said_of_missing
+from ddpcheck.report.settings import Settings
 
 _MOST_TIMELINES = 8  # of process groups
 
+_USUAL = Settings()
 
-def report_on_hang(
-    source: str, *, select: Sequence[str] = (), ignore: Sequence[str] = (), suppress: Sequence[Suppression] = ()
-) -> Report:
+
+def report_on_hang(source: str, settings: Settings = _USUAL) -> Report:
     """The report on the dumps in a folder, one a rank, or on a job whose debug server listens at `http://HOST:PORT`.
 
-    The rules to report, and what does not count, are given as to `ddpcheck.check`.
+    The settings say which rules to report, and what does not count.
 
     Raises:
         UsageError: There are no dumps that can be read, or no debug server listens there.
@@ -46,7 +47,7 @@ def report_on_hang(
     at_end = {rank: _wait(dump) for rank, dump in dumps.items()} | dict(seen.doing)
     findings = _judge(groups, at_end, seen)
     causes = {rank for finding in findings for rank in finding.ranks}
-    chosen = sort_out(findings, source, select=select, ignore=ignore, suppress=suppress)
+    chosen = sort_out(findings, source, select=settings.select, ignore=settings.ignore, suppress=settings.suppress)
     report = Report(
         target=source,
         tool={"name": "ddpcheck", "version": __version__},

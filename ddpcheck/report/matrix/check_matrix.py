@@ -19,7 +19,6 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import ReportError, Severity
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.wording import counted
-from ddpcheck.harness import RankHosts
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import decided
 from ddpcheck.report.checking.check_report import report_of
@@ -36,6 +35,7 @@ from ddpcheck.report.matrix.option_sets import (
     further_option_sets,
 )
 from ddpcheck.report.matrix.variant_rows import variant_rows
+from ddpcheck.worlds.launchers.leader import Leader
 
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
@@ -62,7 +62,7 @@ def check_matrix(
     suppress: Sequence[Suppression] = (),
     step_times: bool = True,
     progress: Callable[[str], None] | None = None,
-    hosts: RankHosts | None = None,
+    hosts: Leader | None = None,
 ) -> Matrix:
     """Run a recipe under the sensible combinations of the options of the installed `DistributedDataParallel`.
 
@@ -103,7 +103,7 @@ class _MatrixRun:
     target: Recipe | str
     asked: CheckOptions
     progress: Callable[[str], None]
-    hosts: RankHosts | None
+    hosts: Leader | None
     references: list[CheckState] = field(default_factory=list)  # one, or two that differ in who broadcasts buffers
     facts: ModelFacts = field(default_factory=ModelFacts)
     noise: float | None = None

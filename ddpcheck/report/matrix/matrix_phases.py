@@ -40,7 +40,7 @@ from ddpcheck.recipe.recipe import Recipe, call_loss
 from ddpcheck.report.matrix.matrix import BACKEND, MICRO_BATCHES, VariantFacts, VariantStep
 from ddpcheck.report.matrix.option_sets import VARIED, DdpOptions, ModelFacts, WrappedRow
 from ddpcheck.worlds import rank as this_rank
-from ddpcheck.worlds.compilation import is_asked_for, run_as_compiled
+from ddpcheck.worlds.compilation import is_asked_for, stance
 
 _SHARDING = "torch.distributed.fsdp._fully_shard"  # where this torch has it; to import it takes seconds
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
@@ -247,7 +247,7 @@ def compiled_step() -> VariantStep:
     one, known = this_rank.state["variants"], _graphs()
     wrapper: Any = rank_state().training_model.wrapper
     wrapper.module = torch.compile(wrapper.module, backend=BACKEND)
-    with unlogged(), run_as_compiled():
+    with unlogged(), stance("default"):
         gradients, drew = _through_wrapper([one.batch], synced=True)
     made = _graphs() - known if known >= 0 else -1
     return VariantStep(fingerprints(gradients.items()), _differences(one, gradients, _COMPILED_TOLERANCE), drew, made)

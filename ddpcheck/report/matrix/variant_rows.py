@@ -9,11 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ddpcheck.findings.errors import RankError, TargetError
-from ddpcheck.harness import RankHosts, World
+from ddpcheck.harness import World
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckOptions
 from ddpcheck.report.matrix import matrix
 from ddpcheck.report.matrix.option_sets import DEFAULTS, DdpOptions
+from ddpcheck.worlds.launchers.leader import Leader
 
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
@@ -32,7 +33,7 @@ def variant_rows(
     options: DdpOptions | None,
     known: DdpOptions,
     progress: Callable[[str], None],
-    hosts: RankHosts | None,
+    hosts: Leader | None,
 ) -> Iterator[matrix.MatrixRow]:
     """A row for each of the ways.
 

@@ -2,7 +2,7 @@
 
 `assert_parity` is called in an ordinary test and starts ranks of its own; `assert_same_on_all_ranks` is called on every
 rank of whatever started them; `assert_no_anomalous_params` in any process. The pure functions of
-`ddpcheck.testing.assertions.messages` and `ddpcheck.testing.assertions.messages` make the messages.
+`ddpcheck.testing.assertions.messages` make the messages.
 
 This module is light: it imports torch only once an assertion is made.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -219,7 +218,7 @@ def assert_no_anomalous_params(
     by_rank = {ranks[0]: found}
     if len(ranks) > 1:
         with _exchange(what, group, "anomalous", timeout) as exchange:
-            by_rank = _of_ranks(exchange, found)
+            by_rank = dict(zip(ranks, exchange.all_gather("detail", found), strict=True))
     _refuse(messages.first_error({rank: error for rank, (_, error) in by_rank.items()}), what)
     message = messages.anomalies_message({rank: anomalies or [] for rank, (anomalies, _) in by_rank.items()})
     if message:
@@ -313,12 +312,6 @@ def _exchange(what: str, group: Any, purpose: str, timeout: float | None) -> Ite
         this_rank.set_collective(before)
 
 
-def _of_ranks(exchange: StoreExchange, own: Result) -> dict[int, Result]:
-    """What every rank has as its `own`."""
-    data = exchange.all_gather("detail", pickle.dumps(own))
-    return dict(zip(exchange.ranks, map(pickle.loads, data), strict=True))
-
-
 def _difference_between_ranks(
     value: Any,
     options: messages.CompareOptions,
@@ -348,9 +341,9 @@ def _difference_between_ranks(
         _refuse(mine.error, what)
     else:
         with _exchange(what, group, "same", timeout) as exchange:
-            digest = digest_of(replace(mine, location="")).encode()
-            equal = len(set(exchange.all_gather("digest", digest))) == 1
-            by_rank = dict.fromkeys(ranks, mine) if equal else _of_ranks(exchange, values(canonical=True))
+            equal = len(set(exchange.all_gather("digest", digest_of(replace(mine, location=""))))) == 1
+            everyone = [mine] * len(ranks) if equal else exchange.all_gather("detail", values(canonical=True))
+            by_rank = dict(zip(ranks, everyone, strict=True))
             _refuse(messages.usage_error(by_rank), what)
             found = measured(messages.differences(by_rank), items or (), options, group, exchange)
     if equal and messages.holds_nothing(mine):

@@ -10,7 +10,6 @@ import dataclasses
 import enum
 import functools
 import math
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import FunctionType, MethodType
@@ -295,7 +294,7 @@ def measured(
             tensor = tensors[item.path].resolve_conj().resolve_neg().contiguous()
             received = _received(tensor, item.reference, group, keep=exchange.rank in item.odd)
             own.append((0.0, "") if received is None else _distance(tensor.cpu(), received, options))
-    by_rank = [pickle.loads(data) for data in exchange.all_gather("measured", pickle.dumps(own))]
+    by_rank = exchange.all_gather("measured", own)
     for index, item in enumerate(wanted):
         distances = {rank: of_rank[index] for rank, of_rank in zip(exchange.ranks, by_rank, strict=True)}
         found = [replace(one, distances=distances) if one is item else one for one in found]

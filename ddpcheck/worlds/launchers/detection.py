@@ -11,6 +11,7 @@ VARIABLES"; scontrol(1), "show hostnames".
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -127,13 +128,13 @@ BY_HAND = "the environment"  # stands for a launcher where somebody has set the 
 _PLAIN = _Names(BY_HAND, "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ())
 
 
-# What callers ask for by name, in the words of `mmcv` and `mmengine`.
-LAUNCHERS = {"pytorch": (_TORCHRUN, _PLAIN), "mpi": (_OPEN_MPI, _MPICH), "slurm": (_SLURM,)}
+_BY_HAND = "torchrun, or export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
 
-_ASK = {  # what is missing without it, and what to do
-    "pytorch": ("RANK", "torchrun, or export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"),
-    "mpi": ("OMPI_COMM_WORLD_RANK or PMI_RANK", "mpirun or mpiexec"),
-    "slurm": ("SLURM_JOB_ID", "srun"),
+# What callers ask for by name, in the words of `mmcv` and `mmengine`; what is missing without it, and what to do.
+LAUNCHERS = {
+    "pytorch": ((_TORCHRUN, _PLAIN), "RANK", _BY_HAND),
+    "mpi": ((_OPEN_MPI, _MPICH), "OMPI_COMM_WORLD_RANK or PMI_RANK", "mpirun or mpiexec"),
+    "slurm": ((_SLURM,), "SLURM_JOB_ID", "srun"),
 }
 
 
@@ -142,8 +143,10 @@ def detect(environ: Mapping[str, str] = os.environ) -> LauncherEnv | None:
 
     `None` too in a process that a rank has started, which inherits its variables, and in an interactive SLURM shell.
     """
-    found = _read(environ)
-    return found if isinstance(found, LauncherEnv) and found.world_size > 1 else None
+    with contextlib.suppress(UsageError):
+        if (found := _read(environ)) is not None and found.world_size > 1:
+            return found
+    return None
 
 
 def require(environ: Mapping[str, str] = os.environ, launcher: str | None = None) -> LauncherEnv:
@@ -156,41 +159,36 @@ def require(environ: Mapping[str, str] = os.environ, launcher: str | None = None
     """
     if launcher is not None:
         return _require_one(environ, launcher)
-    found = _read(environ)
-    if isinstance(found, LauncherEnv):
+    if (found := _read(environ)) is not None:
         return found
     raise UsageError(
-        found
-        or "No launcher has started this process: start it with torchrun, mpirun or srun, or set "
+        "No launcher has started this process: start it with torchrun, mpirun or srun, or set "
         "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
     )
 
 
 def _require_one(environ: Mapping[str, str], launcher: str) -> LauncherEnv:
-    spoken = _spoken(environ)
+    spoken, (wanted, missing, advice) = _spoken(environ), LAUNCHERS[launcher]
     for names in spoken:
-        if names in LAUNCHERS[launcher]:
+        if names in wanted:
             return _launch(names, environ)
     if launcher == "slurm" and "SLURM_JOB_ID" in environ:
         why = f"this is a script or shell of SLURM's job {environ['SLURM_JOB_ID']}, and none of its tasks"
     elif spoken:
         why = f"it is {spoken[0].launcher} that has started this process"
     else:
-        why = f"there is no {_ASK[launcher][0]} in the environment"
-    raise UsageError(f"Launcher {launcher!r} was asked for, but {why}; start this with {_ASK[launcher][1]}.")
+        why = f"there is no {missing} in the environment"
+    raise UsageError(f"Launcher {launcher!r} was asked for, but {why}; start this with {advice}.")
 
 
-def _read(environ: Mapping[str, str]) -> LauncherEnv | str | None:
-    """The launch, or what is wrong with it in a sentence, or nothing."""
+def _read(environ: Mapping[str, str]) -> LauncherEnv | None:
+    """The launch, also of one process only; raises as `require`, but for no launcher."""
     if environ.get(NO_LAUNCH, str(os.getpid())) != str(os.getpid()):
         return None
     names = next(iter(_spoken(environ)), None)
     if names is None or (names is _SLURM and "SLURM_PTY_PORT" in environ):  # a terminal: an interactive step
         return None
-    try:
-        return _launch(names, environ)
-    except UsageError as error:
-        return str(error)
+    return _launch(names, environ)
 
 
 def _spoken(environ: Mapping[str, str]) -> list[_Names]:

@@ -6,12 +6,10 @@ This module is light: torch is only imported by the ranks.
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import shutil
 import signal
 import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from ddpcheck.worlds import starting, wire
 from ddpcheck.worlds.launchers.detection import LauncherEnv
 from ddpcheck.worlds.launchers.rendezvous import PATIENCE, join
 from ddpcheck.worlds.launchers.store import LauncherStore
-from ddpcheck.worlds.rank_processes import file_size
+from ddpcheck.worlds.waiting import ask_for_stacks, wait_until
 
 _TICK = 0.1
 _POLL = 0.01  # where one has to ask whether a rank has ended
@@ -36,18 +34,15 @@ class Follower:
         """Find the leader; arguments and exceptions as of `join`."""
         self.sock, self.welcome = join(launch, timeout, store)
         self.sock.setblocking(False)
-        self.selector = selectors.DefaultSelector()
         self._inbox = wire.Inbox()
         self._hosted: dict[int, _Hosted] = {}
 
     def serve(self) -> bool:
         """Do what the leader wants until it is gone; return whether it said goodbye."""
-        self.selector.register(self.sock, selectors.EVENT_READ)
         try:
-            with self.sock, self.selector:
+            with self.sock:
                 while True:
-                    asking = any(hosted.launch.channel is None for hosted in self._hosted.values())
-                    self.selector.select(_POLL if asking else _TICK)
+                    self._wait()
                     messages, alive = self._inbox.drain(self.sock)
                     for message in messages:
                         if message[0] == "bye":
@@ -64,6 +59,15 @@ class Follower:
             for hosted in self._hosted.values():
                 with contextlib.suppress(OSError):
                     hosted.end()
+
+    def _wait(self) -> None:
+        """Wait until somebody has something to say, or it is time to look at files and processes."""
+        asking = any(hosted.launch.channel is None for hosted in self._hosted.values())
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.sock, selectors.EVENT_READ)
+            for hosted in self._hosted.values():
+                hosted.register(selector)
+            selector.select(_POLL if asking else _TICK)
 
     def _do(self, kind: str, number: int, *rest: Any) -> None:
         if kind == "open":
@@ -113,7 +117,7 @@ class _Hosted:
         self._directory = Path(directory)
         self._shared = follower.welcome.shared
         self._sent: dict[str, bytes] = {}  # of each file, what the leader has
-        self._backlog = bytearray()
+        self._outbox = wire.Outbox()
         self._inbox = wire.Inbox()
         self._said_all = self._exited = False
         if not self._shared:
@@ -125,29 +129,20 @@ class _Hosted:
         scratch = "" if self._shared and method == "fork" else directory
         with theirs:
             self.launch = start(scratch, {rank: theirs.fileno()}, hash_seed, preload, ahead)
-        follower.selector.register(self._sock, selectors.EVENT_READ)
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Have a selector wait for what is to be attended to."""
+        if not self._said_all:
+            writes = selectors.EVENT_WRITE if self._outbox else 0
+            selector.register(self._sock, selectors.EVENT_READ | writes)
         if self.launch.channel is not None:
-            follower.selector.register(self.launch.channel, selectors.EVENT_READ)
+            selector.register(self.launch.channel, selectors.EVENT_READ)
 
     # --- What the leader wants -----------------------------------------------------------------------------------
 
     def post(self, data: bytes) -> None:
         """Hand on what it says to the rank, as soon as that reads it."""
-        self._backlog += data
-        self._flush()
-
-    def _flush(self) -> None:
-        if self._said_all:
-            return
-        try:
-            while self._backlog:
-                del self._backlog[: self._sock.send(self._backlog)]
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError:  # it is gone; its exit will be told
-            self._backlog.clear()
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._backlog else 0)
-        self._follower.selector.modify(self._sock, wanted)
+        self._outbox.send(self._sock, data)
 
     def signal(self, number: int) -> None:
         """Send the rank a signal; what it writes upon one that asks for its stack, the leader waits for."""
@@ -155,14 +150,7 @@ class _Hosted:
             self.launch.signal([self._rank], number)
             return
         stack = self._directory / f"rank{self._rank}.stack"
-        if file_size(stack):
-            os.truncate(stack, 0)
-        self.launch.signal([self._rank], number)
-        deadline = time.monotonic() + _DUMP
-        size = 0
-        while time.monotonic() < deadline and (not size or size != file_size(stack)):
-            size = file_size(stack)
-            time.sleep(_POLL)
+        ask_for_stacks([stack], lambda: self.launch.signal([self._rank], number), _DUMP, _POLL)
         self._sent.pop(stack.name, None)  # the leader has emptied its own
         self._show(stack.name)
 
@@ -170,7 +158,7 @@ class _Hosted:
 
     def attend(self) -> bool:
         """Tell the leader what is new; returns whether all is over."""
-        self._flush()
+        self._outbox.send(self._sock)
         self._show_files()
         self._hand_on()
         for event in self.launch.events():
@@ -182,11 +170,7 @@ class _Hosted:
             elif event[0] == "forked" and not self._shared:
                 event = ("forked", [(rank, -pid) for rank, pid in event[1]])  # no process that the leader could look at
             self._follower.tell("event", self._number, event)
-        channel = self.launch.channel
-        if self.launch.over and channel is not None and channel in self._follower.selector.get_map():
-            self._follower.selector.unregister(channel)
-            return True
-        return channel is None and self._exited
+        return self.launch.over or (self.launch.channel is None and self._exited)
 
     def _hand_on(self) -> None:
         if self._said_all:
@@ -194,9 +178,7 @@ class _Hosted:
         messages, alive = self._inbox.drain(self._sock)
         if messages:
             self._follower.tell("bytes", self._number, b"".join(wire.pack(self._in_time(one)) for one in messages))
-        if not alive:
-            self._said_all = True
-            self._follower.selector.unregister(self._sock)
+        self._said_all = not alive
 
     def _in_time(self, message: tuple[Any, ...]) -> tuple[Any, ...]:
         """A message of a rank, with its times by the leader's clock."""
@@ -231,12 +213,7 @@ class _Hosted:
         """End the rank, if it lives, and leave nothing of it."""
         if not self._exited:
             self.launch.signal([self._rank], signal.SIGKILL)
-            deadline = time.monotonic() + _DEATH
-            while time.monotonic() < deadline and not any(event[0] == "exit" for event in self.launch.events()):
-                time.sleep(_POLL)
-        for channel in filter(None, (self._sock, self.launch.channel)):
-            with contextlib.suppress(KeyError, ValueError):
-                self._follower.selector.unregister(channel)
+            wait_until(lambda: any(event[0] == "exit" for event in self.launch.events()), _DEATH)
         self._sock.close()
         self.launch.close()
         if not self._shared:

@@ -28,6 +28,7 @@ from ddpcheck.worlds.launchers.rendezvous import this_machine
 from ddpcheck.worlds.launchers.store import LauncherStore, StoreGoneError, open_store
 from ddpcheck.worlds.rank_setup import gloo_interface, route
 from ddpcheck.worlds.validation import check_choice, check_count, check_seconds
+from ddpcheck.worlds.waiting import wait_until
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -186,9 +187,7 @@ def _join(launch: LauncherEnv, asked: str, seconds: float, as_told: bool, option
         told = meeting.gather("come to init_dist", json.dumps(asdict(seat)), met)
         seats = [RankDevices(**{**one, "gpus": tuple(one["gpus"])}) for one in map(json.loads, told)]
         if launch.rank == 0 and not launch.agent and (as_told or not launch.one_machine):
-            _kept.append(
-                store
-            )  # or a rank that is early for the next one would find the store of this one about to end
+            _kept.append(store)  # or a rank that is early for the next would find the store of this one about to end
         backend = choose_backend(seats)
         index = choose_gpus(seats)[launch.rank]
         if index is not None:
@@ -393,6 +392,5 @@ class _Meeting:
         with contextlib.suppress(StoreGoneError):
             if self._store.next("left") == self._launch.world_size:
                 self._store.put("left/all", b"")
-            last = time.monotonic() + seconds
-            while self._launch.rank == 0 and time.monotonic() < last and not self._store.has("left/all"):
-                time.sleep(_PAUSE)
+            if self._launch.rank == 0:
+                wait_until(lambda: self._store.has("left/all"), seconds, _PAUSE)

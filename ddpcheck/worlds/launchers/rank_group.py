@@ -31,9 +31,9 @@ from ddpcheck.worlds.launchers.follower import Follower
 from ddpcheck.worlds.launchers.leader import Leader
 from ddpcheck.worlds.launchers.rendezvous import how_it_ended
 from ddpcheck.worlds.launchers.store import StoreGoneError, open_store
+from ddpcheck.worlds.waiting import wait_until
 from ddpcheck.worlds.wire import NO_LAUNCH
 
-_PAUSE = 0.01
 _AFTERMATH = 0.5  # for the reason why the launcher ends us to show
 _LOOK = 0.25  # seconds between looks at the launcher
 _ORPHANED = 5.0  # for this process to end by itself without a launcher
@@ -102,7 +102,7 @@ class RankGroup:
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_terminate)
         os.environ[NO_LAUNCH] = str(self._owner)
-        atexit.register(self._at_exit)
+        atexit.register(self.leave, "its process ended", timeout=1.0)
 
     # --- In threads of their own --------------------------------------------------------------------------------------
 
@@ -250,29 +250,23 @@ class RankGroup:
     def why_not(self, ranks: Sequence[int], came: Callable[[int], bool] = lambda rank: False) -> str | None:
         """Why some of these will never come, of those that had not before they ended; breaks the session."""
         try:
-            return self._why_not(ranks, came)
+            for rank in ranks:
+                if rank not in self.gone and self.store.has(f"gone/{rank}"):
+                    self.gone[rank] = self.store.get(f"gone/{rank}").decode()
+            if gone := [self.gone[rank] for rank in ranks if rank in self.gone and not came(rank)]:
+                return self.mark_broken("; ".join(gone) + ".")
+            if left := [rank for rank in ranks if self.store.has(f"left/{rank}") and not came(rank)]:
+                said = [f"rank {rank} has left ({self.store.get(f'left/{rank}').decode()})" for rank in left]
+                return self.mark_broken("; ".join(said) + ".")
         except StoreGoneError:
             return str(self._lost_store())
-
-    def _why_not(self, ranks: Sequence[int], came: Callable[[int], bool]) -> str | None:
-        for rank in ranks:
-            if rank not in self.gone and self.store.has(f"gone/{rank}"):
-                self.gone[rank] = self.store.get(f"gone/{rank}").decode()
-        if gone := [self.gone[rank] for rank in ranks if rank in self.gone and not came(rank)]:
-            return self.mark_broken("; ".join(gone) + ".")
-        left = [rank for rank in ranks if self.store.has(f"left/{rank}") and not came(rank)]
-        if left:
-            said = [f"rank {rank} has left ({self.store.get(f'left/{rank}').decode()})" for rank in left]
-            return self.mark_broken("; ".join(said) + ".")
         if self.terminated is not None and time.monotonic() > self.terminated + _AFTERMATH:
             return self.mark_broken(f"{self.launch.launcher} has told rank {self.rank} to end.")
         return None
 
     def _lost_store(self) -> RankError:
         """The exception for a store that does not answer: its keeper has ended, which as a rule is seen soon."""
-        deadline = time.monotonic() + _AFTERMATH
-        while not self.gone and time.monotonic() < deadline:
-            time.sleep(_PAUSE)
+        wait_until(lambda: self.gone, _AFTERMATH)
         if self.gone:
             return RankError(self.mark_broken("; ".join(self.gone.values()) + "."))
         keeper = self.launch.launcher if self.launch.agent else "rank 0"
@@ -310,9 +304,7 @@ class RankGroup:
             timeout = 0.0  # nobody reads here, or the ranks do not end together
         try:
             self.announce(reason)
-            deadline = time.monotonic() + timeout
-            while awaited() and self.terminated is None and time.monotonic() < deadline:
-                time.sleep(_PAUSE)
+            wait_until(lambda: not awaited() or self.terminated is not None, timeout)
         finally:
             self._release()
 
@@ -328,7 +320,4 @@ class RankGroup:
             if signal.getsignal(signal.SIGTERM) == self._on_terminate:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ.pop(NO_LAUNCH, None)
-        atexit.unregister(self._at_exit)
-
-    def _at_exit(self) -> None:
-        self.leave("its process ended", timeout=1.0)
+        atexit.unregister(self.leave)

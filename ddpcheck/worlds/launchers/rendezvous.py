@@ -12,7 +12,6 @@ import contextlib
 import hmac
 import os
 import secrets
-import signal
 import socket
 import tempfile
 import time
@@ -25,8 +24,10 @@ from ddpcheck.findings.errors import DdpcheckError, HangError
 from ddpcheck.findings.files import process_stat
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds import starting, wire
+from ddpcheck.worlds.failures import died
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 from ddpcheck.worlds.launchers.store import LauncherStore, StoreGoneError, look_up, meeting_point, open_store, publish
+from ddpcheck.worlds.waiting import wait_until
 
 _DEATH = 0.1  # seconds from the end of a process's connections to its own
 _POLL = 0.005
@@ -44,26 +45,14 @@ def this_machine() -> str:
 def how_it_ended(rank: int, pid: int | None) -> str:
     """The end of a rank's process in words, just after that of its connections; `None`: it was on another machine."""
     code = None if pid is None else _exit_code(pid)
-    if code is None:
-        return f"rank {rank} has ended (its launcher knows how)"
-    if code < 0:
-        try:
-            return f"rank {rank} was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"rank {rank} was killed by signal {-code}"
-    return f"rank {rank} ended with exit code {code}, without a Python exception"
+    return f"rank {rank} has ended (its launcher knows how)" if code is None else died(rank, code, 0.0).message
 
 
 def _exit_code(pid: int) -> int | None:
     """The exit code of a process, negative for a signal, as long as its parent has not asked for it."""
-    deadline = time.monotonic() + _DEATH
-    while time.monotonic() < deadline:
-        if not (fields := process_stat(pid)):
-            break
-        if fields[0] in "ZX":
-            return os.waitstatus_to_exitcode(int(fields[-1]))
-        time.sleep(_POLL)
-    return None
+    wait_until(lambda: process_stat(pid)[:1] in ([], ["Z"], ["X"]), _DEATH, _POLL)
+    state, *_, status = process_stat(pid) or ("", "")
+    return os.waitstatus_to_exitcode(int(status)) if state in ("Z", "X") else None
 
 
 PATIENCE = 120.0  # seconds that processes wait for each other, which a launcher starts at about the same time
@@ -185,7 +174,7 @@ def _listen(address: str) -> socket.socket:
 def _admitted(sock: socket.socket, token: bytes, launch: LauncherEnv) -> Hello | None:
     sock.settimeout(_HANDSHAKE)
     try:
-        if not hmac.compare_digest(_read(sock), token[:_HALF]):
+        if not hmac.compare_digest(wire.read(sock, _HALF) or b"", token[:_HALF]):
             return None
         sock.sendall(token[_HALF:])
         hello = wire.receive(sock)
@@ -251,20 +240,13 @@ def _introduced(address: str, port: int, token: bytes, launch: LauncherEnv) -> s
     try:
         sock.settimeout(_ANSWER)
         sock.sendall(token[:_HALF])
-        if hmac.compare_digest(_read(sock), token[_HALF:]):
+        if hmac.compare_digest(wire.read(sock, _HALF) or b"", token[_HALF:]):
             sock.sendall(wire.pack(Hello.of(launch, sock.getpeername()[0])))
             return sock
     except OSError:
         pass
     sock.close()
     return None
-
-
-def _read(sock: socket.socket) -> bytes:
-    data = b""
-    while len(data) < _HALF and (more := sock.recv(_HALF - len(data))):
-        data += more
-    return data
 
 
 def _stay_connected(sock: socket.socket) -> None:

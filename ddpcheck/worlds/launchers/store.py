@@ -75,15 +75,13 @@ class LauncherStore:
     def get(self, name: str) -> bytes:
         return get_value(partial(self._ask, "get"), name)
 
-    def claim(self, name: str, data: bytes) -> None:
-        """Write a value that several may want to write: the first one stays; read it with `claimed`."""
-        who = secrets.token_hex(8)  # of its own for each attempt: what was claimed is never written again
-        self.put(f"{name}/{who}", data)
-        self._ask("compare_set", name, "", who)
+    def claim(self, name: str, text: str) -> None:
+        """Write a short text that several may want to write: the first one stays; read it with `claimed`."""
+        self._ask("compare_set", name, "", text)
 
-    def claimed(self, name: str) -> bytes:
-        """The value of the first who claimed a name that is claimed."""
-        return self.get(f"{name}/{bytes(self._ask('get', name)).decode()}")
+    def claimed(self, name: str) -> str:
+        """The text of the first who claimed a name that is claimed."""
+        return bytes(self._ask("get", name)).decode()
 
     def next(self, name: str) -> int:
         """Count: 1 for the first rank that asks, 2 for the next."""
@@ -262,15 +260,6 @@ def look_up(path: Path) -> tuple[int, str]:
         return 0, ""
 
 
-def answers(port: int) -> bool:
-    """Whether anybody listens there: a job that was killed may have left its file."""
-    try:
-        socket.create_connection(("127.0.0.1", port), 1.0).close()
-    except OSError:
-        return False
-    return True
-
-
 def _keep_on_loopback(path: Path, timeout: float) -> Store:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -287,8 +276,10 @@ def _find_on_loopback(path: Path, launch: LauncherEnv, deadline: float) -> Store
     while (left := deadline - time.monotonic()) > 0:
         port, token = look_up(path)
         # Who comes again tries again: rank 0 will too, on another store, and is about to end this one.
-        if port and token not in _joined and answers(port):
-            with contextlib.suppress(DistError):  # it has ended between two of these lines
+        if port and token not in _joined:
+            with contextlib.suppress(OSError, DistError):  # nobody listens, or not any more
+                # A job that was killed may have left its file, and torch would try again and again.
+                socket.create_connection(("127.0.0.1", port), 1.0).close()
                 store = connect("127.0.0.1", port, min(left, 10.0))
                 if store.check(["ddpcheck/token"]) and bytes(store.get("ddpcheck/token")) == token.encode():
                     _joined.add(token)
