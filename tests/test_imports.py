@@ -48,7 +48,7 @@ LIGHT = (
 )
 HEAVY = """
     .recipe.recipe. .recipe.pytree. .graph.graph_phases. .matrix.matrix_phases.
-    .schedule.schedule_phases. .repro.probe. .demonstrations. .first_recipe.guessing.
+    .schedule.schedule_phases. .repro.probe. .repro.harness. .first_recipe.guessing.
     .assertions.on_rank. .launchers.init_dist.
 """.split()
 """Of those what runs on ranks, and imports torch."""

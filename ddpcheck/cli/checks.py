@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,9 +57,10 @@ def run_report(arguments: argparse.Namespace, hosts: Leader | None) -> int:
     known: dict[str, Any] = {} if arguments.baseline is None else {"baseline": load_report(arguments.baseline)}
     with (
         ReportOutput(arguments, settings.format, MATRIX_FORMATS if arguments.matrix else FORMATS) as output,
-        _prepared(arguments.repro) as folder,
         Progress(sys.stderr) as progress,
     ):
+        if arguments.repro is not None:
+            prepare(Path(arguments.repro))
         run: Callable[..., Report | Matrix]
         asked = {name: getattr(settings, name) for name in CHECK_SETTINGS if not (scheduled and name in _OF_REAL_RANKS)}
         if arguments.matrix:  # the rest of the house, only when there is work to do
@@ -78,8 +78,8 @@ def run_report(arguments: argparse.Namespace, hosts: Leader | None) -> int:
         report = run(arguments.target, progress=progress, **asked, **known)
         progress.clear()
         output.show(report)
-        if folder is not None and isinstance(report, Report):
-            _reproduce(report, arguments.target, folder, progress)
+        if arguments.repro is not None and isinstance(report, Report):
+            _reproduce(report, arguments.target, Path(arguments.repro), progress)
     return report.exit_code(settings.fail_on)
 
 
@@ -93,19 +93,6 @@ def _refuse_beside_schedule(arguments: argparse.Namespace, hosts: Leader | None)
         raise UsageError(
             f"--schedule starts its own processes; run it without {hosts.launcher}, or with --launcher off"
         )
-
-
-@contextlib.contextmanager
-def _prepared(path: str | None) -> Iterator[Path | None]:
-    """The folder of a reproduction, of which is known before any work is done that it can be written."""
-    folder = None if path is None else Path(path)
-    made = folder is not None and prepare(folder)
-    try:
-        yield folder
-    finally:
-        if folder is not None and made:
-            with contextlib.suppress(OSError):  # not empty: something was written
-                folder.rmdir()
 
 
 def _reproduce(report: Report, target: str, folder: Path, progress: Progress) -> None:

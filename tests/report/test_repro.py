@@ -22,7 +22,7 @@ from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import check
 from ddpcheck.report.repro import script as repro_script
 from ddpcheck.report.repro import write_reproduction
-from ddpcheck.report.repro.script import DEMONSTRATIONS, tolerance_for, why_none, world_size_for
+from ddpcheck.report.repro.script import COMPARISONS, tolerance_for, why_none, world_size_for
 from ddpcheck.report.repro.target_code import imports_from_ddpcheck
 from tests.faultsuite.cases import FAULTS, read_case
 from tests.reproductions import Runner, write
@@ -33,40 +33,40 @@ HEALTHY = ROOT / "tests" / "zoo" / "healthy"
 
 # fault of the suite: what each rank of the two says of its broken recipe
 SHOWN = {
-    "parameters/opaque_output": "DDP says: RuntimeError: Expected to mark a variable ready only once",
-    "parameters/detach": "no gradient in step 0: encoder.weight, encoder.bias; .*DDP says: RuntimeError: Expected",
-    "parameters/unused_on_one_rank": "step 0: none; step 1: none|step 0: extra.weight, extra.bias",
-    "parameters/layers_in_a_list": r"gradients for \(8, 8\), .*, that differ between ranks",
-    "parameters/times_zero": "always zero: extra.bias, extra.weight",
-    "parameters/custom_function_none": "no gradient in step 0: scale",
-    "parameters/needless_find_unused": "find_unused_parameters=True, unused: 0",
-    "ranks/parameter_shape": r"0.weight: number 0, \(8, 8\)|0.weight: number 0, \(12, 8\)",
-    "ranks/parameter_order_from_a_set": "key.weight: number 0|key.weight: number 2",
-    "ranks/init_sync_off": "after wrapping: 0.weight: norm",
-    "ranks/moving_average_drifts": "after step 0: running_mean: norm",
-    "ranks/learning_rate": "lr of group 0: 0.01|lr of group 0: 0.02",
-    "ranks/comm_hook_on_one_rank": "communication hook: none|communication hook: fp16_compress_hook",
-    "gradients/buffer_broadcast_between_forwards": "gradient of body.bias: relative error 0.44",  # as the report says
-    "gradients/batchnorm": "gradient of conv.weight: relative error 0.58",
-    "gradients/summed_loss": r"all gradients together: 0\.5 times",
-    "gradients/clip_in_hooks_of_wrap": r"all gradients together: 0\.1\d* times",
+    "parameters/opaque_output": "failed in .*: RuntimeError: Expected to mark a variable ready only once",
+    "parameters/detach": "failed in .*: RuntimeError: Expected.*encoder.weight: step 0: no .*encoder.bias: step 0: no ",
+    "parameters/unused_on_one_rank": "failed in .*of step|extra.weight: step 0: no gradient.*extra.bias: step 0: no",
+    "parameters/layers_in_a_list": r"of \(8, 8\): step 1: gradient norm",
+    "parameters/times_zero": "extra.weight: step 0: zero gradient.*extra.bias: step 0: zero gradient",
+    "parameters/custom_function_none": "scale: step 0: no gradient",
+    "parameters/needless_find_unused": "find_unused_parameters: step 0: True, unused: 0",
+    "ranks/parameter_shape": r"0.weight: start: number 0, \(8, 8\)|0.weight: start: number 0, \(12, 8\)",
+    "ranks/parameter_order_from_a_set": "key.weight: start: number 0|key.weight: start: number 2",
+    "ranks/init_sync_off": "0.weight: start: norm",
+    "ranks/moving_average_drifts": "running_mean: step 0: norm",
+    "ranks/learning_rate": "lr: start: 0.01|lr: start: 0.02",
+    "ranks/comm_hook_on_one_rank": "communication hook: start: None|communication hook: start: fp16_compress_hook",
+    "gradients/buffer_broadcast_between_forwards": "gradient of body.bias: step 0: relative error 0.44",  # as reported
+    "gradients/batchnorm": "gradient of conv.weight: step 0: relative error 0.58",
+    "gradients/summed_loss": r"all gradients together: step 0: 0\.5 times",
+    "gradients/clip_in_hooks_of_wrap": r"all gradients together: step 0: 0\.1\d* times",
     "gradients/nondeterministic": r"relative error 0\.\d",
     "running/raises_on_one_rank": (
         "failed in backward of step 0|failed in forward of step 0: ValueError: a corrupt record in this rank's shard"
     ),
     "running/loops_on_one_rank": "Timed out|in searching",
-    "running/uneven_batches": r"finished|has no samples in steps \[2\]",
-    "running/metrics_packed_in_another_order": "packs in an order of its own: ",
-    "training/inner_module_called_in_one_step": "gradients in step 1: 0.weight: norm",
-    "training/no_sync_not_entered": "no_sync called 1 times, 0 of 2 forward passes under it",
-    "training/optimizer_before_replacement": "have gradients and do not move: 2.weight, 2.bias; not held",
-    "training/overlapping_shards": "1 of its 6 samples|1 of its 7 samples",
-    "training/samples_dropped": "2 of the 12 samples of the global batch are on no rank",
-    "training/step_skipped_on_a_rank": "after step 0: the same on every rank.*after step 1: 0.weight: norm",
-    "training/dropout_seeded_in_forward": "same numbers as every other rank 1 times",
-    "training/hash_of_a_string": "gradient of rows.weight: relative error",
+    "running/uneven_batches": r"batch: not on this rank|batch: step 2: no samples",
+    "running/metrics_packed_in_another_order": "reduced 0: step 0: ",
+    "training/inner_module_called_in_one_step": "0.weight: step 0: norm.*; step 1: norm",
+    "training/no_sync_not_entered": "no_sync: step 0: called 1 times, 0 of 2 forward passes under it",
+    "training/optimizer_before_replacement": "2.weight: step 0: a gradient.*2.bias: step 0: a gradient",
+    "training/overlapping_shards": "samples: step 0: 1 of 6 are on another|samples: step 0: 1 of 7 are on another",
+    "training/samples_dropped": "0 of 5 are on another rank too, 2 of 12 on none",
+    "training/step_skipped_on_a_rank": "0.weight: step 0: norm.*; step 1: norm",
+    "training/dropout_seeded_in_forward": "drawn 0: step 0: ",
+    "training/hash_of_a_string": "gradient of rows.weight: step 0: relative error",
     "training/comm_hook_overflows": "gradient of .*: relative error nan",
-    "training/gradients_zeroed_before_step": "no step has used: 0.bias, 0.weight, 2.bias, 2.weight",
+    "training/gradients_zeroed_before_step": "0.weight: .*zeroed before a step.*0.bias: .*zeroed.*2.weight: .*2.bias: ",
 }
 
 
@@ -248,14 +248,14 @@ def test_the_command_line_writes_a_script_that_torchrun_fails_on(
     done = torchrun(script, tmp_path)
     assert done.returncode == 1
     for rank in (0, 1):
-        assert f"rank {rank}: no gradient in step 0: old_head.weight, old_head.bias; step 1: old_head" in done.stdout
-        assert f"rank {rank}: DDP says: RuntimeError" in done.stdout
+        for name in ("old_head.weight", "old_head.bias"):
+            assert f"rank {rank}: {name}: step 0: no gradient; step 1: no gradient" in done.stdout
+        assert f"rank {rank}: failed in forward of step 1: RuntimeError" in done.stdout
     healthy = tmp_path / "fixed"
     report = check("examples/faults/parameters/unused.py:broken")
     twin = write_reproduction(report, "examples/faults/parameters/unused.py:fixed", healthy, finding=report.findings[0])
     ran = runner.run(twin)
-    assert ran.codes == [0, 0] and ran.text.count("no gradient in step 0: none; step 1: none") == 2, ran.text
-    assert ran.text.count("DDP says: nothing") == 2, ran.text
+    assert ran.codes == [0, 0] and ran.text.count("finished, and shows no fault") == 2, ran.text
 
 
 @pytest.mark.slow
@@ -273,8 +273,9 @@ def test_modules_of_the_project_come_along_and_a_stand_in_for_syncbn(
     ]
     ran = runner.run(script)
     assert ran.codes == [1, 1]
-    assert ran.text.count("no gradient in step 0: old_head.weight, old_head.bias; ") == 2, ran.text
-    assert ran.text.count("DDP says: RuntimeError") == 2, ran.text
+    assert ran.text.count("old_head.weight: step 0: no gradient") == 2, ran.text
+    assert ran.text.count("old_head.bias: step 0: no gradient") == 2, ran.text
+    assert ran.text.count("RuntimeError: Expected to have finished reduction") == 2, ran.text
 
 
 # What is written where
@@ -416,11 +417,13 @@ def test_scripts_are_formatted_like_the_code_around_them(tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout
 
 
-def test_every_code_that_a_detector_may_emit_has_a_demonstration_that_exists() -> None:
-    folder = ROOT / "ddpcheck" / "report" / "repro" / "demonstrations"
-    defined = set(re.findall(r"(?m)^def (\w+)", "".join(file.read_text() for file in folder.glob("*.py"))))
-    for code, chosen in DEMONSTRATIONS.items():
-        assert {chosen.name, chosen.facts or chosen.name} <= defined, code
+def test_every_code_that_a_detector_may_emit_has_a_comparison_that_exists() -> None:
+    harness = (ROOT / "ddpcheck" / "report" / "repro" / "harness.py").read_text()
+    known = set(re.findall(r"(?:    def |self\.)(\w+)", harness))
+    for code, (steps, facts, at_fault, tells) in COMPARISONS.items():
+        assert steps in ("named", "first", "next", "two", "all") and tells, code
+        assert set(re.findall(r"rank\.(\w+)", f"{facts} {at_fault}")) <= known, code
+        ast.parse(f"lambda ranks: {at_fault}")
     emitted = set()
     for file in (ROOT / "ddpcheck").rglob("*.py"):
         # What only a script can show has no recipe to cut down.
@@ -428,11 +431,11 @@ def test_every_code_that_a_detector_may_emit_has_a_demonstration_that_exists() -
         if of_recipes and not {"rules", "repro", "script"} & set(file.relative_to(ROOT).parts):
             emitted |= set(re.findall(r'"(DDP\d{3})"', file.read_text()))
     emitted -= {"DDP521", "DDP522"}  # found by `run` and `watch` alone; and seen by what follows the compiler only
-    assert len(emitted) > 50 and emitted <= set(DEMONSTRATIONS) <= set(RULES)
+    assert len(emitted) > 50 and emitted <= set(COMPARISONS) <= set(RULES)
 
 
 def test_no_two_modules_that_scripts_have_parts_of_define_the_same_name() -> None:
-    sources = [(ROOT / "ddpcheck" / source).read_text() for source in repro_script.SOURCES]
+    sources = [(ROOT / "ddpcheck" / source).read_text() for source in repro_script._SOURCES]
     defined = [
         name for source in sources for name in set(re.findall(r"(?m)^(?:def |class )?(\w+)(?:\(| ?[:=])", source))
     ]
@@ -442,7 +445,7 @@ def test_no_two_modules_that_scripts_have_parts_of_define_the_same_name() -> Non
 def test_a_finding_that_no_script_shows_gets_a_sentence_and_no_script(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(DEMONSTRATIONS, "DDP101")
+    monkeypatch.delitem(COMPARISONS, "DDP101")
     out = tmp_path / "out"
     assert cli.main(["report", f"{FAULTS}/parameters/unused.py:broken", "--repro", str(out)]) == 1
     said = f"ddpcheck: no script shows DDP101 (unused-parameter), nothing written to {out}\n"
@@ -464,7 +467,7 @@ def test_the_world_is_as_small_as_the_finding_allows() -> None:
     report = Report("t", world={"world_size": 4})
     assert world_size_for(Finding("DDP101", (), "", Severity.ERROR), report) == 2
     assert world_size_for(Finding("DDP104", (), "", Severity.ERROR, ranks=(3,)), report) == 4
-    assert tolerance_for(report, DEMONSTRATIONS["DDP305"]) == 1e-3
+    assert tolerance_for(Finding("DDP305", (), "", Severity.ERROR), report) == 1e-3
 
 
 # Sources
@@ -523,6 +526,6 @@ def test_a_target_stays_as_it_is_and_neither_its_tests_nor_its_program_run(tmp_p
     text = script.read_text()
     assert MIXED.partition("\n\n")[2] in text and text.count("from __future__ import annotations\n") == 1
     ran = runner.run(script)
-    assert ran.codes == [1, 1] and ran.text.count("no gradient in step 0: head.weight, head.bias") == 2, ran.text
+    assert ran.codes == [1, 1] and ran.text.count("head.weight: step 0: no gradient") == 2, ran.text
     with pytest.raises(UsageError, match=r"task.py:27 needs ddpcheck itself \(assert_parity\)"):
         imports_from_ddpcheck(package / "task.py", roots=["test_it"])

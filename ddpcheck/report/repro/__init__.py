@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import shlex
 from functools import partial
 from pathlib import Path
@@ -13,14 +12,13 @@ from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.source_lines import relative_path
 from ddpcheck.harness import World
 from ddpcheck.report import calls
-from ddpcheck.report.repro.script import DEMONSTRATIONS, script_for, script_name, why_none, world_size_for
+from ddpcheck.report.repro.script import script_for, script_name, why_none, world_size_for
 from ddpcheck.report.repro.target_code import imports_from_ddpcheck, own_modules
 
 if TYPE_CHECKING:
     from ddpcheck.report.repro.probe import TargetInfo
 
-_OURS = "written by ddpcheck"
-_ALSO_OURS = "which wrote this file"
+_MARKS = ("written by ddpcheck", "which wrote this file")
 
 
 def write_reproduction(report: Report, target: str, directory: str | Path, *, finding: Finding | None = None) -> Path:
@@ -31,14 +29,8 @@ def write_reproduction(report: Report, target: str, directory: str | Path, *, fi
     (found next to it or below the working folder, and not installed) are copied beside. Data files are not. Files
     that ddpcheck wrote before are overwritten; others never are.
 
-    Args:
-        report: From `check`.
-        target: The TARGET that was checked.
-        directory: Where to write; made where it is not there.
-        finding: Which one; default: the first, which is the worst.
-
-    Returns:
-        The script, `repro_<code>.py` in `directory`. It exits with 1 where the fault shows, with 0 where it does not.
+    `finding` is the first by default, which is the worst. Returns the script, `repro_<code>.py` in `directory`, which
+    is made; it exits with 1 if the fault shows, and with 0 if not.
 
     Raises:
         UsageError: There is no finding or no script shows it, `target` is no TARGET, its code needs ddpcheck, or
@@ -50,22 +42,32 @@ def write_reproduction(report: Report, target: str, directory: str | Path, *, fi
             "a Recipe built in Python cannot be written to a file; put it into a module and name it as a TARGET: "
             "path/to/file.py:attr"
         )
-    if finding is None:
-        if not report.findings:
-            raise UsageError("the report has no finding, so there is nothing to reproduce")
-        finding = report.findings[0]
-    folder = Path(directory)
-    files = reproduction(report, target, finding)
+    if finding is None and not report.findings:
+        raise UsageError("the report has no finding, so there is nothing to reproduce")
+    finding = finding or report.findings[0]
+    if why := why_none(finding, report):
+        raise UsageError(why)
+    info, name, folder = _look(report, target, finding), script_name(finding), Path(directory)
+    entry, files = Path(info.file).resolve(), dict[str, str]()
+    roots = [info.attribute.partition(".")[0]] if info.attribute else info.parts
+    imported = imports_from_ddpcheck(entry, roots)
+    for place, path in own_modules(entry, info.package, info.loaded).items():
+        imported += imports_from_ddpcheck(path)
+        said = f"# From {relative_path(str(path))}, for {name}; {_MARKS[0]}.\n"
+        files[place] = said + path.read_text(encoding="utf-8")
+    files[name] = script_for(finding, report, info, files, imported)
     prepare(folder)
-    for name, text in files.items():
-        _refuse_foreign(folder / name, text)
-    for name, text in files.items():
+    for path, text in ((folder / place, text) for place, text in files.items()):
+        there = path.read_bytes().decode(errors="replace") if path.is_file() else ""
+        if path.exists() and there != text and not any(mark in there[:4000] for mark in _MARKS):
+            raise UsageError(f"{path} is there already, and ddpcheck did not write it; choose another folder")
+    for path, text in ((folder / place, text) for place, text in files.items()):
         try:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text, encoding="utf-8", newline="\n")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8", newline="\n")
         except OSError as error:
-            raise UsageError(f"cannot write {folder / name}: {error.strerror or error}") from error
-    return folder / script_name(finding)
+            raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+    return folder / name
 
 
 def command_for(report: Report, script: Path) -> str:
@@ -74,67 +76,32 @@ def command_for(report: Report, script: Path) -> str:
     return shlex.join(["torchrun", "--standalone", "--nproc-per-node", str(size), str(script)])
 
 
-def prepare(folder: Path) -> bool:
-    """Make sure that files can be written into `folder`; returns whether it had to be made.
-
-    Raises:
-        UsageError: They cannot.
-    """
-    made = not folder.exists()
-    probe = folder / ".ddpcheck-can-write"
+def prepare(folder: Path) -> None:
+    """Raise a `UsageError` if files cannot be written into `folder`; leave nothing."""
+    made, probe = not folder.exists(), folder / ".ddpcheck-can-write"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
+        if made:
+            folder.rmdir()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UsageError(f"cannot write to the folder {folder}: {reason}") from error
-    return made
-
-
-def _refuse_foreign(path: Path, text: str) -> None:
-    if not path.exists():
-        return
-    try:
-        there = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        there = ""
-    if there != text and _OURS not in there.partition("\n")[0] and _ALSO_OURS not in there[:4000]:
-        raise UsageError(f"{path} is there already, and ddpcheck did not write it; choose another folder")
-
-
-def reproduction(report: Report, target: str, finding: Finding) -> dict[str, str]:
-    """The files of a reproduction, name to text, the script first."""
-    if why := why_none(finding, report):
-        raise UsageError(why)
-    chosen = DEMONSTRATIONS[finding.code]
-    info = _look(report, target, finding)
-    entry = Path(info.file).resolve()
-    roots = [info.attribute.partition(".")[0]] if info.attribute else info.given
-    imported = imports_from_ddpcheck(entry, roots)
-    name, files = script_name(finding), {}
-    for place, path in own_modules(entry, info.package, info.loaded).items():
-        imported += imports_from_ddpcheck(path)
-        said = f"# From {relative_path(str(path))}, for {name}; {_OURS}.\n"
-        files[place] = said + path.read_text(encoding="utf-8")
-    text = script_for(finding, chosen, report, info, files, imported)
-    ast.parse(text, filename=name)
-    return {name: text, **files}
 
 
 def _look(report: Report, target: str, finding: Finding) -> TargetInfo:
-    """Look at the target in a process of its own; without its loss, or its model, where that cannot be run there."""
-    world: dict[str, Any] = dict(report.world)
-    trouble: RankError | None = None
-    for run in ("loss", "model", "")[finding.code.startswith("DDP4") :]:
-        with World(1, device=str(world.get("device", "cpu")), timeout=float(world.get("timeout", 30))) as one:
+    """Look at the target in a process of its own; without its loss, if that ends the process."""
+    seed, timeout = int(report.world.get("seed", 0)), float(report.world.get("timeout", 30))
+    trouble: Any = None
+    for train in (True, False)[finding.code.startswith("DDP4") :]:
+        with World(1, device=str(report.world.get("device", "cpu")), timeout=timeout) as world:
             try:
-                return one.run(partial(calls.probe.look, target, int(world.get("seed", 0)), run))[0]
+                return world.run(partial(calls.probe.look, target, seed, train))[0]
             except RankError as error:
                 trouble = error
-    assert trouble is not None, "each way has failed"
     trouble.raise_cause()
     raise TargetError(f"{relative_path(target)} cannot be loaded for a reproduction: {trouble}")
 
 
-__all__ = ["DEMONSTRATIONS", "command_for", "prepare", "reproduction", "script_name", "why_none", "write_reproduction"]
+__all__ = ["command_for", "prepare", "script_name", "why_none", "write_reproduction"]

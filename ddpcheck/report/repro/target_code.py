@@ -1,11 +1,11 @@
-"""The code of a target: which modules of the user's own project it imports, and what it needs of ddpcheck."""
+"""The code of a target: the user's own modules that it imports, and what it needs of ddpcheck."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ddpcheck.findings.errors import UsageError
@@ -16,51 +16,34 @@ def own_modules(entry: Path, package: str, loaded: Sequence[tuple[str, str]]) ->
     """The modules of the user's own project that `entry` needs: path below the folder of the script, and file.
 
     Own are files below the folder of `entry` or below the working folder that are not installed. What is imported
-    inside of functions counts as well.
-
-    Args:
-        entry: The file of the target.
-        package: The package that it was imported in; empty for a file.
-        loaded: Name and file of the modules that were imported when the target was loaded and called.
+    inside of functions counts as well, and the modules `loaded` (name and file) by the target in `package`.
     """
-    top = entry.parents[len(package.split(".")) if package else 0]
-    roots = list(dict.fromkeys([top, Path.cwd().resolve()]))
+    roots = [entry.parents[len(package.split(".")) if package else 0], Path.cwd().resolve()]
     found: dict[str, Path] = {}
-    pending = [("", entry), *((name, Path(file)) for name, file in loaded if Path(file).resolve() != entry)]
+    pending = [("", entry), *((name, Path(file).resolve()) for name, file in loaded)]
     while pending:
         name, path = pending.pop()
         if name:
-            place = name.replace(".", "/") + ("/__init__.py" if path.stem == "__init__" else ".py")
-            if place in found or not _is_own(path, roots):
+            inside = path.stem == "__init__"
+            place = name.replace(".", "/") + ("/__init__.py" if inside else ".py")
+            installed = {"site-packages", "dist-packages"} & set(path.parts) or not is_user_file(str(path))
+            if place in found or path == entry or installed or not any(map(path.is_relative_to, roots)):
                 continue
-            found[place] = path
-            package = name if path.stem == "__init__" else name.rpartition(".")[0]
-        for wanted in _imported(path.read_text(encoding="utf-8"), package):
-            places = [Path(root, *wanted.split(".")) for root in roots]
-            files = [file for place in places for file in (place / "__init__.py", place.with_suffix(".py"))]
-            pending += [(wanted, file) for file in files if file.is_file() and _is_own(file, roots)][:1]
+            found[place], package = path, name if inside else name.rpartition(".")[0]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for module, item in imports_of(node).values():
+                with contextlib.suppress(ImportError):  # beyond the outermost package
+                    parts = f"{importlib.util.resolve_name(module, package)}.{item}".rstrip(".").split(".")
+                    for count in range(1, len(parts) + 1) if parts[0] != "ddpcheck" else ():
+                        places = [Path(root, *parts[:count]) for root in roots]
+                        files = [file for at in places for file in (at / "__init__.py", at.with_suffix(".py"))]
+                        there = [file.resolve() for file in files if file.is_file()]
+                        pending += [(".".join(parts[:count]), file) for file in there[:1]]
     return dict(sorted(found.items()))
 
 
-def _is_own(path: Path, roots: Iterable[Path]) -> bool:
-    path = path.resolve()
-    installed = {"site-packages", "dist-packages"} & set(path.parts)
-    return not installed and is_user_file(str(path)) and any(path.is_relative_to(root) for root in roots)
-
-
-def _imported(text: str, package: str) -> Iterator[str]:
-    """The full names of the modules that a source may import, with the packages that they are in."""
-    for node in ast.walk(ast.parse(text)):
-        for module, name in imports_of(node).values():
-            with contextlib.suppress(ImportError):  # beyond the outermost package
-                module = importlib.util.resolve_name(module, package)
-                parts = (f"{module}.{name}" if name else module).split(".")
-                if parts[0] != "ddpcheck":
-                    yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-
-
 def imports_of(node: ast.AST) -> dict[str, tuple[str, str]]:
-    """What an import statement binds: the module, with its dots where it is relative, and the name in it or nothing."""
+    """The names that an import statement binds, each with the module (relative with its dots) and the name in it."""
     if isinstance(node, ast.Import):
         return {a.asname or a.name.partition(".")[0]: (a.name, "") for a in node.names}
     if isinstance(node, ast.ImportFrom):
@@ -76,24 +59,29 @@ def names_in(node: ast.AST) -> set[str]:
 def imports_from_ddpcheck(path: Path, roots: Iterable[str] | None = None) -> list[tuple[str, str]]:
     """The modules of ddpcheck that a file of the user's imports, and the names in them; it may use `Recipe` alone.
 
-    Args:
-        path: The file.
-        roots: Names in it that are used; default: all. What the others need of ddpcheck is not missed, nor what runs
-            when the file is the program.
+    With `roots`, what does not run when these names are used may need more: other functions and classes, tests for
+    example, and the program.
 
     Raises:
         UsageError: The code needs more of ddpcheck than that.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    ours = {bound: item for node in tree.body for bound, item in imports_of(node).items() if _is_ours(item)}
-    unused = [] if roots is None else _unused(tree, roots)
-    for node in tree.body:
-        needs = None if imports_of(node) or node in unused else _need_of_ddpcheck(node, ours)
-        if needs:
-            what, line = needs
+    ours = {name: item for node in tree.body for name, item in imports_of(node).items() if _is_ours(item)}
+    idle = [node for node in tree.body if roots is not None and _may_be_idle(node)]
+    wanted = {*(roots or ()), *(name for node in tree.body if node not in idle for name in names_in(node))}
+    while used := [node for node in idle if getattr(node, "name", "") in wanted]:
+        idle = [node for node in idle if node not in used]
+        wanted.update(name for node in used for name in names_in(node))
+    for item in (item for node in tree.body if node not in idle and not imports_of(node) for item in ast.walk(node)):
+        what = "an import" if any(map(_is_ours, imports_of(item).values())) else ""
+        if isinstance(item, ast.Attribute) and item.attr == "Recipe" and isinstance(item.value, ast.Name):
+            item.value.id = "Recipe"  # whatever it is an attribute of
+        elif isinstance(item, ast.Name) and item.id in ours and ours[item.id][1] != "Recipe":
+            what = ours[item.id][1] or item.id
+        if what:
             raise UsageError(
-                f"{relative_path(str(path))}:{line} needs ddpcheck itself ({what}), so no reproduction can run without "
-                "it; keep the recipe in a file that imports only ddpcheck.Recipe"
+                f"{relative_path(str(path))}:{getattr(item, 'lineno', 0)} needs ddpcheck itself ({what}), so no "
+                "reproduction can run without it; keep the recipe in a file that imports only ddpcheck.Recipe"
             )
     return list(ours.values())
 
@@ -102,31 +90,9 @@ def _is_ours(item: tuple[str, str]) -> bool:
     return item[0].partition(".")[0] == "ddpcheck"
 
 
-def _unused(tree: ast.Module, roots: Iterable[str]) -> list[ast.stmt]:
-    """What does not run when `roots` are used: functions and classes, tests for example, and the program."""
-    unused: dict[str, ast.stmt] = {}
-    pending, programs = list(roots), list[ast.stmt]()
-    for node in tree.body:
-        kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-        if isinstance(node, kinds) and all(ast.unparse(d).startswith("pytest.") for d in node.decorator_list):
-            unused[node.name] = node
-        elif isinstance(node, ast.If) and sorted(ast.unparse(node.test).split(" == ")) == ["'__main__'", "__name__"]:
-            programs.append(node)
-        else:
-            pending += names_in(node)
-    while pending:
-        used = unused.pop(pending.pop(), None)
-        pending += names_in(used) if used is not None else ()
-    return [*unused.values(), *programs]
-
-
-def _need_of_ddpcheck(node: ast.stmt, ours: Mapping[str, tuple[str, str]]) -> tuple[str, int] | None:
-    """The part of ddpcheck beside `Recipe` that a statement mentions, and the line."""
-    recipes = {id(item.value) for item in ast.walk(node) if isinstance(item, ast.Attribute) and item.attr == "Recipe"}
-    for item in ast.walk(node):
-        if any(map(_is_ours, imports_of(item).values())):
-            return "an import", getattr(item, "lineno", 0)
-        if isinstance(item, ast.Name) and item.id in ours and id(item) not in recipes:
-            if ours[item.id][1] != "Recipe":
-                return ours[item.id][1] or item.id, item.lineno
-    return None
+def _may_be_idle(node: ast.stmt) -> bool:
+    """Check if a statement is the program, or a function or class that nothing but pytest may have marked."""
+    if isinstance(node, ast.If):
+        return sorted(ast.unparse(node.test).split(" == ")) == ["'__main__'", "__name__"]
+    marks = getattr(node, "decorator_list", None)
+    return marks is not None and all(ast.unparse(mark).startswith("pytest.") for mark in marks)
