@@ -32,7 +32,8 @@ from ddpcheck.gather.steps.gradient_distance import dense, has_gradient, norm, s
 from ddpcheck.gather.steps.training_step import batch_seed, model_seed, step_seed
 from ddpcheck.recipe.pytree import copied, shard_batch, to_device, tree_leaves, tree_tensors
 
-TargetError, RandomNumbers = ValueError, str  # of what is copied from elsewhere
+TargetError = ValueError  # of what is copied from elsewhere
+RandomNumbers = str
 
 
 class Recorder(TorchDispatchMode):

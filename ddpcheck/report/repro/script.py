@@ -31,7 +31,7 @@ DDP107 DDP307 | all | rank.look("backward", rank.kinds) | "a gradient" not in st
 DDP109 | all | rank.look("backward", rank.search) | all("True, unused: 0" in text for v in ranks for _, text in v)
     that DDP searches for unused parameters, and finds none
 DDP504 | all | rank.look("backward step", rank.kinds)
-    all(text[0] == "a" for v in ranks for _, text in v[::2]) and len({text[-8:] for v in ranks for _, text in v}) == 1
+    all(t[0] == "a" for v in ranks for _, t in v[::2]) and len({t[-8:] for v in ranks for _, t in v}) == 1
     parameters that have a gradient in every step and never move
 DDP517 | first | rank.discarded() | any | parameters whose gradient is zeroed before a step has used it
 DDP201 DDP202 DDP203 DDP204 DDP205 DDP206 DDP207 DDP209 DDP211 DDP212 DDP213 DDP222 DDP511
@@ -183,7 +183,7 @@ def _shown(finding: Finding, report: Report, draws: bool, code: str) -> str:
     named = first if finding.steps else 0  # then what ranks begin with shows it, and a step may end in a crash
     counts = {"first": first, "next": max(first, min(first + 1, whole)), "two": max(first, 2), "all": whole}
     at_fault = at_fault.replace("differ", "any(v != ranks[0] for v in ranks)")
-    show = f"rank.show({facts}, {at_fault if at_fault == 'any' else f'lambda ranks: {at_fault}'})"
+    show = f"rank.show({facts}, {'any' if at_fault == 'any' else 'at_fault'})"
     if world.get("device", "cpu") == "cpu" and re.search("SyncBatchNorm|sync_batchnorm", code):
         show = f"with synchronised_on_cpu():  # not needed on GPUs\n    {show}"
     settings = {
@@ -195,12 +195,15 @@ def _shown(finding: Finding, report: Report, draws: bool, code: str) -> str:
         "in_group": "process group of one" in " ".join(map(str, world.get("notes", ()))),
     }
     which = "by sample" if BY_SAMPLE in finding.tags else "constant"
-    if "numbers" in facts:
-        drawn = f'lambda module, data: random_numbers("{which}", module, data)' if draws else "None"
-        show = f"numbers = {drawn}\n{show}"
+    drawn = f'def numbers(module, data):\n    return random_numbers("{which}", module, data)'
+    functions = {
+        f"def at_fault(ranks):\n    return {at_fault}": at_fault != "any",
+        drawn if draws else "numbers = None": "numbers" in facts,
+    }
     texts = {name: json.dumps(x) if isinstance(x, str | list) else repr(x) for name, x in settings.items()}
     given = "\n".join(f"    {name}={text}," for name, text in texts.items())
-    show = f"rank = Rank(\n    recipe,\n{given}\n)\n{show}"
+    made = f"rank = Rank(\n    recipe,\n{given}\n)"
+    show = "\n\n".join([made, *(function for function, needed in functions.items() if needed), show])
     library, pending, needed = _library(), [show], set[str]()
     while pending:
         tree = ast.parse(textwrap.dedent(pending.pop()))
