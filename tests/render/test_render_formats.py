@@ -18,7 +18,7 @@ from ddpcheck.findings.report import Finding, Location, RelatedLocation, Report,
 from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.monitor.reporting import as_text
-from ddpcheck.render import FORMATS, MATRIX_FORMATS, Medium, renderer_for
+from ddpcheck.render import FORMATS, MATRIX_FORMATS, Medium, format_for, renderer_for
 from ddpcheck.render.github import MOST_OF_A_KIND
 from ddpcheck.render.parts import Fact, facts_of
 from ddpcheck.render.sarif import MOST_RESULTS
@@ -194,6 +194,6 @@ def test_controls_and_characters_that_a_medium_lacks_are_escaped(name: str) -> N
 
 def test_names_of_files_and_matrices() -> None:
     for path, name in (("r.md", "markdown"), ("r.sarif", "sarif"), ("r.xml", "junit")):
-        assert type(renderer_for(path=path)) is type(renderer_for(name))
+        assert format_for(None, path=path) == name
     with pytest.raises(UsageError, match="there is no format 'sarif'"):
-        renderer_for("sarif", formats=MATRIX_FORMATS)
+        format_for("sarif", path=None, formats=MATRIX_FORMATS)
