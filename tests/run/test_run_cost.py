@@ -36,8 +36,8 @@ if dist.get_rank() == 0:
     print("calls", calls)
 dist.destroy_process_group()
 """
-# As many as with torch 2.13, of which 24 keep errors of one recorder from others.
-MOST = 149
+# As many as with torch 2.13, of which 24 keep errors of one recorder from others, and one asks whether a module acts.
+MOST = 150
 
 
 def test_a_step_that_is_not_sampled_makes_few_calls(tmp_path: Path) -> None:

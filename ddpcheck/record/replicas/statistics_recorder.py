@@ -162,7 +162,7 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
     def _called(self, one: _Followed, _module: nn.Module, *given: Any) -> None:
         count, one.forwards = one.forwards, one.forwards + 1
         acted, one.entry = one.entry != 0 and _is_looked_at(one.rollouts), 0
-        if (not acted and not _is_looked_at(count)) or not (look := self._look(one, given)):
+        if not (acted or is_probed(count) or is_probed(count - 1)) or not (look := self._look(one, given)):
             return
         unseen = one.acts > max(one.acted.acts, one.called.acts, 0)
         _compare(one, look, one.called, counts=one.called.acts == one.acts and _is_looked_at(count - 1))
