@@ -146,7 +146,7 @@ def make_parser() -> Parser:
     _add(diff, "--fail-on", "--output", "--format", formats=DIFFERENCE_FORMATS)
     schema = command("schema", run_schema, "print the JSON Schema of what ddpcheck saves")
     which = "report (default), matrix or difference"
-    schema.add_argument("document", metavar="DOCUMENT", nargs="?", choices=DOCUMENTS, default="report", help=which)
+    schema.add_argument("document", metavar="DOCUMENT", nargs="?", choices=[*DOCUMENTS], default="report", help=which)
     init = command("init", run_init, "write a first recipe for a model, and check it")
     init.add_argument("model", metavar="MODEL", help="its class, as path/to/file.py:Class or pkg.module:Class")
     init.add_argument("--args", metavar="ARGS", default="", help="of its constructor, as Python writes them")
