@@ -91,12 +91,13 @@ def user_frame(frame: FrameType | None, *, over_packages: bool | None = None) ->
     """The frame of the line that `user_location` gives; `over_packages`: passing over them or not, whatever it does."""
     over_packages = _passes_over_packages if over_packages is None else over_packages
     innermost: FrameType | None = None
-    for current in frames_from(frame):
-        file = current.f_code.co_filename
+    while frame is not None:
+        file = frame.f_code.co_filename
         if is_user_file(file):
-            innermost = innermost or current
+            innermost = innermost or frame
             if not (over_packages and is_installed(file)):
-                return current
+                return frame
+        frame = frame.f_back
     return innermost
 
 
@@ -114,8 +115,14 @@ def location_of(frame: FrameType) -> Location:
 
 def lines_of_program(frame: FrameType) -> tuple[str, ...]:
     """The lines on the stack that belong to the user's own program, as "path:line", innermost first."""
-    of_program = (one for one in frames_from(frame) if is_of_program(one.f_code.co_filename))
-    return tuple(_line(one.f_code.co_filename, one.f_lineno) for one in itertools.islice(of_program, _MOST_LINES))
+    lines: list[str] = []  # no generators: this runs in each step
+    current: FrameType | None = frame
+    while current is not None and len(lines) < _MOST_LINES:
+        file = current.f_code.co_filename
+        if is_of_program(file):
+            lines.append(_line(file, current.f_lineno))
+        current = current.f_back
+    return tuple(lines)
 
 
 def line_and_lines(frame: FrameType) -> tuple[str, tuple[str, ...]]:

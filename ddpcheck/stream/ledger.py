@@ -98,7 +98,10 @@ class Ledger:
     @property
     def unreduced(self) -> bool:
         """Whether gradients are there that were not averaged."""
-        return not all(one.reduced for one in self.open)
+        for one in self.open:  # no generator: this runs in each step
+            if not one.reduced:
+                return True
+        return False
 
     @property
     def put_off(self) -> bool:

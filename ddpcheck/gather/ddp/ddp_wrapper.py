@@ -225,13 +225,17 @@ def _is_own(hook: object) -> bool:
 
 def are_apart(wrapper: nn.Module) -> bool:
     """Whether ranks may have left the loop (`joins`), or train apart on purpose (`trains_apart`)."""
-    return joins(wrapper) or trains_apart(wrapper)
+    if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper._join_config.enable:  # one call a step
+        return True
+    return bool(getattr(wrapper, "_comm_hooks", ())) and trains_apart(wrapper)
 
 
 def trains_apart(wrapper: nn.Module) -> bool:
     """Whether a communication hook is to average the next gradients over a part of the ranks: post-local SGD."""
-    states = (state for _hook, state in getattr(wrapper, "_comm_hooks", ()) if hasattr(state, "start_localSGD_iter"))
-    return any(getattr(state, "iter", 0) >= state.start_localSGD_iter for state in states)
+    begins = (
+        (state, getattr(state, "start_localSGD_iter", None)) for _hook, state in getattr(wrapper, "_comm_hooks", ())
+    )
+    return any(begin is not None and getattr(state, "iter", 0) >= begin for state, begin in begins)
 
 
 def spelled_option(value: object) -> str:
