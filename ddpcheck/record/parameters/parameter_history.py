@@ -365,15 +365,11 @@ class StepProbe:
             twice = gathered_twice(self._module)
             self.beside |= {name for name, p in self._parameters.items() if id(p) in twice}
         known = {*map(id, now.values()), *map(id, self._leaves)}
-        strange = [leaf for leaf in walk.leaves if id(leaf) not in known and leaf.requires_grad]
+        strange = {id(leaf) for leaf in walk.leaves if leaf.requires_grad} - known
         if strange:
-            held = {id(tensor): name for name, tensor in unregistered_tensors(self._module)}
-            others = parameters_in_wrappers()
-            self.unregistered = tuple(
-                UnregisteredTensor(held[id(leaf)], tuple(leaf.shape))
-                for leaf in strange
-                if id(leaf) in held and id(leaf) not in others
-            )
+            names = {id(tensor): (name, tuple(tensor.shape)) for name, tensor in unregistered_tensors(self._module)}
+            wanted = strange - parameters_in_wrappers()
+            self.unregistered = tuple(UnregisteredTensor(*names[place]) for place in names if place in wanted)
 
     def close(self) -> None:
         """Take the hooks off, and see which gradients were lost: None arrived, and nothing else.
