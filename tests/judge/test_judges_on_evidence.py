@@ -277,6 +277,7 @@ def is_red(test: Callable[[], None]) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NO_FAULT_NEEDS)
 def test_the_test_on_evidence_made_by_hand_is_red_without_the_judge(name: str) -> None:
     tests = list(called(NO_FAULT_NEEDS[name]))

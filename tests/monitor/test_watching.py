@@ -106,6 +106,7 @@ def test_a_detached_path_is_told_with_its_line():
     assert found(model) == [("DDP103", SPARE, (), (0,))]
 
 
+@pytest.mark.slow
 def test_a_path_that_is_cut_before_a_loss_that_forward_returns_is_told_with_the_cut():
     class WithLoss(Net):
         def forward(self, x, way):
@@ -117,6 +118,7 @@ def test_a_path_that_is_cut_before_a_loss_that_forward_returns_is_told_with_the_
     assert found(model) == [("DDP103", SPARE, (), (0,))]
 
 
+@pytest.mark.slow
 def test_an_output_that_is_cut_off_is_told_with_the_cut_beside_one_that_is_not():
     class TwoOutputs(Net):
         def forward(self, x, way):
@@ -147,6 +149,7 @@ def test_a_parameter_missing_on_one_rank_raises_on_both_and_hangs_neither(rank, 
     assert "there no operation of the forward pass reads them" in model.findings[0].evidence
 
 
+@pytest.mark.slow
 def test_a_parameter_missing_in_one_step_is_told_apart_from_one_that_never_takes_part():
     model = CheckedDistributedDataParallel(Net())
     with pytest.raises(FindingsError):
@@ -218,6 +221,7 @@ def test_a_gradient_that_is_always_zero_is_a_warning_and_a_zero_initialised_gate
     assert found(learnt) == []
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_zero_while_nothing_moves_is_not_judged():
     model = CheckedDistributedDataParallel(Gated(nn.Parameter(torch.zeros(()))))
     train(model, 10, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
@@ -334,6 +338,7 @@ def test_a_layer_added_after_wrapping_is_told_once_with_its_name_and_not_by_what
     assert "spare.1.weight" in told[0].message
 
 
+@pytest.mark.slow
 def test_what_no_operation_reads_in_the_first_steps_is_not_said_to_be_of_no_use():
     told = []
     model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
@@ -355,6 +360,7 @@ def test_a_checkpoint_that_one_rank_has_loaded_is_not_told_of_its_forward_pass(r
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_every_rank_loads_is_no_finding():
     with silent() as wrap:
         model = wrap(Net())
@@ -401,6 +407,7 @@ def test_a_second_backward_pass_through_another_output_is_told_and_no_parameter_
     assert 'out["spare"].sum().backward()' in line_of(told[0])
 
 
+@pytest.mark.slow
 def test_of_three_backward_passes_the_one_that_comes_too_late_is_told_alone():
     class Three(Net):
         def __init__(self):
@@ -421,6 +428,7 @@ def test_of_three_backward_passes_the_one_that_comes_too_late_is_told_alone():
     assert [finding.code for finding in told] == ["DDP509"]
 
 
+@pytest.mark.slow
 def test_an_output_that_is_not_in_the_loss_is_told_though_the_graph_is_kept():
     told = []
     model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
@@ -432,6 +440,7 @@ def test_an_output_that_is_not_in_the_loss_is_told_though_the_graph_is_kept():
     assert [(finding.code, finding.subjects) for finding in told] == [("DDP102", SPARE)]
 
 
+@pytest.mark.slow
 def test_second_backward_passes_of_which_no_step_uses_anything_are_no_finding():
     with silent() as wrap:
         model = wrap(Net())
@@ -464,6 +473,7 @@ def test_a_no_sync_that_is_never_entered_is_told_with_its_line():
     assert told[0].location.path.endswith("test_watching.py")
 
 
+@pytest.mark.slow
 def test_a_no_sync_around_the_backward_pass_alone_is_told():
     told = []
     model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
@@ -527,6 +537,7 @@ def test_a_last_micro_batch_that_is_not_synchronised_on_one_rank_is_told_with_th
     assert [(f.code, f.ranks) for f in told] == [("DDP502", (1,))]
 
 
+@pytest.mark.slow
 def test_one_step_under_no_sync_among_others_is_told():
     told = []
     model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
@@ -536,6 +547,7 @@ def test_one_step_under_no_sync_among_others_is_told():
     assert [finding.code for finding in told] == ["DDP502"]
 
 
+@pytest.mark.slow
 def test_an_unfinished_window_that_is_stepped_on_at_the_end_is_told_when_the_watch_is_closed():
     model = nn.parallel.DistributedDataParallel(Net())
     told = []
@@ -605,6 +617,7 @@ def test_a_cast_after_wrapping_that_loses_the_hooks_of_ddp_is_told():
     assert [finding.code for finding in told] == ["DDP503"]
 
 
+@pytest.mark.slow
 def test_derivatives_inside_of_the_forward_pass_are_no_gradients_of_the_step():
     class Adapting(Net):
         def forward(self, x, way="whole"):
@@ -673,6 +686,7 @@ def test_gradient_accumulation_under_no_sync_is_silent_and_right():
             optimizer.step()
 
 
+@pytest.mark.slow
 def test_what_only_micro_batches_under_no_sync_use_is_used():
     with silent() as wrap:
         model = wrap(Net(), find_unused_parameters=True)
@@ -704,6 +718,7 @@ def test_accumulation_that_ends_synchronised_is_silent():
             train(model, 1, optimizer=optimizer)
 
 
+@pytest.mark.slow
 def test_passes_under_no_sync_that_no_step_uses_are_silent():
     """Sharpness-aware minimisation, a measurement of gradients, and the other half of a GAN."""
     with silent() as wrap:
@@ -723,6 +738,7 @@ def test_passes_under_no_sync_that_no_step_uses_are_silent():
         critic.zero_grad()
 
 
+@pytest.mark.slow
 def test_lbfgs_with_accumulation_in_its_closure_is_silent():
     with silent() as wrap:
         model = wrap(Net())
@@ -741,6 +757,7 @@ def test_lbfgs_with_accumulation_in_its_closure_is_silent():
             optimizer.step(closure)
 
 
+@pytest.mark.slow
 def test_inputs_that_forward_returns_and_that_get_gradients_are_silent():
     class Echo(nn.Module):
         def __init__(self):
@@ -780,6 +797,7 @@ class Towers(nn.Module):
         return self.left(x), self.right(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retain", [False, True])
 def test_losses_with_parameters_of_their_own_may_each_have_a_backward_pass(retain):
     with silent() as wrap:
@@ -793,6 +811,7 @@ def test_losses_with_parameters_of_their_own_may_each_have_a_backward_pass(retai
             optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_tower_that_gets_no_backward_pass_is_told_when_the_optimizer_steps():
     told = []
     model = CheckedDistributedDataParallel(Towers(), on_finding=told.append)
@@ -805,6 +824,7 @@ def test_a_tower_that_gets_no_backward_pass_is_told_when_the_optimizer_steps():
     the_same(model)
 
 
+@pytest.mark.slow
 def test_two_forwards_and_one_backward_pass_are_silent():
     with silent() as wrap:
         model = wrap(Net())
@@ -891,6 +911,7 @@ def test_autocast_and_a_grad_scaler_are_silent():
             scaler.update()
 
 
+@pytest.mark.slow
 def test_a_cause_is_found_under_autocast_too():
     model = CheckedDistributedDataParallel(Net())
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -952,6 +973,7 @@ class Opaque:
         self.value = value
 
 
+@pytest.mark.slow
 def test_an_output_in_an_object_of_the_users_own_is_followed():
     class Boxed(Net):
         def forward(self, x, way="whole"):
@@ -1050,6 +1072,7 @@ def test_ddp_in_a_subgroup_of_the_ranks_is_silent():
     assert found(model) == []
 
 
+@pytest.mark.slow
 def test_wrapping_again_is_silent_also_while_the_first_wrapper_lives():
     with silent() as wrap:
         module = Net()
@@ -1072,6 +1095,7 @@ def test_a_wrapper_that_nobody_holds_is_freed():
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_derivatives_with_respect_to_parameters_are_silent():
     with silent() as wrap:
         model = wrap(Net())
@@ -1084,6 +1108,7 @@ def test_derivatives_with_respect_to_parameters_are_silent():
             optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_around_everything_is_silent():
     class Whole(nn.Module):
         def __init__(self):
@@ -1099,6 +1124,7 @@ def test_a_checkpoint_around_everything_is_silent():
     assert model.watch.step == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wraps_again", [False, True])
 def test_layers_added_after_wrapping_are_told_where_all_that_was_wrapped_is_frozen(wraps_again):
     told = []
@@ -1118,6 +1144,7 @@ def test_layers_added_after_wrapping_are_told_where_all_that_was_wrapped_is_froz
     )
 
 
+@pytest.mark.slow
 def test_a_loss_that_does_not_come_through_what_forward_returns_is_followed():
     class Keeping(Net):
         def forward(self, x, way="whole"):
@@ -1132,6 +1159,7 @@ def test_a_loss_that_does_not_come_through_what_forward_returns_is_followed():
         train(broken, 2, way=lambda step: "short", loss=lambda out: broken.module.loss)
 
 
+@pytest.mark.slow
 def test_a_parameter_frozen_between_the_looks_is_told_as_that():
     told = []
     model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
@@ -1166,6 +1194,7 @@ def test_a_cause_that_the_replay_cannot_have_seen_is_not_made_up(rank):
     assert not any("there" in fact for fact in model.findings[0].evidence)
 
 
+@pytest.mark.slow
 def test_a_static_graph_that_grows_is_named_before_ddp_raises():
     told = []
     model = CheckedDistributedDataParallel(Net(), static_graph=True, on_finding=told.append)
@@ -1194,6 +1223,7 @@ def test_what_find_unused_parameters_allows_is_judged_when_a_short_run_is_closed
     assert [(f.code, f.subjects) for f in watch.findings] == [("DDP101", SPARE)]
 
 
+@pytest.mark.slow
 def test_ranks_that_close_one_after_the_other_judge_together(rank):
     """What a rank writes when it leaves must not stand in the place of what it reports when it closes."""
     for _ in range(12):
@@ -1236,6 +1266,7 @@ def test_a_wrong_reduction_of_more_gradients_is_the_one_that_was_reported(rank):
     assert [finding.code for finding in told] == ["DDP303"]
 
 
+@pytest.mark.slow
 def test_a_hook_that_communicates_nothing_is_found():
     def silent_hook(_state, bucket):
         future = torch.futures.Future()
@@ -1249,6 +1280,7 @@ def test_a_hook_that_communicates_nothing_is_found():
     assert [finding.code for finding in told] == ["DDP301"]
 
 
+@pytest.mark.slow
 def test_a_reducer_that_mixes_up_gradients_is_found():
     """Seed 4 (mmcv dist_utils): the manual all-reduce is a second, independent path for gradients to compare with."""
 
@@ -1297,6 +1329,7 @@ def test_compare_can_be_called_at_any_time(rank):
         assert [finding.code for finding in watch.compare()] == ["DDP306"]
 
 
+@pytest.mark.slow
 def test_a_parameter_that_forward_sets_from_its_own_batch_is_told_as_that(rank):
     class Initialising(nn.Module):
         def __init__(self):
@@ -1327,6 +1360,7 @@ def test_what_a_fault_leads_to_is_not_told_beside_it():
 # Attaching and leaving
 
 
+@pytest.mark.slow
 def test_what_no_rank_was_asked_for_any_more_is_told_when_the_watch_is_closed(rank, monkeypatch):
     from ddpcheck.monitor import alarms as board
 

@@ -291,6 +291,7 @@ def test_a_target_that_fails_for_a_reason_of_its_own(report, name: str) -> None:
     assert_target_error(report(source=source), *words)
 
 
+@pytest.mark.slow
 def test_a_batch_that_counts_its_calls_is_not_deterministic(report) -> None:
     source = "calls = []\ndef batch(step):\n    calls.append(step)\n    return torch.full((8, 4), float(len(calls)))\n"
     assert_target_error(report(source=source), "batch(0) is not the same on every call")
@@ -354,6 +355,7 @@ def test_a_target_that_fails_on_one_rank_names_the_rank(report) -> None:
 # --- Noise, names, values that do not travel -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_target_that_prints_a_megabyte_is_fine(report) -> None:
     source = """
     print('noise ' * 200_000)
@@ -488,6 +490,7 @@ def test_a_hang_is_told_within_the_timeout_with_the_place_of_each_rank(report) -
     assert any(line.startswith("rank 1: still in step 0: forward, at recipe.py:") for line in evidence), done.out
 
 
+@pytest.mark.slow
 def test_a_rank_that_finished_is_named_beside_the_one_that_hangs(report) -> None:
     source = (
         "import time\ndef model():\n    if os.environ['RANK'] == '1': time.sleep(600)\n    return nn.Linear(4, 1)\n"

@@ -99,7 +99,7 @@ def test_the_script_shows_the_fault_and_not_on_its_repaired_twin(name: str, runn
     assert all(f"rank {number}: " in output for number, output in enumerate(ran.outputs))
 
 
-@pytest.mark.parametrize("attribute", ["broken", "make", "main"])
+@pytest.mark.parametrize("attribute", share(["broken", "make", "main"], ["make"]))
 def test_names_of_the_target_do_not_meet_those_of_the_script(attribute: str, runner: Runner, tmp_path: Path) -> None:
     """The target uses the names of the script's functions, settings, variables and imports for things of its own."""
     (tmp_path / "net.py").write_text(CROWDED)
@@ -158,7 +158,13 @@ def model():
 
 @pytest.mark.parametrize(
     ("model", "mixes"),
-    [("Net().eval()", True), ("Trained()", True), ("Frozen()", False), ("Frozen().eval()", False), ("partly()", False)],
+    [
+        ("Net().eval()", True),
+        pytest.param("Trained()", True, marks=pytest.mark.slow),
+        ("Frozen()", False),
+        ("Frozen().eval()", False),
+        ("partly()", False),
+    ],
 )
 def test_a_model_is_put_into_training_mode_as_by_a_check(
     model: str, mixes: bool, runner: Runner, tmp_path: Path

@@ -147,6 +147,7 @@ def test_experts_of_each_rank_are_no_replicas_and_no_model_of_one_process() -> N
     assert lines["parity"][0] == "skipped" and "router.weight has the shape (1, 6), and (2, 6)" in lines["parity"][1]
 
 
+@pytest.mark.slow
 def test_a_check_does_without_numpy(tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('none', name='numpy')")
     recipe = tmp_path / "recipe.py"

@@ -278,7 +278,7 @@ def test_what_a_reentrant_checkpoint_computes_carries_gradient() -> None:
     ("name", "code", "said"),
     [
         ("raises_on_one_rank", 3, "rank 1 raised ValueError: a corrupt record in this rank's shard"),
-        ("sleeps_on_one_rank", 4, "did not finish within 2 s"),
+        pytest.param("sleeps_on_one_rank", 4, "did not finish within 2 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_target_that_fails_is_one_sentence_and_leaves_no_file(

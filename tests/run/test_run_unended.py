@@ -120,7 +120,7 @@ def test_a_process_without_gloo_does_not_want_the_gil() -> None:
     assert not gloo_wants_gil(os.getpid())
 
 
-@pytest.mark.parametrize("heeds", [True, False])
+@pytest.mark.parametrize("heeds", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_rank_that_does_not_heed_the_signal_is_killed_soon(
     heeds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

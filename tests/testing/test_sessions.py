@@ -80,6 +80,7 @@ def test_the_tests_that_were_asked_for_run(inner: Inner, pytester: pytest.Pytest
     assert outcomes(inner("--tb=no", *arguments)) == found
 
 
+@pytest.mark.slow
 def test_what_failed_last_runs_again(inner: Inner, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_options=OPTIONS)
     assert outcomes(inner("--tb=no")) == {"passed": 2, "failed": 2}

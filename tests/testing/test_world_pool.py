@@ -394,6 +394,7 @@ def test_giving_back_does_not_wait_and_the_ranks_end_all_the_same(pool: WorldPoo
     assert world.closed and not world.directory.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", share([0.0, 0.5], [0.5]))
 def test_nothing_is_left_when_the_process_is_killed(tmp_path: Path, seconds: float) -> None:
     script = (

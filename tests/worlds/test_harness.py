@@ -456,6 +456,7 @@ def test_a_kill_is_named() -> None:
     assert "rank 1 was killed by SIGKILL" in str(error) and "memory" in str(error)
 
 
+@pytest.mark.slow
 def test_a_kill_that_is_noticed_late_is_the_headline_all_the_same() -> None:
     """The other rank knows of it at once: its connection is closed."""
 
@@ -507,7 +508,7 @@ def test_a_hang_in_a_collective_shows_stacks_and_places() -> None:
     assert "wait_forever_on_rank_0" in sleeping.stack and not sleeping.collective
 
 
-@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("ends", share([True, False], [True]))
 def test_ranks_that_say_where_they_are_have_as_long_for_each_part_of_their_work(ends: bool) -> None:
     def work() -> int:
         from ddpcheck.worlds import rank
@@ -556,6 +557,7 @@ def test_a_watch_ends_a_run() -> None:
     assert seen[-1] == (frozenset({0}), frozenset({1}))
 
 
+@pytest.mark.slow
 def test_time_in_a_watch_is_not_counted() -> None:
     held: list[float] = []
 

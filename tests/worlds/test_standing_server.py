@@ -25,7 +25,8 @@ def own_server(monkeypatch: pytest.MonkeyPatch):
     starting.shut_down()
 
 
-def test_one_that_a_signal_has_stopped() -> None:
+def test_one_that_a_signal_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "_STOPPED", 0.5)
     with World(1) as world:
         assert world.run(os.getpid)
     (stopped,) = starting.server_pids()
