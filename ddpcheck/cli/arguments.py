@@ -102,8 +102,8 @@ def make_parser() -> Parser:
         made.set_defaults(command=run, parser=made)
         return made
 
-    text_or_json: dict[str, Any] = {"metavar": "NAME", "choices": ("text", "json"), "default": "text"}
-    text_or_json["help"] = "text (default) or json"
+    text_or_json: Any = {"choices": ("text", "json"), "default": "text", "help": "text (default) or json"}
+    text_or_json["metavar"] = "NAME"
     report = command("report", on_launched_ranks(run_report), "check a recipe on real processes, print a report")
     what = _add_target(report)
     _add(what, "--select", "--ignore")
@@ -134,9 +134,7 @@ def make_parser() -> Parser:
     explain = command("explain", run_explain, "say what a rule means, why it matters and what to do")
     explain.add_argument("rules", metavar="RULE", nargs="+", help="a code, the beginning of one, or a name")
     rules = command("rules", run_rules, "list all rules")
-    rules.add_argument(
-        "--format", metavar="NAME", choices=("text", "json"), default="text", help="text (default) or json"
-    )
+    rules.add_argument("--format", **text_or_json)
     render = command("render", run_render, "show a report that was saved as JSON or as HTML")
     render.add_argument("path", metavar="REPORT", help="the file, or - for standard input")
     _add(render, "--output", "--format")
@@ -154,9 +152,7 @@ def make_parser() -> Parser:
     init.add_argument("-o", "--output", metavar="FILE", help=where)
     init.add_argument("--force", action="store_true", help="overwrite the file, if it is there")
     environment = command("env", run_env, "show versions, devices and variables, for a report of a bug")
-    environment.add_argument(
-        "--format", metavar="NAME", choices=("text", "json"), default="text", help="text (default) or json"
-    )
+    environment.add_argument("--format", **text_or_json)
     shell = command("completion", lambda given: run_completion(given, make_parser), "print a completion script")
     shell.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
     return parser
