@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,5 +44,22 @@ class OutsideOfTraining(OutsideOfCompiledCode):
     """Such a hook, which is not called in training mode with gradients either."""
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
-        if not (module.training and torch.is_grad_enabled()) and not torch.compiler.is_compiling():
+        if module.training and torch.is_grad_enabled():
+            return
+        if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None:
             self._hook(module, *arguments)
+
+
+@contextlib.contextmanager
+def hooks_put_aside(code: object) -> Iterator[None]:
+    """Take hooks of ddpcheck off a module while TorchScript compiles it, which would compile its hooks as well."""
+    parts = code.modules() if isinstance(code, nn.Module) else ()
+    tables = [table for part in parts for table in (part._forward_pre_hooks, part._forward_hooks)]
+    ours = [(t, key, hook) for t in tables for key, hook in t.items() if isinstance(hook, OutsideOfCompiledCode)]
+    for table, key, _ in ours:
+        del table[key]
+    try:
+        yield
+    finally:
+        for table, key, hook in ours:
+            table[key] = hook

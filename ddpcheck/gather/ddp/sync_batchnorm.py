@@ -16,11 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.tracebacks import passes_on
-from ddpcheck.gather.patching import Patch
-
-_DDP: Any = nn.parallel.DistributedDataParallel
-_REFUSAL = "_passing_sync_batchnorm_handle"
-"""The method of DDP's constructor, private to torch, that refuses SyncBatchNorm on CPU, and does nothing else."""
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -80,30 +75,45 @@ def synchronised_on_cpu() -> Iterator[list[str]]:
     Yields:
         A list to which a word is added the first time the stand-in is used.
     """
+    original = nn.SyncBatchNorm.forward
     used: list[str] = []
 
-    def on_cpu(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def forward(self: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Tensor:
-            together = dist.is_available() and dist.is_initialized()
-            wants_batch = self.training or (self.running_mean is None and self.running_var is None)
-            if inputs.device.type != "cpu" or not together or not wants_batch:
-                return original(self, inputs)
-            self._check_input_dim(inputs)
-            if not used:
-                used.append(type(self).__name__)
-            return _forward_on_cpu(self, inputs)
+    @passes_on
+    def forward(self: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Tensor:
+        together = dist.is_available() and dist.is_initialized()
+        wants_batch = self.training or (self.running_mean is None and self.running_var is None)
+        if inputs.device.type != "cpu" or not together or not wants_batch:
+            return original(self, inputs)
+        self._check_input_dim(inputs)
+        if not used:
+            used.append(type(self).__name__)
+        return _forward_on_cpu(self, inputs)
 
-        return forward
-
-    def accepting(original: Callable[..., None]) -> Callable[..., None]:
-        def handle(self: Any, module: nn.Module) -> None:
-            if self.device_type != "cpu":
-                original(self, module)
-
-        return handle
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(Patch(nn.SyncBatchNorm, "forward", on_cpu))
-        if hasattr(_DDP, _REFUSAL):
-            stack.enter_context(Patch(_DDP, _REFUSAL, accepting))
+    nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign, assignment]
+    refuse = _let_ddp_wrap()
+    try:
         yield used
+    finally:
+        nn.SyncBatchNorm.forward = original  # type: ignore[method-assign]
+        refuse()
+
+
+def _let_ddp_wrap() -> Callable[[], None]:
+    """Keep DDP's constructor from refusing SyncBatchNorm on CPU; returns what puts its refusal back.
+
+    The refusal sits in the private `_passing_sync_batchnorm_handle`, which does nothing else; where a torch has no
+    such method there is nothing to keep.
+    """
+    ddp: Any = nn.parallel.DistributedDataParallel
+    name = "_passing_sync_batchnorm_handle"
+    original = getattr(ddp, name, None)
+    if original is None:
+        return lambda: None
+
+    @passes_on
+    def handle(self: Any, module: nn.Module) -> None:
+        if self.device_type != "cpu":
+            original(self, module)
+
+    setattr(ddp, name, handle)
+    return lambda: setattr(ddp, name, original)

@@ -16,7 +16,7 @@ from torch import nn
 from ddpcheck.findings.evidence.replicas import NothingLoaded, StateUsed, digest_of_values
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import lines_of_program, user_location
-from ddpcheck.gather.forward_hooks import OutsideOfTraining, after_forward
+from ddpcheck.gather.forward_hooks import OutsideOfTraining, after_forward, hooks_put_aside
 from ddpcheck.gather.patching import Recorder, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
 from ddpcheck.record.module_hooks import UnpickledHook
@@ -120,6 +120,11 @@ class UseRecorder(Recorder, subjects=("replicas",)):
         patched(nn.Module, "load_state_dict", self._loads)
         for kind in _NORMS:
             patched(kind, "reset_running_stats", self._resets)
+        patched(torch.jit, "script", self._scripts)
+
+    def _scripts(self, code: object, *_arguments: Any, **_named: Any) -> Iterator[None]:
+        with hooks_put_aside(code):
+            yield
 
     def follow(self, module: nn.Module, name: str, location: Location | None, *, wrapped: bool = False) -> None:
         """Listen to the calls of a module from now on; not of one of shards, which differ between ranks by right."""

@@ -126,10 +126,10 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
         wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(self._called, one)), with_kwargs=True)
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):
             hook = OutsideOfTraining(UnpickledHook(functools.partial(self._acts, one)))
-            children = wrapper.module.children()  # no layers of torch's own: some take another path if they have hooks
-            parts = [one for one in children if type(one) is nn.Sequential or is_of_program(file_of_class(type(one)))]
-            for part in (wrapper.module, *parts):
-                before_forward(part, hook, with_kwargs=True)
+            for part in (wrapper.module, *wrapper.module.children()):
+                # no layers of torch's own: some take another path if they have hooks
+                if type(part) is nn.Sequential or is_of_program(file_of_class(type(part))):
+                    before_forward(part, hook, with_kwargs=True)
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
         """A collective is about to be made: of a statistic, perhaps, or of its multiple."""
