@@ -394,7 +394,7 @@ def norms_start_differently() -> None:
     train(sharded(model, mesh["dp"]), mesh)
 
 
-@fault("DDP208", "self.down = nn.Linear(4 * WIDTH, WIDTH)")
+@fault("DDP208", "model = split(Shifted(seed=0 if FIXED else")
 def replicas_start_differently() -> None:
     """Each replica is seeded by its place in the data dimension, and fully_shard broadcasts nothing."""
     mesh = grid(2)
