@@ -60,7 +60,7 @@ def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` holds its values itself, dense and as they are."""
+    """Return True if `tensor` is dense and stores its values itself, neither conjugated nor negated."""
     if type(tensor) not in PLAIN or tensor.layout != torch.strided:
         return False
     return not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())

@@ -218,7 +218,7 @@ def settle_allocator() -> None:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` holds its values itself, in the memory of this process."""
+    """Return True if `tensor` stores its values itself, in the memory of this process."""
     return tensor.device.type == "cpu" and is_plain(tensor) and has_memory(tensor)
 
 

@@ -79,7 +79,7 @@ class _Look:
     acts: int = -1  # calls in rollouts by then
 
     def without_rows(self) -> _Look:
-        """What the next look is compared with."""
+        """Return a copy for the comparison with the next look."""
         return replace(self, inputs=[replace(one, rows=one.rows[:0]) for one in self.inputs], samples=[], whole=[])
 
 
@@ -121,11 +121,11 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
 
     def follow(self, wrapper: nn.Module, number: int) -> None:
         """Listen to the calls of a wrapper."""
-        one = _Followed(number, {id(part) for part in wrapper.modules()})
-        self._followed.append(one)
-        wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(self._called, one)), with_kwargs=True)
+        state = _Followed(number, {id(part) for part in wrapper.modules()})
+        self._followed.append(state)
+        wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(self._called, state)), with_kwargs=True)
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):
-            hook = OutsideOfTraining(UnpickledHook(functools.partial(self._acts, one)))
+            hook = OutsideOfTraining(UnpickledHook(functools.partial(self._acts, state)))
             for part in (wrapper.module, *wrapper.module.children()):
                 # no layers of torch's own: some take another path if they have hooks
                 if type(part) is nn.Sequential or is_of_program(file_of_class(type(part))):
@@ -133,7 +133,7 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
         """A collective is about to be made: of a statistic, perhaps, or of its multiple."""
-        known = {name: t.features for one in self._followed for name, t in one.tallies.items() if t.features}
+        known = {name: t.features for state in self._followed for name, t in state.tallies.items() if t.features}
         if not known or len(call.members) < 2 or self._calls >= _MOST_CALLS:
             return
         tensors = map(tensor_of, tree_leaves(dict(given)))
@@ -144,30 +144,30 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
         names = known.keys() & now.keys()
         self._exchanged.update(name for name in names if any(_contains(one, now[name]) for one in handed))
 
-    def _acts(self, one: _Followed, part: nn.Module, *given: Any) -> None:
+    def _acts(self, state: _Followed, part: nn.Module, *given: Any) -> None:
         """A part of the module is called, by the wrapper or in a rollout."""
-        if not one.entry:
+        if not state.entry:
             if any(frame.f_code.co_filename == DDP_FILE for frame in frames_from(sys._getframe(1))):
                 return
-            one.entry, one.rollouts, one.calls = id(part), one.rollouts + 1, 0
-        if one.entry == id(part):
-            count, one.calls, acts, one.acts = one.calls, one.calls + 1, one.acts, one.acts + 1
-            if _is_looked_at(one.rollouts) and _is_looked_at(count) and (look := self._look(one, given)):
-                if one.called.acts == acts:
-                    _compare(one, look, one.called, begins=True)
-                if one.acted.acts == acts:
-                    _compare(one, look, one.acted)
-                one.acted = look.without_rows()
+            state.entry, state.rollouts, state.calls = id(part), state.rollouts + 1, 0
+        if state.entry == id(part):
+            count, state.calls, acts, state.acts = state.calls, state.calls + 1, state.acts, state.acts + 1
+            if _is_looked_at(state.rollouts) and _is_looked_at(count) and (look := self._look(state, given)):
+                if state.called.acts == acts:
+                    _compare(state, look, state.called, begins=True)
+                if state.acted.acts == acts:
+                    _compare(state, look, state.acted)
+                state.acted = look.without_rows()
 
-    def _called(self, one: _Followed, _module: nn.Module, *given: Any) -> None:
-        count, one.forwards = one.forwards, one.forwards + 1
-        acted, one.entry = one.entry != 0 and _is_looked_at(one.rollouts), 0
-        if not (acted or is_probed(count) or is_probed(count - 1)) or not (look := self._look(one, given)):
+    def _called(self, state: _Followed, _module: nn.Module, *given: Any) -> None:
+        count, state.forwards = state.forwards, state.forwards + 1
+        acted, state.entry = state.entry != 0 and _is_looked_at(state.rollouts), 0
+        if not (acted or is_probed(count) or is_probed(count - 1)) or not (look := self._look(state, given)):
             return
-        unseen = one.acts > max(one.acted.acts, one.called.acts, 0)
-        _compare(one, look, one.called, counts=one.called.acts == one.acts and _is_looked_at(count - 1))
-        one.called = look.without_rows()
-        for name, tally in one.tallies.items():
+        unseen = state.acts > max(state.acted.acts, state.called.acts, 0)
+        _compare(state, look, state.called, counts=state.called.acts == state.acts and _is_looked_at(count - 1))
+        state.called = look.without_rows()
+        for name, tally in state.tallies.items():
             if not tally.features or (unseen and not tally.moves) or (mean := look.held.get(name)) is None:
                 continue
             tally.is_trained_on |= any(_are_from(tally, given, mean) for given in look.inputs)
@@ -175,14 +175,14 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
             values, scales = (tuple(t[:_SHOWN].tolist()) for t in (mean.mean, tally.scale))
             where, equations = updating_line(name.partition(" / ")[0], mean.holder), sum(tally.moves) if fits else 0
             exchanged, tally.moves = self._exchanged[name], []
-            self._run.add(RunningStatistic(one.number, count, name, values, scales, equations, where, exchanged))
+            self._run.add(RunningStatistic(state.number, count, name, values, scales, equations, where, exchanged))
 
-    def _look(self, one: _Followed, given: Sequence[Any]) -> _Look | None:
+    def _look(self, state: _Followed, given: Sequence[Any]) -> _Look | None:
         tensors = [t for t in tree_tensors(given) if t.is_floating_point() and is_usable(t)][:_MOST_INPUTS]
-        return replace(_look(tensors, self._run.samples, one.without), acts=one.acts) if tensors else None
+        return replace(_look(tensors, self._run.samples, state.without), acts=state.acts) if tensors else None
 
 
-def _compare(one: _Followed, look: _Look, last: _Look, *, counts: bool = True, begins: bool = False) -> None:
+def _compare(state: _Followed, look: _Look, last: _Look, *, counts: bool = True, begins: bool = False) -> None:
     """Note what has moved since the last look; if that was not in the call before, only what has moved as a statistic.
 
     `begins`: the rollout has begun with `look`, and `last` is of the wrapper.
@@ -190,9 +190,9 @@ def _compare(one: _Followed, look: _Look, last: _Look, *, counts: bool = True, b
     _divide(look, last)
     changed = [name for name in look.held if name in last.held and _has_moved(look.held[name], last.held[name])]
     finders = (_found_by_inputs, _found_by_samples, _found_in_whole)
-    found = {name: one for finder in finders for name, one in finder(look, last, changed).items()}
+    found = {name: fit for finder in finders for name, fit in finder(look, last, changed).items()}
     for name in changed if counts else found:
-        tally, mean = one.tallies.setdefault(name, _Tally()), look.held[name]
+        tally, mean = state.tallies.setdefault(name, _Tally()), look.held[name]
         if begins:
             tally.goes_on = name in found or tally.goes_on is True
         tally.moves.append(found[name][0] if name in found else 0)
@@ -206,12 +206,12 @@ _Found = dict[str, tuple[int, torch.Tensor]]  # by name of a statistic: the numb
 
 
 def _is_looked_at(count: int) -> bool:
-    """Whether a call, or a rollout, is one of two that are looked at, the one after the other."""
+    """Return True if the call or rollout with this number is recorded: two in a row each time."""
     return is_probed(count) or is_probed(count - 1)
 
 
 def _are_from(tally: _Tally, given: _Numbers, mean: _Numbers) -> bool:
-    """Whether some rows were given when a statistic has moved, as they are or before they were normalised again."""
+    """Return True if `given` has a row of a rollout, as it was or normalised by the present statistic."""
     if given.features != mean.features:
         return False
     new = given.rows[given.rows.any(1)][:, None]
@@ -243,7 +243,7 @@ def _found_by_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found
 
 
 def _is_same_way(now: _Numbers, before: _Numbers, given: _Numbers) -> bool:
-    """Whether a variable may have moved as the mean of the inputs, by whatever positive scale: this takes less time."""
+    """Return False if no positive scale lets a variable have moved as the mean of the inputs: a quick test."""
     moved, size = now.mean - before.mean, given.mean.norm()
     known = (moved.abs() > 2 * now.rounding) & (given.rounding <= _ROUNDED * size)
     return not bool((known & (moved * given.mean < 0) & (given.mean.abs() > 2 * _FITS * size)).any())

@@ -164,7 +164,7 @@ def tensor_of(value: Any) -> torch.Tensor | None:
 
 
 def is_usable(tensor: torch.Tensor) -> bool:
-    """Whether it has numbers that can be looked at, and not too many."""
+    """Return True if `tensor` is plain, strided, not on meta, and small enough to read."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.dtype in _DTYPES
     return plain and tensor.device.type != "meta" and 0 < tensor.numel() <= _MOST_ELEMENTS
 

@@ -343,7 +343,7 @@ SYNCED = f"{MICRO_BATCHES} micro-batches, each synchronised"
 
 
 class VariantFacts(Struct, frozen=True):
-    """What a rank says before such steps."""
+    """Answers of a rank before the steps in micro-batches or compiled."""
 
     not_compiled: str = ""  # why the module cannot be compiled, or need not be; empty if it can
     not_split: str = ""  # why the batch cannot be made in micro-batches; empty if it can

@@ -228,7 +228,7 @@ _SOURCES = (
 
 @functools.cache
 def _library() -> dict[str, str]:
-    """What the sources import and define, by name (methods of `Rank` by ".name"), without what is for ddpcheck only."""
+    """Imports and definitions of the sources by name, methods of `Rank` by ".name"; none that are for ddpcheck only."""
     found: dict[str, str] = {}
     for source in _SOURCES:
         text = (Path(__file__).parents[2] / source).read_text(encoding="utf-8")
