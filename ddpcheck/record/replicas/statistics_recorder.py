@@ -127,8 +127,8 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):
             hook = OutsideOfTraining(UnpickledHook(functools.partial(self._acts, state)))
             for part in (wrapper.module, *wrapper.module.children()):
-                # no layers of torch's own: some take another path if they have hooks
-                if type(part) is nn.Sequential or is_of_program(file_of_class(type(part))):
+                own = part is wrapper.module or type(part) is nn.Sequential or is_of_program(file_of_class(type(part)))
+                if own and not isinstance(part, nn.TransformerEncoderLayer):  # which has no fast path with hooks
                     before_forward(part, hook, with_kwargs=True)
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
