@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -333,9 +334,13 @@ PROGRAMS: dict[str, tuple[str, Any]] = {
         subprocess.check_call(["touch", f"{path}/a.txt"])
         seen = [os.listdir(path)]
         shutil.rmtree(path)
-        seen.append(os.path.exists(path))
+        subprocess.check_call(["touch", "b.txt", "c.txt"])
+        seen += [os.path.exists(path), sorted(glob.glob("[bc].txt"))]
+        os.remove("b.txt")
+        os.rename("c.txt", "d.txt")
+        seen.append(sorted(glob.glob("[bcd].txt")))
         """,
-        [["a.txt"], False],
+        [["a.txt"], False, ["b.txt", "c.txt"], ["d.txt"]],
     ),
     "workers": (
         """
@@ -370,23 +375,87 @@ PROGRAMS: dict[str, tuple[str, Any]] = {
         """,
         [True, "", True],
     ),
+    "a folder of the first run": (
+        """
+        Path("made/own.txt").write_text("own")
+        seen = os.listdir("made"), os.path.isdir("made")
+        """,
+        [["own.txt"], True],
+    ),
+    "a trace": (
+        """
+        with torch.profiler.profile() as profile:
+            torch.ones(1)
+        profile.export_chrome_trace("old.txt")
+        seen = "traceEvents" in json.load(open("old.txt"))
+        """,
+        True,
+    ),
+    "a full disk": (
+        """
+        Path("large").write_bytes(b"0" * 5000)
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2, limit[1]))
+        try:
+            open("old.txt", "a")
+        except OSError as error:
+            seen = errno.errorcode[error.errno], os.path.basename(error.filename), is_ours(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        """,
+        ["EFBIG", "old.txt", False],
+    ),
+    "an error of ours": (
+        """
+        find, own_files._Overlay._find = own_files._Overlay._find, lambda *_: 1 / 0
+        try:
+            seen = [open("old.txt").read(), os.path.exists("new.txt"), "old.txt" in os.listdir()]
+            for write in (lambda: open("old.txt", "w"), lambda: os.remove("new.txt"), lambda: torch.save(1, "old.pt")):
+                try:
+                    write()
+                except OSError as error:
+                    seen.append((errno.errorcode[error.errno], is_ours(error)))
+        finally:
+            own_files._Overlay._find = find
+        """,
+        ["old", True, True, ["EIO", True], ["EIO", True], ["EIO", True]],
+    ),
+    "a signal": (
+        """
+        def handle(*_):
+            raise LookupError
+        def find(self, path, find=own_files._Overlay._find):
+            signal.raise_signal(signal.SIGUSR1)
+            return find(self, path)
+        old, own_files._Overlay._find = own_files._Overlay._find, find
+        signal.signal(signal.SIGUSR1, handle)
+        try:
+            os.path.exists("old.txt")
+        except LookupError:
+            seen = "raised"
+        finally:
+            own_files._Overlay._find = old
+        """,
+        "raised",
+    ),
     "kept": ('Path("../shared.txt").write_text("both"); seen = Path("../shared.txt").read_text()', "both"),
 }
 
 HEAD = """
-import csv, errno, glob, json, logging, os, pickle, shutil, sqlite3, subprocess, sys
+import csv, errno, glob, json, logging, os, pickle, resource, shutil, signal, sqlite3, subprocess, sys
 import tarfile, tempfile, time, traceback, zipfile
 import numpy as np
 import torch
 from pathlib import Path
-from ddpcheck.record.parity.own_files import redirect_files
+from ddpcheck.findings.tracebacks import is_ours
+from ddpcheck.record.parity import own_files
 
 def walk(top):
     return sorted(os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names)
 
 base, folder, since, programs = json.loads(sys.stdin.read())
 print = sys.stdout.write
-redirect_files(Path(folder), since, keep=[f"{base}/shared.txt"])
+own_files.redirect_files(Path(folder), since, keep=[f"{base}/shared.txt"])
 for name, program in programs.items():
     os.chdir(f"{base}/{name}")
     names = dict(globals())
@@ -407,7 +476,9 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes | None]]:
     return {
         str(path.relative_to(folder)): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
         for path in sorted(folder.rglob("*"))
-        if not path.is_relative_to(folder / "second") and path.name not in ("shared.txt", "temporary", "tree")
+        if not re.search(
+            r"^(second\b|temporary$|temporary/torchinductor_|tree$|tree/shared.txt)", str(path.relative_to(folder))
+        )
     }
 
 

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import glob
 import io
 import operator
 import os
@@ -31,7 +32,7 @@ from stat import S_ISDIR, S_ISLNK, S_ISREG
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-from ddpcheck.findings.tracebacks import passes_on
+from ddpcheck.findings.tracebacks import is_of_signal, passes_on
 from ddpcheck.gather.patching import Patch
 from ddpcheck.record.rank.module_finder import when_imported
 
@@ -45,6 +46,7 @@ _IN_C = {  # the function, its argument that is a path, with its name, and how i
         ("_C.PyTorchFileReader.__init__", 1, "", os.O_RDONLY),
         ("_C.ScriptModule.save", 1, "filename", _NEW),
         ("_C.import_ir_module", 1, "", os.O_RDONLY),
+        ("_C._autograd._ProfilerResult.save", 1, "", _NEW),
         ("_C._distributed_c10d.FileStore.__init__", 1, "file_name", _UPDATE),
         ("UntypedStorage.from_file", 0, "filename", _AS_CALLED),
         ("from_file", 0, "filename", _AS_CALLED),
@@ -101,18 +103,18 @@ class _Overlay:
         if not path or not isinstance(path, str | bytes | os.PathLike):
             return None
         text = os.fsdecode(path)
+        if text.startswith((":memory:", "file:")):  # of sqlite3
+            return None
         if not text.startswith("/"):
-            if text.startswith((":memory:", "file:")):  # of sqlite3
-                return None
-            base = os.getcwd() if folder is None else self.shown(self.real.readlink(f"/proc/self/fd/{folder}"))
-            text = f"{base}/{text}"
+            text = f"{os.getcwd() if folder is None else self.shown(os.readlink(f'/proc/self/fd/{folder}'))}/{text}"
         text = f"/{os.path.normpath(text).lstrip('/')}"
         if self._is_kept(text):
             return None
         parent, _, name = text.rpartition("/")
-        if parent and parent not in self._parents:
-            self._parents[parent] = os.path.realpath(parent).rstrip("/")  # it asks for shorter paths
-        file = self._find(f"{self._parents.get(parent, '')}/{name}")
+        base = self._parents.get(parent) if parent else ""
+        if base is None:
+            base = self._parents[parent] = os.path.realpath(parent).rstrip("/")  # it asks for shorter paths
+        file = self._find(f"{base}/{name}")
         if follow and file.status is not None and S_ISLNK(file.status.st_mode):
             file = self._find(os.path.realpath(file.path))
         return None if file.path != text and self._is_kept(file.path) else file
@@ -257,7 +259,7 @@ class _Functions:
         self._put(os, "link", (0, "src", overlay.copy), (1, "dst", make), follow=False)
         for name in ("rename", "replace"):
             self._put(os, name, (0, "src", overlay.take), (1, "dst", overlay.replace), follow=False)
-        Patch(os, "listdir", lambda original: self._list(original, _names))
+        Patch(os, "listdir", lambda original: self._list(original, lambda *found: [one.name for one in _Scan(*found)]))
         Patch(os, "scandir", lambda original: self._list(original, _Scan))
         Patch(os, "getcwd", lambda original: lambda: overlay.shown(original()))
         Patch(os, "getcwdb", lambda _: lambda: os.fsencode(os.getcwd()))
@@ -289,10 +291,10 @@ class _Functions:
                 follow = named.get("follow_symlinks", follow)
                 folder = named.get("dir_fd", named.get(f"{keyword}_dir_fd"))
             if isinstance(use, int):
-                flags = use
-                if use == _AS_CALLED:
-                    flags = named.get("flags", named.get("shared", [*arguments, 0][1]))
-                    flags = {True: _UPDATE, False: os.O_RDONLY}[flags] if isinstance(flags, bool) else flags
+                flags = (
+                    use if use != _AS_CALLED else named.get("flags", named.get("shared", [*arguments, 0, 0][1])) or 0
+                )
+                flags = _UPDATE if flags is True else flags
                 use = functools.partial(self._overlay.open, flags) if flags & _WRITES else self._overlay.read
             holder[key] = self._place(holder[key], use, follow, folder)
             if holder[key] is None:
@@ -312,6 +314,8 @@ class _Functions:
             place = use(file)
             return os.fsencode(place) if place is not None and isinstance(path, bytes) else place
         except Exception as error:
+            if is_of_signal(error):
+                raise
             if use == self._overlay.read:
                 return path
             code = error.errno if isinstance(error, OSError) else None
@@ -346,9 +350,12 @@ class _Functions:
                 vars(module).update({key: new[id(value)] for key, value in [*vars(module).items()] if id(value) in new})
         for supported in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids):
             supported |= {new[id(function)] for function in supported if id(function) in new}
-        for function in vars(tempfile._TemporaryFileCloser).values():  # type: ignore[attr-defined]
-            if isinstance(function, FunctionType) and function.__defaults__:
-                function.__defaults__ = tuple(new.get(id(value), value) for value in function.__defaults__)
+        for owner in filter(lambda value: isinstance(value, type), [*vars(glob).values(), *vars(tempfile).values()]):
+            for name, value in [*vars(owner).items()]:
+                if isinstance(value, staticmethod) and id(value.__func__) in new:
+                    setattr(owner, name, staticmethod(new[id(value.__func__)]))
+                elif isinstance(value, FunctionType) and value.__defaults__:
+                    value.__defaults__ = tuple(new.get(id(default), default) for default in value.__defaults__)
 
     def _follow(self, module: ModuleType) -> None:
         for path, index, keyword, flags in _IN_C[module.__name__]:
@@ -358,6 +365,7 @@ class _Functions:
 
 
 def _open(original: Any) -> Any:
+    @passes_on
     def opener(path: Any, flags: int) -> int:
         return os.open(path, flags, 0o666)
 
@@ -369,10 +377,6 @@ def _open(original: Any) -> Any:
         return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
 
     return call
-
-
-def _names(entries: dict[str, os.DirEntry[str]], folder: Any) -> list[Any]:
-    return [*map(os.fsencode, entries)] if isinstance(folder, bytes) else [*entries]
 
 
 class _Scan(contextlib.AbstractContextManager["_Scan"], Iterator["_Entry"]):
