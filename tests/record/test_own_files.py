@@ -438,6 +438,14 @@ PROGRAMS: dict[str, tuple[str, Any]] = {
         """,
         "raised",
     ),
+    "no times of birth": (
+        """
+        library, own_files.ctypes.CDLL = own_files.ctypes.CDLL, lambda _: None
+        seen = [os.path.isdir(name) for name in ("made", "folder", ".")]
+        own_files.ctypes.CDLL = library
+        """,
+        [False, True, True],
+    ),
     "kept": ('Path("../shared.txt").write_text("both"); seen = Path("../shared.txt").read_text()', "both"),
 }
 

@@ -1,4 +1,4 @@
-"""The files of a second run of a script: Python's file functions go through an overlay, apart from those of the first.
+"""An overlay below Python's file functions, for the second run of a script.
 
 What the script writes is below `FOLDER/files`, under its absolute path. A path that the first run has made or changed
 does not exist for the second one. An original that the second one removes or renames stays, and is hidden from then on.
@@ -38,7 +38,7 @@ from ddpcheck.record.rank.module_finder import when_imported
 
 _NEW, _MAKE, _UPDATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_CREAT | os.O_EXCL, os.O_RDWR | os.O_CREAT
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-_AS_CALLED = -1  # flags that are an argument, or depend on whether a mapping is shared
+_BY_CALL = -1  # flags that are an argument, or depend on whether a mapping is shared
 _OF_LINK = ("lstat", "readlink", "lchown", "mkdir", "mkfifo", "mknod", "unlink", "remove", "rmdir")
 _IN_C = {  # the function, its argument that is a path, with its name, and how it opens that
     "torch": (
@@ -48,8 +48,8 @@ _IN_C = {  # the function, its argument that is a path, with its name, and how i
         ("_C.import_ir_module", 1, "", os.O_RDONLY),
         ("_C._autograd._ProfilerResult.save", 1, "", _NEW),
         ("_C._distributed_c10d.FileStore.__init__", 1, "file_name", _UPDATE),
-        ("UntypedStorage.from_file", 0, "filename", _AS_CALLED),
-        ("from_file", 0, "filename", _AS_CALLED),
+        ("UntypedStorage.from_file", 0, "filename", _BY_CALL),
+        ("from_file", 0, "filename", _BY_CALL),
     ),
     "safetensors": (("serialize_file", 1, "filename", _NEW), ("safe_open", 0, "filename", os.O_RDONLY)),
     "sqlite3": (("connect", 0, "database", _UPDATE), ("dbapi2.connect", 0, "database", _UPDATE)),
@@ -79,7 +79,7 @@ _Use = Callable[[_File], str | None]
 
 
 class _Overlay:
-    """Finds files, and for each use of one the place at which the original function is to find it."""
+    """Find files, and for each use of a file the place that the original function gets."""
 
     def __init__(self, folder: str | Path, since: float, keep: Sequence[str | Path]) -> None:
         self.real = SimpleNamespace(**vars(os))  # with the functions that are replaced
@@ -88,13 +88,13 @@ class _Overlay:
         os.makedirs(self._files, exist_ok=True)
         if not (began := Path(self._folder, "began")).exists():
             began.touch()
-        self._since, self._until = since, began.stat().st_mtime
+        self._first_began, self._began = since, began.stat().st_mtime
         self._temporary = f"{os.path.realpath(tempfile.gettempdir())}/"
         self.random_names: set[str] = set()  # by `tempfile`
         packages = [sysconfig.get_path("stdlib"), *(path for path in sys.path if path.endswith("-packages"))]
         caches = [*filter(None, map(os.environ.get, _CACHES)), *map(os.path.expanduser, ("~/.cache", "~/.triton"))]
-        kept = ["/dev", "/proc", "/sys", "/run", self._folder, *map(os.path.realpath, (*packages, *caches, *keep))]
-        self._kept = (*(f"{path}/" for path in kept), f"{self._temporary}torchinductor_")
+        exempt = ["/dev", "/proc", "/sys", "/run", self._folder, *map(os.path.realpath, (*packages, *caches, *keep))]
+        self._exempt = (*(f"{path}/" for path in exempt), f"{self._temporary}torchinductor_")
         self._removals: dict[str, float] = {}  # paths of originals, with times
         self._parents: dict[str, str] = {}  # folders, without links
 
@@ -106,9 +106,11 @@ class _Overlay:
         if text.startswith((":memory:", "file:")):  # of sqlite3
             return None
         if not text.startswith("/"):
-            text = f"{os.getcwd() if folder is None else self.shown(os.readlink(f'/proc/self/fd/{folder}'))}/{text}"
+            text = (
+                f"{os.getcwd() if folder is None else self.script_path(os.readlink(f'/proc/self/fd/{folder}'))}/{text}"
+            )
         text = f"/{os.path.normpath(text).lstrip('/')}"
-        if self._is_kept(text):
+        if self._is_exempt(text):
             return None
         parent, _, name = text.rpartition("/")
         base = self._parents.get(parent) if parent else ""
@@ -117,9 +119,9 @@ class _Overlay:
         file = self._find(f"{base}/{name}")
         if follow and file.status is not None and S_ISLNK(file.status.st_mode):
             file = self._find(os.path.realpath(file.path))
-        return None if file.path != text and self._is_kept(file.path) else file
+        return None if file.path != text and self._is_exempt(file.path) else file
 
-    def shown(self, place: str) -> str:
+    def script_path(self, place: str) -> str:
         """The path under which the script knows a file."""
         return (place.removeprefix(self._files) or "/") if f"{place}/".startswith(f"{self._files}/") else place
 
@@ -139,7 +141,7 @@ class _Overlay:
     def open(self, flags: int, file: _File) -> str:
         if file.status is None:
             return self._room(file.path) if flags & os.O_CREAT else file.place
-        if file.place != file.path or not S_ISREG(file.status.st_mode) or flags & os.O_EXCL:
+        if file.place != file.path or not S_ISREG(file.status.st_mode) or flags & _MAKE == _MAKE:
             return file.place  # at which `os.mkdir` and the like raise
         return self._room(file.path) if flags & _NEW == _NEW else self.copy(file)
 
@@ -176,7 +178,7 @@ class _Overlay:
 
     def _hide(self, file: _File) -> None:
         self._parents.clear()
-        if file.place == file.path and not file.is_folder and self._birth(file.path) >= self._until:
+        if file.place == file.path and not file.is_folder and self._birth(file.path) >= self._began:
             self.real.unlink(file.path)  # another program has made it for this run
         self._removals[file.path] = time.time()
 
@@ -191,20 +193,21 @@ class _Overlay:
 
     def _find(self, path: str) -> _File:
         place = self._files + path
-        above = self._status(place) if self.real.access(place, os.F_OK, follow_symlinks=False) else None  # it is faster
-        below = self._status(path)
-        shadows, is_folder = (status is not None and S_ISDIR(status.st_mode) for status in (above, below))
-        if below is not None and (above is None or (shadows and is_folder)) and not self._is_hidden(path, below):
-            return _File(path, path, below, is_folder)
-        return _File(path, place if above or below else path, above, shadows)
+        own = self._status(place) if self.real.access(place, os.F_OK, follow_symlinks=False) else None  # it is faster
+        original = self._status(path)
+        own_is_folder, is_folder = (status is not None and S_ISDIR(status.st_mode) for status in (own, original))
+        is_covered = own is not None and not (own_is_folder and is_folder)
+        if original is not None and not is_covered and not self._is_hidden(path, original):
+            return _File(path, path, original, is_folder)
+        return _File(path, place if own or original else path, own, own_is_folder)
 
     def _status(self, path: str) -> os.stat_result | None:
         with contextlib.suppress(OSError):
             return cast(os.stat_result, self.real.lstat(path))
         return None
 
-    def _is_kept(self, path: str) -> bool:
-        if f"{path}/".startswith(self._kept) or "/__pycache__" in path:
+    def _is_exempt(self, path: str) -> bool:
+        if f"{path}/".startswith(self._exempt) or "/__pycache__" in path:
             return True
         if not self.random_names or not path.startswith(self._temporary):
             return False
@@ -212,12 +215,12 @@ class _Overlay:
         return any(name[index : index + 8] in self.random_names for index in range(len(name)))
 
     def _is_hidden(self, path: str, status: os.stat_result) -> bool:
-        """Whether an original is of the first run, or this run has removed it."""
+        """Tell if an original is of the first run, or has been removed by this one."""
         if self._is_removed(path, status.st_ctime):
             return True
-        if not self._since <= status.st_ctime < self._until or self._is_kept(path):
+        if not self._first_began <= status.st_ctime < self._began or self._is_exempt(path):
             return False
-        return not S_ISDIR(status.st_mode) or self._birth(path) >= self._since
+        return not S_ISDIR(status.st_mode) or self._birth(path) >= self._first_began
 
     def _is_removed(self, path: str, changed: float) -> bool:
         while self._removals and path != "/":
@@ -233,8 +236,9 @@ class _Overlay:
             if struct.unpack_from("I", found)[0] & 0x800:
                 seconds, nanoseconds = struct.unpack_from("qI", found, 80)
                 return float(seconds + nanoseconds / 1e9)
-        folder = self.real.scandir(path) if self._status(f"{path}/.") else contextlib.nullcontext(())
-        with folder as entries:
+        if not self._status(f"{path}/."):
+            return 0.0
+        with self.real.scandir(path) as entries:
             times = [entry.stat(follow_symlinks=False).st_ctime for entry in entries]
         return min(times, default=float(self.real.lstat(path).st_ctime))
 
@@ -251,7 +255,7 @@ class _Functions:
             (make, ("mkdir", "mkfifo", "mknod")),
             (overlay.remove, ("unlink", "remove")),
             (functools.partial(overlay.remove, of_folder=True), ("rmdir",)),
-            (_AS_CALLED, ("open",)),
+            (_BY_CALL, ("open",)),
         ):
             for name in names:
                 self._put(os, name, (0, "path", use), follow=name not in _OF_LINK)
@@ -259,9 +263,11 @@ class _Functions:
         self._put(os, "link", (0, "src", overlay.copy), (1, "dst", make), follow=False)
         for name in ("rename", "replace"):
             self._put(os, name, (0, "src", overlay.take), (1, "dst", overlay.replace), follow=False)
-        Patch(os, "listdir", lambda original: self._list(original, lambda *found: [one.name for one in _Scan(*found)]))
+        Patch(
+            os, "listdir", lambda original: self._list(original, lambda *all_: [entry.name for entry in _Scan(*all_)])
+        )
         Patch(os, "scandir", lambda original: self._list(original, _Scan))
-        Patch(os, "getcwd", lambda original: lambda: overlay.shown(original()))
+        Patch(os, "getcwd", lambda original: lambda: overlay.script_path(original()))
         Patch(os, "getcwdb", lambda _: lambda: os.fsencode(os.getcwd()))
         Patch(shutil, "_use_fd_functions", lambda _: False)  # an open folder is one of two places
         Patch(tempfile._RandomNameSequence, "__next__", self._note_name)  # type: ignore[attr-defined]
@@ -291,9 +297,7 @@ class _Functions:
                 follow = named.get("follow_symlinks", follow)
                 folder = named.get("dir_fd", named.get(f"{keyword}_dir_fd"))
             if isinstance(use, int):
-                flags = (
-                    use if use != _AS_CALLED else named.get("flags", named.get("shared", [*arguments, 0, 0][1])) or 0
-                )
+                flags = use if use != _BY_CALL else named.get("flags", named.get("shared", [*arguments, 0, 0][1])) or 0
                 flags = _UPDATE if flags is True else flags
                 use = functools.partial(self._overlay.open, flags) if flags & _WRITES else self._overlay.read
             holder[key] = self._place(holder[key], use, follow, folder)
@@ -303,7 +307,7 @@ class _Functions:
             return original(*arguments, **named)
         except OSError as error:
             if isinstance(error.filename, str):
-                error.filename = self._overlay.shown(error.filename)
+                error.filename = self._overlay.script_path(error.filename)
             raise
 
     @passes_on
