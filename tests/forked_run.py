@@ -32,6 +32,7 @@ _IMPORTED = (
     *("ddpcheck.cli.run", "ddpcheck.run.script_report", "ddpcheck.record.rank.rank_watch"),
     "torch._dynamo.convert_frame",  # which the first optimizer imports
 )
+_SINGLES = 3  # processes for runs in a single one
 _GRACE = 30.0  # seconds that ranks have to end after SIGTERM, as torchrun's have
 
 
@@ -97,7 +98,7 @@ def _serve() -> None:
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         ranks: dict[int, int] = {}
-        for _ in range(count):
+        for _ in range(count + _SINGLES * ("--check-parity" in words)):
             read, write = os.pipe()
             if not (pid := os.fork()):
                 for one in (write, *ranks.values()):
@@ -126,7 +127,7 @@ def _run(words: list[str], ranks: dict[int, int]) -> int:
     return main(words)
 
 
-def _launch(ranks: dict[int, int], given: Any) -> None:
+def _launch(processes: dict[int, int], given: Any) -> None:
     """What torchrun's agent does: have the ranks run the script, and end all of them once one has failed."""
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -136,6 +137,7 @@ def _launch(ranks: dict[int, int], given: Any) -> None:
         raise SignalException(f"got {number}", signal.Signals(number))
 
     signal.signal(signal.SIGTERM, on_signal)
+    ranks = {pid: processes.pop(pid) for pid in [*processes][: int(given.nproc_per_node)]}
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     size = str(len(ranks))
     world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
@@ -145,7 +147,8 @@ def _launch(ranks: dict[int, int], given: Any) -> None:
         living = dict(zip(ranks, range(len(ranks)), strict=True))
         try:
             for (pid, rank), pipe in zip(living.items(), ranks.values(), strict=True):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": files[pid]}
+                own = {"_OUTPUT": f"{folder}/output"} if given.redirects == "3" else {}
+                own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": files[pid]}
                 script = [given.training_script, *given.training_script_args]
                 with open(pipe, "w") as file:
                     json.dump([script, {**os.environ, **world, **own}], file)
@@ -183,18 +186,22 @@ def _be_rank(pipe: int) -> None:
     import torch
     from numpy.random import MT19937, mtrand
 
-    from ddpcheck.record.rank import started_processes
+    from ddpcheck.record.rank import arming, started_processes
 
     with open(pipe) as file:
         text = file.read()
     if not text:  # the command was refused
         os._exit(0)
     (script, *arguments), environment = json.loads(text)
+    if output := environment.pop("_OUTPUT", ""):
+        for number in (1, 2):
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(environment)
     path = environment["PYTHONPATH"].split(os.pathsep)[1:]  # of which Python would have taken the first off
     sys.path[:1] = [str(Path(script).absolute().parent), *(folder for folder in path if folder not in sys.path)]
     started_processes.mark_first_process()
+    arming.record_parity()
     torch.default_generator.seed()  # as at its import; by no function of which the line would be noted as the script's
     mtrand._rand._bit_generator.state = MT19937().state
     sys.argv = [script, *arguments]

@@ -34,6 +34,7 @@ from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import Hang, HangWatch, Unended, end_agent
 from ddpcheck.run.meeting_watch import unmet
 from ddpcheck.run.node_link import NodeLink
+from ddpcheck.run.parity_run import ParityRuns, SingleRun
 from ddpcheck.run.run_folder import holding
 from ddpcheck.run.run_record import prepare, write_flight_records
 from ddpcheck.stream.entries import WatchingFailed
@@ -70,8 +71,12 @@ def examine_options(given: argparse.Namespace) -> None:
         raise UsageError(f"--max-restarts is a number from 0 on, not {given.max_restarts}")
 
 
-def run_agent(run: Any, given: argparse.Namespace, folder: Path, nodes: NodeLink | None = None) -> Ending:
+def run_agent(
+    run: Any, given: argparse.Namespace, folder: Path, nodes: NodeLink | None = None, *, quiet: bool = False
+) -> Ending:
     """Run the script; its exit code is that of the rank that failed first; 128 and the signal, as in a shell.
+
+    `quiet`: without torchrun's page on a failure.
 
     Raises:
         UsageError: torchrun refuses an option.
@@ -90,7 +95,8 @@ def run_agent(run: Any, given: argparse.Namespace, folder: Path, nodes: NodeLink
     except ChildFailedError as error:
         if watch.hang is not None:  # and another node has ended its ranks before
             return Ending(EXIT_HANG, hang=watch.hang)
-        print_error(str(error))
+        if not quiet:
+            print_error(str(error))
         code = code_of_first(error.failures)
         own = rank_processes(folder)  # what the agent has started may be a process that starts the ranks
         known = {rank: failure for rank, failure in error.failures.items() if own.get(rank, failure.pid) == failure.pid}
@@ -198,7 +204,11 @@ def run_script(arguments: argparse.Namespace) -> int:
     made = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
     with made as folder, holding(Path(folder)), report_output(given) as output:
         Path(folder, SCRIPT).write_text(shlex.join(script))
-        os.environ.update(environment_for(RunOptions(folder, given.check_every), os.environ))
+        parity = None
+        if given.check_parity:
+            parity = ParityRuns(given, Path(folder), lambda alone, where: run_agent(run, alone, where, quiet=True))
+        recording = RunOptions(folder, given.check_every, None if parity is None else parity.options_of_ranks())
+        os.environ.update(environment_for(recording, os.environ))
         nodes = NodeLink(Path(folder))
         # What makes the report is imported while the ranks run, and this process has nothing else to do.
         ahead = threading.Timer(_AHEAD, importlib.import_module, ["ddpcheck.run.script_report"])
@@ -210,7 +220,8 @@ def run_script(arguments: argparse.Namespace) -> int:
             return exit_code
         ending, exit_code = collected(nodes, ending), EXIT_USAGE
         try:
-            report = show_report(shlex.join(script), ending, Path(folder), given, output, settings, known)
+            singles = () if parity is None else run_alone(parity, Path(folder), ending)
+            report = show_report(shlex.join(script), ending, Path(folder), given, output, settings, known, singles)
             exit_code = ending.exit_code or report.exit_code(settings.fail_on)
         except Exception as error:
             if given.debug or not ending.exit_code:
@@ -220,6 +231,25 @@ def run_script(arguments: argparse.Namespace) -> int:
         finally:
             nodes.finish(exit_code)
     return exit_code
+
+
+def run_alone(parity: ParityRuns, folder: Path, ending: Ending) -> tuple[SingleRun, ...]:
+    """Run the script in a single process, and once more with other random numbers if something differs."""
+    from ddpcheck.judge.script_parity import depends_on_rank, is_equal
+
+    ranks = read_logs(folder)
+    if why := parity.why_not(ranks, ending):
+        return (SingleRun(why_not=why),)
+    say("the script runs once more, in a single process on the same samples; its output goes to a file")
+    single = parity.run(ranks)
+    if single.why_not or is_equal(ranks, single.ranks):
+        return (single,)
+    say("the two runs differ: once more in a single process, to measure rounding and random numbers")
+    noise = parity.run(ranks, is_noise=True)
+    if not depends_on_rank(ranks, single.ranks, noise.ranks):
+        return single, noise
+    say("and once more, as another rank, to see whether the script computes with the number of the rank")
+    return single, noise, parity.run(ranks, as_rank=1)
 
 
 def report_output(given: argparse.Namespace) -> ReportOutput:
@@ -236,6 +266,7 @@ def show_report(
     output: ReportOutput,
     settings: Settings,
     baseline: Report | None,
+    singles: Sequence[SingleRun] = (),
 ) -> Report:
     """Show the report on a script that has ended; of a clean one a line, unless a form of the report was asked for."""
     from ddpcheck.run.script_report import report_on_script
@@ -251,7 +282,15 @@ def show_report(
         except OSError as error:
             complain(f"cannot write to {given.check_flight_recorder}: {reason_of(error)}")
     source = ProgramSource()
-    report = report_on_script(script, ending, ranks, settings, baseline=baseline, source=source)
+    report = report_on_script(
+        script,
+        ending,
+        ranks,
+        settings,
+        baseline=baseline,
+        source=source,
+        singles=singles,
+    )
     if given.check_record is not None:
         keep_record(given.check_record, script, ending, ranks, source, report)
     if (

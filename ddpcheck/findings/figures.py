@@ -1,4 +1,4 @@
-"""What a report draws, beside its findings: modules, a parameter's path, the collectives of the ranks, lines of source.
+"""What a report draws, beside its findings: modules, a parameter's path, collectives, curves, lines of source.
 
 All of it is bounded by whoever makes it, and may be absent: a renderer shows what there is.
 """
@@ -168,6 +168,46 @@ class CollectiveTimeline:
                 found.setdefault(self.calls[log.calls[place]], []).append(log.rank)
         parsed = [(tuple(ranks), call, Location.parse(call.location)) for call, ranks in found.items()]
         return [(ranks, call, place) for ranks, call, place in parsed if place is not None]
+
+
+LARGEST_VALUE = 1e100
+"""No value of a curve is as large."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParityCurve:
+    """A number on the ranks and in a single process on the same samples, over time.
+
+    Values are `None` if they are not finite, or too large to be drawn.
+
+    Attributes:
+        name: What the number is, in words.
+        x_label: What `x` counts.
+        x: The places of the points.
+        ranks: The number on the ranks at each of these.
+        single: The number in a single process at each of these.
+        diverges_at: Where the numbers first differ by more than rounding and random numbers; `None` if they do not.
+        location: The line that makes or shows the number.
+    """
+
+    name: str
+    x_label: str
+    x: tuple[int, ...]
+    ranks: tuple[float | None, ...]
+    single: tuple[float | None, ...]
+    diverges_at: int | None = None
+    location: Location | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values without a place, and values that cannot be drawn.
+
+        Raises:
+            ValueError: There is one.
+        """
+        if not len(self.x) == len(self.ranks) == len(self.single):
+            raise ValueError(f"the curves of {self.name!r} do not have a value at each place")
+        if not all(value is None or abs(value) < LARGEST_VALUE for value in (*self.ranks, *self.single)):
+            raise ValueError(f"a value of the curves of {self.name!r} is not finite, or too large to be drawn")
 
 
 @dataclass(frozen=True, slots=True)

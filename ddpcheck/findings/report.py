@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS, EXIT_HANG, FindingsError
-from ddpcheck.findings.figures import CollectiveTimeline, ModuleEntry, ParameterPath, SourceExcerpt, excerpts_of
+from ddpcheck.findings.figures import (
+    CollectiveTimeline,
+    ModuleEntry,
+    ParameterPath,
+    ParityCurve,
+    SourceExcerpt,
+    excerpts_of,
+)
 from ddpcheck.findings.figures import Location as Location
 from ddpcheck.findings.figures import RelatedLocation as RelatedLocation
 from ddpcheck.findings.from_json import added, parse, read
@@ -251,6 +258,7 @@ class Report(Document):
         accepted: Findings that do not count: suppressed with a reason, or known from a baseline.
         modules: Those of the model, in the order of registration; not all of a large one.
         timelines: The last collectives of each process group, where ranks have failed or parted.
+        curves: Numbers on the ranks and in a single process over time, of `ddpcheck run --check-parity`.
         excerpts: The source around the lines that findings name, as it was when the report was made.
         command: The command line that made it; empty where none did.
     """
@@ -268,6 +276,7 @@ class Report(Document):
     accepted: tuple[AcceptedFinding, ...] = added(())
     modules: tuple[ModuleEntry, ...] = added(())
     timelines: tuple[CollectiveTimeline, ...] = added(())
+    curves: tuple[ParityCurve, ...] = added(())
     excerpts: tuple[SourceExcerpt, ...] = added(())
     command: str = added("")
 

@@ -326,6 +326,6 @@ def rows_of(facts: ScriptFacts) -> list[Row[ScriptFacts]]:
 
 HEADINGS = (
     *("parameters", "replicas", "reducer", "loop", "loss", "optimizers", "data", "files"),
-    *("collectives", "evaluation"),
+    *("collectives", "evaluation", "parity"),
 )
 """The check lines, in the order in which they are shown."""

@@ -29,6 +29,10 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
     add("--check-flight-recorder", metavar="DIR", help=dumps)
     kept = "write what the ranks have left there, without names, values and source, for a report of a bug"
     add("--check-record", metavar="FILE", help=f"{kept} (see ddpcheck render)")
+    alone = "run the script once more in a single process, on the same samples, and compare (see docs/parity.md)"
+    add("--check-parity", action="store_true", help=alone)
+    steps = "compare so many optimizer steps, and the evaluation that follows (default: as many as there are)"
+    add("--check-parity-steps", type=int, default=0, metavar="N", help=steps)
     add("--check-format", metavar="FORMAT", help="of the report; by the suffix of the file where there is one")
     add("--debug", action="store_true", help="show the traceback of an error of ddpcheck")
     abbreviated: Any = parser._get_option_tuples
@@ -75,5 +79,7 @@ def examine(given: argparse.Namespace) -> Settings:
         raise UsageError(f"--check-every is a number of steps, or 0 for never, not {given.check_every}")
     if not 0 < given.check_timeout < float("inf"):
         raise UsageError(f"--check-timeout is a number of seconds above 0, not {given.check_timeout:g}")
+    if given.check_parity_steps < 0:
+        raise UsageError(f"--check-parity-steps is a number of steps, or 0 for all, not {given.check_parity_steps}")
     names = ("select", "ignore", "fail_on")
     return load_settings({name: getattr(given, f"check_{name}") for name in names}, prefix="--check-")

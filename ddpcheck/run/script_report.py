@@ -21,14 +21,17 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.files import is_own_folder
 from ddpcheck.findings.program_blocks import ProgramSource
-from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
+from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, Severity
 from ddpcheck.findings.selection import is_any_selected, sort_out
 from ddpcheck.findings.stacks import own_stack, program_lines
 from ddpcheck.findings.tracebacks import BUG, as_bug
-from ddpcheck.findings.wording import agreeing, counted, format_ranks, group_by
+from ddpcheck.findings.wording import agreeing, counted, format_ranks, group_by, join_names
 from ddpcheck.judge.data.script_files import told_by_files
 from ddpcheck.judge.endings.rank_failure import describe_failure
+from ddpcheck.judge.parity_comparison import Comparison
+from ddpcheck.judge.parity_curves import curves
 from ddpcheck.judge.script_facts import ScriptFacts, entries_of
+from ddpcheck.judge.script_parity import judge_parity, lacking, what_held
 from ddpcheck.judge.script_table import HEADINGS, ROWS, rows_of
 from ddpcheck.judge.verdict import Told, Verdict, judge_all, status_of
 from ddpcheck.judge.wrapper_lines import not_here
@@ -36,6 +39,7 @@ from ddpcheck.report.settings import Settings
 from ddpcheck.run.ending import Ending, call_of_ddp, failures_of, judge_ending, timelines_of
 from ddpcheck.run.hang_watch import Hang, Unended
 from ddpcheck.run.living_ranks import LivingRanks, used
+from ddpcheck.run.parity_run import SingleRun
 from ddpcheck.run.run_folder import own_folders
 from ddpcheck.stream.entries import SCHEMA, NotCompared
 from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, read_logs
@@ -52,6 +56,7 @@ def report_on_script(
     *,
     baseline: Report | None = None,
     source: ProgramSource | None = None,
+    singles: Sequence[SingleRun] = (),
 ) -> Report:
     """The report on a script that has ended.
 
@@ -62,6 +67,7 @@ def report_on_script(
         settings: The rules to report, and what does not count.
         baseline: An earlier report; what it has is shown as known, and does not count.
         source: Of the script, where that is not here.
+        singles: Its runs in a single process: the one that is compared, one for noise, and one as another rank.
     """
     unended = () if ending.unended is None else ending.unended.ranks
     ended = not ending.exit_code and all(rank.has_ended or rank.started.rank in unended for rank in ranks)
@@ -69,6 +75,12 @@ def report_on_script(
     judged = judge_all(facts, rows_of(facts), facts.unwatched)
     at_end = judge_ending(ranks, ending, judged.findings, facts.source)
     judged = judged.adding("collectives", told_by_files(at_end, facts.of(FileUsed)))
+    comparison = _comparison(ranks, singles)
+    parity = _parity(comparison, singles)
+    chosen = sort_out(judged.findings, script, select=settings.select, ignore=settings.ignore)
+    told = join_names(sorted({finding.code for finding in chosen.kept}))
+    if isinstance(parity, Verdict) and not told:
+        judged = judged.adding("parity", parity.findings)
     select, ignore, suppress = settings.select, settings.ignore, settings.suppress
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     checks = [_entered(facts) if ranks else _none_entered(ending)]
@@ -82,6 +94,8 @@ def report_on_script(
     for heading in HEADINGS:
         if (why := facts.unwatched.get(heading)) is not None:
             said = "error", why
+        elif heading == "parity":
+            said = None if parity is None else _of_parity(parity, judged.told.get(heading, ()), chosen.kept, told)
         elif heading == "collectives":
             said = _of_collectives(facts, judged.told.get(heading, ()), chosen.kept)
         elif (error := judged.errors.get(heading)) is not None:
@@ -89,7 +103,7 @@ def report_on_script(
         else:
             said = judged.status_of(heading, chosen.kept)
         if said is not None:
-            codes = {code for row in ROWS if heading in row.headings for code in row.codes}
+            codes = {code for row in ROWS if heading in row.headings for code in row.codes} or {"DDP314"}
             asked = heading == "collectives" or is_any_selected(codes, select=select, ignore=ignore)
             checks.append(CheckResult(heading, said[0], detail=said[1], asked=asked))
     world: dict[str, Any] = {
@@ -110,9 +124,40 @@ def report_on_script(
         world=world,
         checks=tuple(checks),
         timelines=timelines_of(ranks, ending, judged.findings),
+        curves=() if comparison is None else curves(comparison),
         modules=next((made.modules for rank in ranks[:1] for made in rank.wrappers), ()),
     )
     return chosen.complete(report).with_excerpts()
+
+
+def _comparison(ranks: Sequence[WatchedRank], singles: Sequence[SingleRun]) -> Comparison | None:
+    """The runs to compare; `None` if there is no run in a single process."""
+    if not singles or singles[0].why_not:
+        return None
+    others = [None if run.why_not else run.ranks[0] for run in singles[1:]]
+    return Comparison(ranks, singles[0].ranks[0], *others)
+
+
+def _parity(comparison: Comparison | None, singles: Sequence[SingleRun]) -> Verdict | Exception | None:
+    """What a single process does, compared with the ranks; `None` if no comparison was asked for."""
+    if comparison is None:
+        return Verdict(lacking=f"not compared with a single process: {singles[0].why_not}") if singles else None
+    try:
+        return Verdict(judge_parity(comparison), what_held(comparison), lacking(comparison))
+    except Exception as error:
+        return error
+
+
+def _of_parity(
+    verdict: Verdict | Exception, told: Sequence[Told], kept: Sequence[Finding], others: str
+) -> tuple[CheckStatus, str] | None:
+    """The check line on a single process; what differs may be what other rules have found."""
+    if isinstance(verdict, Exception):
+        return "error", f"not judged, since ddpcheck itself failed: {as_bug(verdict)}"
+    if verdict.findings and others:
+        first = verdict.findings[0]
+        return "failed" if first.severity is Severity.ERROR else "warned", f"as {others} has it: {first.message}"
+    return status_of(verdict, told, kept)
 
 
 def _goes_on(ending: Ending) -> CheckResult:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import field
 
-from ddpcheck.findings.evidence import Entry, evaluation, loop, replicas, script  # noqa: F401
+from ddpcheck.findings.evidence import Entry, evaluation, loop, parity, replicas, script  # noqa: F401
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import ModuleEntry
 from ddpcheck.findings.report import Location

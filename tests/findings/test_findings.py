@@ -13,6 +13,7 @@ from ddpcheck.findings.figures import (
     CollectiveTimeline,
     ModuleEntry,
     ParameterPath,
+    ParityCurve,
     PathStep,
     RankCollectives,
     SourceExcerpt,
@@ -58,6 +59,17 @@ timelines = st.builds(
     st.lists(st.builds(RankCollectives, st.integers(0, 9), st.integers(0, 99), st.just((0, 0))), max_size=3).map(tuple),
     st.none() | st.integers(0, 99),
 )
+values = st.lists(st.none() | st.floats(-1e99, 1e99), min_size=2, max_size=2).map(tuple)
+curves = st.builds(
+    ParityCurve,
+    names,
+    names,
+    st.just((3, 9)),
+    values,
+    values,
+    st.none() | st.integers(0, 99),
+    st.none() | st.builds(Location, names, st.integers(0, 999)),
+)
 reports = st.builds(
     Report,
     target=names,
@@ -75,6 +87,7 @@ reports = st.builds(
     tool=st.dictionaries(names, names, max_size=2),
     modules=st.lists(st.builds(ModuleEntry, names, names, st.just(("weight",))), max_size=3).map(tuple),
     timelines=st.lists(timelines, max_size=2).map(tuple),
+    curves=st.lists(curves, max_size=2).map(tuple),
     command=names,
     excerpts=st.lists(st.builds(SourceExcerpt, names, st.integers(1, 9), st.just(("x",))), max_size=2).map(tuple),
 )
@@ -92,7 +105,8 @@ def test_json_has_the_promised_keys_and_no_others() -> None:
     data = json.loads(Report(target="t", findings=(UNUSED,)).to_json())
     assert set(data) == {
         *("schema_version", "tool", "target", "environment", "world", "status", "checks", "findings", "parity"),
-        *("timing", "error", "ignored", "accepted", "modules", "timelines", "excerpts", "command"),
+        *("timing", "error", "ignored", "accepted", "modules", "timelines", "curves", "excerpts"),
+        "command",
     }
     assert set(data["findings"][0]) == {
         *("code", "name", "severity", "message", "subjects", "ranks", "steps", "location", "evidence", "fix"),

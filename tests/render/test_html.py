@@ -17,6 +17,7 @@ from ddpcheck.findings.figures import (
     CollectiveTimeline,
     ModuleEntry,
     ParameterPath,
+    ParityCurve,
     PathStep,
     RankCollectives,
     SourceExcerpt,
@@ -40,7 +41,7 @@ from ddpcheck.report.matrix.matrix import Advice, Matrix, MatrixRow, StepTime
 from tests.render.test_render import COUPLED, REPORT, UNUSED
 
 ODD = "<script>alert(1)</script>[red]\x1b[31m&amp;\"'\u202e\x00"
-_VOID = ("meta", "path", "line", "rect", "circle")
+_VOID = ("meta", "path", "line", "rect", "circle", "polyline")
 
 
 @dataclass
@@ -293,6 +294,76 @@ def test_a_matrix_shows_each_combination_and_what_to_do() -> None:
         assert words in text
 
 
+# Curves over each other
+
+
+CURVE = ParityCurve(
+    "norm of the gradients",
+    "optimizer step",
+    (0, 1, 2, 3),
+    (2.0, 1.5, 3.0, 2.5),
+    (2.0, 1.5, 1.0, 0.5),
+    2,
+    Location("fit.py", 9),
+)
+
+
+def lines_of(page: Page, class_: str) -> list[list[tuple[float, float]]]:
+    """The points of the polylines of a class."""
+    found = [str(attributes["points"]) for tag, attributes in page.of_class(class_) if tag == "polyline"]
+    return [[(float(x), float(y)) for x, y in (point.split(",") for point in points.split())] for points in found]
+
+
+def test_a_curve_is_drawn_over_that_of_a_single_process_with_its_first_divergence() -> None:
+    page = shown(Report("fit.py", curves=(CURVE,)))
+    (ranks,), (single,) = lines_of(page, "ranks"), lines_of(page, "single")
+    assert [x for x, _ in ranks] == [x for x, _ in single] == sorted({x for x, _ in single})
+    assert ranks[:2] == single[:2] and ranks[2][1] < single[2][1] < single[3][1]  # y goes down
+    (mark,) = page.of_class("cut")
+    assert float(str(mark[1]["x1"])) == float(str(mark[1]["x2"])) == ranks[2][0]
+    (picture,) = (a for tag, a in page.elements if tag == "svg" and a.get("role") == "img")
+    said = "norm of the gradients, by optimizer step, on the ranks and in a single process"
+    assert (
+        picture["aria-label"] == f"{said}: first divergence: optimizer step 2" and picture["aria-label"] in page.texts
+    )
+    for words in ("ranks", "single process", "optimizer step", "first divergence: optimizer step 2", "fit.py:9"):
+        assert words in page.texts, words
+    assert {"0", "1", "2", "3"} <= {*page.texts} and {"0.5", "1.5", "2.5"} <= {*page.texts}  # of both axes
+
+
+def test_curves_that_do_not_differ_have_no_mark() -> None:
+    page = shown(Report("fit.py", curves=(replace(CURVE, ranks=CURVE.single, diverges_at=None),)))
+    assert lines_of(page, "ranks") == lines_of(page, "single") and page.of_class("cut") == []
+    assert "first divergence" not in page.text and "single process: no divergence" in page.text
+    assert "against a single process" not in shown(Report("fit.py")).text
+
+
+def test_a_curve_has_gaps_for_what_is_not_finite() -> None:
+    page = shown(Report("fit.py", curves=(replace(CURVE, ranks=(2.0, None, 3.0, 2.5), single=(None,) * 4),)))
+    alone, last = lines_of(page, "ranks")
+    assert len(alone) == len(last) == 2 and alone[0] != alone[1] and lines_of(page, "single") == []
+    assert "5 values not drawn" in page.text
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(0.0, 0.0), (5e-324, -5e-324), (1e99, -1e99), (123456.75, 123456.75), (1.0, 1.0 + 1e-12), (3e-200, 9e-200)],
+)
+@pytest.mark.parametrize("x", [(0, 1), (7, 7), (10**9, 10**9 + 3)])
+def test_flat_tiny_and_huge_curves_stay_in_the_picture(values: tuple[float, ...], x: tuple[int, ...]) -> None:
+    curve = ParityCurve("loss", "optimizer step", x, values, (None, values[0]), x[1])
+    page = shown(Report("fit.py", curves=(curve,)))
+    points = [point for class_ in ("ranks", "single") for line in lines_of(page, class_) for point in line]
+    assert len(points) == 4 and all(0 <= x <= 440 and 0 <= y <= 200 for x, y in points)
+    places = [a for tag, a in page.elements if tag == "text"]
+    assert 6 <= len(places) <= 30
+    assert all(0 <= float(str(a["x"])) <= 440 and 0 <= float(str(a["y"])) <= 200 for a in places)
+
+
+def test_a_report_of_no_points_is_a_page_still() -> None:
+    assert "loss" in shown(Report("fit.py", curves=(ParityCurve("the loss", "step", (), (), ()),))).text
+
+
 # It needs nothing, and can be used by everybody
 
 
@@ -342,6 +413,7 @@ def _named(name: str, message: str) -> Report:
         findings=(finding,),
         parity=(ParityEntry(0, f"p{name}", "local", 0.1, 0.2),),
         modules=(ModuleEntry("a", f"C{message}", ("w",), 3),),
+        curves=(replace(CURVE, name=name, x_label=message, location=Location(f"a{name}", 3)),),
         timelines=(CollectiveTimeline(name, calls, (RankCollectives(0, 0, (0,), at_end=f"in {message}"),)),),
         excerpts=(SourceExcerpt(f"a{name}", 1, ("x", f"y{message}".replace("\n", " "), "z")),),
     )

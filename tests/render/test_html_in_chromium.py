@@ -10,10 +10,10 @@ import pytest
 
 from ddpcheck.findings.figures import ModuleEntry, SourceExcerpt
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import ParityEntry, Report
+from ddpcheck.findings.report import Location, ParityEntry, Report
 from ddpcheck.report.matrix.matrix import Matrix
 from tests.chromium import PROGRAM, Chromium
-from tests.render.test_html import CUT, HANG, MATRIX, html
+from tests.render.test_html import CURVE, CUT, HANG, MATRIX, html
 from tests.render.test_render import REPORT
 
 pytestmark = [
@@ -28,6 +28,7 @@ FULL = replace(
     findings=(replace(CUT, subjects=(LONG, "<script>alert(1)</script>")), *HANG.findings),
     checks=REPORT.checks,
     parity=tuple(ParityEntry(0, f"{n}.{LONG}", "local", 10.0**-n, 1e-6) for n in range(1, 30)),
+    curves=(CURVE, replace(CURVE, name=LONG, location=Location(f"{LONG}.py", 7))),
     modules=tuple(ModuleEntry(f"a{'.b' * depth}", "Linear", ("weight",), 8) for depth in range(12)),
     excerpts=(SourceExcerpt("net.py", 1, tuple(f"line = {'x' * 20 * number}" for number in range(12))),),
 )

@@ -214,4 +214,21 @@ ignore: If you have explained the difference yourself. Report it otherwise: the 
 example:
 smoothing = 0.1 if dist.is_initialized() else 0.0   # right: the same loss with and without a process group
 loss = cross_entropy(model(x), labels, label_smoothing=smoothing)
+
+DDP314 differs-from-single-process: error
+The script does something else on several ranks than in a single process on the same samples.
+why: Data-parallel training has one yardstick: the same global batch in one process gives the same gradients, the same
+numbers in an evaluation and the same checkpoint. What differs depends on how many ranks there are. (PyTorch docs,
+DistributedDataParallel: gradients are averaged over processes; a number that a rank has is that of its own samples.)
+fix: Compare the two values at the line with how they are made: a mean of means over ranks, a count of one rank or of
+the whole set, a sum that is divided by another number, a value that only one rank has.
+detected: `ddpcheck run --check-parity` runs the script on ranks, and again in a single process that gets the batches
+and the random numbers of all ranks together. Gradients of each step, the ends of schedules, the number of steps,
+numbers that are shown after an evaluation and tensors that are saved are compared; what differs by no more than a small
+multiple of what another order of the samples and other random numbers change is not told. A number that is shown or
+saved is a warning.
+ignore: If a number is meant to be that of one rank, or of each rank.
+example:
+total += criterion(model(x), y).item() * len(y)
+print(total / len(loader.dataset))           # right: all_reduce(total), or divide by len(loader.sampler)
 """)

@@ -9,7 +9,7 @@ import logging
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -224,7 +224,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         self._left[1] -= 1
         if any(one.text for one in numbers):
             held = set(program_numbers.numbers_of_program().values())
-            alike = {one.text: _like(one.text, held) for one in numbers if one.text}
+            alike = {one.text: program_numbers.like(one.text, held) for one in numbers if one.text}
             numbers = [replace(o, values=tuple({*o.values, *alike[o.text]})) if o.text else o for o in numbers]
         self._sink(MetricShown(self._round, how, _line(), tuple(numbers[:_FEW])))
 
@@ -386,11 +386,3 @@ def _shown_in(value: Any) -> list[ShownNumber]:
     numbers = [program_numbers.number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW)]
     shown = [number for number in numbers if number is not None and number != int(number)]
     return [ShownNumber(text if len(text := repr(one)) <= _ROUNDED else "", (one,)) for one in shown]
-
-
-def _like(text: str, held: Iterable[float]) -> tuple[float, ...]:
-    """The numbers that are printed as `text`, as they are or in per cent."""
-    if "e" in text:
-        return tuple(value for value in held if abs(value - float(text)) < 1e-3 * abs(value))
-    places = len(text.partition(".")[2])
-    return tuple(value for value in held if text in (f"{value:.{places}f}", f"{100 * value:.{places}f}"))

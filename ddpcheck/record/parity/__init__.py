@@ -1,1 +1,1 @@
-"""The second run of a script, in one process, with which the first is compared."""
+"""What both runs of `ddpcheck run --check-parity` record, and what the second one replays of the first."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from ddpcheck.record.rank import meeting, started_processes
+from ddpcheck.record.rank.environment import ParityOptions, options_of_run
 from ddpcheck.record.rank.module_finder import guarded, when_imported
 
 _WITH_GROUPS = "torch.distributed.distributed_c10d"
@@ -40,6 +42,20 @@ def wait_for_process_group() -> None:
     started_processes.mark_first_process()
     when_imported((_WITH_GROUPS,), _arm)
     when_imported(_WITH_LINES, _follow_lines)
+    record_parity()
+
+
+def record_parity() -> None:
+    """Have what both runs are compared by recorded as soon as torch is there, if this run is compared with another."""
+    if (options := options_of_run(os.environ)) is not None and (parity := options.parity) is not None:
+        folder = options.folder
+        when_imported(("torch",), lambda _module: _record_parity(parity, folder))
+
+
+def _record_parity(options: ParityOptions, folder: str) -> None:
+    from ddpcheck.record.parity import parity_recorder  # not in each Python process
+
+    parity_recorder.start(options, folder)
 
 
 def _arm(module: ModuleType) -> None:

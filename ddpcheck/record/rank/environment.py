@@ -21,11 +21,33 @@ _ON_PATH = str(Path(__file__).parent / "on_path")
 
 
 @dataclass(frozen=True, slots=True)
+class ParityOptions:
+    """How a run is compared with another one, on ranks or in a single process, which replays the samples of ranks."""
+
+    samples: str = ""  # the folder in which ranks have left their samples; empty for the run that records them
+    world_size: int = 0  # the number of these ranks
+    order: tuple[int, ...] = ()  # in which their rows are put together
+    backwards: int = 0  # how many backward passes have their samples there; 0 for all
+    steps: int = 0  # optimizer steps to compare; 0 for all
+    in_turn: bool = False  # whether the single process takes batches of ranks in turn, and not put together
+    draws: bool = True  # whether random draws of the script are replayed
+    since: float = 0.0  # when the run on ranks began, in seconds since the epoch: what has changed since is of that run
+    is_noise: bool = False  # whether random numbers and clocks are to be others
+    as_rank: int = 0  # the rank that the single process takes itself for
+
+    @property
+    def replays(self) -> bool:
+        """Return if these are of the single process."""
+        return bool(self.samples)
+
+
+@dataclass(frozen=True, slots=True)
 class RunOptions:
     """How the ranks of a script are watched."""
 
     folder: str  # where each rank leaves its log
     every: int = 10  # synchronised backward passes from one comparison of the ranks to the next; 0 for never
+    parity: ParityOptions | None = None  # if the run is compared with another one
 
 
 def environment_for(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:
@@ -56,4 +78,8 @@ def unwatched_in(folder: Path) -> tuple[str, ...]:
 def options_of_run(environ: Mapping[str, str]) -> RunOptions | None:
     """The options of the run that a process belongs to; `None` for a process that belongs to none."""
     text = environ.get(_VARIABLE)
-    return None if text is None else RunOptions(**json.loads(text))
+    if text is None:
+        return None
+    values = json.loads(text)
+    parity = values.pop("parity", None)
+    return RunOptions(**values, parity=parity and ParityOptions(**parity))

@@ -55,6 +55,7 @@ from ddpcheck.record.optimizers.gradient_recorders import kinds_clipped
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
 from ddpcheck.record.optimizers.part_recorder import PartRecorder
 from ddpcheck.record.optimizers.resume_recorder import ResumeRecorder
+from ddpcheck.record.parity import parity_recorder
 from ddpcheck.record.rank.construction_recorder import ConstructionRecorder
 from ddpcheck.record.rank.environment import STACK_SIGNAL, RunOptions, options_of_run
 from ddpcheck.record.rank.file_recorder import FileRecorder
@@ -126,10 +127,18 @@ class _WatchedRank:
         self._run = Recording(self._log.add, options.every, self._log)
         self._watches = self._run.watches
         OwnErrors.taken_by = self._failed
+        self._parity = parity_recorder.recorder if options.parity is not None else None
+        if self._parity is not None:
+            self._parity.begin(self._log.add, Path(options.folder), started.rank)
+        self._records_all = options.parity is None or not options.parity.replays
         guarded(self._begin)(replacements)
 
     def _begin(self, replacements: dict[str, Callable[..., Any]]) -> None:
         pass_over_packages()
+        if not self._records_all:
+            self._record_end()
+            atexit.register(guarded(self._ended))
+            return
         self._record_calls(replacements)
         self._record_end()
         run, add = self._run, self._log.add
@@ -330,16 +339,22 @@ class _WatchedRank:
         if os.getpid() != self._process or self._has_ended:
             return
         self._has_ended = True
-        for recorder in (self._draws, self._loaders, self._optimizers, self._taken, self._files):
-            recorder.close()
-        self._writes.write()
-        for watch in list(self._watches):
-            watch.close(failing=failing or last_error() is not None)
+        if self._parity is not None:
+            self._parity.close()
+        if self._records_all:
+            self._close_recorders(failing=failing)
         ended = ended or end_of_main(self._main)
         if self._main is not None and not ended.how and not self._has_raised and (error := last_error()):
             self._raised(error)  # the script has put a hook of its own in the place of ours
         self._log.add(ended)
         time.sleep(_LAST_WORK)
+
+    def _close_recorders(self, *, failing: bool) -> None:
+        for recorder in (self._draws, self._loaders, self._optimizers, self._taken, self._files):
+            recorder.close()
+        self._writes.write()
+        for watch in list(self._watches):
+            watch.close(failing=failing or last_error() is not None)
 
 
 def _while_handling(call: Call, error: BaseException) -> Call:

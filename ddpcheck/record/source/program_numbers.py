@@ -9,7 +9,7 @@ import itertools
 import math
 import sys
 from collections import deque
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -346,3 +346,11 @@ _EMPTY = CellType()  # no variable of a closure that has a value equals it
 def program_frames() -> Iterator[FrameType]:
     """The frames of the program itself, from the innermost on."""
     return (frame for frame in frames_from(sys._getframe(1)) if is_of_program(frame.f_code.co_filename))
+
+
+def like(text: str, held: Iterable[float]) -> tuple[float, ...]:
+    """Return the numbers that are printed as `text`, as they are or in per cent."""
+    if "e" in text:
+        return tuple(value for value in held if abs(value - float(text)) < 1e-3 * abs(value))
+    places = len(text.partition(".")[2])
+    return tuple(value for value in held if text in (f"{value:.{places}f}", f"{100 * value:.{places}f}"))

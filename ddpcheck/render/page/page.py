@@ -16,6 +16,7 @@ from markupsafe import Markup
 from ddpcheck.findings.report import Document, Report
 from ddpcheck.findings.wording import capitalized, counted, format_ranks, format_steps, limited, printable, shortened
 from ddpcheck.render import Renderer, in_ascii, parts
+from ddpcheck.render.page.charts import chart_view
 from ddpcheck.render.page.sections import finding_view, module_tree, plots, timeline_view
 from ddpcheck.report.matrix.matrix import Matrix
 
@@ -59,6 +60,7 @@ MOST_FINDINGS = 100
 _TITLES = {
     "findings": "Findings",
     "accepted": "Found, and not counted",
+    "curves": "The ranks against a single process",
     "collectives": "Collectives of the ranks",
     "checks": "What was compared, and what was not",
     "gradients": "Gradients against their tolerance",
@@ -107,6 +109,7 @@ def _sections(report: Report) -> dict[str, Any]:
     return {
         "findings": [finding_view(one, report) for one in findings],
         "accepted": report.accepted[:MOST_FINDINGS],
+        "curves": [chart_view(one) for one in report.curves],
         "collectives": [timeline_view(one) for one in report.timelines],
         "checks": report.checks,
         "gradients": plots(report.parity),

@@ -1,0 +1,104 @@
+"""Evidence on two runs of a script, on several ranks and in a single process: what each did, step by step.
+
+Judged in `judge.parity_comparison` and `judge.script_parity`; gathered in `record.parity`, in both runs alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct, field
+
+from ddpcheck.findings.evidence import Entry
+from ddpcheck.findings.report import Location
+
+IN_TURN = "each step has world-size times as many micro-batches"
+"""Why a single process stops that has to take the batches of the ranks one after the other."""
+
+
+class BatchTaken(Entry, frozen=True):
+    """A batch that the script has taken from a loader."""
+
+    loader: str  # the line that constructs the loader, and the pass
+    number: int  # of the batch in the pass
+    indices: tuple[int, ...]  # which this process's own sampler has chosen
+    rows: int
+    backwards: int  # how many backward passes there were before
+
+
+class NotReplayed(Entry, frozen=True):
+    """What entered the script at a line could not be given to the single process."""
+
+    line: str
+    why: str
+
+
+class ParityStep(Entry, frozen=True):
+    """An optimizer is about to step."""
+
+    optimizer: int  # the number of the optimizer, in the order of their first steps
+    count: int  # how often it has stepped before
+    location: Location | None  # the line of the script
+    # the norm of each gradient, negative if there is none; of shards that other ranks have too, zero
+    norms: tuple[float, ...]
+    values: tuple[float, ...]  # the norm of each parameter
+    gradient: tuple[float, ...]  # a sketch of all gradients; empty if they are shards
+    rates: tuple[float, ...]  # the learning rate of each group
+    losses: tuple[float, ...]  # of the backward passes since the last step
+    loss_at: Location | None = None  # the line that calls backward
+    sharded: bool = False  # whether gradients are parts of a whole
+    names: tuple[str, ...] = ()  # of the parameters; in the first step only
+    backwards: int = 0  # of the whole run so far
+    # sums over the rows that wrappers were given since the last step, of features of each, and their number
+    samples: tuple[float, ...] = ()
+    elements: tuple[int, ...] = ()  # of the parameters; in the first step only
+
+
+class NumbersShown(Entry, frozen=True):
+    """The script has printed, logged or tracked a text with numbers, or saved numbers."""
+
+    how: str  # "printed", "logged", "tracked" or "saved"
+    location: Location | None
+    text: str  # with "#" in the place of numbers
+    numbers: tuple[str, ...]  # as they are shown
+    steps: int  # optimizer steps so far
+    evaluates: bool  # whether an evaluation has ended since the last backward pass
+    during: bool = False  # whether a pass over a loader without backward is under way
+    known: tuple[int, ...] = ()  # the places of numbers that the program had before the evaluation
+
+
+class TensorsSaved(Entry, frozen=True):
+    """The script has saved tensors."""
+
+    location: Location | None
+    steps: int
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    norms: Mapping[str, float] = field(default_factory=dict)
+
+
+class TracedValue(Struct, frozen=True, array_like=True):
+    """The numbers that a line of the program has given to a variable, or has returned."""
+
+    path: str
+    line: int
+    function: str
+    name: str
+    numbers: tuple[float, ...]
+
+
+class EvaluationTraced(Entry, frozen=True):
+    """What the functions of the program have computed in an evaluation, in order."""
+
+    steps: int  # optimizer steps before
+    values: tuple[TracedValue, ...]
+
+
+class ParityEnded(Entry, frozen=True):
+    """The recording of a run has ended, at the end of the script or before."""
+
+    steps: int
+    backwards: int
+    why: str = ""  # in words, if that was before the end of the script
+    full_at: int = 0  # the backward passes of which all samples were recorded; 0 if there is no limit
+    splits_statistics: bool = False  # whether statistics of a batch were those of the rows of each rank
+    steps_inside: bool = False  # whether optimizers have stepped in backward passes, which are not followed

@@ -1,0 +1,318 @@
+"""What a script has done on several ranks and in a single process on the same samples, number by number.
+
+Rounding and random numbers have no threshold here: a second run in a single process, on the samples in another order
+and with other random numbers, has measured them. What differs by a small multiple of that is not decided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ddpcheck.findings.evidence.parity import (
+    EvaluationTraced,
+    NotReplayed,
+    NumbersShown,
+    ParityStep,
+    TensorsSaved,
+)
+from ddpcheck.findings.report import Location
+from ddpcheck.judge.script_facts import entries_of
+from ddpcheck.stream.rank_log import WatchedRank
+
+EQUAL = 1e-4  # relative; what is nearer is not measured any further
+MULTIPLE = 4.0  # of measured noise, up to which a difference is not decided
+FLOOR = 1e-5  # relative, of rounding that one other order of the samples has not shown
+_NEAR = 1e-3  # relative, of numbers of an evaluation, which may be rounded
+SMALL = 1e-2  # noise, relative, up to which a comparison says something
+_UNKNOWN = 0.5  # noise, relative, above which a quantity says nothing
+_SAME_ROWS = 1e-5  # of a feature, for each row
+_FEWEST_DIGITS = 100  # of the last digit, from which a number is not equal to a loss by chance
+_LARGEST = 1e30
+_Key = tuple[str, str, int]
+_Line = tuple[str, int, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A number of one step or place, on the ranks and in a single process."""
+
+    ranks: float
+    single: float
+    difference: float  # relative
+    noise: float  # relative, as far as it was measured
+
+    @property
+    def differs(self) -> bool:
+        """Return if the difference is more than noise."""
+        return not self.difference <= max(FLOOR, MULTIPLE * self.noise) and self.noise < _UNKNOWN
+
+    @property
+    def is_equal(self) -> bool:
+        """Return if there is no more than noise between both, and noise is small."""
+        return not self.differs and (self.difference <= EQUAL or self.noise <= SMALL)
+
+    @property
+    def ratio(self) -> float:
+        """The factor by which the ranks' number is the larger one; NaN if there is none."""
+        return self.ranks / self.single if self.single else math.nan
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs of one script, and perhaps a third one that measures noise."""
+
+    ranks: Sequence[WatchedRank]
+    single: WatchedRank
+    noise: WatchedRank | None = None
+    other_rank: WatchedRank | None = None  # a single process that takes itself for another rank
+
+    def steps(self) -> list[tuple[list[ParityStep], ParityStep, ParityStep | None]]:
+        """Return the steps that both runs have made, in order: of all ranks, of one process, and of its noise."""
+        by_key = [{(s.optimizer, s.count): s for s in entries_of(rank, ParityStep)} for rank in self.ranks]
+        noise = {(s.optimizer, s.count): s for s in entries_of(self.noise, ParityStep)} if self.noise else {}
+        found = []
+        for step in entries_of(self.single, ParityStep):
+            key = step.optimizer, step.count
+            if all(key in of_rank for of_rank in by_key):
+                of_ranks = [of_rank[key] for of_rank in by_key]
+                if not self._have_same_samples(of_ranks, step) or self.has_other_model or self.computes_with_rank:
+                    break
+                found.append((of_ranks, step, noise.get(key)))
+        return found
+
+    def _have_same_samples(self, of_ranks: Sequence[ParityStep], alone: ParityStep) -> bool:
+        """Return if forward was given the same rows; without a wrapper, if all that entered the script was replayed."""
+        sums = [math.fsum(column) for column in zip(*(one.samples for one in of_ranks), strict=True)]
+        rows = max(sums[-1], alone.samples[-1])
+        if not rows:
+            return not self.is_partly_replayed
+        return all(abs(a - b) <= _SAME_ROWS * rows for a, b in zip(sums, alone.samples, strict=True))
+
+    @cached_property
+    def has_other_model(self) -> bool:
+        """Return if a single process begins with other parameters than rank 0, or with parameters of other shapes."""
+        first = [next(iter(entries_of(rank, ParityStep)), None) for rank in (*self.ranks, self.single)]
+        *of_ranks, alone = first
+        if alone is None or of_ranks[0] is None or alone.sharded:
+            return False
+        if alone.elements != of_ranks[0].elements:
+            return True
+        pairs = zip(of_ranks[0].values, alone.values, strict=True)
+        return not all(math.isclose(a, b, rel_tol=FLOOR, abs_tol=FLOOR) for a, b in pairs)
+
+    @cached_property
+    def is_partly_replayed(self) -> bool:
+        """Return if a single process was not given all that entered the script on the ranks."""
+        return bool(entries_of(self.single, NotReplayed))
+
+    @cached_property
+    def computes_with_rank(self) -> bool:
+        """Return if a single process has other gradients if it takes itself for another rank."""
+        if self.other_rank is None:
+            return False
+        steps = zip(*(entries_of(one, ParityStep) for one in (self.other_rank, self.single)), strict=False)
+        for other, alone in steps:
+            if not math.isfinite(math.hypot(*other.norms)):
+                return False
+            if not all(math.isclose(a, b, rel_tol=SMALL) for a, b in zip(other.norms, alone.norms, strict=False)):
+                return True
+        return False
+
+    @property
+    def has_same_samples(self) -> bool:
+        """Return if all steps that both runs have made are compared."""
+        return len(self.steps()) >= min(len(entries_of(one, ParityStep)) for one in (self.ranks[0], self.single))
+
+    def gradients_of(self, ranks: Sequence[WatchedRank], steps: Sequence[ParityStep]) -> _Gradients:
+        """Return the gradients in the same step of some ranks; of parts that these have, those of the whole."""
+        found: dict[str, float] = {}
+        for rank, step in zip(ranks, steps, strict=True):
+            names = self._names.get((rank.started.rank, rank.started.world_size, step.optimizer), ())
+            for name, norm in zip(names, step.norms, strict=False):
+                if not norm < 0:  # NaN, too
+                    found[name] = math.hypot(found.get(name, 0.0), norm) if step.sharded else found.get(name, norm)
+        return _Gradients(found, steps[0].gradient)
+
+    @cached_property
+    def _names(self) -> dict[tuple[int, int, int], tuple[str, ...]]:
+        every = [*self.ranks, self.single, *filter(None, [self.noise])]
+        steps = ((rank.started, step) for rank in every for step in entries_of(rank, ParityStep) if step.names)
+        return {(started.rank, started.world_size, step.optimizer): step.names for started, step in steps}
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.ranks[0].started.world_size
+
+
+def gradients(comparison: Comparison) -> list[Quantity]:
+    """Return the gradients of each step that both runs have made: their norms, and how far they are apart."""
+    found, largest = [], 0.0
+    for of_ranks, alone, noise in comparison.steps():
+        many, one = (
+            comparison.gradients_of(comparison.ranks, of_ranks),
+            comparison.gradients_of([comparison.single], [alone]),
+        )
+        if noise is not None and comparison.noise is not None:
+            largest = max(largest, _distance(one, comparison.gradients_of([comparison.noise], [noise])))
+        found.append(Quantity(many.norm, one.norm, _distance(many, one), largest))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradients:
+    norms: Mapping[str, float]  # by name of the parameter
+    sketch: Sequence[float] = ()  # of all of them; empty if it is of parts
+
+    @property
+    def norm(self) -> float:
+        return math.hypot(*self.norms.values())
+
+
+def _distance(some: _Gradients, others: _Gradients) -> float:
+    """Return how far gradients are apart, relative to the larger ones."""
+    scale = max(some.norm, others.norm)
+    if not math.isfinite(scale):
+        return 0.0 if math.isfinite(some.norm) == math.isfinite(others.norm) else math.inf
+    names = {*some.norms, *others.norms}
+    apart = math.hypot(*(some.norms.get(name, 0.0) - others.norms.get(name, 0.0) for name in names))
+    if some.norms.keys() == others.norms.keys() and len(some.sketch) == len(others.sketch):
+        apart = max(apart, math.dist(some.sketch, others.sketch))
+    return apart / scale if scale else 0.0
+
+
+# What is shown
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A number that both runs have shown at one place."""
+
+    entry: NumbersShown  # of rank 0
+    place: int  # of the number in the text
+    quantity: Quantity
+    is_local: bool = False  # whether it is made of the losses of rank 0 alone, or other ranks show their own
+
+
+def shown_numbers(comparison: Comparison) -> list[Shown]:
+    """Return the numbers that both runs have shown, in order."""
+    mine, theirs = _by_place(comparison.ranks[0]), _by_place(comparison.single)
+    noise = _by_place(comparison.noise) if comparison.noise is not None else {}
+    others = [_by_place(rank) for rank in comparison.ranks[1:]]
+    losses = [(s.count, loss) for s in entries_of(comparison.ranks[0], ParityStep) for loss in s.losses]
+    found, before = [], dict[_Key, int]()
+    for key, entry in mine.items():
+        since, before[(*key[:2], 0)] = before.get((*key[:2], 0), 0), entry.steps
+        other = theirs.get(key)
+        if other is None or len(other.numbers) != len(entry.numbers):
+            continue
+        third = noise.get(key)
+        window = [loss for step, loss in losses if since <= step < entry.steps]
+        for place, (text, alone) in enumerate(zip(entry.numbers, other.numbers, strict=True)):
+            again = third.numbers[place] if third is not None and len(third.numbers) > place else alone
+            rows = [of_rank[key].numbers[place] for of_rank in others if key in of_rank]
+            local = any(row != text for row in rows) or _is_of_losses(text, window) or place in entry.known
+            found.append(Shown(entry, place, _quantity(text, alone, again), local))
+    return found
+
+
+def _by_place(rank: WatchedRank) -> dict[_Key, NumbersShown]:
+    """Return texts by line, words, and how many there were of them before."""
+    found: dict[_Key, NumbersShown] = {}
+    for entry in entries_of(rank, NumbersShown):
+        number = 0
+        while (key := (str(entry.location), f"{entry.how} {entry.text}", number)) in found:
+            number += 1
+        found[key] = entry
+    return found
+
+
+def _quantity(text: str, alone: str, again: str) -> Quantity:
+    one, other, third = float(text), float(alone), float(again)
+    scale = max(abs(one), abs(other)) or 1.0
+    digit = 1.5 * max(map(_last_digit, (text, alone)))
+    apart = max(0.0, abs(one - other) - digit) / scale
+    return Quantity(one, other, apart, abs(other - third) / scale)
+
+
+def _last_digit(text: str) -> float:
+    """Return what the last digit of a number stands for; of one that is shown in full, nothing."""
+    mantissa, _, exponent = text.lower().partition("e")
+    places = len(mantissa.partition(".")[2])
+    return 0.0 if not places else 10.0 ** (int(exponent or 0) - places)
+
+
+def _is_of_losses(text: str, losses: Sequence[float]) -> bool:
+    """Return if a number is the last of some losses, or their mean or sum, as far as it has digits."""
+    value, digit = float(text), _last_digit(text)
+    losses = [loss for loss in losses if abs(loss) < _LARGEST]
+    if not losses or not digit or abs(value) < _FEWEST_DIGITS * digit:
+        return False
+    total = math.fsum(losses)
+    made = (losses[-1], total / len(losses), total)
+    return any(abs(value - one) <= digit for one in made)
+
+
+# What an evaluation computes
+
+
+def first_unequal(comparison: Comparison, steps: int) -> tuple[Location, str] | None:
+    """Return the line that first computes a number of an evaluation that is not one of a single process, with its name.
+
+    A number of a single process is, on the ranks, the same on each, or their sum, their mean or an extreme of them.
+    """
+    traces = [
+        {(*key, number): value for key, value, number in _numbered(rank, steps)}
+        for rank in (*comparison.ranks, comparison.single)
+    ]
+    *of_ranks, alone = traces
+    noise = {(*k, n): v for k, v, n in _numbered(comparison.noise, steps)} if comparison.noise else alone
+    for key, value in of_ranks[0].items():
+        if (single := alone.get(key)) is None or len(noise.get(key, ())) != len(single):
+            continue
+        scale = max(map(abs, single), default=0.0) or 1.0
+        changed = max((abs(a - b) for a, b in zip(noise[key], single, strict=True)), default=0.0) / scale
+        if changed > SMALL:  # a time, or random
+            continue
+        others = [other for of_rank in of_ranks if (other := of_rank.get(key)) is not None]
+        if len(single) != len(value) or any(len(other) != len(value) for other in others):
+            continue
+        allowed = max(_NEAR, MULTIPLE * changed) * scale
+        if not any(math.dist(made, single) <= allowed for made in _made_of(others)):
+            return Location(key[0], key[1]), key[3]
+    return None
+
+
+def _numbered(rank: WatchedRank, steps: int) -> Iterator[tuple[_Line, tuple[float, ...], int]]:
+    times = Counter[_Line]()
+    for traced in entries_of(rank, EvaluationTraced):
+        if traced.steps == steps:
+            for value in traced.values:
+                key = value.path, value.line, value.function, value.name
+                yield key, value.numbers, times[key]
+                times[key] += 1
+
+
+def _made_of(numbers: Sequence[tuple[float, ...]]) -> Iterator[list[float]]:
+    """Return what ranks may make of their numbers: that of all, the largest, the smallest, the sums and the means."""
+    sums = [math.fsum(column) for column in zip(*numbers, strict=True)]
+    for extreme in (max, min):
+        yield [extreme(column) for column in zip(*numbers, strict=True)]
+    yield sums
+    yield [total / len(numbers) for total in sums]
+
+
+# What is saved
+
+
+def saved_states(rank: WatchedRank) -> dict[tuple[str, int], TensorsSaved]:
+    """Return what a rank has saved, by line and by how often that had saved before."""
+    found: dict[tuple[str, int], TensorsSaved] = {}
+    for entry in entries_of(rank, TensorsSaved):
+        number = sum(where == str(entry.location) for where, _ in found)
+        found[str(entry.location), number] = entry
+    return found

@@ -1,0 +1,258 @@
+"""DDP314: what a script does on several ranks and not in a single process on the same samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ddpcheck.findings.evidence.parity import NotReplayed, ParityEnded, ParityStep
+from ddpcheck.findings.evidence.script import LossDifferentiated
+from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.wording import counted, group_by, join_names, one_finding
+from ddpcheck.judge.parity_comparison import (
+    EQUAL,
+    Comparison,
+    Quantity,
+    Shown,
+    first_unequal,
+    gradients,
+    saved_states,
+    shown_numbers,
+)
+from ddpcheck.judge.script_facts import entries_of
+from ddpcheck.stream.rank_log import WatchedRank
+
+_FACTOR = 1e-3  # relative, to which a ratio is a factor
+_FEWEST_FACTORS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """What differs first in one kind of quantity."""
+
+    kind: str  # "gradients", "steps", "shown", "saved", "schedule" or "samples"
+    step: int  # optimizer steps before
+    location: Location | None
+    said: str  # what differs, in words
+    evidence: tuple[str, ...] = ()
+
+
+def divergences(comparison: Comparison) -> list[Divergence]:
+    """Return what differs, the first divergence first; what follows from gradients that differ is left out."""
+    found = [*_of_gradients(comparison)]
+    until = found[0].step if found else math.inf
+    found += (one for one in _of_schedules(comparison))
+    found += (one for one in _of_steps(comparison) if comparison.has_same_samples)
+    if comparison.has_same_samples and not comparison.has_other_model:
+        found += (one for one in _of_shown(comparison) if one.step < until)
+        found += (one for one in _of_saved(comparison) if one.step < until)
+    return found
+
+
+def _of_gradients(comparison: Comparison) -> Iterator[Divergence]:
+    every = gradients(comparison)
+    first = next((n for n, one in enumerate(every) if one.differs), None)
+    if first is None:
+        return
+    of_ranks, _, _ = comparison.steps()[first]
+    one = every[first]
+    later = every[first:]
+    factor = _factor([other.ratio for other in later[:8]], comparison.world_size)
+    how = f"{one.difference:.2g} (relative) from"
+    if factor:
+        how = f"{factor} of" if factor.startswith("1/") else f"{factor} times"
+    said = f"From optimizer step {of_ranks[0].count} on, the gradients on {comparison.world_size} ranks are {how} "
+    said += "those of a single process on the same samples."
+    norms = ", ".join(f"{other.ranks:.6g} and {other.single:.6g}" for other in later[:3])
+    evidence = [f"norms of the gradients, on ranks and in a single process: {norms}"]
+    if first:
+        evidence.append(f"before, {counted(first, 'step')} had the same gradients within {_largest(every[:first]):.1g}")
+    if comparison.noise is not None:
+        evidence.append(f"other random numbers and another order of the samples change them by {one.noise:.1g}")
+    where = _loss_line(comparison.ranks[0], of_ranks[0]) or of_ranks[0].loss_at or of_ranks[0].location
+    yield Divergence("gradients", of_ranks[0].count, where, said, tuple(evidence))
+
+
+def _largest(every: Sequence[Quantity]) -> float:
+    return max((one.difference for one in every), default=0.0)
+
+
+def _factor(ratios: Sequence[float], world_size: int) -> str:
+    """Return the factor that all ratios are, in words; empty if there is none."""
+    for factor, words in ((world_size, str(world_size)), (1 / world_size, f"1/{world_size}")):
+        if ratios and all(math.isclose(ratio, factor, rel_tol=_FACTOR) for ratio in ratios):
+            return words
+    if ratios and not math.isclose(ratios[0], 1.0, rel_tol=_FACTOR):
+        if all(math.isclose(ratio, ratios[0], rel_tol=_FACTOR) for ratio in ratios):
+            return f"{ratios[0]:.4g}"
+    return ""
+
+
+def _loss_line(rank: WatchedRank, step: ParityStep) -> Location | None:
+    """Return the line that makes the loss of a step, or of one near it."""
+    losses = [one for one in entries_of(rank, LossDifferentiated) if one.made is not None]
+    near = sorted(losses, key=lambda one: abs(one.step - step.count))
+    return near[0].made if near else None
+
+
+def _of_steps(comparison: Comparison) -> Iterator[Divergence]:
+    """Compare how many steps were made, if both runs have come to their ends."""
+    ends = [end for one in (comparison.ranks[0], comparison.single) for end in entries_of(one, ParityEnded)]
+    if len(ends) == 2 and not any(end.why or end.steps_inside for end in ends) and ends[0].steps != ends[1].steps:
+        last = entries_of(comparison.ranks[0], ParityStep)
+        said = f"The ranks make {counted(ends[0].steps, 'optimizer step')}, a single process makes {ends[1].steps}."
+        yield Divergence("steps", min(end.steps for end in ends), last[-1].location if last else None, said)
+
+
+def _of_schedules(comparison: Comparison) -> Iterator[Divergence]:
+    """Compare where learning rates end, relative to their highest; a factor between them is meant."""
+    by_optimizer = group_by(comparison.steps(), lambda some: some[1].optimizer)
+    for steps in by_optimizer.values():
+        rates = [[max(of_ranks[0].rates, default=0.0), max(single.rates, default=0.0)] for of_ranks, single, _ in steps]
+        tops = [max(column) for column in zip(*rates, strict=True)]
+        if len(rates) < _FEWEST_FACTORS or not all(tops):
+            continue
+        ends = [rates[-1][place] / tops[place] for place in (0, 1)]
+        if not math.isclose(*ends, rel_tol=1e-2, abs_tol=1e-3):
+            said = f"After {counted(len(rates), 'step')}, the learning rate on the ranks is at {ends[0]:.3g} of its "
+            said += f"highest value, and in a single process at {ends[1]:.3g}."
+            apart = [not math.isclose(a / tops[0], b / tops[1], rel_tol=1e-2) for a, b in rates]
+            at = apart.index(True)
+            yield Divergence("schedule", at, steps[at][0][0].location, said)
+
+
+def _of_shown(comparison: Comparison) -> Iterator[Divergence]:
+    """Compare numbers that are shown after an evaluation; in training, only factors of the world size."""
+    by_line = group_by(shown_numbers(comparison), lambda one: (one.entry.location, one.place, one.entry.text))
+    for (where, place, _), every in by_line.items():
+        evaluated = [one for one in every if one.entry.evaluates and not one.entry.during and not one.is_local]
+        wrong = [one for one in evaluated if one.quantity.differs]
+        if not wrong:
+            rest = [one for one in every if one.quantity.differs]
+            if len(rest) < max(_FEWEST_FACTORS, len(every)) or not _is_of_ranks(rest, comparison.world_size):
+                continue
+            wrong = rest
+        first = wrong[0]
+        factor = _factor([one.quantity.ratio for one in wrong], comparison.world_size)
+        how = f" (factor {factor})" if factor in (str(comparison.world_size), f"1/{comparison.world_size}") else ""
+        number = first.entry.numbers[place]
+        said = (
+            f"{number}, {first.entry.how} after {counted(first.entry.steps, 'step')}, is {first.quantity.single:.6g} "
+        )
+        said += f"in a single process on the same samples{how}."
+        pairs = ", ".join(f"{one.entry.numbers[place]} and {one.quantity.single:.6g}" for one in wrong[:3])
+        evidence = [f"on ranks and in a single process: {pairs}"]
+        if comparison.noise is not None:
+            evidence.append(
+                f"other random numbers and another order of the samples change it by {first.quantity.noise:.1g}"
+            )
+        if (line := first_unequal(comparison, first.entry.steps)) is not None:
+            evidence.append(
+                f"{line[1]} of {line[0]} is the first number that differs; it is {first.entry.how} at {where}"
+            )
+            where = line[0]
+        yield Divergence("shown", first.entry.steps, where, said, tuple(evidence))
+
+
+def _is_of_ranks(every: Sequence[Shown], world_size: int) -> bool:
+    """Return if numbers are the world size times those of a single process, or divided by it."""
+    return _factor([one.quantity.ratio for one in every], world_size) in (str(world_size), f"1/{world_size}")
+
+
+def _of_saved(comparison: Comparison) -> Iterator[Divergence]:
+    mine, theirs = (saved_states(one) for one in (comparison.ranks[0], comparison.single))
+    noise = saved_states(comparison.noise) if comparison.noise is not None else {}
+    for key, one in mine.items():
+        if (other := theirs.get(key)) is None:
+            continue
+        third = noise.get(key)
+        missing = sorted(other.shapes.keys() - one.shapes.keys())
+        shapes = sorted(
+            name for name in one.shapes.keys() & other.shapes.keys() if one.shapes[name] != other.shapes[name]
+        )
+        values = []
+        for name in one.norms.keys() & other.norms.keys() - {*shapes}:
+            a, b = one.norms[name], other.norms[name]
+            scale = max(abs(a), abs(b)) or 1.0
+            again = third.norms.get(name, b) if third is not None else b
+            if Quantity(a, b, abs(a - b) / scale, abs(b - again) / scale).differs:
+                values.append(name)
+        if missing or shapes or values:
+            what = missing or shapes or sorted(values)
+            how = "missing" if missing else "of another shape" if shapes else "other values"
+            said = f"What the ranks save differs from what a single process saves: {join_names(what, most=3)} ({how})."
+            detail = [f"{n}: {one.shapes[n]} and {other.shapes[n]}" for n in shapes[:3]]
+            detail += [f"norm of {n}: {one.norms[n]:.6g} and {other.norms[n]:.6g}" for n in sorted(values)[:3]]
+            yield Divergence("saved", one.steps, one.location, said, tuple(detail))
+
+
+def is_equal(ranks: Sequence[WatchedRank], singles: Sequence[WatchedRank]) -> bool:
+    """Return if a single process has done the same, so that noise needs no measuring."""
+    comparison = Comparison(ranks, singles[0])
+    return _largest(gradients(comparison)) <= EQUAL and not divergences(comparison)
+
+
+def depends_on_rank(ranks: Sequence[WatchedRank], singles: Sequence[WatchedRank], noise: Sequence[WatchedRank]) -> bool:
+    """Return if gradients differ, perhaps since the script computes with the number of the rank."""
+    comparison = Comparison(ranks, singles[0], next(iter(noise), None))
+    return any(one.kind == "gradients" for one in divergences(comparison))
+
+
+def judge_parity(comparison: Comparison) -> list[Finding]:
+    """Return at most one finding: the first divergence, with later ones as evidence."""
+    found = divergences(comparison)
+    if not found:
+        return []
+    first = min(found, key=lambda one: (one.kind != "gradients", one.step))
+    others = [one.said for one in found if one is not first]
+    return one_finding(
+        "DDP314",
+        (first.kind,),
+        first.said,
+        location=first.location,
+        evidence=[*first.evidence, *others[:4]],
+        severity=Severity.ERROR if first.kind in ("gradients", "steps", "schedule") else Severity.WARNING,
+    )
+
+
+def what_held(comparison: Comparison) -> str:
+    """Return what was compared and is equal, in words."""
+    every = [one for one in gradients(comparison) if one.is_equal]
+    shown = [one for one in shown_numbers(comparison) if one.quantity.is_equal and one.entry.evaluates]
+    if not comparison.has_same_samples:
+        shown = []
+    said = []
+    if every:
+        said.append(
+            f"gradients of {counted(len(every), 'step')} equal those of a single process within {_largest(every):.1g}"
+        )
+    if shown:
+        said.append(f"{counted(len(shown), 'shown number')} equal")
+    saves = saved_states(comparison.ranks[0]).keys() & saved_states(comparison.single).keys()
+    if saves:
+        said.append(counted(len(saves), "saved state"))
+    return "; ".join(said)
+
+
+def lacking(comparison: Comparison) -> str:
+    """Return what was not compared, in words; empty if nothing was left out."""
+    every = gradients(comparison)
+    unknown = [one for one in every if not one.differs and not one.is_equal]
+    refused = dict.fromkeys(f"{one.line} ({one.why})" for one in entries_of(comparison.single, NotReplayed))
+    said = [f"not given to the single process: {join_names([*refused], most=3)}"] if refused else []
+    ends = [end for one in (comparison.ranks[0], comparison.single) for end in entries_of(one, ParityEnded)]
+    if any(end.steps_inside for end in ends):
+        said.append("optimizer steps in backward passes")
+    elif comparison.has_other_model:
+        said.append("a single process has another model: its parameters begin with other values, or shapes")
+    elif comparison.computes_with_rank:
+        said.append("the script computes with the number of the rank")
+    elif not comparison.has_same_samples:
+        said.append(f"from step {len(comparison.steps())} on, forward is given other samples in a single process")
+    if unknown:
+        noise = max(one.noise for one in unknown)
+        said.append(
+            f"gradients of {counted(len(unknown), 'step')} not decided: random numbers change them by {noise:.1g}"
+        )
+    return "; ".join(said)

@@ -1,0 +1,134 @@
+"""Random numbers that a script draws: recorded on each rank, and given together to a single process.
+
+A draw is known by its line and by how many there were at that line.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, variables_of
+from ddpcheck.gather.patching import Patch, Recorder
+from ddpcheck.record.parity.sample_store import NotTogetherError, rows_of
+from ddpcheck.record.parity.samples import Samples
+
+_FUNCTIONS = (
+    *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "bernoulli"),
+    *("multinomial", "poisson"),
+)
+_IN_PLACE = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")
+_OF_NUMPY = (
+    *("rand", "randn", "random", "random_sample", "standard_normal", "normal", "uniform", "randint", "integers"),
+    *("permutation", "choice", "beta", "binomial", "poisson", "exponential", "multivariate_normal", "dirichlet"),
+)
+_DEEPEST = 12  # frames of torch below a line of the program
+
+
+class RandomDraws(Recorder, subjects=("parity",)):
+    """Records what lines of the program draw once training may begin, or replays what those of all ranks have drawn."""
+
+    def __init__(self, samples: Samples, *, replays: bool) -> None:
+        """Begin; `replays`: whether a single process gets the numbers of the ranks."""
+        self._samples = samples
+        self._replays = replays
+        self._process = os.getpid()
+        self._drawn = Counter[str]()
+        for owner, names in ((torch, _FUNCTIONS), (torch.Tensor, _IN_PLACE)):
+            for name in names:
+                Patch(owner, name, functools.partial(self._drawing, name=name))
+        if samples.replays:
+            for name in ("__iter__", "split", "chunk", "unbind"):
+                Patch(torch.Tensor, name, self._of_parts)
+
+    def _drawing(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def draw(*arguments: Any, **named: Any) -> Any:
+            drawn = original(*arguments, **named)
+            if not self._samples.draws or self._samples.loads or torch.compiler.is_compiling() or self.is_off:
+                return drawn
+            return self._drew(sys._getframe(1), name, drawn)
+
+        return draw
+
+    def _drew(self, frame: FrameType, name: str, drawn: Any) -> Any:
+        if os.getpid() != self._process or not rows_of(drawn) or not (line := _line_of_draw(frame)):
+            return drawn
+        key, number = f"{name} {line}", self._drawn[name + line]
+        self._drawn[name + line] += 1
+        if not self._samples.replays:
+            self._samples.keep(f"{key}#{number}", drawn)
+            return drawn
+        if not self._replays:
+            self._samples.refuse(key, "the script fails with the numbers of all ranks")
+            return drawn
+        try:
+            value = self._samples.replayed(key, number)
+        except NotTogetherError as error:
+            self._samples.refuse(key, str(error))
+            return drawn
+        if isinstance(drawn, torch.Tensor):
+            value = value.to(drawn.device)
+            if name.endswith("_"):
+                return drawn.copy_(value) if drawn.shape == value.shape else drawn
+            value.requires_grad_(drawn.requires_grad)
+        return value
+
+    def follow_numpy(self, module: Any) -> None:
+        """Follow the draws of numpy's functions, and of generators that the script makes."""
+        for name in _OF_NUMPY:
+            if hasattr(module, name):
+                Patch(module, name, functools.partial(self._drawing, name=f"numpy.random.{name}"))
+        self._samples.seed("numpy", module.get_state, module.set_state)
+        methods = {}
+        for name in _OF_NUMPY:
+            if callable(original := getattr(module.Generator, name, None)):
+                methods[name] = self._drawing(original, f"Generator.{name}")
+        followed = type("Generator", (module.Generator,), methods)
+
+        def following(make: Callable[..., Any]) -> Callable[..., Any]:
+            return functools.wraps(make)(lambda *given, **named: followed(make(*given, **named).bit_generator))
+
+        Patch(module, "default_rng", following)
+
+    def _of_parts(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Have what divides a tensor of all ranks divide the part of each rank, and put the pieces together."""
+
+        @functools.wraps(original)
+        def divide(tensor: Any, *arguments: Any, **named: Any) -> Any:
+            parts = self._samples.parts.get(tensor) if len(self._samples.parts) else None
+            if parts is None or torch.compiler.is_compiling():
+                return original(tensor, *arguments, **named)
+            pieces = [[*original(part, *arguments, **named)] for part in parts]
+            whole = len({len(some) for some in pieces}) == 1 and all(piece.dim() for piece in pieces[0])
+            made = [torch.cat(some) for some in zip(*pieces, strict=True)] if whole else []
+            self._samples.rows = tuple(len(some[0]) for some in pieces) if made else ()
+            return (iter if original.__name__ == "__iter__" else tuple)(made or original(tensor, *arguments, **named))
+
+        return divide
+
+
+_NOT_OF_THE_STEP = ("torch.utils.data", "torch.nn.init", "torch.optim", "torch._dynamo", "torch._inductor")
+
+
+def _line_of_draw(frame: FrameType) -> str:
+    """Return the line of the program that draws, itself or by torch; "" for what is no part of a step."""
+    if str(frame.f_globals.get("__name__", "")).startswith("ddpcheck."):
+        return ""
+    for one in itertools.islice(frames_from(frame), _DEEPEST):
+        if str(one.f_globals.get("__name__", "")).startswith(_NOT_OF_THE_STEP):
+            return ""
+        if one.f_code.co_name == "__init__" and isinstance(variables_of(one).get("self"), nn.Module):
+            return ""
+        if is_of_program(one.f_code.co_filename):
+            return str(location_of(one))
+    return ""

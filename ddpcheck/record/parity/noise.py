@@ -1,0 +1,58 @@
+"""A run whose random numbers and clocks are others: what differs from a run without is noise."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ddpcheck.gather.patching import Patch
+
+_OTHER_SEED = 7919
+_FASTER = 1.7  # as fast a clock runs
+_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "time_ns", "perf_counter_ns", "monotonic_ns")
+
+
+class Noise:
+    """Changes clocks from now on, and random numbers once training may begin: parameters begin with the same values."""
+
+    def __init__(self) -> None:
+        self._is_on = False
+        for name in _CLOCKS:
+            Patch(time, name, _skewed)
+        for module in (torch, random):
+            Patch(module, "manual_seed" if module is torch else "seed", self._seeding)
+
+    def begin(self) -> None:
+        """Draw other numbers: a wrapper or an optimizer is there."""
+        if self._is_on:
+            return
+        self._is_on = True
+        torch.manual_seed(torch.initial_seed() % (1 << 62))
+        random.seed(_OTHER_SEED)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(_OTHER_SEED)
+
+    def _seeding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def seed(*given: Any, **named: Any) -> Any:
+            if self._is_on and given and type(given[0]) is int:
+                given = (given[0] + _OTHER_SEED, *given[1:])
+            return original(*given, **named)
+
+        return seed
+
+
+def _skewed(original: Callable[[], Any]) -> Callable[[], Any]:
+    began = original()
+
+    @functools.wraps(original)
+    def clock() -> Any:
+        return type(began)(began + (original() - began) * _FASTER)
+
+    return clock

@@ -1,0 +1,413 @@
+"""The steps of a script, and the numbers and tensors that it shows and saves: in a run on ranks, or in one process."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import itertools
+import linecache
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpcheck.findings.evidence import Entry
+from ddpcheck.findings.evidence.parity import IN_TURN, NumbersShown, ParityEnded, ParityStep, TensorsSaved
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_of_program, last_assignment, location_of, user_frame, user_location
+from ddpcheck.gather.patching import OwnErrors, Patch, Recorder, in_a_line, patched
+from ddpcheck.gather.state.fingerprints import is_shard, own_part
+from ddpcheck.gather.steps.gradient_distance import norms, sketches
+from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
+from ddpcheck.record.loop.step_hooks import follow_steps
+from ddpcheck.record.parity.draws import RandomDraws
+from ddpcheck.record.parity.layers import RankLayers
+from ddpcheck.record.parity.noise import Noise
+from ddpcheck.record.parity.own_files import redirect_files
+from ddpcheck.record.parity.sample_store import SampleReader
+from ddpcheck.record.parity.samples import Samples
+from ddpcheck.record.parity.value_trace import ValueTrace
+from ddpcheck.record.rank.environment import ParityOptions
+from ddpcheck.record.rank.module_finder import when_imported
+from ddpcheck.record.source import program_numbers
+from ddpcheck.stream.entries import WatchingFailed
+
+_DDP: Any = nn.parallel.DistributedDataParallel
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w]*[A-Za-z_])")
+_LONGEST = 4096  # characters of a text
+_MOST_SHOWN = 4096
+_MOST_SAVED = 16
+_MOST_TENSORS = 512
+_MOST_STEPS = 2048
+_MOST_LOOKS = 64
+_FEW = 64
+_LARGEST = 1 << 22  # elements of an input whose rows are compared
+_FEATURES = 4
+
+
+class ParityRecorder(Recorder, subjects=("parity",)):
+    """Records what this process does, from the import of torch on; `begin` gives it the log of its rank."""
+
+    def __init__(self, options: ParityOptions) -> None:
+        self._options = options
+        self._add: Callable[[Entry], object] | None = None
+        self._waiting: list[Entry] = []
+        self._process = os.getpid()
+        reader = SampleReader(Path(options.samples), options.world_size) if options.replays else None
+        self._reader = reader
+        self.samples = Samples(self.write, reader, options)
+        self._draws = RandomDraws(self.samples, replays=options.draws)
+        self._layers = RankLayers(self.samples)
+        self._optimizers: WeakKeyDictionary[Any, tuple[int, list[int]]] = WeakKeyDictionary()
+        self._numbers = itertools.count()
+        self._names: dict[int, str] = {}
+        self._losses: list[torch.Tensor] = []
+        self._loss_at: Location | None = None
+        self._given = torch.zeros(_FEATURES + 1, dtype=torch.float64)
+        self._steps = self._shown = self._saved = 0
+        self._full_at = 0
+        self._inside = False  # whether optimizers have stepped in backward passes
+        self._rates: list[float] | None = None  # of the single process, while those of the ranks are in their place
+        self._record: Any = None  # the last one of `logging`
+        self._trace = ValueTrace(self.write, lambda: self.samples.loads)
+        self._known: set[float] = set()  # numbers that the program had when it last began to evaluate
+        self._looks = 0
+        self.samples.on_pass = self._look
+        self._noise = Noise() if options.is_noise else None
+        if options.as_rank:
+            Patch(dist, "get_rank", functools.partial(_as_rank, rank=options.as_rank))
+        follow_steps(self)
+        patched(torch.autograd, "backward", self._backward)
+        patched(_DDP, "__init__", self._wraps)
+        patched(_DDP, "forward", self._forwards)
+        patched(torch.optim.Optimizer, "__init__", self._constructs)
+        patched(nn.Module, "train", self._switches)
+        patched(builtins, "print", self._prints)
+        patched(logging.Handler, "handle", self._logs)
+        patched(torch, "save", self._saves)
+        when_imported(("numpy.random",), self._draws.follow_numpy)
+        when_imported(("torch.utils.tensorboard.writer",), self._follow_writer)
+        when_imported(("wandb",), lambda module: patched(module, "log", self._tracks_all))
+
+    def begin(self, add: Callable[[Entry], object], folder: Path, rank: int) -> None:
+        """Write what was recorded so far, and what comes, into the log of a rank."""
+        self._add, waiting, self._waiting = add, self._waiting, []
+        self.samples.begin(folder, rank)
+        for entry in waiting:
+            add(entry)
+
+    def close(self, why: str = "") -> None:
+        """The script has ended, or has come as far as it is compared."""
+        self._trace.end(evaluates=self.samples.evaluates, steps=self._steps)
+        full = self._full_at if self.samples.is_full else 0
+        splits = self.samples.splits_statistics
+        self.write(ParityEnded(self._steps, self.samples.backwards, why, full, splits, self._inside))
+
+    def write(self, entry: Entry) -> None:
+        if os.getpid() == self._process:
+            (self._waiting.append if self._add is None else self._add)(entry)
+
+    # The loop
+
+    def _wraps(self, _wrapper: Any, module: Any = None, *_arguments: Any, **_named: Any) -> Iterator[None]:
+        yield
+        self._may_train()
+        if isinstance(module, nn.Module):
+            self._name(module)
+
+    def _may_train(self) -> None:
+        self.samples.draws = True
+        if self._noise is not None:
+            self._noise.begin()
+
+    def _name(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            self._names.setdefault(id(parameter), name)
+
+    def _constructs(self, *_arguments: Any, **_named: Any) -> Iterator[None]:
+        yield
+        self._may_train()
+
+    def _switches(self, _module: Any, mode: bool = True) -> None:
+        if not mode:
+            self._look()
+            self.samples.note_evaluation()
+
+    def _look(self) -> None:
+        """Note the numbers that the program has before it evaluates, perhaps."""
+        if not self.samples.evaluates and self._looks < _MOST_LOOKS:
+            self._looks += 1
+            self._known = set(program_numbers.numbers_of_program().values())
+            self._trace.begin()
+
+    def _forwards(self, wrapper: Any, *inputs: Any, **named: Any) -> None:
+        if not wrapper.training or not torch.is_grad_enabled():
+            return
+        for tensor in tree_tensors((inputs, named)):
+            if tensor.dim() and 0 < tensor.numel() <= _LARGEST and tensor.layout == torch.strided:
+                self._given += _features(tensor.detach())
+
+    def _backward(self, tensors: Any = None, *_arguments: Any, **_named: Any) -> None:
+        if os.getpid() != self._process:
+            return
+        most = self._options.backwards
+        if self._reader is not None and 0 < most <= self.samples.backwards:
+            self._leave(f"after {most} backward passes, as far as samples were recorded")
+        self._trace.end(evaluates=self.samples.evaluates, steps=self._steps)
+        if not self.samples.is_full:
+            self._full_at = self.samples.backwards
+        self.samples.note_backward()
+        if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
+            self._losses.append(tensors.detach())
+            self._loss_at = _loss_line(user_frame(sys._getframe(1)))
+
+    def _leave(self, why: str) -> None:
+        """End the process, whatever the script would do with an exception."""
+        self.close(why)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def before_step(self, optimizer: Any, _has_closure: bool, inside: bool) -> None:
+        """An optimizer is about to step: note its gradients, and step with the learning rates of the ranks."""
+        if os.getpid() != self._process:
+            return
+        if inside:
+            self._inside = True
+            return
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = next(self._numbers), [0]
+        number, counts = self._optimizers[optimizer]
+        count = counts[0]
+        counts[0] += 1
+        self._steps += 1
+        if self._reader is not None and 0 < self._options.steps < self._steps:
+            self._leave(f"after {self._options.steps} optimizer steps, as --check-parity-steps says")
+        if count >= _MOST_STEPS:
+            return
+        if not count:
+            self._compare_rows(number)
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        self.write(self._described(optimizer, number, count, rates))
+        self._losses, self._given = [], torch.zeros_like(self._given)
+        key = f"rates {number} {count}"
+        if self._reader is None:
+            self.samples.keep(key, rates)
+        elif (recorded := self._reader.get(key)) and recorded[0] != rates and len(recorded[0]) == len(rates):
+            self._rates = rates
+            _set_rates(optimizer, recorded[0])
+
+    def _compare_rows(self, number: int) -> None:
+        """Leave if the step of a single process has the rows of more micro-batches than there are on each rank."""
+        key, rows = f"rows {number}", self._given[-1].item()
+        if self._reader is None:
+            self.samples.keep(key, rows)
+            return
+        of_ranks = self._reader.get(key)
+        if len(of_ranks) > 1 and not self._options.in_turn and 0 < sum(of_ranks) * len(of_ranks) == rows:
+            self._leave(IN_TURN)
+
+    def after_step(self, optimizer: Any, _has_closure: bool) -> None:
+        """It has stepped."""
+        if self._rates is not None:
+            _set_rates(optimizer, self._rates)
+            self._rates = None
+
+    def _described(self, optimizer: Any, number: int, count: int, rates: Sequence[float]) -> ParityStep:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not count and any(id(p) not in self._names for p in parameters):
+            for _, value in program_numbers.held_by_program():
+                if isinstance(value, nn.Module):
+                    self._name(value)
+        names = [self._names.get(id(p), f"parameter {place}") for place, p in enumerate(parameters)]
+        sharded = any(map(_is_part, parameters))
+        unique = [f"{place}" for place in range(len(parameters))]
+        gradients = {n: own_part(p.grad) for n, p in zip(unique, parameters, strict=True) if p.grad is not None}
+        sizes = norms(gradients)
+        if sharded:  # the norms of all ranks make that of the whole
+            sizes = {n: size * _counts(parameters[int(n)]) for n, size in sizes.items()}
+        values = norms({n: own_part(p) for n, p in zip(unique, parameters, strict=True)})
+        return ParityStep(
+            number,
+            count,
+            user_location(sys._getframe(3)),
+            tuple(sizes.get(n, -1.0) for n in unique),
+            tuple(values[n] for n in unique),
+            () if sharded else _together(sketches(gradients)),
+            tuple(rates),
+            tuple(float(loss) for loss in self._losses[:_FEW]),
+            self._loss_at,
+            sharded,
+            () if count else tuple(names),
+            self.samples.backwards,
+            tuple(self._given.tolist()),
+            tuple(own_part(p).numel() for p in parameters) if not count else (),
+        )
+
+    # What is shown and saved
+
+    def _prints(self, *texts: Any, sep: str | None = None, **_named: Any) -> None:
+        if self._shown < _MOST_SHOWN:
+            self._show("printed", (" " if sep is None else sep).join(map(str, texts)))
+
+    def _logs(self, _handler: Any, record: Any) -> None:
+        if record is not self._record and self._shown < _MOST_SHOWN:
+            self._record = record
+            self._show("logged", record.getMessage())
+
+    def _follow_writer(self, module: Any) -> None:
+        patched(module.SummaryWriter, "add_scalar", self._tracks)
+
+    def _tracks(self, _writer: Any, tag: str, value: Any, *_arguments: Any, **_named: Any) -> None:
+        self._show("tracked", f"{tag}: {float(value)!r}")
+
+    def _tracks_all(self, values: Any, *_arguments: Any, **_named: Any) -> None:
+        for name, value in values.items() if isinstance(values, Mapping) else ():
+            if isinstance(value, int | float):
+                self._show("tracked", f"{name}: {value!r}")
+
+    def _show(self, how: str, text: str) -> None:
+        text = text[:_LONGEST]
+        numbers = tuple(_NUMBER.findall(text))[:_FEW]
+        if not numbers or os.getpid() != self._process:
+            return
+        self._shown += 1
+        during = self.samples.is_under_way
+        evaluates = self.samples.evaluates
+        known = [place for place, number in enumerate(numbers) if program_numbers.like(number, self._known)]
+        shown = NumbersShown(how, _line(), _NUMBER.sub("#", text), numbers, self._steps, evaluates, during)
+        self.write(replace(shown, known=tuple(known)) if evaluates else shown)
+
+    def _saves(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
+        if os.getpid() != self._process or self._saved >= _MOST_SAVED:
+            return
+        self._saved += 1
+        where, found = _line(), dict(itertools.islice(_named_tensors(obj), _MOST_TENSORS))
+        shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+        sizes = norms({n: own_part(t) for n, t in found.items() if t.is_floating_point() and t.device.type != "meta"})
+        self.write(TensorsSaved(where, self._steps, shapes, sizes))
+        for number in itertools.islice((leaf for leaf in tree_leaves(obj) if type(leaf) is float), _FEW):
+            self._show("saved", repr(number))
+
+
+_LOSS = re.compile(r"scale\((\w+)\)|backward\((\w+)|(\w+)\.backward\(")
+
+
+def _loss_line(frame: FrameType | None) -> Location | None:
+    """Return the line that has last assigned the loss of which backward is called in a frame, else that of the call."""
+    if frame is None:
+        return None
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    if (path, line) not in _loss_lines:
+        where, found = location_of(frame), _LOSS.search(linecache.getline(path, line))
+        name = next(filter(None, found.groups()), "") if found else ""
+        _loss_lines[path, line] = (last_assignment(where, name) if name else None) or where
+    return _loss_lines[path, line]
+
+
+_loss_lines: dict[tuple[str, int], Location] = {}
+
+
+def _features(tensor: torch.Tensor) -> torch.Tensor:
+    """Return sums over the rows of a tensor of a few nonlinear functions of each row, and the number of rows.
+
+    These are random Fourier features (Rahimi and Recht, 2007): the sums over ranks are those of all rows together, and
+    other rows have other sums, while rounding changes little.
+    """
+    rows = tensor.reshape(len(tensor), -1).cpu().double()
+    generator = torch.Generator().manual_seed(rows.shape[1])
+    directions = torch.randn(rows.shape[1], _FEATURES, generator=generator, dtype=torch.float64)
+    return torch.cat([(rows @ directions / rows.shape[1] ** 0.5).cos().sum(0), torch.tensor([float(len(rows))])])
+
+
+def _named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path or "tensor", value
+    elif isinstance(value, nn.Module):
+        yield from ((f"{path}{name}", tensor) for name, tensor in value.state_dict().items())
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _named_tensors(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from _named_tensors(item, f"{path}[{place}]")
+
+
+def _as_rank(original: Callable[..., int], rank: int) -> Callable[..., int]:
+    """Tell the program, and nothing else, that this process is another rank."""
+
+    @functools.wraps(original)
+    def get_rank(*arguments: Any, **named: Any) -> int:
+        known = original(*arguments, **named)
+        return rank if is_of_program(sys._getframe(1).f_code.co_filename) else known
+
+    return get_rank
+
+
+def _is_part(parameter: torch.Tensor) -> bool:
+    """Return if a rank has a shard of a parameter: by `fully_shard`, tensor parallelism or FullyShardedDataParallel."""
+    in_fsdp1 = getattr(parameter, "_fsdp_flattened", False) or type(parameter).__name__ == "FlatParameter"
+    return is_shard(parameter) or in_fsdp1
+
+
+def _counts(parameter: Any) -> bool:
+    """Return if this rank's part of a parameter is no copy of what a rank before it has."""
+    if not is_shard(parameter):
+        return _is_part(parameter) or not dist.is_initialized() or dist.get_rank() == 0
+    coordinate = parameter.device_mesh.get_coordinate() or ()
+    return not any(place for place, how in zip(coordinate, parameter.placements, strict=True) if how.is_replicate())
+
+
+def _together(parts: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:
+    """Return a sketch of all tensors, of the sketches of each: blocks are added under signs of their own."""
+    size = max(map(len, parts.values()), default=0)
+    total = [0.0] * size
+    for place, part in enumerate(parts.values()):
+        for number, value in enumerate(part):
+            at = (number * 7 + place * 13) % size
+            total[at] += value if (place * 31 + number * 17) % 5 % 2 else -value
+    return tuple(total)
+
+
+def _set_rates(optimizer: Any, rates: Sequence[float]) -> None:
+    groups = [group for group in optimizer.param_groups if "lr" in group]
+    for group, rate in zip(groups, rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def _line() -> Location | None:
+    """Return the line that shows something; not that of a `print` of the program's own."""
+    for frame in program_numbers.program_frames():
+        if frame.f_code.co_name != "print":
+            return user_location(frame)
+    return user_location()
+
+
+recorder: ParityRecorder | None = None
+"""That of this process, once torch is there."""
+
+
+def start(options: ParityOptions, folder: str) -> None:
+    """Record from now on: torch has just been imported. A single process writes its files below `folder`."""
+    global recorder
+    if options.replays:
+        redirect_files(folder, options.since, [options.samples])
+    recorder = made = ParityRecorder(options)
+
+    def failed(error: Exception, one: Recorder) -> None:
+        made.write(WatchingFailed("", one.name, ("parity",), 0, in_a_line(error)))
+
+    OwnErrors.taken_by = failed

@@ -1,0 +1,187 @@
+"""What enters a script on each rank: batches of loaders and random draws, in a file; and all ranks' put together."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections import UserDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_LENGTHS = struct.Struct("<II")
+_NAME = "samples-{}"
+_LARGEST = 1 << 26  # bytes of a rank's file
+_LARGEST_VALUE = 1 << 24
+
+
+class NotTogetherError(Exception):
+    """Values of ranks that cannot be put together."""
+
+
+class SampleWriter:
+    """The file of one rank, to which values are added in the order in which the script gets them.
+
+    Attributes:
+        is_full: Whether a value had no place any more; none is added from then on.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._file = Path(folder, _NAME.format(rank)).open("ab", buffering=0)
+        self._size = 0
+        self.is_full = False
+
+    def add(self, key: str, value: Any) -> None:
+        """Add a value under a key.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        if self.is_full:
+            return
+        blob = _packed(value)
+        name = key.encode()
+        self._size += len(blob) + len(name)
+        if len(blob) > _LARGEST_VALUE or self._size > _LARGEST:
+            self.is_full = True
+            return
+        self._file.write(_LENGTHS.pack(len(name), len(blob)) + name + blob)
+
+
+class SampleReader:
+    """The values of all ranks of a run, by key.
+
+    Attributes:
+        world_size: The number of ranks.
+    """
+
+    def __init__(self, folder: Path, world_size: int) -> None:
+        self.world_size = world_size
+        self._paths = [Path(folder, _NAME.format(rank)) for rank in range(world_size)]
+        self._places = [_places_in(path) for path in self._paths]
+
+    def get(self, key: str) -> list[Any]:
+        """Return the values that ranks have under a key, in their order; empty if there is none."""
+        found = []
+        for path, places in zip(self._paths, self._places, strict=True):
+            if key in places:
+                start, size = places[key]
+                with path.open("rb") as file:
+                    file.seek(start)
+                    found.append(_unpacked(file.read(size)))
+        return found
+
+    def count(self, key: str) -> int:
+        """Return how many ranks have a value under a key."""
+        return sum(key in places for places in self._places)
+
+
+def _packed(value: Any) -> bytes:
+    """Pickle a value; tensors by their bytes, for torch.save takes ten times as long for a small one."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, thing: Any) -> Any:
+        if type(thing) is torch.Tensor and thing.layout == torch.strided and not thing.is_quantized:
+            plain = thing.detach().cpu().contiguous().resolve_conj().resolve_neg()
+            return _tensor, (plain.reshape(-1).view(torch.uint8).numpy().tobytes(), plain.dtype, tuple(plain.shape))
+        return NotImplemented
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)
+
+
+def _unpacked(blob: bytes) -> Any:
+    return pickle.loads(blob)
+
+
+def _places_in(path: Path) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    if not path.exists():
+        return found
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        while len(head := file.read(_LENGTHS.size)) == _LENGTHS.size:
+            name, length = _LENGTHS.unpack(head)
+            key = file.read(name).decode()
+            if file.tell() + length > size:  # the rank was killed while it wrote
+                break
+            found[key] = file.tell(), length
+            file.seek(length, 1)
+    return found
+
+
+def together(values: Sequence[Any]) -> Any:
+    """Put the values of ranks together along the batch dimension; a value that all ranks have stays as it is.
+
+    Raises:
+        NotTogetherError: They have no batch dimension, or other shapes beside it.
+    """
+    return values[0] if all(is_same(values[0], value) for value in values[1:]) else _joined(values)
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if len({type(value) for value in values}) > 1:
+        raise NotTogetherError("their types differ")
+    if isinstance(first, torch.Tensor) or type(first).__module__ == "numpy":
+        if len({value.shape[1:] for value in values}) > 1:
+            raise NotTogetherError(f"their shapes are {' and '.join(str(tuple(value.shape)) for value in values)}")
+        if len(first.shape):
+            return torch.cat([*values]) if isinstance(first, torch.Tensor) else _numpy().concatenate([*values])
+    elif isinstance(first, Mapping | UserDict):
+        if any(value.keys() != first.keys() for value in values):
+            raise NotTogetherError("their keys differ")
+        parts = {key: _joined([value[key] for value in values]) for key in first}
+        kind: Any = type(first)
+        return kind(parts)
+    elif isinstance(first, list) and first and isinstance(first[0], str | bytes | int | float | dict):
+        return [item for value in values for item in value]  # one item for each sample, as default_collate leaves texts
+    elif isinstance(first, list | tuple):
+        if len({len(value) for value in values}) > 1:
+            raise NotTogetherError("their lengths differ")
+        items = [_joined(some) for some in zip(*values, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    if all(is_same(first, value) for value in values[1:]):
+        return first
+    raise NotTogetherError(f"{type(first).__name__} has no batch dimension")
+
+
+def _numpy() -> Any:
+    import numpy  # which is there if a value is of it
+
+    return numpy
+
+
+def rows_of(value: Any) -> int:
+    """Return how many rows the first tensor or array in a value has; 0 without one."""
+    if isinstance(value, Mapping | UserDict):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        return next((rows for item in value if (rows := rows_of(item))), 0)
+    shape: Any = getattr(value, "shape", ())
+    return int(shape[0]) if len(shape) else 0
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return if two values are equal, tensors and arrays element by element."""
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+    if isinstance(one, Mapping | UserDict):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(
+            type(a) is type(b) and is_same(a, b) for a, b in zip(one, other, strict=True)
+        )
+    if getattr(one, "shape", None) != getattr(other, "shape", None):
+        return False
+    same = one == other
+    return bool(same.all()) if hasattr(same, "all") else bool(same)

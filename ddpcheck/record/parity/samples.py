@@ -1,0 +1,346 @@
+"""Where samples enter a script: recorded on each rank, and given together to a single process.
+
+A batch is known by the line that constructs its loader, by the pass over that and by its place in it. A single process
+that comes to the same place gets the values of all ranks, put together along the batch dimension.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils import data
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ddpcheck.findings.evidence.parity import BatchTaken, NotReplayed
+from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, variables_of
+from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
+from ddpcheck.record.parity.sample_store import NotTogetherError, SampleReader, SampleWriter, is_same, rows_of, together
+from ddpcheck.record.rank.environment import ParityOptions
+
+_MOST_INDICES = 1 << 16  # of all batches
+_MOST_WITHOUT = 64  # batches of a pass that are kept before any backward pass
+
+
+@dataclass(slots=True)
+class _Pass:
+    key: str  # of the loader and the pass
+    began: int  # backward passes before it
+    batches: int = 0
+    rows: int = 0
+    is_over: bool = False
+    is_replayed: bool | None = None  # as far as that is known
+    rows_of_one: int = -1  # those of the whole pass in this process, if the loader knows them
+    indices: list[array[int]] = field(default_factory=list)  # of batches that are not taken yet
+
+
+class Samples(Recorder, subjects=("parity",)):
+    """Records what enters the script, or replays it if there is a `reader`.
+
+    Attributes:
+        rows: The rows of each rank in what was put together last; empty if they are not known.
+        draws: Whether random draws of the script count: from the first wrapper or optimizer on.
+        backwards: How many backward passes have begun.
+        loads: Whether a loader makes a batch, which is recorded as a whole.
+        parts: Of tensors of all ranks, those of each rank.
+        on_pass: Is called before each pass over a loader.
+        splits_statistics: Whether statistics of a batch were those of the rows of each rank.
+    """
+
+    def __init__(self, sink: Callable[[Any], object], reader: SampleReader | None, options: ParityOptions) -> None:
+        """Begin, as `options` say."""
+        self._sink = sink
+        self._reader = reader
+        self._order = options.order
+        self._turns = len(options.order) if options.in_turn else 1
+        self._writer: SampleWriter | None = None
+        self._waiting: list[tuple[str, Any]] = []
+        self._process = os.getpid()
+        self._constructed = Counter[str]()
+        self._keys: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        self._passes = Counter[str]()
+        self._open: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
+        self.parts: Any = WeakIdKeyDictionary()
+        self._left = _MOST_INDICES
+        self.rows: tuple[int, ...] = ()
+        self.draws = self.splits_statistics = False
+        self.loads = False
+        self.backwards = 0
+        self.on_pass: Callable[[], object] = lambda: None
+        self._evaluated = -1  # the number of backward passes when an evaluation ended last
+        self._refused = set[str]()
+        self._patch_loaders()
+        self.seed("torch", torch.initial_seed, torch.manual_seed)
+        self.seed("python", random.getstate, random.setstate)
+
+    def seed(self, name: str, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        """Begin with the random numbers of rank 0, which are new in each process if the script does not seed."""
+        if self._reader is None:
+            self.keep(f"seed {name}", get())
+        elif states := self._reader.get(f"seed {name}"):
+            put(states[0])
+
+    # The store
+
+    def begin(self, folder: Path, rank: int) -> None:
+        """Write what was recorded so far, and what comes: this process is a rank."""
+        if self._reader is None:
+            self._writer = SampleWriter(folder, rank)
+            waiting, self._waiting = self._waiting, []
+            for key, value in waiting:
+                self._writer.add(key, value)
+
+    @property
+    def is_full(self) -> bool:
+        """Return if values of this step are not recorded any more."""
+        return self._writer is not None and self._writer.is_full
+
+    @property
+    def replays(self) -> bool:
+        """Return if this is the single process."""
+        return self._reader is not None
+
+    @property
+    def takes_turns(self) -> bool:
+        """Return if a batch is that of one rank."""
+        return self._turns > 1
+
+    def of_ranks(self, key: str, number: int) -> list[Any]:
+        """Return what ranks have kept under a key and its number, in the order in which their rows are put together.
+
+        If the single process takes the batches of the ranks in turn, that of the rank whose turn it is.
+        """
+        values = [] if self._reader is None else self._reader.get(f"{key}#{number // self._turns}")
+        if len(values) != len(self._order):
+            return values
+        places = self._order if self._turns == 1 else [self._order[number % self._turns]]
+        return [values[place] for place in places]
+
+    def keep(self, key: str, value: Any) -> None:
+        """Keep a value for the single process."""
+        if os.getpid() != self._process:
+            return
+        if self._writer is None:
+            self._waiting.append((key, value))
+        else:
+            self._writer.add(key, value)
+
+    def replayed(self, key: str, number: int) -> Any:
+        """Return the values of all ranks under a key together.
+
+        Raises:
+            NotTogetherError: Some rank has none, or they cannot be put together.
+        """
+        values = self.of_ranks(key, number)
+        if not values:
+            raise NotTogetherError("no rank has recorded it")
+        if (dim := self._batch_dim(values)) and not is_same(values[0], values[-1]):
+            return torch.cat(values, dim)
+        value = together(values)
+        rows = tuple(map(rows_of, values))
+        self.rows = rows if rows_of(value) == sum(rows) else ()
+        if self.rows and isinstance(value, torch.Tensor):
+            self.parts[value] = values
+        return value
+
+    def _batch_dim(self, values: Sequence[Any]) -> int:
+        """Return the dimension of random numbers that has as many elements as the batch has rows, if not the first."""
+        if not self.rows or len(values) != len(self.rows) or not all(isinstance(v, torch.Tensor) for v in values):
+            return 0
+        sizes = [tuple(value.shape) for value in values]
+        if any(size[0] == rows for size, rows in zip(sizes, self.rows, strict=True)):
+            return 0
+        dims = (dim for dim in range(1, len(sizes[0])) if tuple(size[dim] for size in sizes) == self.rows)
+        return next(dims, 0) if len({size[:1] for size in sizes}) == 1 else 0
+
+    def refuse(self, key: str, why: str) -> None:
+        line = key.partition("#")[0]
+        if line not in self._refused:
+            self._refused.add(line)
+            self._sink(NotReplayed(line.partition(" ")[2], why))
+
+    # Loaders
+
+    def _patch_loaders(self) -> None:
+        for kind in (data.DataLoader, data.BatchSampler):
+            Patch(kind, "__init__", functools.partial(self._constructing, kind=kind))
+        patched(data.DataLoader, "__iter__", self._begins)
+        patched(_BaseDataLoaderIter, "_next_index", self._chooses)  # private to torch; without it, no indices
+        Patch(_BaseDataLoaderIter, "__next__", self._taking)
+
+    def _constructing(self, construct: Callable[..., None], kind: type) -> Callable[..., None]:
+        name = kind.__name__
+        place = 1 if kind is data.DataLoader else 2  # of batch_size among the arguments, `self` not counted
+
+        @functools.wraps(construct)
+        def __init__(loader: Any, *arguments: Any, **named: Any) -> None:
+            if os.getpid() == self._process and (line := _line_of(sys._getframe(1), loader)):
+                key = f"{name} {line}#{self._constructed[name + line]}"
+                self._constructed[name + line] += 1
+                if (size := self._size_of(key, arguments, named, place)) is not None:
+                    if len(arguments) > place:
+                        arguments = (*arguments[:place], size, *arguments[place + 1 :])
+                    else:
+                        named = {**named, "batch_size": size}
+                if kind is data.DataLoader:
+                    self._keys[loader] = key
+            construct(loader, *arguments, **named)
+
+        return __init__
+
+    def _size_of(self, key: str, arguments: tuple[Any, ...], named: dict[str, Any], place: int) -> int | None:
+        """Return the batch size of all ranks together; record that of this one."""
+        size = arguments[place] if len(arguments) > place else named.get("batch_size", 1)
+        if type(size) is not int or named.get("batch_sampler") is not None:
+            return None
+        if self._reader is None:
+            self.keep(key, size)
+            return None
+        sizes = self._reader.get(key)
+        return (sizes[0] if self._turns > 1 else sum(sizes)) if sizes else None
+
+    def _begins(self, loader: Any) -> Any:
+        if os.getpid() != self._process:
+            return
+        key = self._keys.get(loader) or f"DataLoader {_line_of(sys._getframe(1), loader)}#0"
+        made = _Pass(f"{key} pass {self._passes[key]}", self.backwards)
+        self._passes[key] += 1
+        with contextlib.suppress(Exception):  # a sampler without a length
+            made.rows_of_one = len(loader.sampler) if loader.batch_sampler is None or loader.batch_size else -1
+        self._opening = made
+        self.on_pass()
+        iterator = yield
+        self._opening = None
+        self._open[iterator] = made
+
+    _opening: _Pass | None = None
+
+    def _chooses(self, iterator: Any) -> Any:
+        index = yield
+        made = self._opening or self._open.get(iterator)
+        batch = index if isinstance(index, list | tuple) else [index]
+        if made is not None and self._left > 0 and all(hasattr(item, "__index__") for item in batch):
+            self._left -= len(batch)
+            made.indices.append(array("q", map(int, batch)))
+
+    def _taking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        took = guarded(self._took)
+
+        @functools.wraps(original)
+        def __next__(iterator: Any) -> Any:
+            made = self._open.get(iterator)
+            if made is None or os.getpid() != self._process:
+                return original(iterator)
+            outer, self.loads = self.loads, True
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                if (replayed := self._in_place_of(made, None)) is None:
+                    self._ended(made)
+                    raise
+                return replayed[0]
+            finally:
+                self.loads = outer
+            replayed = self._in_place_of(made, batch)
+            if replayed is None and self._has_ended(made):
+                self._ended(made)
+                raise StopIteration
+            took(made, batch)
+            return batch if replayed is None else replayed[0]
+
+        return __next__
+
+    def _took(self, made: _Pass, batch: Any) -> None:
+        indices = tuple(made.indices.pop(0)) if made.indices else ()
+        self._sink(BatchTaken(made.key, made.batches, indices, rows_of(batch), self.backwards))
+        if self._reader is None:
+            if made.batches < _MOST_WITHOUT or made.began < self.backwards:
+                self.keep(f"{made.key} batch#{made.batches}", batch)
+        made.batches += 1
+        made.rows += rows_of(batch)
+
+    def _ended(self, made: _Pass) -> None:
+        made.is_over = True
+        if made.began == self.backwards:
+            self.note_evaluation()
+        self.keep(f"{made.key} ended", (made.batches, made.rows))
+
+    def note_evaluation(self) -> None:
+        """The script evaluates, until the next backward pass."""
+        self._evaluated = self.backwards
+
+    @property
+    def evaluates(self) -> bool:
+        """Return if an evaluation has ended, or a model was put into evaluation mode, since the last backward pass."""
+        return self._evaluated == self.backwards
+
+    @property
+    def is_under_way(self) -> bool:
+        """Return if a pass over a loader is under way that no backward pass has come from."""
+        return any(m.began == self.backwards and m.batches and not m.is_over for m in self._open.values())
+
+    def _is_replayed(self, made: _Pass) -> bool:
+        """Return if a pass trains, or evaluates samples that a single process would not take by itself."""
+        if made.is_replayed is None:
+            assert self._reader is not None
+            ended = self._reader.get(f"{made.key} ended")
+            rows = sum(of_rank for _, of_rank in ended)
+            others = 0 <= made.rows_of_one < rows - self._reader.world_size and rows % max(1, made.rows_of_one)
+            few = all(batches <= _MOST_WITHOUT for batches, _ in ended)
+            made.is_replayed = self._reader.count(f"{made.key} trains") > 0 or (bool(others) and few)
+        return made.is_replayed
+
+    def _has_ended(self, made: _Pass) -> bool:
+        """Return if a pass that trains had no batch more on any rank."""
+        if self._reader is None or not self._is_replayed(made):
+            return False
+        ended = self._reader.get(f"{made.key} ended")
+        return bool(ended) and max(batches for batches, _ in ended) * self._turns <= made.batches
+
+    def _in_place_of(self, made: _Pass, batch: Any) -> tuple[Any] | None:
+        """Return the batch of all ranks; `None` if the process's own one stays: evaluations are not replayed."""
+        if self._reader is None:
+            return None
+        key = f"{made.key} batch"
+        if not self._is_replayed(made) or not self._reader.count(f"{key}#{made.batches // self._turns}"):
+            self.rows = ()
+            return None
+        try:
+            value = self.replayed(key, made.batches)
+        except NotTogetherError as error:
+            self.refuse(key, str(error))
+            return None
+        if batch is None:
+            made.batches += 1
+        return (value,)
+
+    def note_backward(self) -> None:
+        """A backward pass begins: passes that are under way train."""
+        self.backwards += 1
+        if self._reader is None:
+            for made in [*self._open.values()]:
+                if made.batches and made.key not in self._refused:
+                    self._refused.add(made.key)
+                    self.keep(f"{made.key} trains", True)
+
+
+def _line_of(frame: FrameType, thing: object) -> str:
+    """Return the line of the program that constructs a thing or iterates over it."""
+    for one in frames_from(frame):
+        if is_of_program(one.f_code.co_filename):
+            if one.f_code.co_name != "__init__" or next(iter(variables_of(one).values()), None) is not thing:
+                return str(location_of(one))
+    return ""

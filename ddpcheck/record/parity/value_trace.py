@@ -1,0 +1,123 @@
+"""The numbers that the functions of a script compute in its first evaluations, line by line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ddpcheck.findings.evidence import Entry
+from ddpcheck.findings.evidence.parity import EvaluationTraced, TracedValue
+from ddpcheck.findings.source_lines import is_of_program, relative_path
+from ddpcheck.gather.patching import Recorder, guarded
+from ddpcheck.record.source.program_numbers import number_of, program_frames
+
+_MOST_EVALUATIONS = 3
+_MOST_BEGUN = 12  # of which some turn out to train
+_MOST_VALUES = 2048  # of an evaluation
+_MOST_LINES = 1 << 15  # of an evaluation
+_FEW = 16  # elements of a tensor
+
+_Numbers = tuple[float, ...]
+
+
+class ValueTrace(Recorder, subjects=("parity",)):
+    """Follows lines of the program from the start of what may be an evaluation to the next backward pass.
+
+    A program that has a trace function of its own is left alone.
+    """
+
+    def __init__(self, sink: Callable[[Entry], object], is_loading: Callable[[], bool]) -> None:
+        """Begin; `is_loading`: whether a loader makes a batch, which is not followed."""
+        self._sink = sink
+        self._is_loading = is_loading
+        self._process = os.getpid()
+        self._begun = self._written = self._lines = 0
+        self._values: list[TracedValue] = []
+        self._frames: dict[FrameType, tuple[int, dict[str, _Numbers]]] = {}  # the last line, and variables before it
+        self._enter, self._step = guarded(self._entered, self), guarded(self._stepped, self)
+
+    def begin(self) -> None:
+        """An evaluation begins, perhaps."""
+        if self._frames or sys.gettrace() is not None or self._written >= _MOST_EVALUATIONS:
+            return
+        if self._begun >= _MOST_BEGUN:
+            return
+        self._begun += 1
+        self._lines = 0
+        self._values = []
+        for frame in program_frames():
+            self._frames[frame] = frame.f_lineno, _numbers_in(frame)
+            frame.f_trace = self._step
+        sys.settrace(self._enter)
+
+    def end(self, *, evaluates: bool, steps: int) -> None:
+        """A backward pass begins, or the script ends."""
+        if not self._frames:
+            return
+        self._leave()
+        if evaluates and self._values:
+            self._written += 1
+            self._sink(EvaluationTraced(steps, tuple(self._values)))
+
+    def _leave(self) -> None:
+        if sys.gettrace() is self._enter:
+            sys.settrace(None)
+        for frame in self._frames:
+            frame.f_trace = None
+        self._frames.clear()
+
+    def _entered(self, frame: FrameType, _event: str, _value: Any) -> Any:
+        if self._is_loading() or not is_of_program(frame.f_code.co_filename) or os.getpid() != self._process:
+            return None
+        self._frames[frame] = frame.f_lineno, {}
+        return self._step
+
+    def _stepped(self, frame: FrameType, event: str, value: Any) -> Any:
+        self._lines += 1
+        if frame not in self._frames or event not in ("line", "return"):
+            return self._step
+        line, before = self._frames[frame]
+        now = _numbers_in(frame)
+        for name, numbers in now.items():
+            if before.get(name) != numbers:
+                self._note(frame, line, name, numbers)
+        if event == "return":
+            if (returned := _numbers_of(value)) is not None:
+                self._note(frame, frame.f_lineno, "return", returned)
+            del self._frames[frame]
+        else:
+            self._frames[frame] = frame.f_lineno, now
+        if self._lines > _MOST_LINES:
+            sys.settrace(None)
+        return self._step
+
+    def _note(self, frame: FrameType, line: int, name: str, numbers: _Numbers) -> None:
+        if len(self._values) < _MOST_VALUES:
+            code = frame.f_code
+            self._values.append(TracedValue(relative_path(code.co_filename), line, code.co_name, name, numbers))
+
+
+def _numbers_in(frame: FrameType) -> dict[str, _Numbers]:
+    variables = frame.f_locals if frame.f_code.co_name != "<module>" else {}
+    found = {name: _numbers_of(value) for name, value in [*variables.items()]}
+    return {name: numbers for name, numbers in found.items() if numbers is not None}
+
+
+def _numbers_of(value: Any) -> _Numbers | None:
+    """Return a number, or the few numbers of a tensor or a list."""
+    if type(value) is bool:
+        return None
+    if isinstance(value, torch.Tensor) and value.dim():
+        if value.numel() > _FEW or value.layout != torch.strided or value.is_complex() or value.device.type == "meta":
+            return None
+        return tuple(map(float, value.detach().flatten().tolist()))
+    if type(value) in (list, tuple) and 0 < len(value) <= _FEW:
+        numbers = [number_of(item) for item in value]
+        return tuple(number for number in numbers if number is not None) if None not in numbers else None
+    number = number_of(value)
+    return None if number is None else (number,)

@@ -1,0 +1,81 @@
+"""Two curves over each other, as lines of SVG: a number on the ranks and in a single process."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpcheck.findings.figures import ParityCurve
+
+_WIDTH, _HEIGHT = 440, 200
+_LETTER = 6.5  # pixels
+_FLAT = 1e-9  # relative, of a range that is drawn as none
+_SMALLEST = 1e-100
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A scale of the picture, between two places of it."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        """Return the place of a value."""
+        return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
+
+    def ticks(self, least: float = 0.0) -> list[tuple[float, str]]:
+        """Return the places of round values that are at least so far apart, and the values."""
+        rough = (self.high - self.low) / 6
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = max(next(n * power for n in (1, 2, 5, 20) if n * power >= rough), least)
+        numbers = range(math.ceil(self.low / step), math.floor(self.high / step) + 1)
+        return [(self.at(n * step), f"{n * step:.10g}") for n in numbers]
+
+
+def _axis(values: Sequence[float], start: float, end: float) -> Axis:
+    low, high = min(values), max(values)
+    size = max(abs(low), abs(high))
+    if high - low <= max(_FLAT * size, _SMALLEST):
+        room = 0.1 * size if size > _SMALLEST else 1.0
+        low, high = low - room, high + room
+    return Axis(low, high, start, end)
+
+
+def chart_view(curve: ParityCurve) -> dict[str, Any]:
+    """What the template of a chart shows, by name."""
+    drawn = [value for value in (*curve.ranks, *curve.single) if value is not None]
+    y = _axis(drawn or [0.0], _HEIGHT - 38, 46)
+    left = 12 + _LETTER * max(len(text) for _, text in y.ticks())
+    places = [*curve.x, *(one for one in (curve.diverges_at,) if one is not None)]
+    x = _axis(places or [0], left, _WIDTH - 12)
+    mark = f"first divergence: {curve.x_label} {curve.diverges_at}"
+    said = mark if curve.diverges_at is not None else "no divergence"
+    return {
+        "curve": curve,
+        "mark": mark,
+        "said": f"{curve.name}, by {curve.x_label}, on the ranks and in a single process: {said}",
+        "width": _WIDTH,
+        "height": _HEIGHT,
+        "x": x,
+        "y": y,
+        "single": _lines(x, y, curve.x, curve.single),
+        "ranks": _lines(x, y, curve.x, curve.ranks),
+        "lost": 2 * len(curve.x) - len(drawn),
+    }
+
+
+def _lines(x: Axis, y: Axis, places: Sequence[int], values: Sequence[float | None]) -> list[str]:
+    """Return the parts of a curve, which ends at what is not finite; a point alone is a dash."""
+    found = []
+    for is_gap, some in itertools.groupby(zip(places, values, strict=True), lambda one: one[1] is None):
+        part = [(x.at(place), y.at(value)) for place, value in some if value is not None]
+        if not is_gap:
+            part = part if len(part) > 1 else [(part[0][0] + aside, part[0][1]) for aside in (-2, 2)]
+            found.append(" ".join(f"{across},{down}" for across, down in part))
+    return found

@@ -1,0 +1,185 @@
+"""DDP314 on hand-made runs: what differs first, what noise decides, and what is a number of one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from ddpcheck.findings.evidence import Entry
+from ddpcheck.findings.evidence.parity import (
+    EvaluationTraced,
+    NotReplayed,
+    NumbersShown,
+    ParityEnded,
+    ParityStep,
+    TensorsSaved,
+    TracedValue,
+)
+from ddpcheck.findings.report import Location, Severity
+from ddpcheck.judge.parity_comparison import Comparison
+from ddpcheck.judge.script_parity import is_equal, judge_parity, lacking, what_held
+from ddpcheck.stream.entries import RankStarted
+from ddpcheck.stream.rank_log import WatchedRank
+
+LOSS, SHOWS, SAVES = (Location("train.py", line) for line in (30, 40, 50))
+
+
+def rank(entries: Sequence[Entry], number: int = 0, size: int = 2) -> WatchedRank:
+    return WatchedRank(RankStarted(number, size, "gloo"), [*entries, ParityEnded(4, 4)], [])
+
+
+def steps(*norms: float, samples: float = 8.0, **more: Any) -> list[ParityStep]:
+    """Steps with a gradient of these norms, of two parameters."""
+    return [
+        ParityStep(
+            0,
+            count,
+            Location("train.py", 33),
+            (0.6 * norm, 0.8 * norm),
+            (1.0, 1.0),
+            (norm, 0.0),
+            (0.1,),
+            (0.5 / (count + 1),),
+            LOSS,
+            names=("weight", "bias") if not count else (),
+            samples=(samples / 2, samples),
+            elements=(4, 1) if not count else (),
+            **more,
+        )
+        for count, norm in enumerate(norms)
+    ]
+
+
+def shown(number: str, after: int, **more: Any) -> NumbersShown:
+    named = {"evaluates": True} | more
+    return NumbersShown("printed", SHOWS, "error #", (number,), after, **named)
+
+
+def compared(of_ranks: Sequence[Entry], single: Sequence[Entry], noise: Sequence[Entry] | None = None) -> Comparison:
+    ranks = [rank(of_ranks), rank([one for one in of_ranks if isinstance(one, ParityStep)], 1)]
+    return Comparison(ranks, rank(single, 0, 1), None if noise is None else rank(noise, 0, 1))
+
+
+ALIKE, ALONE = steps(3, 2, 1, 1), steps(3, 2, 1, 1, samples=16.0)
+
+
+def test_equal_runs_have_no_finding_and_need_no_noise() -> None:
+    both = compared([*ALIKE, shown("0.25", 4)], [*ALONE, shown("0.25", 4)])
+    assert judge_parity(both) == [] and lacking(both) == ""
+    assert what_held(both) == "gradients of 4 steps equal those of a single process within 0; 1 shown number equal"
+    assert is_equal(both.ranks, [both.single])
+
+
+@pytest.mark.parametrize(("factor", "said"), [(2, "2 times those"), (0.5, "1/2 of those")])
+def test_a_factor_of_the_world_size_is_named(factor: float, said: str) -> None:
+    both = compared(steps(*(factor * norm for norm in (3, 2, 1, 1))), ALONE, ALONE)
+    (found,) = judge_parity(both)
+    assert said in found.message and found.location == LOSS and found.severity is Severity.ERROR
+    assert not is_equal(both.ranks, [both.single])
+
+
+def test_the_first_step_that_differs_is_named_and_how_equal_those_before_were() -> None:
+    (found,) = judge_parity(compared(steps(3, 2, 1.2, 1.5), ALONE, ALONE))
+    assert found.message.startswith("From optimizer step 2 on, the gradients on 2 ranks are 0.17 (relative) from those")
+    assert any(one.startswith("before, 2 steps had the same gradients") for one in found.evidence)
+
+
+@pytest.mark.parametrize(("noise", "finds"), [(1.0, True), (1.04, True), (1.06, False), (3.0, False)])
+def test_what_noise_may_be_is_not_decided(noise: float, finds: bool) -> None:
+    changed = steps(*(noise * norm for norm in (3, 2, 1, 1)), samples=16.0)
+    both = compared(steps(*(1.2 * norm for norm in (3, 2, 1, 1))), ALONE, changed)
+    assert bool(judge_parity(both)) is finds
+    assert ("not decided" in lacking(both)) is not finds
+
+
+def test_gradients_that_are_not_finite_in_both_runs_are_equal() -> None:
+    assert judge_parity(compared(steps(3, math.inf), steps(3, math.inf, samples=16.0))) == []
+    assert judge_parity(compared(steps(3, math.inf), steps(3, 2, samples=16.0), steps(3, 2, samples=16.0)))
+
+
+def test_other_samples_or_another_model_are_not_compared() -> None:
+    other = compared(steps(6, 2), steps(3, 2, samples=12.0))
+    assert judge_parity(other) == [] and "other samples" in lacking(other)
+    wider = [ParityStep(**{**_fields(step), "elements": (9, 1)}) for step in steps(6, 2, samples=16.0)]
+    model = compared(steps(3, 2), wider)
+    assert judge_parity(model) == [] and "another model" in lacking(model)
+
+
+def _fields(step: ParityStep) -> dict[str, Any]:
+    return {name: getattr(step, name) for name in step.__struct_fields__}
+
+
+def test_without_a_wrapper_samples_are_known_if_all_was_replayed() -> None:
+    none = steps(6, 4, samples=0.0)
+    assert judge_parity(compared(none, steps(3, 2, samples=0.0)))
+    partly = compared(none, [*steps(3, 2, samples=0.0), NotReplayed("train.py:9", "their shapes differ")])
+    assert judge_parity(partly) == [] and "train.py:9 (their shapes differ)" in lacking(partly)
+
+
+def test_a_number_after_an_evaluation_is_a_warning_at_the_line_that_first_differs() -> None:
+    def traced(*values: tuple[int, str, float]) -> EvaluationTraced:
+        return EvaluationTraced(4, tuple(TracedValue("train.py", n, "error", name, (x,)) for n, name, x in values))
+
+    alone = [*ALONE, shown("1.0000", 4), traced((20, "total", 8.0), (21, "mean", 1.0), (22, "return", 1.0))]
+    halves = [rank([*ALIKE, shown("0.5000", 4), traced((20, "total", 4.0), (21, "mean", 0.3), (22, "return", 0.5))])]
+    halves.append(rank([*ALIKE, traced((20, "total", 4.0), (21, "mean", 0.4), (22, "return", 0.5))], 1))
+    (found,) = judge_parity(Comparison(halves, rank(alone, 0, 1), rank(alone, 0, 1)))
+    assert found.severity is Severity.WARNING and found.location == Location("train.py", 21)
+    assert "0.5000, printed after 4 steps, is 1 in a single process" in found.message
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(shown("0.50", 4, evaluates=False), id="in training"),
+        pytest.param(shown("0.50", 4, during=True), id="batch by batch"),
+        pytest.param(shown("0.50", 4, known=(0,)), id="known before the evaluation"),
+        pytest.param(shown("0.2604", 4), id="the mean of the losses of rank 0"),
+    ],
+)
+def test_a_number_of_one_rank_is_none_of_an_evaluation(entry: NumbersShown) -> None:
+    assert judge_parity(compared([*ALIKE, entry], [*ALONE, shown("1.00", 4)], [*ALONE, shown("1.00", 4)])) == []
+
+
+def test_a_sum_over_ranks_that_is_shown_in_training_is_told_by_its_factor() -> None:
+    def every(*numbers: str) -> list[NumbersShown]:
+        return [shown(number, after + 1, evaluates=False) for after, number in enumerate(numbers)]
+
+    of_ranks, alone = every("2.0000", "1.8000", "1.6000"), every("1.0000", "0.9000", "0.8000")
+    (found,) = judge_parity(compared([*ALIKE, *of_ranks], [*ALONE, *alone], ALONE))
+    assert "(factor 2)" in found.message
+
+
+def test_what_is_saved_is_compared_by_names_shapes_and_values() -> None:
+    def saved(shapes: dict[str, tuple[int, ...]], norm: float = 1.0) -> TensorsSaved:
+        return TensorsSaved(SAVES, 4, shapes, dict.fromkeys(shapes, norm))
+
+    whole = saved({"bank": (16, 2), "head": (4,)})
+    for entry, said in (
+        (saved({"bank": (8, 2), "head": (4,)}), "bank (of another shape)"),
+        (saved({"head": (4,)}), "bank (missing)"),
+        (saved({"bank": (16, 2), "head": (4,)}, 2.0), "bank and head (other values)"),
+    ):
+        (found,) = judge_parity(compared([*ALIKE, entry], [*ALONE, whole], [*ALONE, whole]))
+        assert said in found.message and found.location == SAVES and found.severity is Severity.WARNING
+    assert judge_parity(compared([*ALIKE, whole], [*ALONE, whole])) == []
+
+
+def test_other_numbers_of_steps_and_other_ends_of_schedules_are_told() -> None:
+    more = Comparison(
+        [WatchedRank(RankStarted(n, 2, "gloo"), [*ALIKE, ParityEnded(4, 4)], []) for n in (0, 1)],
+        WatchedRank(RankStarted(0, 1, "gloo"), [*ALONE, ParityEnded(8, 8)], []),
+    )
+    (found,) = judge_parity(more)
+    assert found.message == "The ranks make 4 optimizer steps, a single process makes 8."
+
+    def rated(made: list[ParityStep], *rates: float) -> list[ParityStep]:
+        return [ParityStep(**{**_fields(step), "rates": (rate,)}) for step, rate in zip(made, rates, strict=True)]
+
+    ends = compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.1), rated(ALONE, 0.2, 0.15, 0.1, 0.0))
+    (found,) = judge_parity(ends)
+    assert "learning rate" in found.message
+    assert judge_parity(compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.1), rated(ALONE, 0.2, 0.15, 0.1, 0.05))) == []

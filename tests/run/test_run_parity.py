@@ -1,0 +1,163 @@
+"""`ddpcheck run --check-parity`: what differs from a single process on the same samples, and what does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forked_run import run_forked
+
+BEFORE = """
+import random, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+BUG = "--bug" in sys.argv
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+g = torch.Generator().manual_seed(5)
+X = torch.randn(96, 6, generator=g)
+Y = X[:, :2].sum(1, keepdim=True) + 0.1 * torch.randn(96, 1, generator=g)
+everything = TensorDataset(X, Y)
+torch.manual_seed(3)
+
+def loader(batch_size, **named):
+    return DataLoader(everything, batch_size, sampler=DistributedSampler(everything, **named))
+"""
+
+# The largest error of each rank is averaged over the ranks.
+WORST = """
+def error(model):
+    model.eval()
+    worst = torch.zeros(())
+    with torch.no_grad():
+        for x, y in loader(8, shuffle=False):
+            worst = torch.maximum(worst, (model(x) - y).abs().max())
+    dist.all_reduce(worst, dist.ReduceOp.AVG if BUG else dist.ReduceOp.MAX)  # here
+    return worst.item()
+
+net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+model = DistributedDataParallel(net)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+torch.manual_seed(3 + rank)
+batches = loader(8)
+for epoch in range(3):
+    batches.sampler.set_epoch(epoch)
+    model.train()
+    seen = []
+    for x, y in batches:
+        loss = nn.functional.mse_loss(model(x + 0.05 * torch.randn_like(x)), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    mean = sum(seen) / len(seen)
+    if rank == 0:
+        print(f"epoch {epoch} loss {mean:.5f} error {error(model.module):.5f}")
+    else:
+        error(model.module)
+"""
+
+# The loss is weighed by the length of a batch that all ranks have together, twice.
+WEIGHED = """
+model = DistributedDataParallel(nn.Linear(6, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+torch.manual_seed(rank)
+for _ in range(8):
+    x = torch.randn(6, 6)
+    weights = torch.rand(6)
+    errors = (model(x).squeeze(1) - x.sum(1)).square()
+    if BUG:
+        loss = (errors * weights.softmax(0)).sum()  # here
+    else:
+        loss = (errors * weights).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+# Micro-batches are fewer on more ranks; the draws of the loop are those of each rank.
+IN_TURN = """
+model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+torch.manual_seed(10 + rank)
+micro = 4 // world_size
+for _ in range(5):
+    for number in range(micro):
+        chosen = torch.randint(96, (4,))
+        loss = (model(X[chosen]) - Y[chosen]).square().mean() / (4 if BUG else micro)
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+# The average of the weights that is saved is that of another number of steps on more ranks.
+SAVED = """
+model = DistributedDataParallel(nn.Linear(6, 1))
+average = {name: p.detach().clone() for name, p in model.module.named_parameters()}
+optimizer = torch.optim.SGD(model.parameters(), lr=5e-2)
+decay = 0.9 ** (world_size if BUG else 1)
+for x, y in loader(8):
+    optimizer.zero_grad()
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        for name, p in model.module.named_parameters():
+            average[name].lerp_(p, 1 - decay)
+if rank == 0:
+    torch.save({"average": average}, "average.pt")  # here
+"""
+
+
+def report(script: str, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """The report on a script, and what it has printed."""
+    (folder / "train.py").write_text(f"{BEFORE}{script}\ndist.destroy_process_group()\n")
+    output = folder / "report.json"
+    done = run_forked(f"--check-output={output}", "--check-parity", "train.py", *arguments, cwd=folder)
+    assert output.exists(), done.stderr
+    return json.loads(output.read_text()), done.stdout
+
+
+def parity_line(made: dict[str, Any]) -> tuple[str, str]:
+    return next((check["status"], check["detail"]) for check in made["checks"] if check["name"] == "parity")
+
+
+@pytest.mark.parametrize(
+    ("script", "steps"),
+    [
+        pytest.param(WORST, 18, id="worst"),
+        pytest.param(WEIGHED, 8, id="weighed", marks=pytest.mark.slow),
+        pytest.param(IN_TURN, 5, id="in_turn", marks=pytest.mark.slow),
+        pytest.param(SAVED, 6, id="saved", marks=pytest.mark.slow),
+    ],
+)
+def test_a_healthy_script_does_the_same_in_a_single_process(script: str, steps: int, tmp_path: Path) -> None:
+    made, _ = report(script, tmp_path)
+    assert made["findings"] == []
+    status, detail = parity_line(made)
+    assert status == "passed" and detail.startswith(f"gradients of {steps} steps equal those of a single process"), (
+        detail
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "severity", "said"),
+    [
+        pytest.param(WORST, "warning", "printed after 6 steps, is", id="worst"),
+        pytest.param(WEIGHED, "error", "From optimizer step 0 on, the gradients", id="weighed", marks=pytest.mark.slow),
+        pytest.param(SAVED, "warning", "average.bias and average.weight", id="saved", marks=pytest.mark.slow),
+    ],
+)
+def test_what_differs_from_a_single_process_is_told(script: str, severity: str, said: str, tmp_path: Path) -> None:
+    made, printed = report(script, tmp_path, "--bug")
+    (found,) = made["findings"]
+    assert (found["code"], found["severity"]) == ("DDP314", severity)
+    assert said in found["message"]
+    lines = (tmp_path / "train.py").read_text().splitlines()
+    assert any("# here" in line for line in lines[found["location"]["line"] - 4 : found["location"]["line"] + 3])
+    assert printed.count("epoch") in (0, 3)  # what the single process prints goes to a file
