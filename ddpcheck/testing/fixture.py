@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,6 @@ class DdpWorld:
             **options: Those of `ddpcheck.check`.
         """
         __tracebackhide__ = True
-        from ddpcheck.render import as_text
         from ddpcheck.report.checking.check import check
 
         ours = {name: getattr(self._settings, name) for name in _CHECKED}
@@ -120,6 +119,47 @@ class DdpWorld:
             report = self._lease.ranks.once("ddp_world.check", lambda: check(recipe, **{**ours, **options}))
         except DdpcheckError as error:
             raise error.with_traceback(None) from None
+        return self._good_enough(report)
+
+    def check_script(
+        self,
+        script: str | Path,
+        arguments: Sequence[str] = (),
+        *,
+        world_size: int | None = None,
+        parity: bool = True,
+        timeout: float = 600.0,
+    ) -> Report:
+        """Run a script as `ddpcheck run --check-parity` does; the test fails with the report if there are findings.
+
+        The ranks of this world have no part in it.
+
+        Args:
+            script: Its path.
+            arguments: For the script.
+            world_size: The number of ranks; that of this world if it is `None`.
+            parity: Whether it also runs in a single process on the same samples, which is compared.
+            timeout: Seconds that all runs together may take.
+
+        Raises:
+            HangError: They took longer.
+            TargetError: There is no report.
+        """
+        __tracebackhide__ = True
+        from ddpcheck.run.checked_script import check_script
+
+        try:
+            report = check_script(
+                script, arguments, world_size=world_size or self.world_size, parity=parity, timeout=timeout
+            )
+        except DdpcheckError as error:
+            raise error.with_traceback(None) from None
+        return self._good_enough(report)
+
+    def _good_enough(self, report: Report) -> Report:
+        __tracebackhide__ = True
+        from ddpcheck.render import as_text
+
         if report.exit_code(self._settings.fail_on):
             path = self._lease.ranks.once("the report of ddp_world.check", lambda: self._keep(report))
             page = f"as a page: {path}\n" if path is not None else ""

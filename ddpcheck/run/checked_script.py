@@ -1,0 +1,73 @@
+"""A script under `ddpcheck run`, in processes of its own: for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddpcheck.cli.saved import load_report
+from ddpcheck.findings.errors import HangError, TargetError
+from ddpcheck.findings.report import Report
+
+_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+_GRACE = 10.0  # seconds that `ddpcheck run` has to end its ranks
+
+
+def check_script(
+    script: str | Path, arguments: Sequence[str] = (), *, world_size: int, parity: bool, timeout: float
+) -> Report:
+    """Run a script on ranks of this machine, and report on it.
+
+    Args:
+        script: Its path.
+        arguments: For the script.
+        world_size: The number of ranks.
+        parity: Whether it also runs in a single process, which is compared.
+        timeout: Seconds that all runs together may take.
+
+    Raises:
+        HangError: They took longer.
+        TargetError: There is no report: the script is not there, say; the message is what was printed last.
+    """
+    command = [sys.executable, "-m", "ddpcheck", "run", "--standalone", f"--nproc-per-node={world_size}"]
+    command += ["--check-parity"] * parity
+    environ = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
+    with tempfile.TemporaryDirectory() as folder:
+        output, log = Path(folder, "report.json"), Path(folder, "log")
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [*command, f"--check-output={output}", os.fspath(script), *arguments],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                process.wait(timeout)
+            except BaseException as error:
+                _end(process)
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+        said = log.read_text(errors="replace").strip()
+        if process.returncode < 0:
+            raise HangError(f"{script} has not come to its end in {timeout:.0f} s.", detail=said)
+        if not output.exists():
+            raise TargetError(f"There is no report on {script}: {said.rpartition(chr(10))[2]}", detail=said)
+        return load_report(str(output))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a run, and its ranks with it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE)
+    process.returncode = -signal.SIGKILL
