@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpcheck.cli.saved import load_report
 from ddpcheck.findings.errors import HangError, TargetError
 from ddpcheck.findings.report import Report
 
@@ -60,7 +59,7 @@ def check_script(
             raise HangError(f"{script} has not come to its end in {timeout:.0f} s.", detail=said)
         if not output.exists():
             raise TargetError(f"There is no report on {script}: {said.rpartition(chr(10))[2]}", detail=said)
-        return load_report(str(output))
+        return Report.from_json(output.read_text("utf-8"))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
