@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ddpcheck.findings.evidence.parity import NotReplayed, ParityEnded, ParityStep
+from ddpcheck.findings.evidence.parity import NotReplayed, ParityEnded, ParityStep, PassTaken
 from ddpcheck.findings.evidence.script import LossDifferentiated
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, group_by, join_names, one_finding
@@ -25,6 +25,16 @@ from ddpcheck.stream.rank_log import WatchedRank
 
 _FACTOR = 1e-3  # relative, to which a ratio is a factor
 _FEWEST_FACTORS = 2
+_FIXES = {
+    "gradients": "Look at what the loss divides by, and at what it takes from other samples of its batch: each rank "
+    "has its own samples only, and DDP averages the gradients of the ranks' losses.",
+    "saved": "Bring together what each rank has (dist.all_gather) before rank 0 saves it, and let nothing of it depend "
+    "on the number of ranks.",
+    "schedule": "Give the schedule the number of steps that the ranks make, and step it once for each of them.",
+    "steps": "Let the ranks decide together, by what a single process would have: the mean over all samples, say.",
+    "samples": "Divide the samples of an epoch among the ranks once: by the sampler, or by the dataset.",
+}
+_MOST_MISSING = 0.75  # of the samples that a single process takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,7 @@ def divergences(comparison: Comparison) -> list[Divergence]:
     until = found[0].step if found else math.inf
     found += (one for one in _of_schedules(comparison))
     found += (one for one in _of_steps(comparison) if comparison.has_same_samples)
+    found += _of_samples(comparison)
     if comparison.has_same_samples and not comparison.has_other_model:
         found += (one for one in _of_shown(comparison) if one.step < until)
         found += (one for one in _of_saved(comparison) if one.step < until)
@@ -99,10 +110,30 @@ def _loss_line(rank: WatchedRank, step: ParityStep) -> Location | None:
 def _of_steps(comparison: Comparison) -> Iterator[Divergence]:
     """Compare how many steps were made, if both runs have come to their ends."""
     ends = [end for one in (comparison.ranks[0], comparison.single) for end in entries_of(one, ParityEnded)]
-    if len(ends) == 2 and not any(end.why or end.steps_inside for end in ends) and ends[0].steps != ends[1].steps:
+    if len(ends) < 2 or any(end.why or end.steps_inside for end in ends):
+        return
+    of_ranks, alone = (end.steps for end in ends)
+    if alone not in (of_ranks, of_ranks * comparison.world_size):  # as many samples in all, at a batch size of a rank
         last = entries_of(comparison.ranks[0], ParityStep)
-        said = f"The ranks make {counted(ends[0].steps, 'optimizer step')}, a single process makes {ends[1].steps}."
-        yield Divergence("steps", min(end.steps for end in ends), last[-1].location if last else None, said)
+        said = f"The ranks make {counted(of_ranks, 'optimizer step')}, a single process makes {alone}."
+        yield Divergence("steps", min(of_ranks, alone), last[-1].location if last else None, said)
+
+
+def _of_samples(comparison: Comparison) -> Iterator[Divergence]:
+    """Compare how many samples an epoch has, if all batches of a loader were taken."""
+    passes = [group_by(entries_of(rank, PassTaken), lambda one: one.loader) for rank in comparison.ranks]
+    for alone in entries_of(comparison.single, PassTaken):
+        of_ranks = [one for of_rank in passes for one in of_rank.get(alone.loader, ())]
+        if len(of_ranks) < len(passes) or not all(one.trains for one in of_ranks):
+            continue
+        rows = sum(one.rows for one in of_ranks)
+        if 0 < rows < _MOST_MISSING * alone.chosen:
+            where = Location.parse(alone.loader.split()[1].partition("#")[0])
+            said = (
+                f"An epoch has {rows} samples on {comparison.world_size} ranks, and {alone.chosen} in a single process."
+            )
+            yield Divergence("samples", 0, where, said)
+            return
 
 
 def _of_schedules(comparison: Comparison) -> Iterator[Divergence]:
@@ -212,7 +243,8 @@ def judge_parity(comparison: Comparison) -> list[Finding]:
         first.said,
         location=first.location,
         evidence=[*first.evidence, *others[:4]],
-        severity=Severity.ERROR if first.kind in ("gradients", "steps", "schedule") else Severity.WARNING,
+        fix=_FIXES.get(first.kind, ""),
+        severity=Severity.ERROR if first.kind in ("gradients", "steps", "schedule", "samples") else Severity.WARNING,
     )
 
 

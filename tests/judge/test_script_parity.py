@@ -15,6 +15,7 @@ from ddpcheck.findings.evidence.parity import (
     NumbersShown,
     ParityEnded,
     ParityStep,
+    PassTaken,
     TensorsSaved,
     TracedValue,
 )
@@ -171,10 +172,10 @@ def test_what_is_saved_is_compared_by_names_shapes_and_values() -> None:
 def test_other_numbers_of_steps_and_other_ends_of_schedules_are_told() -> None:
     more = Comparison(
         [WatchedRank(RankStarted(n, 2, "gloo"), [*ALIKE, ParityEnded(4, 4)], []) for n in (0, 1)],
-        WatchedRank(RankStarted(0, 1, "gloo"), [*ALONE, ParityEnded(8, 8)], []),
+        WatchedRank(RankStarted(0, 1, "gloo"), [*ALONE, ParityEnded(6, 6)], []),
     )
     (found,) = judge_parity(more)
-    assert found.message == "The ranks make 4 optimizer steps, a single process makes 8."
+    assert found.message == "The ranks make 4 optimizer steps, a single process makes 6."
 
     def rated(made: list[ParityStep], *rates: float) -> list[ParityStep]:
         return [ParityStep(**{**_fields(step), "rates": (rate,)}) for step, rate in zip(made, rates, strict=True)]
@@ -183,3 +184,24 @@ def test_other_numbers_of_steps_and_other_ends_of_schedules_are_told() -> None:
     (found,) = judge_parity(ends)
     assert "learning rate" in found.message
     assert judge_parity(compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.1), rated(ALONE, 0.2, 0.15, 0.1, 0.05))) == []
+
+
+def test_an_epoch_of_fewer_samples_is_told() -> None:
+    def epoch(rows: int, chosen: int, *, trains: bool = True) -> PassTaken:
+        return PassTaken("DataLoader train.py:9#0 pass 0", rows, chosen, trains)
+
+    def runs(*made: PassTaken) -> Comparison:
+        *of_ranks, alone = made
+        return Comparison([rank([*ALIKE, one], n) for n, one in enumerate(of_ranks)], rank([*ALONE, alone], 0, 1))
+
+    (found,) = judge_parity(runs(epoch(32, 32), epoch(32, 32), epoch(64, 128)))
+    assert found.message == "An epoch has 64 samples on 2 ranks, and 128 in a single process."
+    assert found.location == Location("train.py", 9)
+    for healthy in (
+        runs(epoch(64, 64), epoch(64, 64), epoch(128, 128)),
+        runs(epoch(65, 65), epoch(65, 65), epoch(130, 129)),  # padded
+        runs(epoch(128, 128), epoch(128, 128), epoch(128, 128)),  # the same samples on purpose
+        runs(epoch(32, -1), epoch(32, -1), epoch(64, -1)),
+        runs(epoch(32, 32, trains=False), epoch(32, 32, trains=False), epoch(64, 128, trains=False)),
+    ):
+        assert judge_parity(healthy) == []

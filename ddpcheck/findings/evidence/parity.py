@@ -26,6 +26,15 @@ class BatchTaken(Entry, frozen=True):
     backwards: int  # how many backward passes there were before
 
 
+class PassTaken(Entry, frozen=True):
+    """A pass over a loader has come to its end."""
+
+    loader: str  # as in `BatchTaken`
+    rows: int  # of all its batches
+    chosen: int  # how many samples this process's own sampler says that it chooses; negative if it does not say
+    trains: bool  # whether a backward pass has begun meanwhile
+
+
 class NotReplayed(Entry, frozen=True):
     """What entered the script at a line could not be given to the single process."""
 

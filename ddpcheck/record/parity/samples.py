@@ -25,7 +25,7 @@ from torch.utils import data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddpcheck.findings.evidence.parity import BatchTaken, NotReplayed
+from ddpcheck.findings.evidence.parity import BatchTaken, NotReplayed, PassTaken
 from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, variables_of
 from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 from ddpcheck.record.parity.sample_store import NotTogetherError, SampleReader, SampleWriter, is_same, rows_of, together
@@ -277,6 +277,7 @@ class Samples(Recorder, subjects=("parity",)):
         if made.began == self.backwards:
             self.note_evaluation()
         self.keep(f"{made.key} ended", (made.batches, made.rows))
+        self._sink(PassTaken(made.key, made.rows, made.rows_of_one, made.began < self.backwards))
 
     def note_evaluation(self) -> None:
         """The script evaluates, until the next backward pass."""
