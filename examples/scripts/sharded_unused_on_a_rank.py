@@ -31,10 +31,11 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         features = self.body(x).relu()
         out: Tensor = self.head(features)
-        wanted = x.sum()
+        mean = x.mean()
         if FIXED:
-            dist.all_reduce(wanted, dist.ReduceOp.MAX)
-        return out + self.extra(features) if wanted > -6.0 else out
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        return out + self.extra(features) if mean > -0.19 else out
 
 
 def main() -> None:

@@ -44,10 +44,10 @@ def record(run: Run) -> str:
 
 
 def _record_here(run: Run) -> int:
-    def reported(script: str, ending: Any, ranks: Any, **options: Any) -> Any:
+    def reported(script: str, ending: Any, ranks: Any, *settings: Any, **options: Any) -> Any:
         FOLDER.mkdir(exist_ok=True)
         run.path.write_text(written(run, ending, ranks), encoding="utf-8")
-        return report(script, ending, ranks, **options)
+        return report(script, ending, ranks, *settings, **options)
 
     report, door.report_on_script = door.report_on_script, reported
     options = ("--check-timeout", "5", "--check-format", "text")
