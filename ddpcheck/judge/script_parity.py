@@ -55,7 +55,7 @@ def divergences(comparison: Comparison) -> list[Divergence]:
     found += (one for one in _of_schedules(comparison))
     found += (one for one in _of_steps(comparison) if comparison.has_same_samples)
     found += _of_samples(comparison)
-    if comparison.has_same_samples and not comparison.has_other_model:
+    if comparison.has_same_samples and all(one.is_equal or one.differs for one in gradients(comparison)):
         found += (one for one in _of_shown(comparison) if one.step < until)
         found += (one for one in _of_saved(comparison) if one.step < until)
     return found

@@ -1,6 +1,6 @@
 """Random numbers that a script draws: recorded on each rank, and given together to a single process.
 
-A draw is known by its line and by how many there were at that line.
+A draw is known by its line, and by how many there were at that line, with gradients and without.
 """
 
 from __future__ import annotations
@@ -121,7 +121,10 @@ _NOT_OF_THE_STEP = ("torch.utils.data", "torch.nn.init", "torch.optim", "torch._
 
 
 def _line_of_draw(frame: FrameType) -> str:
-    """Return the line of the program that draws, itself or by torch; "" for what is no part of a step."""
+    """Return the line of the program that draws, itself or by torch; "" for what is no part of a step.
+
+    An evaluation, which perhaps only rank 0 makes, may come to the same line as a step.
+    """
     if str(frame.f_globals.get("__name__", "")).startswith("ddpcheck."):
         return ""
     for one in itertools.islice(frames_from(frame), _DEEPEST):
@@ -130,5 +133,5 @@ def _line_of_draw(frame: FrameType) -> str:
         if one.f_code.co_name == "__init__" and isinstance(variables_of(one).get("self"), nn.Module):
             return ""
         if is_of_program(one.f_code.co_filename):
-            return str(location_of(one))
+            return f"{location_of(one)}{'' if torch.is_grad_enabled() else ' without gradients'}"
     return ""

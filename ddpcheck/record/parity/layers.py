@@ -31,6 +31,7 @@ class RankLayers(Recorder, subjects=("parity",)):
         self._backward, self._calls = -1, 0  # in the forward passes before a backward pass
         for name in _DROPOUTS:
             Patch(functional, name, self._dropping)
+        Patch(functional, "scaled_dot_product_attention", self._attending)
         if samples.replays:
             Patch(functional, "batch_norm", self._normalizing)
 
@@ -45,34 +46,48 @@ class RankLayers(Recorder, subjects=("parity",)):
 
     def _dropping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def dropout(inputs: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        def dropout(inputs: torch.Tensor, *arguments: Any, **named: Any) -> Any:
             training = arguments[1] if len(arguments) > 1 else named.get("training", True)
             p = arguments[0] if arguments else named.get("p", 0.5)
-            follows = training and p and self._samples.draws and not torch.compiler.is_compiling()
-            if not follows or self.is_off or os.getpid() != self._process:
-                result: torch.Tensor = original(inputs, *arguments, **named)
-                return result
-            if self._backward != self._samples.backwards:
-                self._backward, self._calls = self._samples.backwards, 0
-            key = f"dropout {self._calls}"
-            self._calls += 1
-            generator = _generator(inputs)
-            if not self._samples.replays:
-                self._samples.keep(f"{key}#{self._backward}", generator.get_state())
-                result = original(inputs, *arguments, **named)
-                return result
-            states, parts = self._samples.of_ranks(key, self._backward), self._parts(inputs)
-            if len(states) != len(parts) or not parts:
-                result = original(inputs, *arguments, **named)
-                return result
-            before, made = generator.get_state(), []
-            for state, part in zip(states, parts, strict=True):
-                generator.set_state(state)
-                made.append(original(part, *arguments, **named))
-            generator.set_state(before)
-            return torch.cat(made)
+            if not training or not p or not self._follows():
+                return original(inputs, *arguments, **named)
+            return self._with_states(lambda part: original(part, *arguments, **named), inputs)
 
         return dropout
+
+    def _attending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def attention(query: Any, key: Any, value: Any, *arguments: Any, **named: Any) -> Any:
+            p = arguments[1] if len(arguments) > 1 else named.get("dropout_p", 0.0)
+            mask = arguments[0] if arguments else named.get("attn_mask")
+            if not p or mask is not None or not self._follows():
+                return original(query, key, value, *arguments, **named)
+            return self._with_states(lambda *parts: original(*parts, *arguments, **named), query, key, value)
+
+        return attention
+
+    def _follows(self) -> bool:
+        is_rank = not self.is_off and os.getpid() == self._process
+        return is_rank and self._samples.draws and not torch.compiler.is_compiling()
+
+    def _with_states(self, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        """Keep the state of the generator for a call; in a single process, call it for the rows of each rank."""
+        if self._backward != self._samples.backwards:
+            self._backward, self._calls = self._samples.backwards, 0
+        key, generator = f"dropout {self._calls}", _generator(inputs[0])
+        self._calls += 1
+        if not self._samples.replays:
+            self._samples.keep(f"{key}#{self._backward}", generator.get_state())
+            return compute(*inputs)
+        states, parts = self._samples.of_ranks(key, self._backward), [self._parts(one) for one in inputs]
+        if not states or any(len(some) != len(states) for some in parts):
+            return compute(*inputs)
+        before, made = generator.get_state(), []
+        for state, *some in zip(states, *parts, strict=True):
+            generator.set_state(state)
+            made.append(compute(*some))
+        generator.set_state(before)
+        return torch.cat(made)
 
     def _normalizing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -123,10 +123,13 @@ class Samples(Recorder, subjects=("parity",)):
 
         If the single process takes the batches of the ranks in turn, that of the rank whose turn it is.
         """
-        values = [] if self._reader is None else self._reader.get(f"{key}#{number // self._turns}")
+        if self._reader is None:
+            return []
+        turns = self._turns if self._reader.count(f"{key}#0") == len(self._order) else 1  # what all ranks do
+        values = self._reader.get(f"{key}#{number // turns}")
         if len(values) != len(self._order):
             return values
-        places = self._order if self._turns == 1 else [self._order[number % self._turns]]
+        places = self._order if turns == 1 else [self._order[number % turns]]
         return [values[place] for place in places]
 
     def keep(self, key: str, value: Any) -> None:
@@ -170,7 +173,7 @@ class Samples(Recorder, subjects=("parity",)):
         line = key.partition("#")[0]
         if line not in self._refused:
             self._refused.add(line)
-            self._sink(NotReplayed(line.partition(" ")[2], why))
+            self._sink(NotReplayed(line.split()[1], why))
 
     # Loaders
 
