@@ -94,3 +94,11 @@ def test_what_is_cut_off_or_too_large_is_left_out(tmp_path: Path, monkeypatch: p
     assert writer.is_full
     kept = [SampleReader(tmp_path, 2).count(f"batch#{number}") for number in range(9)]
     assert 0 < sum(kept) < 9 and kept == sorted(kept, reverse=True)
+
+
+def test_what_cannot_be_pickled_is_left_out(tmp_path: Path) -> None:
+    writer = SampleWriter(tmp_path, 0)
+    writer.add("batch#0", {"x": A, "how": lambda x: x})
+    writer.add("batch#1", A)
+    reader = SampleReader(tmp_path, 1)
+    assert reader.count("batch#0") == 0 and is_same(reader.get("batch#1"), [A])

@@ -16,20 +16,10 @@ IN_TURN = "each step has world-size times as many micro-batches"
 """Why a single process stops that has to take the batches of the ranks one after the other."""
 
 
-class BatchTaken(Entry, frozen=True):
-    """A batch that the script has taken from a loader."""
-
-    loader: str  # the line that constructs the loader, and the pass
-    number: int  # of the batch in the pass
-    indices: tuple[int, ...]  # which this process's own sampler has chosen
-    rows: int
-    backwards: int  # how many backward passes there were before
-
-
 class PassTaken(Entry, frozen=True):
     """A pass over a loader has come to its end."""
 
-    loader: str  # as in `BatchTaken`
+    loader: str  # the line that constructs the loader, and the pass
     rows: int  # of all its batches
     chosen: int  # how many samples this process's own sampler says that it chooses; negative if it does not say
     trains: bool  # whether a backward pass has begun meanwhile

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, variables_of
-from ddpcheck.gather.patching import Patch, Recorder
+from ddpcheck.gather.patching import Patch, Recorder, guarded
 from ddpcheck.record.parity.sample_store import NotTogetherError, rows_of
 from ddpcheck.record.parity.samples import Samples
 
@@ -51,12 +51,15 @@ class RandomDraws(Recorder, subjects=("parity",)):
                 Patch(torch.Tensor, name, self._of_parts)
 
     def _drawing(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        drew = guarded(self._drew)
+
         @functools.wraps(original)
         def draw(*arguments: Any, **named: Any) -> Any:
             drawn = original(*arguments, **named)
             if not self._samples.draws or self._samples.loads or torch.compiler.is_compiling() or self.is_off:
                 return drawn
-            return self._drew(sys._getframe(1), name, drawn)
+            replayed = drew(sys._getframe(1), name, drawn)
+            return drawn if replayed is None else replayed
 
         return draw
 

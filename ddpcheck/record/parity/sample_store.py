@@ -35,14 +35,17 @@ class SampleWriter:
         self.is_full = False
 
     def add(self, key: str, value: Any) -> None:
-        """Add a value under a key.
+        """Add a value under a key, unless it cannot be pickled.
 
         Raises:
             OSError: The file cannot be written.
         """
         if self.is_full:
             return
-        blob = _packed(value)
+        try:
+            blob = _packed(value)
+        except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, NotImplementedError):
+            return
         name = key.encode()
         self._size += len(blob) + len(name)
         if len(blob) > _LARGEST_VALUE or self._size > _LARGEST:

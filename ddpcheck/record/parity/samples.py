@@ -11,10 +11,9 @@ import functools
 import os
 import random
 import sys
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,13 +24,13 @@ from torch.utils import data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddpcheck.findings.evidence.parity import BatchTaken, NotReplayed, PassTaken
+from ddpcheck.findings.evidence.parity import NotReplayed, PassTaken
 from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, variables_of
 from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 from ddpcheck.record.parity.sample_store import NotTogetherError, SampleReader, SampleWriter, is_same, rows_of, together
 from ddpcheck.record.rank.environment import ParityOptions
 
-_MOST_INDICES = 1 << 16  # of all batches
+_MOST_WAITING = 4096  # values of a process that is no rank yet
 _MOST_WITHOUT = 64  # batches of a pass that are kept before any backward pass
 
 
@@ -44,7 +43,6 @@ class _Pass:
     is_over: bool = False
     is_replayed: bool | None = None  # as far as that is known
     rows_of_one: int = -1  # those of the whole pass in this process, if the loader knows them
-    indices: list[array[int]] = field(default_factory=list)  # of batches that are not taken yet
 
 
 class Samples(Recorder, subjects=("parity",)):
@@ -74,7 +72,6 @@ class Samples(Recorder, subjects=("parity",)):
         self._passes = Counter[str]()
         self._open: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
         self.parts: Any = WeakIdKeyDictionary()
-        self._left = _MOST_INDICES
         self.rows: tuple[int, ...] = ()
         self.draws = self.splits_statistics = False
         self.loads = False
@@ -137,7 +134,7 @@ class Samples(Recorder, subjects=("parity",)):
         if os.getpid() != self._process:
             return
         if self._writer is None:
-            self._waiting.append((key, value))
+            self._waiting += [(key, value)] * (len(self._waiting) < _MOST_WAITING)
         else:
             self._writer.add(key, value)
 
@@ -181,31 +178,34 @@ class Samples(Recorder, subjects=("parity",)):
         for kind in (data.DataLoader, data.BatchSampler):
             Patch(kind, "__init__", functools.partial(self._constructing, kind=kind))
         patched(data.DataLoader, "__iter__", self._begins)
-        patched(_BaseDataLoaderIter, "_next_index", self._chooses)  # private to torch; without it, no indices
         Patch(_BaseDataLoaderIter, "__next__", self._taking)
 
     def _constructing(self, construct: Callable[..., None], kind: type) -> Callable[..., None]:
-        name = kind.__name__
         place = 1 if kind is data.DataLoader else 2  # of batch_size among the arguments, `self` not counted
+        size_of = guarded(self._size_of)
 
         @functools.wraps(construct)
         def __init__(loader: Any, *arguments: Any, **named: Any) -> None:
-            if os.getpid() == self._process and (line := _line_of(sys._getframe(1), loader)):
-                key = f"{name} {line}#{self._constructed[name + line]}"
-                self._constructed[name + line] += 1
-                if (size := self._size_of(key, arguments, named, place)) is not None:
-                    if len(arguments) > place:
-                        arguments = (*arguments[:place], size, *arguments[place + 1 :])
-                    else:
-                        named = {**named, "batch_size": size}
-                if kind is data.DataLoader:
-                    self._keys[loader] = key
+            if (size := size_of(sys._getframe(1), kind, loader, arguments, named, place)) is not None:
+                if len(arguments) > place:
+                    arguments = (*arguments[:place], size, *arguments[place + 1 :])
+                else:
+                    named = {**named, "batch_size": size}
             construct(loader, *arguments, **named)
 
         return __init__
 
-    def _size_of(self, key: str, arguments: tuple[Any, ...], named: dict[str, Any], place: int) -> int | None:
+    def _size_of(
+        self, frame: FrameType, kind: type, loader: Any, arguments: tuple[Any, ...], named: dict[str, Any], place: int
+    ) -> int | None:
         """Return the batch size of all ranks together; record that of this one."""
+        if os.getpid() != self._process or not (line := _line_of(frame, loader)):
+            return None
+        name = kind.__name__
+        key = f"{name} {line}#{self._constructed[name + line]}"
+        self._constructed[name + line] += 1
+        if kind is data.DataLoader:
+            self._keys[loader] = key
         size = arguments[place] if len(arguments) > place else named.get("batch_size", 1)
         if type(size) is not int or named.get("batch_sampler") is not None:
             return None
@@ -223,21 +223,9 @@ class Samples(Recorder, subjects=("parity",)):
         self._passes[key] += 1
         with contextlib.suppress(Exception):  # a sampler without a length
             made.rows_of_one = len(loader.sampler) if loader.batch_sampler is None or loader.batch_size else -1
-        self._opening = made
         self.on_pass()
         iterator = yield
-        self._opening = None
         self._open[iterator] = made
-
-    _opening: _Pass | None = None
-
-    def _chooses(self, iterator: Any) -> Any:
-        index = yield
-        made = self._opening or self._open.get(iterator)
-        batch = index if isinstance(index, list | tuple) else [index]
-        if made is not None and self._left > 0 and all(hasattr(item, "__index__") for item in batch):
-            self._left -= len(batch)
-            made.indices.append(array("q", map(int, batch)))
 
     def _taking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         took = guarded(self._took)
@@ -267,8 +255,6 @@ class Samples(Recorder, subjects=("parity",)):
         return __next__
 
     def _took(self, made: _Pass, batch: Any) -> None:
-        indices = tuple(made.indices.pop(0)) if made.indices else ()
-        self._sink(BatchTaken(made.key, made.batches, indices, rows_of(batch), self.backwards))
         if self._reader is None:
             if made.batches < _MOST_WITHOUT or made.began < self.backwards:
                 self.keep(f"{made.key} batch#{made.batches}", batch)
