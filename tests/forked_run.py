@@ -147,7 +147,7 @@ def _launch(processes: dict[int, int], given: Any) -> None:
         living = dict(zip(ranks, range(len(ranks)), strict=True))
         try:
             for (pid, rank), pipe in zip(living.items(), ranks.values(), strict=True):
-                own = {"_OUTPUT": f"{folder}/output"} if given.redirects == "3" else {}
+                own = {"_OUTPUT": f"{given.log_dir}/std.log"} if given.redirects == "3" else {}
                 own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": files[pid]}
                 script = [given.training_script, *given.training_script_args]
                 with open(pipe, "w") as file:
@@ -194,6 +194,7 @@ def _be_rank(pipe: int) -> None:
         os._exit(0)
     (script, *arguments), environment = json.loads(text)
     if output := environment.pop("_OUTPUT", ""):
+        Path(output).parent.mkdir(exist_ok=True)
         for number in (1, 2):
             os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.clear()

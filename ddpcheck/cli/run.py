@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -34,7 +36,7 @@ from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import Hang, HangWatch, Unended, end_agent
 from ddpcheck.run.meeting_watch import unmet
 from ddpcheck.run.node_link import NodeLink
-from ddpcheck.run.parity_run import ParityRuns, SingleRun
+from ddpcheck.run.parity_run import INTERRUPTED, ParityRuns, SingleRun
 from ddpcheck.run.run_folder import holding
 from ddpcheck.run.run_record import prepare, write_flight_records
 from ddpcheck.stream.entries import WatchingFailed
@@ -72,11 +74,11 @@ def examine_options(given: argparse.Namespace) -> None:
 
 
 def run_agent(
-    run: Any, given: argparse.Namespace, folder: Path, nodes: NodeLink | None = None, *, quiet: bool = False
+    run: Any, given: argparse.Namespace, folder: Path, nodes: NodeLink | None = None, *, limit: float | None = None
 ) -> Ending:
     """Run the script; its exit code is that of the rank that failed first; 128 and the signal, as in a shell.
 
-    `quiet`: without torchrun's page on a failure.
+    `limit`: seconds that a single process may take, of whose end a check line tells, and nothing else.
 
     Raises:
         UsageError: torchrun refuses an option.
@@ -84,9 +86,11 @@ def run_agent(
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    watch = HangWatch(folder, given.check_timeout, end_agent, tell=say, nodes=nodes)
+    quiet = limit is not None
+    tell = None if quiet else say
+    watch = HangWatch(folder, given.check_timeout, end_agent, tell, nodes, limit=limit or math.inf)
     try:
-        with _handlers_kept(), _without_broken_error_files(), _meeting(nodes):
+        with _handlers_kept(), _without_broken_error_files(), _meeting(nodes), _killing(quiet):
             try:
                 run(given)
             finally:
@@ -106,7 +110,8 @@ def run_agent(
             return Ending(unended=watch.unended)
         if watch.hang is not None:
             return Ending(EXIT_HANG, hang=watch.hang)
-        print_error(f"ddpcheck run: {error}")
+        if not quiet:
+            print_error(f"ddpcheck run: {error}")
         return Ending(128 + int(error.sigval), interrupted=True)
     except Exception as error:
         if _is_refused_option(error):
@@ -163,6 +168,16 @@ def _handlers_kept() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
+def _killing(kills: bool) -> Patch:
+    """Have the agent end a single process by SIGKILL: nothing that it would do at another signal is of use."""
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    def make(close: Any) -> Any:
+        return lambda context, number=None, timeout=30: close(context, signal.SIGKILL if kills else number, timeout)
+
+    return Patch(PContext, "close", make)
+
+
 def _without_broken_error_files() -> Patch:
     """Have the agent do without an error file that a rank could not finish, since it was killed."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -206,7 +221,7 @@ def run_script(arguments: argparse.Namespace) -> int:
         Path(folder, SCRIPT).write_text(shlex.join(script))
         parity = None
         if given.check_parity:
-            parity = ParityRuns(given, Path(folder), lambda alone, where: run_agent(run, alone, where, quiet=True))
+            parity = ParityRuns(given, Path(folder), functools.partial(run_agent, run))
         recording = RunOptions(folder, given.check_every, None if parity is None else parity.options_of_ranks())
         os.environ.update(environment_for(recording, os.environ))
         nodes = NodeLink(Path(folder))
@@ -220,7 +235,7 @@ def run_script(arguments: argparse.Namespace) -> int:
             return exit_code
         ending, exit_code = collected(nodes, ending), EXIT_USAGE
         try:
-            singles = () if parity is None else run_alone(parity, Path(folder), ending)
+            singles = () if parity is None else run_alone(parity, Path(folder), ending, nodes.size, debug=given.debug)
             report = show_report(shlex.join(script), ending, Path(folder), given, output, settings, known, singles)
             exit_code = ending.exit_code or report.exit_code(settings.fail_on)
         except Exception as error:
@@ -233,19 +248,36 @@ def run_script(arguments: argparse.Namespace) -> int:
     return exit_code
 
 
-def run_alone(parity: ParityRuns, folder: Path, ending: Ending) -> tuple[SingleRun, ...]:
-    """Run the script in a single process, and once more with other random numbers if something differs."""
+def run_alone(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, debug: bool) -> tuple[SingleRun, ...]:
+    """Run the script in a single process, unless a signal ends that; the ranks have ended, and are reported on."""
+    with _handlers_kept():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler)
+        try:
+            singles = _compared(parity, read_logs(folder), ending, nodes)
+        except KeyboardInterrupt:  # the agent has its own handlers, and is not always there
+            singles = (SingleRun(why_not=INTERRUPTED),)
+    if debug and singles[0].why_not and singles[0].output:
+        complain("the single process has said:", singles[0].output, kind="debug")
+    return singles
+
+
+def _compared(parity: ParityRuns, ranks: Sequence[WatchedRank], ending: Ending, nodes: int) -> tuple[SingleRun, ...]:
+    """The run in a single process; if something differs, one with other random numbers, and one as another rank."""
     from ddpcheck.judge.script_parity import depends_on_rank, is_equal
 
-    ranks = read_logs(folder)
-    if why := parity.why_not(ranks, ending):
+    if why := parity.why_not(ranks, ending, nodes):
         return (SingleRun(why_not=why),)
-    say("the script runs once more, in a single process on the same samples; its output goes to a file")
+    say(parity.begin(ranks))
     single = parity.run(ranks)
     if single.why_not or is_equal(ranks, single.ranks):
         return (single,)
     say("the two runs differ: once more in a single process, to measure rounding and random numbers")
     noise = parity.run(ranks, is_noise=True)
+    if noise.why_not:
+        why = f"it differs, and a run that measures rounding and random numbers has failed: {noise.why_not}"
+        return (replace(noise, why_not=why),)
     if not depends_on_rank(ranks, single.ranks, noise.ranks):
         return single, noise
     say("and once more, as another rank, to see whether the script computes with the number of the rank")
@@ -301,6 +333,9 @@ def show_report(
         for note in report.world.get("notes", ()):
             complain(note, kind="note")
         say(f"clean: {report.checks[0].detail}" if report.status == "clean" else report.checks[-1].detail)
+        for check in report.checks:
+            if singles and check.name == "parity":
+                say(check.detail)
     else:
         output.show(report)
     return report

@@ -264,6 +264,9 @@ def what_held(comparison: Comparison) -> str:
     saves = saved_states(comparison.ranks[0]).keys() & saved_states(comparison.single).keys()
     if saves:
         said.append(counted(len(saves), "saved state"))
+    batch = max((end.batch for rank in comparison.ranks for end in entries_of(rank, ParityEnded)), default=0)
+    if said and batch:
+        said.append(f"with batches of {batch} samples at most, as --check-parity-batch says")
     return "; ".join(said)
 
 
@@ -274,6 +277,10 @@ def lacking(comparison: Comparison) -> str:
     refused = dict.fromkeys(f"{one.line} ({one.why})" for one in entries_of(comparison.single, NotReplayed))
     said = [f"not given to the single process: {join_names([*refused], most=3)}"] if refused else []
     ends = [end for one in (comparison.ranks[0], comparison.single) for end in entries_of(one, ParityEnded)]
+    full = [end for rank in comparison.ranks for end in entries_of(rank, ParityEnded) if end.why_full]
+    if full:
+        first = min(full, key=lambda end: end.full_at)
+        said.append(f"samples are recorded for {counted(first.full_at, 'backward pass')} only: {first.why_full}")
     if any(end.steps_inside for end in ends):
         said.append("optimizer steps in backward passes")
     elif comparison.has_other_model:

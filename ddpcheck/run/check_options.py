@@ -33,6 +33,10 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
     add("--check-parity", action="store_true", help=alone)
     steps = "compare so many optimizer steps, and the evaluation that follows (default: as many as there are)"
     add("--check-parity-steps", type=int, default=0, metavar="N", help=steps)
+    batch = (
+        "have loaders give each rank at most B samples at once, in all runs, so that one process can hold all ranks'"
+    )
+    add("--check-parity-batch", type=int, default=0, metavar="B", help=batch)
     add("--check-format", metavar="FORMAT", help="of the report; by the suffix of the file where there is one")
     add("--debug", action="store_true", help="show the traceback of an error of ddpcheck")
     abbreviated: Any = parser._get_option_tuples
@@ -81,5 +85,7 @@ def examine(given: argparse.Namespace) -> Settings:
         raise UsageError(f"--check-timeout is a number of seconds above 0, not {given.check_timeout:g}")
     if given.check_parity_steps < 0:
         raise UsageError(f"--check-parity-steps is a number of steps, or 0 for all, not {given.check_parity_steps}")
+    if given.check_parity_batch < 0:
+        raise UsageError(f"--check-parity-batch is a number of samples from 1 on, not {given.check_parity_batch}")
     names = ("select", "ignore", "fail_on")
     return load_settings({name: getattr(given, f"check_{name}") for name in names}, prefix="--check-")

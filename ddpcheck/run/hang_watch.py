@@ -10,6 +10,7 @@ Seen in 1 of 50 short scripts without ddpcheck. To wait a moment before the grou
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -87,6 +88,7 @@ class HangWatch:
         end: Callable[[], object],
         tell: Callable[[str], object] | None = None,
         nodes: NodeLink | None = None,
+        limit: float = math.inf,
     ) -> None:
         """Begin.
 
@@ -96,12 +98,14 @@ class HangWatch:
             end: Called once the ranks that live have not got on for so long, and cannot.
             tell: Takes a sentence on a rank that has failed, where torchrun has to wait for the others.
             nodes: The other nodes, if their ranks are watched as well.
+            limit: Seconds after which ranks are ended in any case.
         """
         self.hang: Hang | None = None
         self.unended: Unended | None = None
         self._folder = folder
         self._ranks = LivingRanks(folder)
         self._timeout = timeout
+        self._limit = limit
         self._end = end
         self._tell = tell or (lambda sentence: None)
         self._nodes = nodes
@@ -125,6 +129,7 @@ class HangWatch:
         seen: dict[str, bytes] = {}
         meeting = MeetingWatch(self._folder)
         progress, since, before, is_stuck = 0.0, 0.0, dict[int, Used](), False
+        latest = time.monotonic() + self._limit
         while not self._over.wait(_INTERVAL):
             try:
                 ranks, are_all_here = self._ranks.living()
@@ -149,6 +154,8 @@ class HangWatch:
                 if not ranks and (waiting := meeting.in_vain(now, self._timeout)):
                     self.hang = Hang(self._timeout, {}, waiting)
                     ranks = {place: one.pid for place, one in enumerate(waiting)}
+                if now >= latest and self.hang is None:
+                    self.hang = Hang(self._limit, self._ranks.stacks(ranks))
                 if self.hang or self.unended or self._nodes_must_end(ranks, is_stuck=is_stuck):
                     self._tell_why_it_ends(ranks)
                     self._end_ranks(ranks)

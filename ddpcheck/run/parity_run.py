@@ -5,22 +5,34 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import re
 import shutil
+import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpcheck.findings.evidence.parity import IN_TURN, ParityEnded
+from ddpcheck.findings.evidence.parity import IN_TURN, BatchTaken, ParityEnded
+from ddpcheck.findings.stacks import program_lines
 from ddpcheck.judge.script_facts import entries_of
 from ddpcheck.record.rank.environment import ParityOptions, RunOptions, environment_for
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.run_folder import holding
-from ddpcheck.stream.rank_log import FOLDER, WatchedRank, read_logs
+from ddpcheck.stream.entries import RankRaised, WatchingFailed
+from ddpcheck.stream.rank_log import FOLDER, RESTARTED, WatchedRank, read_logs
+from ddpcheck.worlds import failures
 
 VARIABLE = "DDPCHECK_PARITY"
 """Is "1" in the environment of a single process, so that a script can leave out what must not happen twice."""
+
+
+INTERRUPTED = "it was interrupted"
+_TIMES = 3  # as long as all ranks took together, a single process may take
+_MOST_OUTPUT = 1 << 16  # characters, of the end
+_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|MemoryError|OutOfMemory")
+_MEMORY = "; a global batch in one process needs more memory, and --check-parity-batch makes those of all runs smaller"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,37 +41,53 @@ class SingleRun:
 
     ranks: Sequence[WatchedRank] = ()
     why_not: str = ""  # in words, if it has not come as far as it should; empty if it has
-    output: str = ""  # what it has printed
-    has_failed: bool = False  # whether the script has ended with an exit code
+    output: str = ""  # the end of what it has printed
+    has_raised: bool = False  # whether the script has ended by an exception, or with an exit code
 
 
 class ParityRuns:
     """Runs a script in a single process, in folders below that of the run on ranks."""
 
-    def __init__(
-        self, given: argparse.Namespace, folder: Path, run: Callable[[argparse.Namespace, Path], Ending]
-    ) -> None:
-        """Begin; `run` runs the script with options of torchrun, and a folder for its logs."""
+    def __init__(self, given: argparse.Namespace, folder: Path, run: Callable[..., Ending]) -> None:
+        """Begin; `run` runs the script with options of torchrun, a folder for its logs, and a `limit` in seconds."""
         self._given, self._folder, self._run = given, folder, run
         self._environ = dict(os.environ)
         self._began = time.time()
+        self._limit = 0.0
         self._draws, self._in_turn = True, False
 
     def options_of_ranks(self) -> ParityOptions:
         """Return how ranks are recorded."""
-        return ParityOptions()
+        return ParityOptions(batch=self._given.check_parity_batch)
 
-    def why_not(self, ranks: Sequence[WatchedRank], ending: Ending) -> str:
+    def why_not(self, ranks: Sequence[WatchedRank], ending: Ending, nodes: int = 1) -> str:
         """Return why there is nothing to compare with, in words; empty if there is."""
-        if ending.exit_code or ending.hang is not None or ending.interrupted:
-            return "the run on ranks has not come to its end"
+        if ending.hang is not None:
+            return "the ranks waited for each other"
+        if ending.exit_code or ending.interrupted:
+            how = "was interrupted" if ending.interrupted else f"ended with exit code {ending.exit_code}"
+            return f"the run on ranks {how}"
+        if nodes > 1:
+            return f"the ranks have run on {nodes} machines, and left their samples there"
         if not ranks or len(ranks) < ranks[0].started.world_size:
             return "not all ranks have left a log here"
         if ranks[0].started.world_size < 2:
             return "it has run on one rank"
-        if not any(entries_of(rank, ParityEnded) for rank in ranks):
+        ends = [end for rank in ranks for end in entries_of(rank, ParityEnded)]
+        if not ends:
             return "the ranks have left no samples"
-        return ""
+        return next(
+            (f"samples are not recorded: {end.why_full}" for end in ends if end.why_full and not end.full_at), ""
+        )
+
+    def begin(self, ranks: Sequence[WatchedRank]) -> str:
+        """Return what a single process is about to do, in words: the ranks have just ended."""
+        took = time.time() - self._began
+        self._limit = max(self._given.check_timeout, _TIMES * len(ranks) * took)
+        sizes = [max((one.rows for one in entries_of(rank, BatchTaken)), default=0) for rank in ranks]
+        holds = f"the batches of {len(ranks)} ranks together{f' (up to {sum(sizes)} samples)' if all(sizes) else ''}"
+        said = f"the script runs once more, in a single process, which holds {holds}"
+        return f"{said}, for {self._limit:.0f} s at most; its output is not shown"
 
     def run(self, ranks: Sequence[WatchedRank], *, is_noise: bool = False, as_rank: int = 0) -> SingleRun:
         """Run the script in one process, on the samples of ranks.
@@ -71,20 +99,25 @@ class ParityRuns:
         if any(end.why == IN_TURN for rank in made.ranks for end in entries_of(rank, ParityEnded)):
             self._in_turn = True
             made = self._run_once(ranks, is_noise=is_noise, as_rank=as_rank)
-        if made.has_failed and self._draws and not as_rank:
+        if made.has_raised and made.ranks and self._draws and not as_rank:
             self._draws = False
             again = self._run_once(ranks, is_noise=is_noise, as_rank=as_rank)
-            made = made if again.has_failed else again
+            made = made if again.has_raised else again
         return made
 
     def _run_once(self, ranks: Sequence[WatchedRank], *, is_noise: bool, as_rank: int) -> SingleRun:
-        made = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
-        with made as folder, holding(Path(folder)):
-            return self._run_in(Path(folder), ranks, is_noise=is_noise, as_rank=as_rank)
+        try:
+            made = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
+            with made as folder, holding(Path(folder)):
+                return self._run_in(Path(folder), ranks, is_noise=is_noise, as_rank=as_rank)
+        except OSError as error:
+            return SingleRun(
+                why_not=f"its folder in {tempfile.gettempdir()} cannot be written: {error.strerror or error}"
+            )
 
     def _run_in(self, folder: Path, ranks: Sequence[WatchedRank], *, is_noise: bool, as_rank: int) -> SingleRun:
         size = ranks[0].started.world_size
-        full = [one.full_at for rank in ranks for one in entries_of(rank, ParityEnded) if one.full_at]
+        full = [one.full_at for rank in ranks for one in entries_of(rank, ParityEnded) if one.why_full]
         options = ParityOptions(
             samples=str(self._folder),
             world_size=size,
@@ -93,7 +126,7 @@ class ParityRuns:
             steps=self._given.check_parity_steps,
             in_turn=self._in_turn,
             draws=self._draws,
-            since=self._began,
+            since=_last_start(self._folder) or self._began,
             is_noise=is_noise,
             as_rank=as_rank,
         )
@@ -101,13 +134,17 @@ class ParityRuns:
         os.environ.update(environment_for(RunOptions(str(folder), 0, options), self._environ))
         os.environ[VARIABLE] = "1"
         try:
-            ending = self._run(_alone(self._given, folder), folder)
+            ending = self._run(_alone(self._given, folder), folder, limit=self._limit)
         finally:
             os.environ.clear()
             os.environ.update(self._environ)
-        output = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("output/**/std*.log")))
-        left = [] if not folder.exists() else _logs(folder)
-        return SingleRun(left, _why_ended(ending, left, output), output, bool(ending.exit_code) and ending.hang is None)
+        # Standard output, and then the errors; a test has both in one file.
+        paths = sorted(folder.glob("output/**/std*.log"), reverse=True)
+        output = "".join(path.read_text(errors="replace")[-_MOST_OUTPUT:] for path in paths)
+        left = _logs(folder) if folder.exists() else []
+        why_not = _why_ended(ending, left, output, self._limit)
+        has_raised = ending.exit_code > 0 and not _signal_of(ending) and ending.hang is None and not ending.interrupted
+        return SingleRun(left, why_not, output, has_raised)
 
 
 def _logs(folder: Path) -> list[WatchedRank]:
@@ -125,15 +162,51 @@ def _alone(given: argparse.Namespace, folder: Path) -> argparse.Namespace:
     return alone
 
 
-def _why_ended(ending: Ending, left: Sequence[WatchedRank], output: str) -> str:
+def _last_start(folder: Path) -> float:
+    """When torchrun has started the ranks again, in seconds since the epoch; 0 if it has not."""
+    return max((path.stat().st_mtime for path in folder.glob(f"{RESTARTED}*")), default=0.0)
+
+
+def _signal_of(ending: Ending) -> int:
+    """Return the number of the signal that has ended the process; 0 for none."""
+    code = next(iter(ending.exit_codes.values()), 0)
+    return -code if code < 0 else ending.exit_code - 128 if ending.exit_code == 128 + signal.SIGKILL else 0
+
+
+def _why_ended(ending: Ending, left: Sequence[WatchedRank], output: str, limit: float) -> str:
     if ending.interrupted:
-        return "it was interrupted"
+        return INTERRUPTED
     if ending.hang is not None:
-        return f"it made no progress for {ending.hang.seconds:.0f} s, and was ended"
+        where = _line_in(ending.hang.stacks.values())
+        if ending.hang.seconds >= limit:
+            return f"it has not ended within {limit:.0f} s, and was stopped{where}"
+        return f"it made no progress for {ending.hang.seconds:.0f} s, and was stopped{where}"
+    if number := _signal_of(ending):
+        where = _line_in(rank.stack for rank in left)  # which Python writes at SIGSEGV and the like
+        return f"it was ended by signal {number}{where}{_MEMORY if number == signal.SIGKILL else ''}"
     if ending.exit_code:
-        said = next((line for line in reversed(output.splitlines()) if line.strip()), "")
-        return f"it ended with exit code {ending.exit_code}{f': {said.strip()}' if said else ''}"
+        said = f"it ended with exit code {ending.exit_code}: {_last_words(left, output)}".rstrip(": ")
+        return said + (_MEMORY if _OF_MEMORY.search(said) else "")
     if not left:
         return "it joined no process group where ddpcheck could see it"
+    failed = entries_of(left[0], WatchingFailed)
     size = left[0].started.world_size
+    if failed:
+        return f"{failed[0].recorder} of ddpcheck has failed in it: {failed[0].why}"
     return f"the script starts {size} ranks by itself" if size > 1 else ""
+
+
+def _line_in(stacks: Iterable[str]) -> str:
+    return "".join(f" at {line}" for stack in stacks for line in program_lines(stack)[:1])
+
+
+def _last_words(left: Sequence[WatchedRank], output: str) -> str:
+    """Return the exception that has ended a process, with its line; else the last line that it has printed."""
+    for entry in (one for rank in left for one in entries_of(rank, RankRaised)):
+        failure = failures.raised(0, dict(entry.reply))
+        text = failure.message.removeprefix("rank 0 raised ")
+        return f"{text} at {failure.location}" if failure.location else text
+    lines = [line.removeprefix("[rank0]: ") for line in output.splitlines() if line.strip()]
+    begins = [place for place, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    raised = [line for line in lines[begins[-1] + 1 :] if not line.startswith(" ")] if begins else lines[-1:]
+    return next(iter(raised), "").strip()

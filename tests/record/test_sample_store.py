@@ -91,7 +91,7 @@ def test_what_is_cut_off_or_too_large_is_left_out(tmp_path: Path, monkeypatch: p
     writer = SampleWriter(tmp_path, 1)
     for number in range(9):
         writer.add(f"batch#{number}", A)
-    assert writer.is_full
+    assert writer.why_full
     kept = [SampleReader(tmp_path, 2).count(f"batch#{number}") for number in range(9)]
     assert 0 < sum(kept) < 9 and kept == sorted(kept, reverse=True)
 

@@ -98,6 +98,8 @@ class ParityEnded(Entry, frozen=True):
     steps: int
     backwards: int
     why: str = ""  # in words, if that was before the end of the script
-    full_at: int = 0  # the backward passes of which all samples were recorded; 0 if there is no limit
+    full_at: int = 0  # the backward passes of which all samples were recorded, if not of all
     splits_statistics: bool = False  # whether statistics of a batch were those of the rows of each rank
     steps_inside: bool = False  # whether optimizers have stepped in backward passes, which are not followed
+    why_full: str = ""  # why no more samples were recorded, in words; empty if all were
+    batch: int = 0  # the most samples of a batch, if loaders of the script have larger ones

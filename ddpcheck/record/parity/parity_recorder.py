@@ -109,9 +109,10 @@ class ParityRecorder(Recorder, subjects=("parity",)):
     def close(self, why: str = "") -> None:
         """The script has ended, or has come as far as it is compared."""
         self._trace.end(evaluates=self.samples.evaluates, steps=self._steps)
-        full = self._full_at if self.samples.is_full else 0
-        splits = self.samples.splits_statistics
-        self.write(ParityEnded(self._steps, self.samples.backwards, why, full, splits, self._inside))
+        full, splits = self.samples.why_full, self.samples.splits_statistics
+        batch = self._options.batch if self.samples.is_smaller else 0
+        full_at = self._full_at if full else 0
+        self.write(ParityEnded(self._steps, self.samples.backwards, why, full_at, splits, self._inside, full, batch))
 
     def write(self, entry: Entry) -> None:
         if os.getpid() == self._process:
@@ -164,7 +165,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         if self._reader is not None and 0 < most <= self.samples.backwards:
             self._leave(f"after {most} backward passes, as far as samples were recorded")
         self._trace.end(evaluates=self.samples.evaluates, steps=self._steps)
-        if not self.samples.is_full:
+        if not self.samples.why_full:
             self._full_at = self.samples.backwards
         self.samples.note_backward()
         if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:

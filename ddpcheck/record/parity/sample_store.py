@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import struct
 from collections import UserDict
@@ -26,21 +27,21 @@ class SampleWriter:
     """The file of one rank, to which values are added in the order in which the script gets them.
 
     Attributes:
-        is_full: Whether a value had no place any more; none is added from then on.
+        why_full: Why a value had no place any more, in words; none is added from then on.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._file = Path(folder, _NAME.format(rank)).open("ab", buffering=0)
+        """Begin a new file: one of an earlier start of the ranks has other values under the same keys."""
         self._size = 0
-        self.is_full = False
+        self.why_full = ""
+        try:
+            self._file = Path(folder, _NAME.format(rank)).open("wb", buffering=0)
+        except OSError as error:
+            self.why_full = _reason(error)
 
     def add(self, key: str, value: Any) -> None:
-        """Add a value under a key, unless it cannot be pickled.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
-        if self.is_full:
+        """Add a value under a key, unless it has no place or cannot be pickled."""
+        if self.why_full:
             return
         try:
             blob = _packed(value)
@@ -49,9 +50,19 @@ class SampleWriter:
         name = key.encode()
         self._size += len(blob) + len(name)
         if len(blob) > _LARGEST_VALUE or self._size > _LARGEST:
-            self.is_full = True
+            self.why_full = f"a rank keeps no more than {_LARGEST >> 20} MiB, and {_LARGEST_VALUE >> 20} MiB at a time"
             return
-        self._file.write(_LENGTHS.pack(len(name), len(blob)) + name + blob)
+        whole = _LENGTHS.pack(len(name), len(blob)) + name + blob
+        try:
+            written = self._file.write(whole)
+            if written < len(whole):  # and the next write would raise
+                self._file.write(whole[written:])
+        except OSError as error:
+            self.why_full = _reason(error)
+
+
+def _reason(error: OSError) -> str:
+    return f"their file could not be written: {os.strerror(error.errno or 0)}"
 
 
 class SampleReader:
@@ -114,9 +125,9 @@ def _places_in(path: Path) -> dict[str, tuple[int, int]]:
     with path.open("rb") as file:
         while len(head := file.read(_LENGTHS.size)) == _LENGTHS.size:
             name, length = _LENGTHS.unpack(head)
-            key = file.read(name).decode()
-            if file.tell() + length > size:  # the rank was killed while it wrote
+            if file.tell() + name + length > size:  # the rank was killed while it wrote, or the disk was full
                 break
+            key = file.read(name).decode()
             found[key] = file.tell(), length
             file.seek(length, 1)
     return found

@@ -56,6 +56,7 @@ class Samples(Recorder, subjects=("parity",)):
         parts: Of tensors of all ranks, those of each rank.
         on_pass: Is called before each pass over a loader.
         splits_statistics: Whether statistics of a batch were those of the rows of each rank.
+        is_smaller: Whether batches of a loader are smaller than the script has them.
     """
 
     def __init__(self, sink: Callable[[Any], object], reader: SampleReader | None, options: ParityOptions) -> None:
@@ -73,7 +74,8 @@ class Samples(Recorder, subjects=("parity",)):
         self._open: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
         self.parts: Any = WeakIdKeyDictionary()
         self.rows: tuple[int, ...] = ()
-        self.draws = self.splits_statistics = False
+        self.draws = self.splits_statistics = self.is_smaller = False
+        self._most = options.batch
         self.loads = False
         self.backwards = 0
         self.on_pass: Callable[[], object] = lambda: None
@@ -101,9 +103,9 @@ class Samples(Recorder, subjects=("parity",)):
                 self._writer.add(key, value)
 
     @property
-    def is_full(self) -> bool:
-        """Return if values of this step are not recorded any more."""
-        return self._writer is not None and self._writer.is_full
+    def why_full(self) -> str:
+        """Return why values of this step are not recorded any more, in words; empty if they are."""
+        return "" if self._writer is None else self._writer.why_full
 
     @property
     def replays(self) -> bool:
@@ -210,8 +212,10 @@ class Samples(Recorder, subjects=("parity",)):
         if type(size) is not int or named.get("batch_sampler") is not None:
             return None
         if self._reader is None:
-            self.keep(key, size)
-            return None
+            smaller = self._most if 0 < self._most < size else None
+            self.keep(key, smaller or size)
+            self.is_smaller |= smaller is not None
+            return smaller
         sizes = self._reader.get(key)
         return (sizes[0] if self._turns > 1 else sum(sizes)) if sizes else None
 

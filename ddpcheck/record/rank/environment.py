@@ -29,6 +29,7 @@ class ParityOptions:
     order: tuple[int, ...] = ()  # in which their rows are put together
     backwards: int = 0  # how many backward passes have their samples there; 0 for all
     steps: int = 0  # optimizer steps to compare; 0 for all
+    batch: int = 0  # samples that a batch of a loader has on each rank at most; 0 for as many as the script has
     in_turn: bool = False  # whether the single process takes batches of ranks in turn, and not put together
     draws: bool = True  # whether random draws of the script are replayed
     since: float = 0.0  # when the run on ranks began, in seconds since the epoch: what has changed since is of that run
