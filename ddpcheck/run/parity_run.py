@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpcheck.findings.evidence.parity import IN_TURN, BatchTaken, ParityEnded
+from ddpcheck.findings.evidence.parity import IN_TURN, ParityEnded, ParityStep
 from ddpcheck.findings.stacks import program_lines
 from ddpcheck.judge.script_facts import entries_of
 from ddpcheck.record.rank.environment import ParityOptions, RunOptions, environment_for
@@ -84,8 +84,8 @@ class ParityRuns:
         """Return what a single process is about to do, in words: the ranks have just ended."""
         took = time.time() - self._began
         self._limit = max(self._given.check_timeout, _TIMES * len(ranks) * took)
-        sizes = [max((one.rows for one in entries_of(rank, BatchTaken)), default=0) for rank in ranks]
-        holds = f"the batches of {len(ranks)} ranks together{f' (up to {sum(sizes)} samples)' if all(sizes) else ''}"
+        sizes = [max((int(one.samples[-1]) for one in entries_of(rank, ParityStep)), default=0) for rank in ranks]
+        holds = f"the samples of {len(ranks)} ranks together{f' (up to {sum(sizes)} in a step)' if all(sizes) else ''}"
         said = f"the script runs once more, in a single process, which holds {holds}"
         return f"{said}, for {self._limit:.0f} s at most; its output is not shown"
 

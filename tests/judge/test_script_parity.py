@@ -205,3 +205,15 @@ def test_an_epoch_of_fewer_samples_is_told() -> None:
         runs(epoch(32, 32, trains=False), epoch(32, 32, trains=False), epoch(64, 128, trains=False)),
     ):
         assert judge_parity(healthy) == []
+
+
+def test_what_was_left_out_on_purpose_is_said() -> None:
+    def compare(**named: Any) -> Comparison:
+        end = ParityEnded(4, 4, **named)
+        of_ranks = [WatchedRank(RankStarted(n, 2, "gloo"), [*ALIKE, end], []) for n in (0, 1)]
+        return Comparison(of_ranks, rank(ALONE, 0, 1))
+
+    assert what_held(compare(batch=4)).endswith("; with batches of 4 samples at most, as --check-parity-batch says")
+    assert lacking(compare(full_at=3, why_full="No space left on device")) == (
+        "samples are recorded for 3 backward passes only: No space left on device"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections import UserDict, namedtuple
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,40 @@ def test_what_cannot_be_pickled_is_left_out(tmp_path: Path) -> None:
     writer.add("batch#1", A)
     reader = SampleReader(tmp_path, 1)
     assert reader.count("batch#0") == 0 and is_same(reader.get("batch#1"), [A])
+
+
+def test_a_start_of_the_ranks_after_another_has_its_own_values(tmp_path: Path) -> None:
+    for values in ([A, B], [B]):
+        writer = SampleWriter(tmp_path, 0)
+        for number, value in enumerate(values):
+            writer.add(f"batch#{number}", value)
+    reader = SampleReader(tmp_path, 1)
+    assert is_same(reader.get("batch#0"), [B]) and reader.get("batch#1") == []
+
+
+def test_on_a_full_disk_what_was_written_is_kept(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer = SampleWriter(tmp_path, 0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        for number in range(9):
+            writer.add(f"größte#{number}", A)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert writer.why_full == "their file could not be written: File too large"
+    assert (tmp_path / "samples-0").stat().st_size == 1000  # a value was cut off
+    reader = SampleReader(tmp_path, 1)
+    kept = [reader.count(f"größte#{number}") for number in range(9)]
+    assert 0 < sum(kept) < 9 and kept == sorted(kept, reverse=True)
+    assert is_same(reader.get("größte#0"), [A])
+    (tmp_path / "samples-1").mkdir()
+    assert SampleWriter(tmp_path, 1).why_full == "their file could not be written: Is a directory"
+
+
+def test_a_file_that_is_cut_anywhere_is_read(tmp_path: Path) -> None:
+    writer = SampleWriter(tmp_path, 0)
+    writer.add("größe", A)
+    whole = (tmp_path / "samples-0").read_bytes()
+    for size in range(len(whole)):
+        (tmp_path / "samples-0").write_bytes(whole[:size])
+        assert SampleReader(tmp_path, 1).count("größe") == 0
