@@ -141,6 +141,7 @@ def comparable(text: str) -> str:
     text = re.sub(r" +\d+\.\d+ s", " _ s", text)
     # which parameter is the worst of those that differ by rounding alone
     text = re.sub(r"^(  [\w-]+) +\S+ +\d+ +(?=0\.0e\+00|\d\.\de-(0[6-9]|1\d))", r"\1 _ ", text, flags=re.MULTILINE)
+    text = re.sub(r"for \d+ s at most", "for _ s at most", text)
     text = re.sub(r"python \S+", "python _", text)
     text = re.sub(r"torch \d\S+", "torch _", text)
     text = re.sub(r'("torch/\S+", line) \d+', r"\1 _", text)

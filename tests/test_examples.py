@@ -37,6 +37,7 @@ EXAMPLES = {
 # Examples that have tests and pages of their own.
 ELSEWHERE = (
     "many_ranks/",
+    "parity/",
     "pytest/",
     "training_loop/",
     "transformers/",

@@ -161,3 +161,32 @@ def test_what_differs_from_a_single_process_is_told(script: str, severity: str, 
     lines = (tmp_path / "train.py").read_text().splitlines()
     assert any("# here" in line for line in lines[found["location"]["line"] - 4 : found["location"]["line"] + 3])
     assert printed.count("epoch") in (0, 3)  # what the single process prints goes to a file
+
+
+# Batches have a part of the script's own, which has no batch dimension.
+OWN_BATCHES = """
+class Padded:
+    def __init__(self, items):
+        self.x = torch.stack([x for x, _ in items])
+
+def collate(items):
+    return Padded(items), torch.stack([y for _, y in items])
+
+model = DistributedDataParallel(nn.Linear(6, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=5e-2)
+for padded, y in DataLoader(everything, 8, sampler=DistributedSampler(everything), collate_fn=collate):  # here
+    optimizer.zero_grad()
+    (model(padded.x) - y).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_batch_that_cannot_be_put_together_stays_as_it_is(tmp_path: Path) -> None:
+    made, _ = report(OWN_BATCHES, tmp_path)
+    status, detail = parity_line(made)
+    assert (made["findings"], status) == ([], "skipped")
+    lines = (tmp_path / "train.py").read_text().splitlines()
+    (line,) = (number for number, text in enumerate(lines, 1) if "# here" in text)
+    assert f"train.py:{line} (Padded has no batch dimension)" in detail
+    assert detail.startswith("gradients of 6 steps equal those of a single process")  # its own loader has the same rows

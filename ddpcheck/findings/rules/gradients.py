@@ -216,19 +216,24 @@ smoothing = 0.1 if dist.is_initialized() else 0.0   # right: the same loss with 
 loss = cross_entropy(model(x), labels, label_smoothing=smoothing)
 
 DDP314 differs-from-single-process: error
-The script does something else on several ranks than in a single process on the same samples.
-why: Data-parallel training has one yardstick: the same global batch in one process gives the same gradients, the same
-numbers in an evaluation and the same checkpoint. What differs depends on how many ranks there are. (PyTorch docs,
-DistributedDataParallel: gradients are averaged over processes; a number that a rank has is that of its own samples.)
-fix: Compare the two values at the line with how they are made: a mean of means over ranks, a count of one rank or of
-the whole set, a sum that is divided by another number, a value that only one rank has.
-detected: `ddpcheck run --check-parity` runs the script on ranks, and again in a single process that gets the batches
-and the random numbers of all ranks together. Gradients of each step, the ends of schedules, the number of steps,
-numbers that are shown after an evaluation and tensors that are saved are compared; what differs by no more than a small
-multiple of what another order of the samples and other random numbers change is not told. A number that is shown or
-saved is a warning.
-ignore: If a number is meant to be that of one rank, or of each rank.
+The script computes something else on several ranks than in a single process on the same samples.
+why: One process on the global batch is the reference for data-parallel training: gradients, numbers of an evaluation
+and checkpoints are the same, however many ranks share the samples. What differs changes with the number of ranks, and
+nothing raises. (PyTorch docs, DistributedDataParallel: if a loss is summed over the samples and not averaged, the
+gradient is M times smaller on M nodes than on one node with the whole batch.)
+fix: At the line, look for a value of one rank's samples that stands for those of all: a mean, a maximum or a normaliser
+of the rank's batch, a mean of the ranks' results, a division by the size of the whole set, a count of the rank's own
+steps. Compute it over all ranks, by an all_reduce before it is used (sums and counts for a mean, MAX for a maximum).
+detected: `ddpcheck run --check-parity` runs the script on the ranks, and once more in a single process that gets the
+batches and the random numbers of all ranks together. Compared are the gradients of each optimizer step, where learning
+rates end, the number of steps, whether the ranks together have three quarters of the samples of an epoch, numbers that
+are shown after an evaluation, and tensors that are saved with torch.save.
+If something differs, a third run, with the samples in another order, other random numbers and another clock, measures
+noise: a difference of up to four times that, or of 1e-5, is not reported. A difference in gradients is reported only if
+a single process that takes itself for rank 1 has the same gradients as rank 0. Numbers that are shown or saved are a
+warning. Not reported beside a finding of another rule: then the check line says what differs.
+ignore: If the value is meant to be that of a rank's own samples, as the negatives of a contrastive loss may be.
 example:
-total += criterion(model(x), y).item() * len(y)
-print(total / len(loader.dataset))           # right: all_reduce(total), or divide by len(loader.sampler)
+weights = errors.detach().exp()
+loss = (weights / weights.mean() * errors).mean()   # right: all_reduce weights.mean() (AVG) first
 """)

@@ -45,7 +45,7 @@ class _Pass:
     rows_of_one: int = -1  # those of the whole pass in this process, if the loader knows them
 
 
-class Samples(Recorder, subjects=("parity",)):
+class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
     """Records what enters the script, or replays it if there is a `reader`.
 
     Attributes:
@@ -314,7 +314,7 @@ class Samples(Recorder, subjects=("parity",)):
             return None
         try:
             value = self.replayed(key, made.batches)
-        except NotTogetherError as error:
+        except Exception as error:
             self.refuse(key, str(error))
             return None
         if batch is None:
