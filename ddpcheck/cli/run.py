@@ -87,8 +87,7 @@ def run_agent(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     quiet = limit is not None
-    tell = None if quiet else say
-    watch = HangWatch(folder, given.check_timeout, end_agent, tell, nodes, limit=limit or math.inf)
+    watch = HangWatch(folder, given.check_timeout, end_agent, None if quiet else say, nodes, limit or math.inf)
     try:
         with _handlers_kept(), _without_broken_error_files(), _meeting(nodes), _killing(quiet):
             try:
@@ -275,13 +274,14 @@ def _compared(parity: ParityRuns, ranks: Sequence[WatchedRank], ending: Ending, 
         return (single,)
     say("the two runs differ: once more in a single process, to measure rounding and random numbers")
     noise = parity.run(ranks, is_noise=True)
-    if noise.why_not:
-        why = f"it differs, and a run that measures rounding and random numbers has failed: {noise.why_not}"
-        return (replace(noise, why_not=why),)
-    if not depends_on_rank(ranks, single.ranks, noise.ranks):
-        return single, noise
-    say("and once more, as another rank, to see whether the script computes with the number of the rank")
-    return single, noise, parity.run(ranks, as_rank=1)
+    singles: tuple[SingleRun, ...] = single, noise
+    if not noise.why_not and depends_on_rank(ranks, single.ranks, noise.ranks):
+        say("and once more, as another rank, to see whether the script computes with the number of the rank")
+        singles = single, noise, parity.run(ranks, as_rank=1)
+    last = singles[-1]
+    if last.why_not and not (last.has_raised and last is not noise):  # a script may refuse to be rank 1 of one
+        return (replace(last, why_not=f"it differs, and the run that measures noise has failed: {last.why_not}"),)
+    return singles
 
 
 def report_output(given: argparse.Namespace) -> ReportOutput:

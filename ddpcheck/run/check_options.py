@@ -83,9 +83,8 @@ def examine(given: argparse.Namespace) -> Settings:
         raise UsageError(f"--check-every is a number of steps, or 0 for never, not {given.check_every}")
     if not 0 < given.check_timeout < float("inf"):
         raise UsageError(f"--check-timeout is a number of seconds above 0, not {given.check_timeout:g}")
-    if given.check_parity_steps < 0:
-        raise UsageError(f"--check-parity-steps is a number of steps, or 0 for all, not {given.check_parity_steps}")
-    if given.check_parity_batch < 0:
-        raise UsageError(f"--check-parity-batch is a number of samples from 1 on, not {given.check_parity_batch}")
+    for name in ("steps", "batch"):
+        if (number := getattr(given, f"check_parity_{name}")) < 0:
+            raise UsageError(f"--check-parity-{name} is a number from 1 on, or 0 for no limit, not {number}")
     names = ("select", "ignore", "fail_on")
     return load_settings({name: getattr(given, f"check_{name}") for name in names}, prefix="--check-")

@@ -6,7 +6,6 @@ import argparse
 import copy
 import os
 import re
-import shutil
 import signal
 import tempfile
 import time
@@ -26,7 +25,6 @@ from ddpcheck.worlds import failures
 
 VARIABLE = "DDPCHECK_PARITY"
 """Is "1" in the environment of a single process, so that a script can leave out what must not happen twice."""
-
 
 INTERRUPTED = "it was interrupted"
 _TIMES = 3  # as long as all ranks took together, a single process may take
@@ -126,7 +124,7 @@ class ParityRuns:
             steps=self._given.check_parity_steps,
             in_turn=self._in_turn,
             draws=self._draws,
-            since=_last_start(self._folder) or self._began,
+            since=max([self._began, *(path.stat().st_mtime for path in self._folder.glob(f"{RESTARTED}*"))]),
             is_noise=is_noise,
             as_rank=as_rank,
         )
@@ -141,16 +139,10 @@ class ParityRuns:
         # Standard output, and then the errors; a test has both in one file.
         paths = sorted(folder.glob("output/**/std*.log"), reverse=True)
         output = "".join(path.read_text(errors="replace")[-_MOST_OUTPUT:] for path in paths)
-        left = _logs(folder) if folder.exists() else []
+        left = read_logs(folder)
         why_not = _why_ended(ending, left, output, self._limit)
         has_raised = ending.exit_code > 0 and not _signal_of(ending) and ending.hang is None and not ending.interrupted
         return SingleRun(left, why_not, output, has_raised)
-
-
-def _logs(folder: Path) -> list[WatchedRank]:
-    shutil.rmtree(folder / "output", ignore_errors=True)
-    shutil.rmtree(folder / "files", ignore_errors=True)  # folders are those of nodes
-    return read_logs(folder)
 
 
 def _alone(given: argparse.Namespace, folder: Path) -> argparse.Namespace:
@@ -160,11 +152,6 @@ def _alone(given: argparse.Namespace, folder: Path) -> argparse.Namespace:
     alone.max_restarts, alone.redirects, alone.tee, alone.log_dir = 0, "3", "0", str(folder / "output")
     alone.local_ranks_filter = ""
     return alone
-
-
-def _last_start(folder: Path) -> float:
-    """When torchrun has started the ranks again, in seconds since the epoch; 0 if it has not."""
-    return max((path.stat().st_mtime for path in folder.glob(f"{RESTARTED}*")), default=0.0)
 
 
 def _signal_of(ending: Ending) -> int:
@@ -178,9 +165,8 @@ def _why_ended(ending: Ending, left: Sequence[WatchedRank], output: str, limit: 
         return INTERRUPTED
     if ending.hang is not None:
         where = _line_in(ending.hang.stacks.values())
-        if ending.hang.seconds >= limit:
-            return f"it has not ended within {limit:.0f} s, and was stopped{where}"
-        return f"it made no progress for {ending.hang.seconds:.0f} s, and was stopped{where}"
+        how = "has not ended within" if ending.hang.seconds >= limit else "made no progress for"
+        return f"it {how} {ending.hang.seconds:.0f} s, and was stopped{where}"
     if number := _signal_of(ending):
         where = _line_in(rank.stack for rank in left)  # which Python writes at SIGSEGV and the like
         return f"it was ended by signal {number}{where}{_MEMORY if number == signal.SIGKILL else ''}"

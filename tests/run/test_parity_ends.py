@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
+from ddpcheck.cli import run as command
 from ddpcheck.findings.evidence.parity import ParityEnded, ParityStep
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import Hang
-from ddpcheck.run.parity_run import ParityRuns
+from ddpcheck.run.parity_run import ParityRuns, SingleRun
 from ddpcheck.stream.entries import RankRaised, RankStarted, WatchingFailed
 from ddpcheck.stream.rank_log import FOLDER, RankLog, WatchedRank
 from tests.forked_run import ROOT, run_forked
@@ -127,6 +128,68 @@ def test_the_end_of_a_single_process_is_a_sentence(
     assert made.why_not == why and script.times == times
     assert made.output == f"epoch 3\n{script.error}" and os.environ == environment
     assert not [*tmp_path.glob(f"{FOLDER}*")]
+
+
+class Runs:
+    """In the place of `ParityRuns`: a single process that differs, and further runs that end in some way."""
+
+    def __init__(self, *others: SingleRun) -> None:
+        self.left = [SingleRun([alone(1.0)]), *others]
+
+    def begin(self, _ranks: Any) -> str:
+        return "begins"
+
+    def why_not(self, *_given: Any) -> str:
+        return ""
+
+    def run(self, _ranks: Any, **_how: Any) -> SingleRun:
+        if (run := self.left.pop(0)) is KEY:
+            raise KeyboardInterrupt
+        return run
+
+
+def alone(norm: float, size: int = 1, rank: int = 0) -> WatchedRank:
+    step = ParityStep(
+        0, 0, None, (norm,), (1.0,), (), (0.1,), (), samples=(4 / size, 8 / size), names=("w",), elements=(1,)
+    )
+    return WatchedRank(RankStarted(rank, size, "gloo"), [step, ParityEnded(1, 1)], [])
+
+
+KEY = SingleRun()
+FAILED = SingleRun(why_not="it ended with exit code 1", has_raised=True)
+LATE = SingleRun(why_not="it has not ended within 60 s, and was stopped")
+
+
+@pytest.mark.parametrize(
+    ("others", "why"),
+    [
+        ([SingleRun([alone(1.0)]), SingleRun([alone(1.0)])], ""),
+        ([SingleRun([alone(1.0)]), FAILED], ""),
+        ([FAILED], f"it differs, and the run that measures noise has failed: {FAILED.why_not}"),
+        ([SingleRun([alone(1.0)]), LATE], f"it differs, and the run that measures noise has failed: {LATE.why_not}"),
+        ([KEY], "it was interrupted"),
+        ([SingleRun([alone(1.0)]), KEY], "it was interrupted"),
+    ],
+)
+def test_without_a_measure_of_noise_nothing_is_said_to_differ(
+    others: list[SingleRun], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "read_logs", lambda _folder: [alone(2.0, 2, rank) for rank in (0, 1)])
+    before = signal.getsignal(signal.SIGTERM)
+    singles = command.run_alone(Runs(*others), tmp_path, Ending(), 1, debug=False)  # type: ignore[arg-type]
+    assert singles[0].why_not == why and len(singles) == (1 if why else 3)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_between_two_runs_is_an_interruption(tmp_path: Path) -> None:
+    class Ends(Runs):
+        def why_not(self, *_given: Any) -> str:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+            return ""
+
+    (made,) = command.run_alone(Ends(), tmp_path, Ending(), 1, debug=False)  # type: ignore[arg-type]
+    assert made.why_not == "it was interrupted"
 
 
 def test_a_folder_that_has_no_place_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
