@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpcheck.findings.evidence.parity import IN_TURN, ParityEnded, ParityStep
+from ddpcheck.findings.evidence.parity import IN_TURN, ParityEnded, PassTaken
 from ddpcheck.findings.stacks import program_lines
 from ddpcheck.judge.script_facts import entries_of
 from ddpcheck.record.rank.environment import ParityOptions, RunOptions, environment_for
@@ -82,8 +83,11 @@ class ParityRuns:
         """Return what a single process is about to do, in words: the ranks have just ended."""
         took = time.time() - self._began
         self._limit = max(self._given.check_timeout, _TIMES * len(ranks) * took)
-        sizes = [max((int(one.samples[-1]) for one in entries_of(rank, ParityStep)), default=0) for rank in ranks]
-        holds = f"the samples of {len(ranks)} ranks together{f' (up to {sum(sizes)} in a step)' if all(sizes) else ''}"
+        sizes = [
+            max((math.ceil(one.rows / max(1, one.batches)) for one in entries_of(rank, PassTaken)), default=0)
+            for rank in ranks
+        ]
+        holds = f"the batches of {len(ranks)} ranks together{f' (up to {sum(sizes)} samples)' if all(sizes) else ''}"
         said = f"the script runs once more, in a single process, which holds {holds}"
         return f"{said}, for {self._limit:.0f} s at most; its output is not shown"
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ddpcheck.cli import run as command
-from ddpcheck.findings.evidence.parity import ParityEnded, ParityStep
+from ddpcheck.findings.evidence.parity import ParityEnded, ParityStep, PassTaken
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import Hang
 from ddpcheck.run.parity_run import ParityRuns, SingleRun
@@ -37,7 +37,7 @@ RAISED = {
 
 
 def ranks(*, size: int = 2, full: str = "", full_at: int = 0) -> list[WatchedRank]:
-    entries = [ParityStep(0, n, None, (), (), (), (), (), samples=(0.5, rows)) for n, rows in enumerate((6.0, 5.0))]
+    entries = [PassTaken("a.py:1", 17, 20, True, 3), PassTaken("a.py:4", 5, 5, False, 1)]
     end = ParityEnded(2, 2, full_at=full_at, why_full=full)
     return [WatchedRank(RankStarted(rank, size, "gloo"), [*entries, end], []) for rank in range(size)]
 
@@ -64,7 +64,7 @@ def test_there_is_no_second_run_without_something_to_compare(
 
 def test_what_a_single_process_has_to_hold_is_said_before(tmp_path: Path) -> None:
     said = ParityRuns(GIVEN, tmp_path, lambda *_: Ending()).begin(ranks(size=3))
-    assert "which holds the samples of 3 ranks together (up to 18 in a step), for 60 s at most" in said
+    assert "which holds the batches of 3 ranks together (up to 18 samples), for 60 s at most" in said
 
 
 class Script:
@@ -286,7 +286,7 @@ def test_a_full_disk_ends_the_recording_of_samples_and_not_the_training(tmp_path
 @pytest.mark.slow
 def test_smaller_batches_are_those_of_both_runs(tmp_path: Path) -> None:
     done, (status, detail) = ran(tmp_path, "", "--check-parity-batch=3")
-    assert "rows of the last batch: 3" in done.stdout and "(up to 6 in a step)" in done.stderr
+    assert "rows of the last batch: 3" in done.stdout and "(up to 6 samples)" in done.stderr
     assert status == "passed" and detail.startswith("gradients of 8 steps equal")
     assert detail.endswith("with batches of 3 samples at most, as --check-parity-batch says")
 

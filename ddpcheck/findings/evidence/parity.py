@@ -23,6 +23,7 @@ class PassTaken(Entry, frozen=True):
     rows: int  # of all its batches
     chosen: int  # how many samples this process's own sampler says that it chooses; negative if it does not say
     trains: bool  # whether a backward pass has begun meanwhile
+    batches: int = 0
 
 
 class NotReplayed(Entry, frozen=True):

@@ -270,7 +270,8 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         if made.began == self.backwards:
             self.note_evaluation()
         self.keep(f"{made.key} ended", (made.batches, made.rows))
-        self._sink(PassTaken(made.key, made.rows, made.rows_of_one, made.began < self.backwards))
+        trains = made.began < self.backwards
+        self._sink(PassTaken(made.key, made.rows, made.rows_of_one, trains, made.batches))
 
     def note_evaluation(self) -> None:
         """The script evaluates, until the next backward pass."""
