@@ -85,10 +85,10 @@ class Comparison:
         return found
 
     def _have_same_samples(self, of_ranks: Sequence[ParityStep], alone: ParityStep) -> bool:
-        """Return if forward was given the same rows; without a wrapper, if all that entered the script was replayed."""
+        """Return if forward was given the same rows; without wrappers, if all that entered the script was replayed."""
         sums = [math.fsum(column) for column in zip(*(one.samples for one in of_ranks), strict=True)]
         rows = max(sums[-1], alone.samples[-1])
-        if not rows:
+        if not min(sums[-1], alone.samples[-1]):
             return not self.is_partly_replayed
         return all(abs(a - b) <= _SAME_ROWS * rows for a, b in zip(sums, alone.samples, strict=True))
 

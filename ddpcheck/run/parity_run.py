@@ -177,13 +177,12 @@ def _why_ended(ending: Ending, left: Sequence[WatchedRank], output: str, limit: 
     if ending.exit_code:
         said = f"it ended with exit code {ending.exit_code}: {_last_words(left, output)}".rstrip(": ")
         return said + (_MEMORY if _OF_MEMORY.search(said) else "")
-    if not left:
-        return "it joined no process group where ddpcheck could see it"
-    failed = entries_of(left[0], WatchingFailed)
-    size = left[0].started.world_size
-    if failed:
+    if failed := [one for rank in left for one in entries_of(rank, WatchingFailed)]:
         return f"{failed[0].recorder} of ddpcheck has failed in it: {failed[0].why}"
-    return f"the script starts {size} ranks by itself" if size > 1 else ""
+    ended = [end for rank in left for end in entries_of(rank, ParityEnded)]
+    if not any(entries_of(rank, ParityStep) for rank in left) and not any(end.steps_inside for end in ended):
+        return "no optimizer has stepped in it: a script may start processes of its own"
+    return ""
 
 
 def _line_in(stacks: Iterable[str]) -> str:

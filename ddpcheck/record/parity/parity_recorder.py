@@ -24,7 +24,14 @@ from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.evidence.parity import IN_TURN, NumbersShown, ParityEnded, ParityStep, TensorsSaved
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_of_program, last_assignment, location_of, user_frame, user_location
+from ddpcheck.findings.source_lines import (
+    is_of_program,
+    last_assignment,
+    location_of,
+    pass_over_packages,
+    user_frame,
+    user_location,
+)
 from ddpcheck.gather.patching import OwnErrors, Patch, Recorder, in_a_line, patched
 from ddpcheck.gather.state.fingerprints import is_shard, own_part
 from ddpcheck.gather.steps.gradient_distance import norms, sketches
@@ -37,7 +44,8 @@ from ddpcheck.record.parity.own_files import redirect_files
 from ddpcheck.record.parity.sample_store import SampleReader
 from ddpcheck.record.parity.samples import Samples
 from ddpcheck.record.parity.value_trace import ValueTrace
-from ddpcheck.record.rank.environment import ParityOptions
+from ddpcheck.record.rank import started_processes
+from ddpcheck.record.rank.environment import ParityOptions, RunOptions
 from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.source import program_numbers
 from ddpcheck.stream.entries import WatchingFailed
@@ -402,8 +410,12 @@ recorder: ParityRecorder | None = None
 
 
 def start(options: ParityOptions, folder: str) -> None:
-    """Record from now on: torch has just been imported. A single process writes its files below `folder`."""
+    """Record from now on: torch has just been imported.
+
+    A single process writes its files below `folder`, and its log there: it may need no process group.
+    """
     global recorder
+    pass_over_packages()
     if options.replays:
         redirect_files(folder, options.since, [options.samples])
     recorder = made = ParityRecorder(options)
@@ -412,3 +424,7 @@ def start(options: ParityOptions, folder: str) -> None:
         made.write(WatchingFailed("", one.name, ("parity",), 0, in_a_line(error)))
 
     OwnErrors.taken_by = failed
+    if options.replays and started_processes.is_first_process():
+        from ddpcheck.record.rank import rank_watch  # which records with this module
+
+        rank_watch.begin_alone(RunOptions(folder, 0, options))

@@ -111,6 +111,12 @@ def begin(replacements: dict[str, Callable[..., Any]], stand_ins: Iterable[Calla
         _rank = _WatchedRank(options, replacements)
 
 
+def begin_alone(options: RunOptions) -> None:
+    """Record how this process ends, which is compared with ranks and may need no process group."""
+    global _rank
+    _rank = _WatchedRank(options, {})
+
+
 class _WatchedRank:
     """The watches of this process, which is a rank; a process that is forked from it (a data loader's) is none."""
 
@@ -122,7 +128,9 @@ class _WatchedRank:
         self._overwritings = 0
         self._threads: WeakKeyDictionary[threading.Thread, tuple[str, ...]] = WeakKeyDictionary()  # lines that start it
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        started = RankStarted(dist.get_rank(), dist.get_world_size(), backend_of(), restart)
+        has_group = dist.is_available() and dist.is_initialized()
+        group = (dist.get_rank(), dist.get_world_size(), backend_of()) if has_group else (0, 1, "")
+        started = RankStarted(*group, restart)
         self._log = RankLog(Path(options.folder), started)
         self._run = Recording(self._log.add, options.every, self._log)
         self._watches = self._run.watches
