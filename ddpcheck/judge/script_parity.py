@@ -248,10 +248,21 @@ def judge_parity(comparison: Comparison) -> list[Finding]:
     )
 
 
+_BESIDE = ("DDP4", "DDP6", "DDP7", "DDP512", "DDP520", "DDP522")  # rules that leave gradients and numbers as they are
+
+
+def codes_that_explain(found: Finding, others: Sequence[Finding]) -> list[str]:
+    """Return the rules whose findings may explain what differs: none of evaluations if that is how the ranks train."""
+    beside = (*_BESIDE, "DDP8") if found.severity is Severity.ERROR else _BESIDE
+    known = {one.code for one in others if one.severity is not Severity.NOTE and not one.code.startswith(beside)}
+    return sorted(known - {found.code})
+
+
 def what_held(comparison: Comparison) -> str:
     """Return what was compared and is equal, in words."""
     every = [one for one in gradients(comparison) if one.is_equal]
     shown = [one for one in shown_numbers(comparison) if one.quantity.is_equal and one.entry.evaluates]
+    shown = [one for one in shown if "." in one.entry.numbers[one.place]]  # no epochs
     if not comparison.has_same_samples:
         shown = []
     said = []
@@ -275,6 +286,7 @@ def lacking(comparison: Comparison) -> str:
     every = gradients(comparison)
     unknown = [one for one in every if not one.differs and not one.is_equal]
     refused = dict.fromkeys(f"{one.line} ({one.why})" for one in entries_of(comparison.single, NotReplayed))
+    refused = {} if every and comparison.has_same_samples else refused
     said = [f"not given to the single process: {join_names([*refused], most=3)}"] if refused else []
     ends = [end for one in (comparison.ranks[0], comparison.single) for end in entries_of(one, ParityEnded)]
     full = [end for rank in comparison.ranks for end in entries_of(rank, ParityEnded) if end.why_full]

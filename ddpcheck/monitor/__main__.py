@@ -39,6 +39,8 @@ def main() -> int:
     options, script = split_at_script(parser, sys.argv[1:])
     given = parser.parse_args([*options, *script[:1]])
     given.arguments = script[1:]
+    if given.check_parity:
+        parser.error("--check-parity starts the script again, which ddpcheck run does and this command does not")
     examine(given)
     started = (process_stat(os.getppid())[19:] or "0")[0]  # tells the launcher from an earlier process of its number
     folder = shared_folder(f"{os.getuid()}-{os.getppid()}-{started}")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpcheck.findings.evidence.parity import IN_TURN, ParityEnded, PassTaken
+from ddpcheck.findings.evidence.parity import IN_TURN, ParityEnded, ParityStep, PassTaken
 from ddpcheck.findings.stacks import program_lines
 from ddpcheck.judge.script_facts import entries_of
 from ddpcheck.record.rank.environment import ParityOptions, RunOptions, environment_for

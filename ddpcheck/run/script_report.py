@@ -31,7 +31,7 @@ from ddpcheck.judge.endings.rank_failure import describe_failure
 from ddpcheck.judge.parity_comparison import Comparison
 from ddpcheck.judge.parity_curves import curves
 from ddpcheck.judge.script_facts import ScriptFacts, entries_of
-from ddpcheck.judge.script_parity import judge_parity, lacking, what_held
+from ddpcheck.judge.script_parity import codes_that_explain, judge_parity, lacking, what_held
 from ddpcheck.judge.script_table import HEADINGS, ROWS, rows_of
 from ddpcheck.judge.verdict import Told, Verdict, judge_all, status_of
 from ddpcheck.judge.wrapper_lines import not_here
@@ -78,9 +78,10 @@ def report_on_script(
     comparison = _comparison(ranks, singles)
     parity = _parity(comparison, singles)
     chosen = sort_out(judged.findings, script, select=settings.select, ignore=settings.ignore)
-    told = join_names(sorted({finding.code for finding in chosen.kept}))
-    if isinstance(parity, Verdict) and not told:
-        judged = judged.adding("parity", parity.findings)
+    told = ""
+    if isinstance(parity, Verdict) and parity.findings:
+        told = join_names(codes_that_explain(parity.findings[0], chosen.kept))
+        judged = judged.adding("parity", [] if told else parity.findings)
     select, ignore, suppress = settings.select, settings.ignore, settings.suppress
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     checks = [_entered(facts) if ranks else _none_entered(ending)]

@@ -19,9 +19,9 @@ from ddpcheck.findings.evidence.parity import (
     TensorsSaved,
     TracedValue,
 )
-from ddpcheck.findings.report import Location, Severity
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.judge.parity_comparison import Comparison
-from ddpcheck.judge.script_parity import is_equal, judge_parity, lacking, what_held
+from ddpcheck.judge.script_parity import codes_that_explain, is_equal, judge_parity, lacking, what_held
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import WatchedRank
 
@@ -217,3 +217,12 @@ def test_what_was_left_out_on_purpose_is_said() -> None:
     assert lacking(compare(full_at=3, why_full="No space left on device")) == (
         "samples are recorded for 3 backward passes only: No space left on device"
     )
+
+
+def test_only_findings_that_may_explain_a_difference_stand_for_it() -> None:
+    def finding(code: str, severity: Severity = Severity.WARNING) -> Finding:
+        return Finding(code, ("x",), "", severity=severity)
+
+    others = [*map(finding, ("DDP305", "DDP403", "DDP512", "DDP805")), finding("DDP101", Severity.NOTE)]
+    assert codes_that_explain(finding("DDP314", Severity.ERROR), others) == ["DDP305"]
+    assert codes_that_explain(finding("DDP314"), others) == ["DDP305", "DDP805"]

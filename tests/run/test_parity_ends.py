@@ -86,6 +86,7 @@ class Script:
         return self.ending
 
 
+STEP = ParityStep(0, 0, None, (1.0,), (1.0,), (), (0.1,), ())
 DUMP = 'Current thread 0x01 (most recent call first):\n  File "/a.py", line 3 in f\n'
 TRACE = """[rank0]: Traceback (most recent call last):
 [rank0]:   File "a.py", line 3, in <module>
@@ -98,7 +99,7 @@ TRACE = """[rank0]: Traceback (most recent call last):
 @pytest.mark.parametrize(
     ("script", "why", "times"),
     [
-        (Script(Ending()), "", 1),
+        (Script(Ending(), "", STEP), "", 1),
         (Script(Ending(130, interrupted=True)), "it was interrupted", 1),
         (Script(Ending(1, {0: 1}), TRACE), "it ended with exit code 1: RuntimeError: 1 rank is not enough", 2),
         (Script(Ending(2, {0: 2}), "usage: a.py\na.py: error: no --part\n", joins=False),
@@ -112,7 +113,7 @@ TRACE = """[rank0]: Traceback (most recent call last):
         (Script(Ending(139, {0: -11})), "it was ended by signal 11", 1),
         (Script(Ending(4, hang=Hang(5, {0: DUMP}))), "it made no progress for 5 s, and was stopped at a.py:3", 1),
         (Script(Ending(4, hang=Hang(60, {}))), "it has not ended within 60 s, and was stopped", 1),
-        (Script(Ending(), joins=False), "it joined no process group where ddpcheck could see it", 1),
+        (Script(Ending(), joins=False), "no optimizer has stepped in it: a script may start processes of its own", 1),
         (Script(Ending(), "", WatchingFailed("", "Samples", ("parity",), 0, "KeyError: 3")),
          "Samples of ddpcheck has failed in it: KeyError: 3", 1),
     ],
