@@ -19,7 +19,7 @@ import ddpcheck.run.script_report as door
 from ddpcheck.cli import main as ddpcheck
 from tests.faultsuite.cases import ROOT
 from tests.faultsuite.evidence import EvidenceError
-from tests.faultsuite.recorded_scripts import FOLDER, Run, assert_as_expected, left_by, report_on, runs, written
+from tests.faultsuite.recorded_scripts import FOLDER, Run, assert_as_expected, read, report_on, runs, written
 
 _PATIENCE = 300.0  # seconds
 _WORKERS = 2  # scripts at a time
@@ -33,7 +33,7 @@ def record(run: Run) -> str:
     said = ""
     for _ in range(_ATTEMPTS):
         subprocess.run(launched, env=env, cwd=ROOT, capture_output=True, timeout=_PATIENCE, check=False)
-        left_by.cache_clear()
+        read.cache_clear()
         try:
             assert_as_expected(run, report_on(run))
         except (AssertionError, EvidenceError) as error:
@@ -44,13 +44,13 @@ def record(run: Run) -> str:
 
 
 def _record_here(run: Run) -> int:
-    def reported(script: str, ending: Any, ranks: Any, *settings: Any, **options: Any) -> Any:
+    def reported(script: str, ending: Any, ranks: Any, *settings: Any, singles: Any = (), **options: Any) -> Any:
         FOLDER.mkdir(exist_ok=True)
-        run.path.write_text(written(run, ending, ranks), encoding="utf-8")
-        return report(script, ending, ranks, *settings, **options)
+        run.path.write_text(written(run, ending, ranks, singles), encoding="utf-8")
+        return report(script, ending, ranks, *settings, singles=singles, **options)
 
     report, door.report_on_script = door.report_on_script, reported
-    options = ("--check-timeout", "5", "--check-format", "text")
+    options = ("--check-timeout", "5", "--check-format", "text", *run.options)
     return ddpcheck(["run", "--standalone", "--nproc-per-node", "2", *options, run.script, *run.arguments])
 
 

@@ -20,11 +20,12 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.render import renderer_for
 from ddpcheck.run.ending import Ending
+from ddpcheck.run.parity_run import SingleRun
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.rank_log import WatchedRank
 from tests.faultsuite.cases import ROOT
 from tests.faultsuite.evidence import Encoder, EvidenceError, decode, here
-from tests.faultsuite.scripts_page import assert_expected
+from tests.faultsuite.scripts_page import assert_expected, options_of
 
 FOLDER = ROOT / "tests" / "streams"
 COMMAND = "python -m tests.faultsuite.record_scripts"
@@ -51,6 +52,11 @@ class Run:
         return Path(self.script).stem
 
     @property
+    def options(self) -> list[str]:
+        """Those of `ddpcheck run` that it needs."""
+        return options_of(ROOT / self.script)
+
+    @property
     def has_fault(self) -> bool:
         """Whether it is one of examples/scripts, and not its twin."""
         return self.script.startswith("examples/") and not self.arguments
@@ -71,9 +77,12 @@ def runs() -> list[Run]:
     return [*faults, *(Run(f"tests/healthy_{name}.py") for name in ("loops", "evaluations", "shards"))]
 
 
-def written(run: Run, ending: Ending, ranks: Sequence[WatchedRank]) -> str:
-    """What is kept of a run, as JSON."""
-    left = Encoder(with_folders=True).encode({"ending": ending, "ranks": [_rounded(rank) for rank in ranks]})
+def written(run: Run, ending: Ending, ranks: Sequence[WatchedRank], singles: Sequence[SingleRun] = ()) -> str:
+    """What is kept of a run, and of those in a single process, as JSON."""
+    kept: dict[str, Any] = {"ending": ending, "ranks": [_rounded(rank) for rank in ranks]}
+    if singles:
+        kept["singles"] = [[_rounded(rank) for rank in single.ranks] for single in singles]
+    left = Encoder(with_folders=True).encode(kept)
     data = _shared(left)
     first = f'{{"source": "{_digest(run)}", "left": {_line(data["left"])}, "shared": ['
     return "\n".join((first, ",\n".join(map(_line, data["shared"])), "]}", ""))
@@ -144,9 +153,15 @@ def _digest(run: Run) -> str:
     return hashlib.blake2b((ROOT / run.script).read_bytes(), digest_size=8).hexdigest()
 
 
-@functools.lru_cache(maxsize=4)
 def left_by(run: Run) -> tuple[Ending, list[WatchedRank]]:
-    """How a run has ended, and what its ranks have left.
+    """How a run has ended, and what its ranks have left."""
+    left = read(run)
+    return left["ending"], left["ranks"]
+
+
+@functools.lru_cache(maxsize=4)
+def read(run: Run) -> dict[str, Any]:
+    """What is kept of a run.
 
     Raises:
         EvidenceError: Nothing is recorded, or the script was another then.
@@ -157,20 +172,22 @@ def left_by(run: Run) -> tuple[Ending, list[WatchedRank]]:
         raise EvidenceError(f"nothing is recorded of {run}; run {COMMAND} {run}") from None
     if data["source"] != _digest(run):
         raise EvidenceError(f"{run.script} has changed since {run} was recorded; run {COMMAND} {run}")
-    left = decode(_whole(data["left"], data["shared"]))
-    return left["ending"], left["ranks"]
+    return dict(decode(_whole(data["left"], data["shared"])))
 
 
 def report_on(run: Run) -> Report:
     """The report on a run, from what was recorded of it."""
-    ending, ranks = left_by(run)
-    return report_on_script(run.script, ending, ranks)
+    left = read(run)
+    singles = [SingleRun(ranks) for ranks in left.get("singles", ())]
+    return report_on_script(run.script, left["ending"], left["ranks"], singles=singles)
 
 
 NOT_COMPARED = {
     "tests/healthy_loops.py": {"replicas", "reducer", "optimizers"},
     "tests/healthy_evaluations.py": {"evaluation"},
     "examples/scripts/gathered_by_rank.py": {"evaluation"},
+    "examples/scripts/prototypes_of_rank_0.py": {"evaluation"},
+    "examples/scripts/quantile_of_ranks.py": {"evaluation"},
 }
 """Check lines that are not of all steps, under Join, post-local SGD and PowerSGD, or of gradients that differ by right;
 or not of all numbers shown.

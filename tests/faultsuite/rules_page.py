@@ -13,12 +13,12 @@ from pathlib import Path
 
 from ddpcheck.findings.rules import FAMILIES, RULES, Rule, address_of, sections_of
 from tests.faultsuite.cases import ROOT, Case, all_cases
+from tests.faultsuite.scripts_page import SCRIPTS, options_of
 from tests.faultsuite.table import cell
 
 DOCS = ROOT / "docs"
 PAGE = DOCS / "rules.md"
 FOLDER = DOCS / "rules"
-SCRIPTS = ROOT / "examples" / "scripts"
 WRITTEN = "<!-- Written by `python -m tests.faultsuite.rules_page`. -->"
 HEAD = f"""\
 {WRITTEN}
@@ -75,7 +75,8 @@ def _page(rule: Rule, cases: Sequence[Case], plain: dict[str, str], scripts: Seq
         lines += [f"ddpcheck report {shown.target(twin)}" for twin in ("broken", "fixed")]
         lines += ["```"]
     elif scripts:
-        command = f"ddpcheck run --standalone --nproc-per-node 2 examples/scripts/{scripts[0].name}"
+        options = " ".join((*options_of(scripts[0]), "--standalone --nproc-per-node 2"))
+        command = f"ddpcheck run {options} examples/scripts/{scripts[0].name}"
         lines += ["", "## A fault and its twin", "", f"[A script](../../examples/scripts/{scripts[0].name}) that"]
         lines += ["breaks the rule, and with `--fixed` does not:", "", "```sh", command, f"{command} --fixed", "```"]
     if cases or scripts:

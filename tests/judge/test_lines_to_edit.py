@@ -59,6 +59,7 @@ OTHER_WORDS = {
     "raises_on_one_rank": "the exception is the program's own",
     "sharded_unused_layer": "the twin has no such layer any more: the advice says to remove it",
     "split_twice": "the twin sets the variable from which the sampler has its num_replicas",
+    "weights_in_own_batch": "the twin averages over the ranks what the loss divides by, at which the advice looks",
     "unused_head": "the twin uses the head, as the advice says",
 }
 """Scripts whose advice shares no word with what their twins change, each with the reason."""

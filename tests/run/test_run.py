@@ -27,7 +27,7 @@ from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import DDP_BACKWARD, ExitCalled, ProgramEnded, RankRaised, RankStarted
 from ddpcheck.stream.rank_log import RankLog, read_logs
 from ddpcheck.worlds.failures import described
-from tests.faultsuite.scripts_page import assert_expected, expected_of
+from tests.faultsuite.scripts_page import assert_expected, expected_of, options_of
 from tests.forked_run import run_forked
 from tests.tiers import first_of_each, one_of, share
 
@@ -235,9 +235,9 @@ STARTED_ANEW = ("barrier_in_save", "heads_from_set", "labels_from_set")
 
 def report_on(tmp_path: Path, script: str, *arguments: str) -> tuple[int, dict[str, Any]]:
     file = tmp_path / "report.json"
-    options = [one for one in arguments if one != "--fixed"]
-    path = f"examples/scripts/{script}.py"
-    command = ("--check-output", str(file), *options, path, *arguments[len(options) :])
+    own = [one for one in arguments if one == "--fixed"]
+    options = [*options_of(FOLDER / f"{script}.py"), *arguments[: len(arguments) - len(own)]]
+    command = ("--check-output", str(file), *options, f"examples/scripts/{script}.py", *own)
     ended = run(DDPCHECK, *command) if script in STARTED_ANEW else run_forked(*command)
     return ended.returncode, json.loads(file.read_text())
 
