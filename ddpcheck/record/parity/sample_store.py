@@ -17,6 +17,7 @@ _LENGTHS = struct.Struct("<II")
 _NAME = "samples-{}"
 _LARGEST = 1 << 26  # bytes of a rank's file
 _LARGEST_VALUE = 1 << 24
+_LEFT_FREE = 1 << 25  # bytes of the file system, which the logs of ranks need more than samples do
 
 
 class NotTogetherError(Exception):
@@ -51,6 +52,10 @@ class SampleWriter:
         self._size += len(blob) + len(name)
         if len(blob) > _LARGEST_VALUE or self._size > _LARGEST:
             self.why_full = f"a rank keeps no more than {_LARGEST >> 20} MiB, and {_LARGEST_VALUE >> 20} MiB at a time"
+            return
+        system = os.fstatvfs(self._file.fileno())
+        if system.f_bavail * system.f_frsize < _LEFT_FREE + len(blob):
+            self.why_full = f"fewer than {_LEFT_FREE >> 20} MiB are free for temporary files"
             return
         whole = _LENGTHS.pack(len(name), len(blob)) + name + blob
         try:
