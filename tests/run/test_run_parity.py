@@ -190,3 +190,9 @@ def test_a_batch_that_cannot_be_put_together_stays_as_it_is(tmp_path: Path) -> N
     (line,) = (number for number, text in enumerate(lines, 1) if "# here" in text)
     assert f"train.py:{line} (Padded has no batch dimension)" in detail
     assert detail.startswith("gradients of 6 steps equal those of a single process")  # its own loader has the same rows
+
+
+@pytest.mark.slow
+def test_rules_find_what_they_find_without_it(tmp_path: Path) -> None:
+    made, _ = report(WORST.replace("torch.manual_seed(3 + rank)\n", ""), tmp_path)  # the same noise on every rank
+    assert [found["code"] for found in made["findings"]] == ["DDP510"]
