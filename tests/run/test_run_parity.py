@@ -130,7 +130,7 @@ def parity_line(made: dict[str, Any]) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("script", "steps"),
     [
-        pytest.param(WORST, 18, id="worst"),
+        pytest.param(WORST, 18, id="worst", marks=pytest.mark.slow),
         pytest.param(WEIGHED, 8, id="weighed", marks=pytest.mark.slow),
         pytest.param(IN_TURN, 5, id="in_turn", marks=pytest.mark.slow),
         pytest.param(SAVED, 6, id="saved", marks=pytest.mark.slow),

@@ -44,8 +44,7 @@ from ddpcheck.record.parity.own_files import redirect_files
 from ddpcheck.record.parity.sample_store import SampleReader
 from ddpcheck.record.parity.samples import Samples
 from ddpcheck.record.parity.value_trace import ValueTrace
-from ddpcheck.record.rank import started_processes
-from ddpcheck.record.rank.environment import ParityOptions, RunOptions
+from ddpcheck.record.rank.environment import ParityOptions
 from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.source import program_numbers
 from ddpcheck.stream.entries import WatchingFailed
@@ -424,7 +423,3 @@ def start(options: ParityOptions, folder: str) -> None:
         made.write(WatchingFailed("", one.name, ("parity",), 0, in_a_line(error)))
 
     OwnErrors.taken_by = failed
-    if options.replays and started_processes.is_first_process():
-        from ddpcheck.record.rank import rank_watch  # which records with this module
-
-        rank_watch.begin_alone(RunOptions(folder, 0, options))

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from ddpcheck.record.rank import meeting, started_processes
-from ddpcheck.record.rank.environment import ParityOptions, options_of_run
+from ddpcheck.record.rank.environment import ParityOptions, RunOptions, options_of_run
 from ddpcheck.record.rank.module_finder import guarded, when_imported
 
 _WITH_GROUPS = "torch.distributed.distributed_c10d"
@@ -56,6 +56,10 @@ def _record_parity(options: ParityOptions, folder: str) -> None:
     from ddpcheck.record.parity import parity_recorder  # not in each Python process
 
     parity_recorder.start(options, folder)
+    if options.replays and started_processes.is_first_process():
+        from ddpcheck.record.rank import rank_watch
+
+        rank_watch.begin_alone(RunOptions(folder, 0, options))
 
 
 def _arm(module: ModuleType) -> None:
