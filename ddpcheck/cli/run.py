@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -36,12 +36,14 @@ from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import Hang, HangWatch, Unended, end_agent
 from ddpcheck.run.meeting_watch import unmet
 from ddpcheck.run.node_link import NodeLink
-from ddpcheck.run.parity_run import INTERRUPTED, ParityRuns, SingleRun
 from ddpcheck.run.run_folder import holding
 from ddpcheck.run.run_record import prepare, write_flight_records
 from ddpcheck.stream.entries import WatchingFailed
 from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, last_restart, rank_processes, read_logs
 from ddpcheck.worlds.failures import has_lost_another
+
+if TYPE_CHECKING:
+    from ddpcheck.run.parity_run import ParityRuns, SingleRun
 
 
 def examine_options(given: argparse.Namespace) -> None:
@@ -220,6 +222,8 @@ def run_script(arguments: argparse.Namespace) -> int:
         Path(folder, SCRIPT).write_text(shlex.join(script))
         parity = None
         if given.check_parity:
+            from ddpcheck.run.parity_run import ParityRuns  # not in each run
+
             parity = ParityRuns(given, Path(folder), functools.partial(run_agent, run))
         recording = RunOptions(folder, given.check_every, None if parity is None else parity.options_of_ranks())
         os.environ.update(environment_for(recording, os.environ))
@@ -249,6 +253,8 @@ def run_script(arguments: argparse.Namespace) -> int:
 
 def run_alone(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, debug: bool) -> tuple[SingleRun, ...]:
     """Run the script in a single process, unless a signal ends that; the ranks have ended, and are reported on."""
+    from ddpcheck.run.parity_run import INTERRUPTED, SingleRun
+
     with _handlers_kept():
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -265,6 +271,7 @@ def run_alone(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, d
 def _compared(parity: ParityRuns, ranks: Sequence[WatchedRank], ending: Ending, nodes: int) -> tuple[SingleRun, ...]:
     """The run in a single process; if something differs, one with other random numbers, and one as another rank."""
     from ddpcheck.judge.script_parity import depends_on_rank, is_equal
+    from ddpcheck.run.parity_run import SingleRun
 
     if why := parity.why_not(ranks, ending, nodes):
         return (SingleRun(why_not=why),)

@@ -24,6 +24,7 @@ from ddpcheck.run.parity_run import ParityRuns, SingleRun
 from ddpcheck.stream.entries import RankRaised, RankStarted, WatchingFailed
 from ddpcheck.stream.rank_log import FOLDER, RankLog, WatchedRank
 from tests.forked_run import ROOT, run_forked
+from tests.tiers import one_of
 
 GIVEN = argparse.Namespace(check_parity_batch=0, check_parity_steps=0, check_timeout=60.0)
 NOT_COMPARED = "not compared with a single process: "
@@ -317,7 +318,7 @@ def processes_below(folder: Path) -> Iterator[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["to the group", "to ddpcheck", "to end"])
+@pytest.mark.parametrize("how", one_of(3, ["to the group", "to ddpcheck", "to end"]))
 def test_an_interrupted_single_process_leaves_the_report(how: str, tmp_path: Path) -> None:
     process = started(tmp_path, "train.py", "waits")
     logs = f"temporary/{FOLDER}*/output/**/std*.log"

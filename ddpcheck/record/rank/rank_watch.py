@@ -55,7 +55,6 @@ from ddpcheck.record.optimizers.gradient_recorders import kinds_clipped
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
 from ddpcheck.record.optimizers.part_recorder import PartRecorder
 from ddpcheck.record.optimizers.resume_recorder import ResumeRecorder
-from ddpcheck.record.parity import parity_recorder
 from ddpcheck.record.rank.construction_recorder import ConstructionRecorder
 from ddpcheck.record.rank.environment import STACK_SIGNAL, RunOptions, options_of_run
 from ddpcheck.record.rank.file_recorder import FileRecorder
@@ -135,7 +134,11 @@ class _WatchedRank:
         self._run = Recording(self._log.add, options.every, self._log)
         self._watches = self._run.watches
         OwnErrors.taken_by = self._failed
-        self._parity = parity_recorder.recorder if options.parity is not None else None
+        self._parity: Any = None
+        if options.parity is not None:
+            from ddpcheck.record.parity import parity_recorder  # not in each rank
+
+            self._parity = parity_recorder.recorder
         if self._parity is not None:
             self._parity.begin(self._log.add, Path(options.folder), started.rank)
         self._records_all = options.parity is None or not options.parity.replays
