@@ -74,7 +74,7 @@ _TEST_OF_SCRIPT = {
 }
 
 
-_OWN = ("compilations", "draws", "evaluation", "gathers", "rows", "steps", "works")
+_OWN = ("compilations", "draws", "evaluation", "gathers", "parity", "rows", "steps", "works")
 
 
 def _test_of(judge: str) -> str:

@@ -174,7 +174,7 @@ def collate(items):
 
 model = DistributedDataParallel(nn.Linear(6, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=5e-2)
-for padded, y in DataLoader(everything, 8, sampler=DistributedSampler(everything), collate_fn=collate):  # here
+for padded, y in DataLoader(everything, 8, sampler=DistributedSampler(everything), collate_fn=collate):
     optimizer.zero_grad()
     (model(padded.x) - y).square().mean().backward()
     optimizer.step()
@@ -185,10 +185,7 @@ for padded, y in DataLoader(everything, 8, sampler=DistributedSampler(everything
 def test_a_batch_that_cannot_be_put_together_stays_as_it_is(tmp_path: Path) -> None:
     made, _ = report(OWN_BATCHES, tmp_path)
     status, detail = parity_line(made)
-    assert (made["findings"], status) == ([], "skipped")
-    lines = (tmp_path / "train.py").read_text().splitlines()
-    (line,) = (number for number, text in enumerate(lines, 1) if "# here" in text)
-    assert f"train.py:{line} (Padded has no batch dimension)" in detail
+    assert (made["findings"], status) == ([], "passed")
     assert detail.startswith("gradients of 6 steps equal those of a single process")  # its own loader has the same rows
 
 
