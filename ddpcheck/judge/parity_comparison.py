@@ -1,4 +1,4 @@
-"""What a script has done on several ranks and in a single process on the same samples, number by number.
+"""Comparison of a script on several ranks with a single process on the same samples, number by number.
 
 Rounding and random numbers have no threshold here: a second run in a single process, on the samples in another order
 and with other random numbers, has measured them. What differs by a small multiple of that is not decided.

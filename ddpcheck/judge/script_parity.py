@@ -39,7 +39,7 @@ _MOST_MISSING = 0.75  # of the samples that a single process takes
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """What differs first in one kind of quantity."""
+    """The first difference in one kind of quantity."""
 
     kind: str  # "gradients", "steps", "shown", "saved", "schedule" or "samples"
     step: int  # optimizer steps before

@@ -27,7 +27,7 @@ class PassTaken(Entry, frozen=True):
 
 
 class NotReplayed(Entry, frozen=True):
-    """What entered the script at a line could not be given to the single process."""
+    """A line at which values entered the script that the single process could not be given."""
 
     line: str
     why: str
@@ -87,7 +87,7 @@ class TracedValue(Struct, frozen=True, array_like=True):
 
 
 class EvaluationTraced(Entry, frozen=True):
-    """What the functions of the program have computed in an evaluation, in order."""
+    """Values that functions of the program have computed in an evaluation, in order."""
 
     steps: int  # optimizer steps before
     values: tuple[TracedValue, ...]

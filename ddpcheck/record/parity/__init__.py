@@ -1,1 +1,1 @@
-"""What both runs of `ddpcheck run --check-parity` record, and what the second one replays of the first."""
+"""Recorders of both runs of `ddpcheck run --check-parity`, and the replay of the first in the second."""

@@ -384,7 +384,7 @@ def _open(original: Any) -> Any:
 
 
 class _Scan(contextlib.AbstractContextManager["_Scan"], Iterator["_Entry"]):
-    """What `os.scandir` returns."""
+    """Iterator that `os.scandir` returns."""
 
     def __init__(self, entries: dict[str, os.DirEntry[str]], folder: Any) -> None:
         self._left = (_Entry(entry, folder) for entry in entries.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import functools
 import itertools
+import json
 import linecache
 import logging
 import os
@@ -102,6 +103,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         patched(builtins, "print", self._prints)
         patched(logging.Handler, "handle", self._logs)
         patched(torch, "save", self._saves)
+        patched(json, "dump", self._dumps)
         when_imported(("numpy.random",), self._draws.follow_numpy)
         when_imported(("torch.utils.tensorboard.writer",), self._follow_writer)
         when_imported(("wandb",), lambda module: patched(module, "log", self._tracks_all))
@@ -155,7 +157,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         """Note the numbers that the program has before it evaluates, perhaps."""
         if not self.samples.evaluates and self._looks < _MOST_LOOKS:
             self._looks += 1
-            self._known = set(program_numbers.numbers_of_program().values())
+            self._known = _numbers_known()
             self._trace.begin()
 
     def _forwards(self, wrapper: Any, *inputs: Any, **named: Any) -> None:
@@ -304,6 +306,9 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
         sizes = norms({n: own_part(t) for n, t in found.items() if t.is_floating_point() and t.device.type != "meta"})
         self.write(TensorsSaved(where, self._steps, shapes, sizes))
+        self._dumps(obj)
+
+    def _dumps(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
         for number in itertools.islice((leaf for leaf in tree_leaves(obj) if type(leaf) is float), _FEW):
             self._show("saved", repr(number))
 
@@ -336,6 +341,14 @@ def _features(tensor: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rows.shape[1])
     directions = torch.randn(rows.shape[1], _FEATURES, generator=generator, dtype=torch.float64)
     return torch.cat([(rows @ directions / rows.shape[1] ** 0.5).cos().sum(0), torch.tensor([float(len(rows))])])
+
+
+def _numbers_known() -> set[float]:
+    """Return the numbers that the program has, and the shares that a function may make of its sums and counts."""
+    held = program_numbers.numbers_of_program()
+    counts = [(name.partition(".")[0], value) for name, value in held.items() if value > 1 and value == value // 1]
+    shares = {v / n for name, v in held.items() for function, n in counts if name.startswith(f"{function}.")}
+    return {*held.values(), *shares}
 
 
 def _named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

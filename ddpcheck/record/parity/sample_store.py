@@ -1,4 +1,4 @@
-"""What enters a script on each rank: batches of loaders and random draws, in a file; and all ranks' put together."""
+"""Files of batches and random draws, one for each rank, and their values put together."""
 
 from __future__ import annotations
 
