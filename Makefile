@@ -52,7 +52,7 @@ tests-of-a-change: $(READY)
 	$(PYTEST)
 
 # `make test` runs what has no mark, or `smoke`; this runs the rest. tests/tiers.py says what the marks mean.
-test-all: $(READY) ## the tests that `make test` leaves out: a sixth of the faults, a tenth of the twins, a tenth of the models, frameworks, launchers; 30 minutes
+test-all: $(READY) ## the tests that `make test` leaves out: a share of the faults, twins and models, frameworks, launchers; 30 minutes
 	$(BIN)/python -m tests.launchers.install
 	$(PYTEST) -m "(slow or launchers) and not smoke"
 

@@ -74,7 +74,7 @@ def with_sketches(entry: Entry) -> Entry:
     return replace(entry, **taken)
 
 
-@pytest.mark.parametrize("run", share(list(dict.fromkeys([*RUNS[::8], *one_of(5, RUNS)])), RUNS[::8]), ids=str)
+@pytest.mark.parametrize("run", share(list(dict.fromkeys([*RUNS[::8], *one_of(7, RUNS)])), RUNS[::8]), ids=str)
 def test_a_run_that_was_written_is_judged_as_it_was(run: Run, tmp_path: Path) -> None:
     ending, ranks = left_by(run)
     ranks = [replace(rank, entries=[with_sketches(entry) for entry in rank.entries]) for rank in ranks]
