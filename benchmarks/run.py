@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,13 +76,15 @@ MODELS = {  # depth, width, batch, steps
 }
 QUICK = {"40 layers of 64": (40, 64, 32, QUICK_STEPS)}
 LAUNCHERS = {"torchrun": ["torch.distributed.run"], "ddpcheck run": ["ddpcheck", "run"]}
+PARITY = {"40 layers of 64": (40, 64, 32, 400), "6 layers of 1024": (6, 1024, 128, 30)}  # about 5 s under torchrun
 
 
-def run(launcher: str, folder: Path, *arguments: object) -> tuple[float, list[float]]:
+def run(launcher: str, folder: Path, *arguments: object, options: Sequence[str] = ()) -> tuple[float, list[float]]:
     """Run the script; the wall time of the whole in seconds, and the processor time of each of its steps."""
     script, out = folder / "script.py", folder / "steps.json"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", *LAUNCHERS[launcher], "--standalone", "--nproc-per-node=2", str(script)]
+    launch = [*LAUNCHERS[launcher], *options, "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", *launch, str(script)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # as users have it: else each process compiles all of ddpcheck anew
     for _ in range(ATTEMPTS):
@@ -125,6 +128,21 @@ def measure(pairs: int, folder: Path, quick: bool) -> list[str]:
     return rows
 
 
+def parity(pairs: int, folder: Path) -> list[str]:
+    """Rows of the table of `--check-parity`: wall time of a script with it and without, in turn."""
+    rows = []
+    for name, arguments in PARITY.items():
+        took: dict[bool, list[float]] = {False: [], True: []}
+        for turn in range(pairs):
+            for compares in (bool(turn % 2), not turn % 2):
+                options = ["--check-parity"] if compares else []
+                took[compares].append(run("ddpcheck run", folder, *arguments, options=options)[0])
+        plain, compared = (statistics.median(took[compares]) for compares in (False, True))
+        rows.append(f"| {name}, {arguments[-1]} steps | {plain:.1f} s | {compared:.1f} s | {compared / plain:.2f} |")
+        print(rows[-1], file=sys.stderr)
+    return rows
+
+
 def seconds_of_hang(folder: Path) -> float:
     """From the end of `--check-timeout` to the end of the command, after ranks have begun to wait for each other."""
     script, out = folder / "hang.py", folder / "began"
@@ -138,6 +156,22 @@ def seconds_of_hang(folder: Path) -> float:
     if ran.returncode != 4 or "comes to all_reduce(float32 of shape (1,)) at hang.py:9" not in ran.stderr:
         raise SystemExit(f"the hang was not found: exit code {ran.returncode}\n{ran.stderr}")
     return ended - float(out.read_text()) - TIMEOUT
+
+
+def _of_parity(rows: list[str]) -> tuple[str, ...]:
+    return (
+        "## With `--check-parity`",
+        "",
+        "A healthy script, whose gradients equal those of the single process: wall time of `ddpcheck run` without the",
+        "option and with it, the median of all runs. The aim is 2.3 times, for a script of 5 s.",
+        "",
+        "| | without | with | times |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+        "## A hang",
+        "",
+    )
 
 
 def _of_hangs(seconds: list[float]) -> tuple[str, ...]:
@@ -159,6 +193,7 @@ def main() -> None:
     pairs = 1 if given.quick else given.pairs
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(pairs, Path(folder), given.quick)
+        compared = [] if given.quick else parity(pairs, Path(folder))
         hangs = [] if given.quick else sorted(seconds_of_hang(Path(folder)) for _ in range(pairs))
     machine = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
     page = "\n".join(
@@ -177,6 +212,7 @@ def main() -> None:
             f"A step is sampled when its number divides by {EVERY} (`--check-every`) or is a power of two. Aims: at",
             "most 0.3 s more from start to end, 5 % between sampled steps, 3 times in a sampled one.",
             "",
+            *(_of_parity(compared) if compared else ()),
             *(_of_hangs(hangs) if hangs else ()),
         )
     )
