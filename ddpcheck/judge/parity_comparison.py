@@ -17,6 +17,7 @@ from ddpcheck.findings.evidence.parity import (
     NotReplayed,
     NumbersShown,
     ParityStep,
+    PassTaken,
     TensorsSaved,
 )
 from ddpcheck.findings.report import Location
@@ -44,11 +45,12 @@ class Quantity:
     single: float
     difference: float  # relative
     noise: float  # relative, as far as it was measured
+    padding: float = 0.0  # relative, of samples that an evaluation on ranks takes twice
 
     @property
     def differs(self) -> bool:
         """Return if the difference is more than noise."""
-        return not self.difference <= max(FLOOR, MULTIPLE * self.noise) and self.noise < _UNKNOWN
+        return not self.difference <= max(FLOOR, MULTIPLE * self.noise, self.padding) and self.noise < _UNKNOWN
 
     @property
     def is_equal(self) -> bool:
@@ -121,6 +123,15 @@ class Comparison:
             if not all(math.isclose(a, b, rel_tol=SMALL) for a, b in zip(other.norms, alone.norms, strict=False)):
                 return True
         return False
+
+    @cached_property
+    def padding(self) -> float:
+        """The share of samples that evaluations take once more on ranks, so that all have as many."""
+        rows = Counter[str]()
+        for one in (one for rank in self.ranks for one in entries_of(rank, PassTaken) if not one.trains):
+            rows[one.loader] += one.rows
+        alone = [one for one in entries_of(self.single, PassTaken) if 0 < one.rows < rows[one.loader] < 2 * one.rows]
+        return max((rows[one.loader] / one.rows - 1 for one in alone), default=0.0)
 
     @property
     def has_same_samples(self) -> bool:
@@ -216,7 +227,8 @@ def shown_numbers(comparison: Comparison) -> list[Shown]:
             again = third.numbers[place] if third is not None and len(third.numbers) > place else alone
             rows = [of_rank[key].numbers[place] for of_rank in others if key in of_rank]
             local = any(row != text for row in rows) or _is_of_losses(text, window) or place in entry.known
-            found.append(Shown(entry, place, _quantity(text, alone, again), local))
+            padding = comparison.padding if entry.evaluates else 0.0
+            found.append(Shown(entry, place, _quantity(text, alone, again, padding), local))
     return found
 
 
@@ -231,12 +243,14 @@ def _by_place(rank: WatchedRank) -> dict[_Key, NumbersShown]:
     return found
 
 
-def _quantity(text: str, alone: str, again: str) -> Quantity:
+def _quantity(text: str, alone: str, again: str, padding: float) -> Quantity:
     one, other, third = float(text), float(alone), float(again)
     scale = max(abs(one), abs(other)) or 1.0
     digit = 1.5 * max(map(_last_digit, (text, alone)))
     apart = max(0.0, abs(one - other) - digit) / scale
-    return Quantity(one, other, apart, abs(other - third) / scale)
+    largest = max(abs(other), abs(third))
+    changed = abs(other - third) / (largest if largest > FLOOR * scale else scale)
+    return Quantity(one, other, apart, changed, padding)
 
 
 def _last_digit(text: str) -> float:

@@ -145,6 +145,22 @@ def test_a_number_of_one_rank_is_none_of_an_evaluation(entry: NumbersShown) -> N
     assert judge_parity(compared([*ALIKE, entry], [*ALONE, shown("1.00", 4)], [*ALONE, shown("1.00", 4)])) == []
 
 
+@pytest.mark.parametrize(("rows", "finds"), [(24, True), (25, False), (28, False), (48, True)])
+def test_samples_that_evaluations_repeat_may_change_a_number(rows: int, finds: bool) -> None:
+    def evaluated(count: int) -> PassTaken:
+        return PassTaken("DataLoader train.py:9#0 pass 0", count, 24, trains=False)
+
+    ranks = [rank([*ALIKE, evaluated(12), shown("0.2575", 4)]), rank([*ALIKE, evaluated(rows - 12)], 1)]
+    made = Comparison(ranks, rank([*ALONE, evaluated(24), shown("0.2500", 4)], 0, 1))
+    assert bool(judge_parity(made)) is finds
+
+
+def test_what_a_faster_clock_changes_is_no_difference() -> None:
+    took = (shown(number, 4) for number in ("0.9031", "0.0125", "0.1876"))
+    on_ranks, alone, faster = ([*made, entry] for made, entry in zip((ALIKE, ALONE, ALONE), took, strict=True))
+    assert judge_parity(compared(on_ranks, alone, faster)) == []
+
+
 def test_a_sum_over_ranks_that_is_shown_in_training_is_told_by_its_factor() -> None:
     def every(*numbers: str) -> list[NumbersShown]:
         return [shown(number, after + 1, evaluates=False) for after, number in enumerate(numbers)]
@@ -167,6 +183,9 @@ def test_what_is_saved_is_compared_by_names_shapes_and_values() -> None:
         (found,) = judge_parity(compared([*ALIKE, entry], [*ALONE, whole], [*ALONE, whole]))
         assert said in found.message and found.location == SAVES and found.severity is Severity.WARNING
     assert judge_parity(compared([*ALIKE, whole], [*ALONE, whole])) == []
+    moments = {"head.bias.exp_avg": (4,), "body.bias.exp_avg": (4,)}
+    rounded = [TensorsSaved(SAVES, 4, moments, dict(zip(moments, (0.5, norm), strict=True))) for norm in (9e-15, 2e-14)]
+    assert judge_parity(compared([*ALIKE, rounded[0]], [*ALONE, rounded[1]], [*ALONE, rounded[1]])) == []
 
 
 def test_other_numbers_of_steps_and_other_ends_of_schedules_are_told() -> None:
@@ -184,6 +203,11 @@ def test_other_numbers_of_steps_and_other_ends_of_schedules_are_told() -> None:
     (found,) = judge_parity(ends)
     assert "learning rate" in found.message
     assert judge_parity(compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.1), rated(ALONE, 0.2, 0.15, 0.1, 0.05))) == []
+    for scales, sooner in ((False, 0.4), (True, 0.4), (True, 0.5)):  # accelerate steps a schedule for each rank
+        on_ranks, alone = rated(ALIKE, 0.8, 0.6, sooner, 0.2), rated(ALONE, 0.8, 0.7, 0.6, sooner)
+        ended = ParityEnded(4, 4, steps_schedules=scales)
+        single = WatchedRank(RankStarted(0, 1, "gloo"), [*alone, ended], [])
+        assert bool(judge_parity(Comparison([rank(on_ranks), rank(on_ranks, 1)], single))) is not scales
 
 
 def test_an_epoch_of_fewer_samples_is_told() -> None:

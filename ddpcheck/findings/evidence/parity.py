@@ -40,11 +40,11 @@ class ParityStep(Entry, frozen=True):
     count: int  # how often it has stepped before
     location: Location | None  # the line of the script
     # the norm of each gradient, negative if there is none; of shards that other ranks have too, zero
-    norms: tuple[float, ...]
-    values: tuple[float, ...]  # the norm of each parameter
-    gradient: tuple[float, ...]  # a sketch of all gradients; empty if they are shards
-    rates: tuple[float, ...]  # the learning rate of each group
-    losses: tuple[float, ...]  # of the backward passes since the last step
+    norms: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()  # the norm of each parameter
+    gradient: tuple[float, ...] = ()  # a sketch of all gradients; empty if they are shards
+    rates: tuple[float, ...] = ()  # the learning rate of each group
+    losses: tuple[float, ...] = ()  # of the backward passes since the last step
     loss_at: Location | None = None  # the line that calls backward
     sharded: bool = False  # whether gradients are parts of a whole
     names: tuple[str, ...] = ()  # of the parameters; in the first step only
@@ -104,3 +104,4 @@ class ParityEnded(Entry, frozen=True):
     steps_inside: bool = False  # whether optimizers have stepped in backward passes, which are not followed
     why_full: str = ""  # why no more samples were recorded, in words; empty if all were
     batch: int = 0  # the most samples of a batch, if loaders of the script have larger ones
+    steps_schedules: bool = False  # whether accelerate steps schedules, once for each rank

@@ -114,7 +114,7 @@ class RandomDraws(Recorder, subjects=("parity",)):
             pieces = [[*original(part, *arguments, **named)] for part in parts]
             whole = len({len(some) for some in pieces}) == 1 and all(piece.dim() for piece in pieces[0])
             made = [torch.cat(some) for some in zip(*pieces, strict=True)] if whole else []
-            self._samples.rows = tuple(len(some[0]) for some in pieces) if made else ()
+            self._samples.note_rows(tuple(len(some[0]) for some in pieces) if made else ())
             return (iter if original.__name__ == "__iter__" else tuple)(made or original(tensor, *arguments, **named))
 
         return divide

@@ -37,11 +37,12 @@ class RankLayers(Recorder, subjects=("parity",)):
 
     def _parts(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the rows of each rank; empty if they are not known."""
-        rows = self._samples.rows or (len(inputs),) * self._samples.takes_turns
-        total = sum(rows)
-        if not rows or not inputs.dim() or not total or len(inputs) % total:
+        size = len(inputs) if inputs.dim() else 0
+        known = {size: (size,)} if self._samples.takes_turns else self._samples.rows
+        total = size if size in known else next((total for total in reversed(known) if not size % total), 0)
+        if not total or not size:
             return ()
-        sizes = [count * (len(inputs) // total) for count in rows]
+        sizes = [count * (size // total) for count in known[total]]
         return tuple(torch.split(inputs, sizes))
 
     def _dropping(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,9 +61,12 @@ class RankLayers(Recorder, subjects=("parity",)):
         def attention(query: Any, key: Any, value: Any, *arguments: Any, **named: Any) -> Any:
             p = arguments[1] if len(arguments) > 1 else named.get("dropout_p", 0.0)
             mask = arguments[0] if arguments else named.get("attn_mask")
-            if not p or mask is not None or not self._follows():
+            if not p or not self._follows():
                 return original(query, key, value, *arguments, **named)
-            return self._with_states(lambda *parts: original(*parts, *arguments, **named), query, key, value)
+            if mask is None or len(mask) != len(query):  # that of all rows
+                return self._with_states(lambda *parts: original(*parts, *arguments, **named), query, key, value)
+            rest, more = arguments[1:], {name: item for name, item in named.items() if name != "attn_mask"}
+            return self._with_states(lambda *parts: original(*parts, *rest, **more), query, key, value, mask)
 
         return attention
 

@@ -39,6 +39,7 @@ from ddpcheck.gather.steps.gradient_distance import norms, sketches
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
 from ddpcheck.record.loop.step_hooks import follow_steps
 from ddpcheck.record.parity.draws import RandomDraws
+from ddpcheck.record.parity.frameworks import Frameworks
 from ddpcheck.record.parity.layers import RankLayers
 from ddpcheck.record.parity.noise import Noise
 from ddpcheck.record.parity.own_files import redirect_files
@@ -76,6 +77,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         self.samples = Samples(self.write, reader, options)
         self._draws = RandomDraws(self.samples, replays=options.draws)
         self._layers = RankLayers(self.samples)
+        self._frameworks = Frameworks(is_alone=reader is not None)
         self._optimizers: WeakKeyDictionary[Any, tuple[int, list[int]]] = WeakKeyDictionary()
         self._numbers = itertools.count()
         self._names: dict[int, str] = {}
@@ -85,6 +87,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         self._steps = self._shown = self._saved = 0
         self._full_at = 0
         self._inside = False  # whether optimizers have stepped in backward passes
+        self._in_closure: ParityStep | None = None  # the step that is under way, if it has a closure
         self._rates: list[float] | None = None  # of the single process, while those of the ranks are in their place
         self._record: Any = None  # the last one of `logging`
         self._trace = ValueTrace(self.write, lambda: self.samples.loads)
@@ -121,7 +124,8 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         full, splits = self.samples.why_full, self.samples.splits_statistics
         batch = self._options.batch if self.samples.is_smaller else 0
         full_at = self._full_at if full else 0
-        self.write(ParityEnded(self._steps, self.samples.backwards, why, full_at, splits, self._inside, full, batch))
+        ended = ParityEnded(self._steps, self.samples.backwards, why, full_at, splits, self._inside, full, batch)
+        self.write(replace(ended, steps_schedules=self._frameworks.steps_schedules))
 
     def write(self, entry: Entry) -> None:
         if os.getpid() == self._process:
@@ -188,8 +192,11 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         sys.stderr.flush()
         os._exit(0)
 
-    def before_step(self, optimizer: Any, _has_closure: bool, inside: bool) -> None:
-        """An optimizer is about to step: note its gradients, and step with the learning rates of the ranks."""
+    def before_step(self, optimizer: Any, has_closure: bool, inside: bool) -> None:
+        """An optimizer is about to step: note its gradients, and step with the learning rates of the ranks.
+
+        A closure computes the gradients in the step: they are noted after it.
+        """
         if os.getpid() != self._process:
             return
         if inside:
@@ -205,11 +212,12 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             self._leave(f"after {self._options.steps} optimizer steps, as --check-parity-steps says")
         if count >= _MOST_STEPS:
             return
-        if not count:
-            self._compare_rows(number)
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        self.write(self._described(optimizer, number, count, rates))
-        self._losses, self._given = [], torch.zeros_like(self._given)
+        step = self._described(optimizer, number, count, rates)
+        if has_closure:
+            self._in_closure = step
+        else:
+            self._note_gradients(optimizer, step)
         key = f"rates {number} {count}"
         if self._reader is None:
             self.samples.keep(key, rates)
@@ -229,6 +237,9 @@ class ParityRecorder(Recorder, subjects=("parity",)):
 
     def after_step(self, optimizer: Any, _has_closure: bool) -> None:
         """It has stepped."""
+        if (step := self._in_closure) is not None:
+            self._in_closure = None
+            self._note_gradients(optimizer, step)
         if self._rates is not None:
             _set_rates(optimizer, self._rates)
             self._rates = None
@@ -240,29 +251,38 @@ class ParityRecorder(Recorder, subjects=("parity",)):
                 if isinstance(value, nn.Module):
                     self._name(value)
         names = [self._names.get(id(p), f"parameter {place}") for place, p in enumerate(parameters)]
-        sharded = any(map(_is_part, parameters))
-        unique = [f"{place}" for place in range(len(parameters))]
-        gradients = {n: own_part(p.grad) for n, p in zip(unique, parameters, strict=True) if p.grad is not None}
-        sizes = norms(gradients)
-        if sharded:  # the norms of all ranks make that of the whole
-            sizes = {n: size * _counts(parameters[int(n)]) for n, size in sizes.items()}
-        values = norms({n: own_part(p) for n, p in zip(unique, parameters, strict=True)})
+        values = norms({f"{place}": own_part(p) for place, p in enumerate(parameters)})
         return ParityStep(
             number,
             count,
             user_location(sys._getframe(3)),
-            tuple(sizes.get(n, -1.0) for n in unique),
-            tuple(values[n] for n in unique),
-            () if sharded else _together(sketches(gradients)),
-            tuple(rates),
-            tuple(float(loss) for loss in self._losses[:_FEW]),
-            self._loss_at,
-            sharded,
-            () if count else tuple(names),
-            self.samples.backwards,
-            tuple(self._given.tolist()),
-            tuple(own_part(p).numel() for p in parameters) if not count else (),
+            values=(*values.values(),),
+            rates=tuple(rates),
+            sharded=any(map(_is_part, parameters)),
+            names=() if count else tuple(names),
+            elements=tuple(own_part(p).numel() for p in parameters) if not count else (),
         )
+
+    def _note_gradients(self, optimizer: Any, step: ParityStep) -> None:
+        """Write a step, with the gradients and what they were made of."""
+        if not step.count:
+            self._compare_rows(step.optimizer)
+        parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+        gradients = {f"{place}": own_part(p.grad) for place, p in parameters.items() if p.grad is not None}
+        sizes = norms(gradients)
+        if step.sharded:  # the norms of all ranks make that of the whole
+            sizes = {place: size * _counts(parameters[int(place)]) for place, size in sizes.items()}
+        made = replace(
+            step,
+            norms=tuple(sizes.get(f"{place}", -1.0) for place in parameters),
+            gradient=() if step.sharded else _together(sketches(gradients)),
+            losses=tuple(float(loss) for loss in self._losses[:_FEW]),
+            loss_at=self._loss_at,
+            backwards=self.samples.backwards,
+            samples=tuple(self._given.tolist()),
+        )
+        self.write(made)
+        self._losses, self._given = [], torch.zeros_like(self._given)
 
     # What is shown and saved
 

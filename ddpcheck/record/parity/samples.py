@@ -43,13 +43,15 @@ class _Pass:
     is_over: bool = False
     is_replayed: bool | None = None  # as far as that is known
     rows_of_one: int = -1  # those of the whole pass in this process, if the loader knows them
+    length: int = -1  # in batches, if the loader knows it
 
 
 class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
     """Records what enters the script, or replays it if there is a `reader`.
 
     Attributes:
-        rows: The rows of each rank in what was put together last; empty if they are not known.
+        rows: The rows of each rank in what was put together, by their sum, the last one at the end; a loader may be
+            ahead of the step. Empty if they are not known.
         draws: Whether random draws of the script count: from the first wrapper or optimizer on.
         backwards: How many backward passes have begun.
         loads: Whether a loader makes a batch, which is recorded as a whole.
@@ -73,7 +75,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         self._passes = Counter[str]()
         self._open: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
         self.parts: Any = WeakIdKeyDictionary()
-        self.rows: tuple[int, ...] = ()
+        self.rows: dict[int, tuple[int, ...]] = {}
         self.draws = self.splits_statistics = self.is_smaller = False
         self._most = options.batch
         self.loads = False
@@ -153,19 +155,28 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
             return torch.cat(values, dim)
         value = together(values)
         rows = tuple(map(rows_of, values))
-        self.rows = rows if rows_of(value) == sum(rows) else ()
+        self.note_rows(rows if rows_of(value) == sum(rows) else ())
         if self.rows and isinstance(value, torch.Tensor):
             self.parts[value] = values
         return value
 
+    def note_rows(self, rows: tuple[int, ...]) -> None:
+        """Note the rows of each rank in what was put together; empty if they are not known."""
+        if rows:
+            self.rows.pop(sum(rows), None)
+            self.rows[sum(rows)] = rows
+        else:
+            self.rows.clear()
+
     def _batch_dim(self, values: Sequence[Any]) -> int:
         """Return the dimension of random numbers that has as many elements as the batch has rows, if not the first."""
-        if not self.rows or len(values) != len(self.rows) or not all(isinstance(v, torch.Tensor) for v in values):
+        last = [*self.rows.values()][-1] if self.rows else ()
+        if not last or len(values) != len(last) or not all(isinstance(v, torch.Tensor) for v in values):
             return 0
         sizes = [tuple(value.shape) for value in values]
-        if any(size[0] == rows for size, rows in zip(sizes, self.rows, strict=True)):
+        if any(size[0] == rows for size, rows in zip(sizes, last, strict=True)):
             return 0
-        dims = (dim for dim in range(1, len(sizes[0])) if tuple(size[dim] for size in sizes) == self.rows)
+        dims = (dim for dim in range(1, len(sizes[0])) if tuple(size[dim] for size in sizes) == last)
         return next(dims, 0) if len({size[:1] for size in sizes}) == 1 else 0
 
     def refuse(self, key: str, why: str) -> None:
@@ -226,6 +237,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         made = _Pass(f"{key} pass {self._passes[key]}", self.backwards)
         self._passes[key] += 1
         with contextlib.suppress(Exception):  # a sampler without a length
+            made.length = len(loader)
             made.rows_of_one = len(loader.sampler) if loader.batch_sampler is None or loader.batch_size else -1
         self.on_pass()
         iterator = yield
@@ -254,6 +266,8 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
                 self._ended(made)
                 raise StopIteration
             took(made, batch)
+            if 1 < made.batches == made.length and not is_of_program(sys._getframe(1).f_code.co_filename):
+                self._ended(made)  # a package that counts batches does not ask for more
             return batch if replayed is None else replayed[0]
 
         return __next__
@@ -266,6 +280,8 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         made.rows += rows_of(batch)
 
     def _ended(self, made: _Pass) -> None:
+        if made.is_over:
+            return
         made.is_over = True
         if made.began == self.backwards:
             self.note_evaluation()
@@ -310,8 +326,10 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         if self._reader is None:
             return None
         key = f"{made.key} batch"
-        if not self._is_replayed(made) or not self._reader.count(f"{key}#{made.batches // self._turns}"):
-            self.rows = ()
+        if not self._is_replayed(made):
+            self.rows.clear()
+            return None
+        if not self._reader.count(f"{key}#{made.batches // self._turns}"):
             return None
         try:
             value = self.replayed(key, made.batches)
