@@ -213,9 +213,9 @@ def _of_saved(comparison: Comparison) -> Iterator[Divergence]:
             largest[kind] = max(largest.get(kind, 0.0), norm)
         for name in one.norms.keys() & other.norms.keys() - {*shapes}:
             a, b = one.norms[name], other.norms[name]
-            scale = max(abs(a), abs(b), FLOOR * largest[name.rpartition(".")[2]]) or 1.0
+            scale, rounding = max(abs(a), abs(b)) or 1.0, FLOOR * largest[name.rpartition(".")[2]]
             again = third.norms.get(name, b) if third is not None else b
-            if Quantity(a, b, abs(a - b) / scale, abs(b - again) / scale).differs:
+            if Quantity(a, b, (abs(a - b) - rounding) / scale, abs(b - again) / scale).differs:
                 values.append(name)
         if missing or shapes or values:
             what = missing or shapes or sorted(values)

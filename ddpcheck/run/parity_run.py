@@ -145,6 +145,8 @@ class ParityRuns:
         output = "".join(path.read_text(errors="replace")[-_MOST_OUTPUT:] for path in paths)
         left = read_logs(folder)
         why_not = _why_ended(ending, left, output, self._limit)
+        if not why_not and _trains(ranks) and not _trains(left):
+            why_not = "no optimizer has stepped in it: a script may start processes of its own"
         has_raised = ending.exit_code > 0 and not _signal_of(ending) and ending.hang is None and not ending.interrupted
         return SingleRun(left, why_not, output, has_raised)
 
@@ -179,10 +181,12 @@ def _why_ended(ending: Ending, left: Sequence[WatchedRank], output: str, limit: 
         return said + (_MEMORY if _OF_MEMORY.search(said) else "")
     if failed := [one for rank in left for one in entries_of(rank, WatchingFailed)]:
         return f"{failed[0].recorder} of ddpcheck has failed in it: {failed[0].why}"
-    ended = [end for rank in left for end in entries_of(rank, ParityEnded)]
-    if not any(entries_of(rank, ParityStep) for rank in left) and not any(end.steps_inside for end in ended):
-        return "no optimizer has stepped in it: a script may start processes of its own"
     return ""
+
+
+def _trains(ranks: Sequence[WatchedRank]) -> bool:
+    ends = [end for rank in ranks for end in entries_of(rank, ParityEnded)]
+    return any(entries_of(rank, ParityStep) for rank in ranks) or any(end.steps_inside for end in ends)
 
 
 def _line_in(stacks: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""A run whose random numbers and clocks are others: what differs from a run without is noise."""
+"""A run whose random numbers, clocks and rounding are others: what differs from a run without is noise."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import functools
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from ddpcheck.gather.patching import Patch
+from ddpcheck.gather.patching import Patch, patched
 
 _OTHER_SEED = 7919
 _FASTER = 16.0  # times as fast a clock runs
@@ -19,10 +19,17 @@ _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "time_ns", "perf
 
 
 class Noise:
-    """Changes clocks from now on, and random numbers once training may begin: parameters begin with the same values."""
+    """Changes clocks from now on, and random numbers once training may begin: parameters begin with the same values.
+
+    Attributes:
+        eps: The rounding of gradients, relative: that of float32, or of the dtype that autocast has used.
+    """
 
     def __init__(self) -> None:
         self._is_on = False
+        self.eps = torch.finfo(torch.float32).eps
+        self._signs = torch.Generator().manual_seed(_OTHER_SEED)
+        patched(torch.autocast, "__enter__", self._enters)
         for name in _CLOCKS:
             Patch(time, name, _skewed)
         for module in (torch, random):
@@ -37,6 +44,18 @@ class Noise:
         random.seed(_OTHER_SEED)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(_OTHER_SEED)
+
+    def _enters(self, autocast: Any) -> None:
+        if autocast._enabled:
+            self.eps = max(self.eps, torch.finfo(autocast.fast_dtype).eps)
+
+    def round(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Change each element of gradients by as much as rounding does."""
+        for gradient in gradients:
+            if gradient.layout == torch.strided:
+                eps = max(self.eps, torch.finfo(gradient.dtype).eps)
+                signs = torch.randint(0, 2, gradient.shape, generator=self._signs).mul_(2).sub_(1)
+                gradient.detach().mul_(1 + eps * signs.to(gradient.device, gradient.dtype))
 
     def _seeding(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

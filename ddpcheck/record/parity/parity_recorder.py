@@ -59,6 +59,7 @@ _MOST_SAVED = 16
 _MOST_TENSORS = 512
 _MOST_STEPS = 2048
 _MOST_LOOKS = 64
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of an optimizer's groups, set by it and by schedulers
 _FEW = 64
 _LARGEST = 1 << 22  # elements of an input whose rows are compared
 _FEATURES = 4
@@ -269,6 +270,8 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             self._compare_rows(step.optimizer)
         parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
         gradients = {f"{place}": own_part(p.grad) for place, p in parameters.items() if p.grad is not None}
+        if self._noise is not None:
+            self._noise.round(gradients.values())
         sizes = norms(gradients)
         if step.sharded:  # the norms of all ranks make that of the whole
             sizes = {place: size * _counts(parameters[int(place)]) for place, size in sizes.items()}
@@ -314,7 +317,10 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         self._shown += 1
         during = self.samples.is_under_way
         evaluates = self.samples.evaluates
-        known = [place for place, number in enumerate(numbers) if program_numbers.like(number, self._known)]
+        groups = (group for optimizer in [*self._optimizers] for group in optimizer.param_groups)
+        rates = {float(value) for group in groups for name, value in group.items() if name in _RATES}
+        others = self._known | rates  # which may be scaled by the world size
+        known = [place for place, number in enumerate(numbers) if program_numbers.like(number, others)]
         shown = NumbersShown(how, _line(), _NUMBER.sub("#", text), numbers, self._steps, evaluates, during)
         self.write(replace(shown, known=tuple(known)) if evaluates else shown)
 
