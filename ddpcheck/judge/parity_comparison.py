@@ -224,6 +224,8 @@ def shown_numbers(comparison: Comparison) -> list[Shown]:
         third = noise.get(key)
         window = [loss for step, loss in losses if since <= step < entry.steps]
         for place, (text, alone) in enumerate(zip(entry.numbers, other.numbers, strict=True)):
+            if place in entry.rates:
+                continue
             again = third.numbers[place] if third is not None and len(third.numbers) > place else alone
             rows = [of_rank[key].numbers[place] for of_rank in others if key in of_rank]
             local = any(row != text for row in rows) or _is_of_losses(text, window) or place in entry.known

@@ -42,6 +42,24 @@ A, B = torch.arange(6.0).reshape(3, 2), torch.arange(4.0).reshape(2, 2) - 9
         pytest.param(UserDict(x=A), UserDict(x=B), UserDict(x=torch.cat([A, B])), id="mapping"),
         pytest.param([A, A], [A.clone(), A.clone()], [A, A], id="the same on both"),
         pytest.param(torch.tensor(2), torch.tensor(2), torch.tensor(2), id="a number on both"),
+        pytest.param(
+            torch.tensor([[5, 7, 2], [4, 2, 0]]),
+            torch.tensor([[8, 2]]),
+            torch.tensor([[5, 7, 2], [4, 2, 0], [8, 2, 0]]),
+            id="texts of other lengths",
+        ),
+        pytest.param(
+            {"labels": torch.tensor([[0, 1], [0, -100]])},
+            {"labels": torch.tensor([[1, 0, 0]])},
+            {"labels": torch.tensor([[0, 1, -100], [0, -100, -100], [1, 0, 0]])},
+            id="labels of other lengths",
+        ),
+        pytest.param(
+            torch.ones(1, 3, 2),
+            torch.tensor([[[1.0, 1], [2, 3]], [[1, 1], [0, 0]]]),
+            torch.tensor([[[1.0, 1]] * 3, [[1, 1], [2, 3], [0, 0]], [[1, 1], [0, 0], [0, 0]]]),
+            id="frames of other lengths",
+        ),
     ],
 )
 def test_values_are_put_together(one: Any, other: Any, both: Any) -> None:

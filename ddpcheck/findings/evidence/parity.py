@@ -65,6 +65,7 @@ class NumbersShown(Entry, frozen=True):
     evaluates: bool  # whether an evaluation has ended since the last backward pass
     during: bool = False  # whether a pass over a loader without backward is under way
     known: tuple[int, ...] = ()  # the places of numbers that the program had before the evaluation
+    rates: tuple[int, ...] = ()  # the places of learning rates, which may be scaled by the world size
 
 
 class TensorsSaved(Entry, frozen=True):

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.evidence.parity import IN_TURN, NumbersShown, ParityEnded, ParityStep, TensorsSaved
@@ -81,7 +82,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         self._frameworks = Frameworks(is_alone=reader is not None)
         self._optimizers: WeakKeyDictionary[Any, tuple[int, list[int]]] = WeakKeyDictionary()
         self._numbers = itertools.count()
-        self._names: dict[int, str] = {}
+        self._names: Any = WeakIdKeyDictionary()  # of parameters
         self._losses: list[torch.Tensor] = []
         self._loss_at: Location | None = None
         self._given = torch.zeros(_FEATURES + 1, dtype=torch.float64)
@@ -147,7 +148,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
 
     def _name(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
-            self._names.setdefault(id(parameter), name)
+            self._names.setdefault(parameter, name)
 
     def _constructs(self, *_arguments: Any, **_named: Any) -> Iterator[None]:
         yield
@@ -247,11 +248,11 @@ class ParityRecorder(Recorder, subjects=("parity",)):
 
     def _described(self, optimizer: Any, number: int, count: int, rates: Sequence[float]) -> ParityStep:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not count and any(id(p) not in self._names for p in parameters):
+        if not count and any(p not in self._names for p in parameters):
             for _, value in program_numbers.held_by_program():
                 if isinstance(value, nn.Module):
                     self._name(value)
-        names = [self._names.get(id(p), f"parameter {place}") for place, p in enumerate(parameters)]
+        names = [self._names.get(p, f"parameter {place}") for place, p in enumerate(parameters)]
         values = norms({f"{place}": own_part(p) for place, p in enumerate(parameters)})
         return ParityStep(
             number,
@@ -282,7 +283,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             losses=tuple(float(loss) for loss in self._losses[:_FEW]),
             loss_at=self._loss_at,
             backwards=self.samples.backwards,
-            samples=tuple(self._given.tolist()),
+            samples=tuple((self._given * (not self.samples.is_padded)).tolist()),  # else rows are others
         )
         self.write(made)
         self._losses, self._given = [], torch.zeros_like(self._given)
@@ -318,11 +319,13 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         during = self.samples.is_under_way
         evaluates = self.samples.evaluates
         groups = (group for optimizer in [*self._optimizers] for group in optimizer.param_groups)
-        rates = {float(value) for group in groups for name, value in group.items() if name in _RATES}
-        others = self._known | rates  # which may be scaled by the world size
-        known = [place for place, number in enumerate(numbers) if program_numbers.like(number, others)]
+        values = {float(value) for group in groups for name, value in group.items() if name in _RATES}
+        rates, known = (
+            tuple(place for place, number in enumerate(numbers) if program_numbers.like(number, some))
+            for some in (values, self._known)
+        )
         shown = NumbersShown(how, _line(), _NUMBER.sub("#", text), numbers, self._steps, evaluates, during)
-        self.write(replace(shown, known=tuple(known)) if evaluates else shown)
+        self.write(replace(shown, known=known if evaluates else (), rates=rates))
 
     def _saves(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
         if os.getpid() != self._process or self._saved >= _MOST_SAVED:

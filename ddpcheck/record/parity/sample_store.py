@@ -6,7 +6,7 @@ import io
 import os
 import pickle
 import struct
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,8 @@ def _joined(values: Sequence[Any]) -> Any:
         raise NotTogetherError("their types differ")
     if isinstance(first, torch.Tensor) or type(first).__module__ == "numpy":
         if len({value.shape[1:] for value in values}) > 1:
+            if isinstance(first, torch.Tensor) and (padded := _padded(values)):
+                return torch.cat(padded)
             raise NotTogetherError(f"their shapes are {' and '.join(str(tuple(value.shape)) for value in values)}")
         if len(first.shape):
             return torch.cat([*values]) if isinstance(first, torch.Tensor) else _numpy().concatenate([*values])
@@ -172,6 +174,40 @@ def _joined(values: Sequence[Any]) -> Any:
     if all(is_same(first, value) for value in values[1:]):
         return first
     raise NotTogetherError(f"{type(first).__name__} has no batch dimension")
+
+
+_PADDING = (-100, 0)  # of labels, and of everything else, unless another value ends more rows
+
+
+def _padded(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Pad batches of sequences to the longest of all ranks, as the script pads its rows; empty if that is not known."""
+    shapes = [value.shape for value in values]
+    if len({len(shape) for shape in shapes}) > 1 or not all(value.numel() for value in values):
+        return []
+    longest = [max(sizes) for sizes in zip(*(shape[1:] for shape in shapes), strict=True)]
+    ends = Counter[float]()
+    for dim in (dim for dim, size in enumerate(longest, 1) if any(shape[dim] < size for shape in shapes)):
+        for row in (row for value in values for row in value.select(dim, -1)):
+            ends.update({float(row.flatten()[0])} if bool((row == row.flatten()[0]).all()) else ())
+    repeated = [value for value, count in ends.most_common() if count > 1]
+    padding = next((value for value in (*_PADDING, *repeated) if value in ends), None)
+    if padding is None:
+        return []
+    made = []
+    for value in values:
+        whole = value.new_full((len(value), *longest), int(padding) if not value.is_floating_point() else padding)
+        whole[tuple(map(slice, value.shape))] = value
+        made.append(whole)
+    return made
+
+
+def is_padded(value: Any, part: Any) -> bool:
+    """Return if what was put together is longer than a part of it in more than its rows."""
+    if isinstance(value, Mapping | UserDict):
+        return any(is_padded(value[key], part[key]) for key in value)
+    if isinstance(value, list | tuple) and isinstance(part, list | tuple):
+        return any(map(is_padded, value, part))
+    return isinstance(value, torch.Tensor) and value.shape[1:] != part.shape[1:]
 
 
 def _numpy() -> Any:

@@ -27,7 +27,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ddpcheck.findings.evidence.parity import NotReplayed, PassTaken
 from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, variables_of
 from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
-from ddpcheck.record.parity.sample_store import NotTogetherError, SampleReader, SampleWriter, is_same, rows_of, together
+from ddpcheck.record.parity.sample_store import (
+    NotTogetherError,
+    SampleReader,
+    SampleWriter,
+    is_padded,
+    is_same,
+    rows_of,
+    together,
+)
 from ddpcheck.record.rank.environment import ParityOptions
 
 _MOST_WAITING = 4096  # values of a process that is no rank yet
@@ -59,6 +67,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         on_pass: Is called before each pass over a loader.
         splits_statistics: Whether statistics of a batch were those of the rows of each rank.
         is_smaller: Whether batches of a loader are smaller than the script has them.
+        is_padded: Whether sequences were padded to the longest of all ranks.
     """
 
     def __init__(self, sink: Callable[[Any], object], reader: SampleReader | None, options: ParityOptions) -> None:
@@ -76,7 +85,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         self._open: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
         self.parts: Any = WeakIdKeyDictionary()
         self.rows: dict[int, tuple[int, ...]] = {}
-        self.draws = self.splits_statistics = self.is_smaller = False
+        self.draws = self.splits_statistics = self.is_smaller = self.is_padded = False
         self._most = options.batch
         self.loads = False
         self.backwards = 0
@@ -154,6 +163,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         if (dim := self._batch_dim(values)) and not is_same(values[0], values[-1]):
             return torch.cat(values, dim)
         value = together(values)
+        self.is_padded |= any(is_padded(value, part) for part in values)
         rows = tuple(map(rows_of, values))
         self.note_rows(rows if rows_of(value) == sum(rows) else ())
         if self.rows and isinstance(value, torch.Tensor):
