@@ -34,7 +34,7 @@ _SAME_ROWS = 1e-5  # of a feature, for each row
 _FEWEST_DIGITS = 100  # of the last digit, from which a number is not equal to a loss by chance
 _LARGEST = 1e30
 _Key = tuple[str, str, int]
-_Line = tuple[str, int, str, str]
+_Line = tuple[int, str, int, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,48 +276,69 @@ def _is_of_losses(text: str, losses: Sequence[float]) -> bool:
 # What an evaluation computes
 
 
-def first_unequal(comparison: Comparison, steps: int) -> tuple[Location, str] | None:
+def first_unequal(comparison: Comparison, steps: range, difference: float = _NEAR) -> tuple[Location, str] | None:
     """Return the line that first computes a number of an evaluation that is not one of a single process, with its name.
 
     A number of a single process is, on the ranks, the same on each, or their sum, their mean or an extreme of them.
+
+    Args:
+        comparison: The runs.
+        steps: After which an evaluation is looked at.
+        difference: Of what comes of the number, relative.
     """
-    traces = [
-        {(*key, number): value for key, value, number in _numbered(rank, steps)}
-        for rank in (*comparison.ranks, comparison.single)
-    ]
-    *of_ranks, alone = traces
-    noise = {(*k, n): v for k, v, n in _numbered(comparison.noise, steps)} if comparison.noise else alone
+    *of_ranks, alone = (_last_values(rank, steps) for rank in (*comparison.ranks, comparison.single))
+    noise = _last_values(comparison.noise, steps) if comparison.noise else alone
     for key, value in of_ranks[0].items():
-        if (single := alone.get(key)) is None or len(noise.get(key, ())) != len(single):
-            continue
-        scale = max(map(abs, single), default=0.0) or 1.0
-        changed = max((abs(a - b) for a, b in zip(noise[key], single, strict=True)), default=0.0) / scale
-        if changed > SMALL:  # a time, or random
-            continue
         others = [other for of_rank in of_ranks if (other := of_rank.get(key)) is not None]
-        if len(single) != len(value) or any(len(other) != len(value) for other in others):
+        single = alone.get(key, ())
+        if {*map(len, (noise.get(key, ()), *others))} != {len(single)} or not single:
             continue
-        allowed = max(_NEAR, MULTIPLE * changed) * scale
-        if not any(math.dist(made, single) <= allowed for made in _made_of(others)):
-            return Location(key[0], key[1]), key[3]
+        if single == (1.0,) and {*others} == {(comparison.world_size,)}:
+            continue
+        scale = max(map(abs, single)) or 1.0
+        changed = max(abs(a - b) for a, b in zip(noise[key], single, strict=True)) / scale
+        allowed = max(min(_NEAR, difference / MULTIPLE), MULTIPLE * changed) * scale
+        if changed > SMALL or any(math.dist(made, single) <= allowed for made in _made_of(others)):
+            continue  # a time, or random; or equal
+        copies = (other for other, same in of_ranks[0].items() if same == value and value[0] % 1)
+        path, line, _, name = next(copies, key)[1:]
+        return Location(path, line), name
     return None
 
 
-def _numbered(rank: WatchedRank, steps: int) -> Iterator[tuple[_Line, tuple[float, ...], int]]:
-    times = Counter[_Line]()
+def line_of_number(rank: WatchedRank, steps: range, text: str) -> tuple[Location, str] | None:
+    """Return the line of an evaluation that first computes a number that is shown, with its name."""
+    digit = _last_digit(text)
+    for (_, path, line, _, name), value in _last_values(rank, steps).items():
+        if len(value) == 1 and abs(value[0] - float(text)) <= digit < abs(value[0]) / _FEWEST_DIGITS:
+            return Location(path, line), name
+    return None
+
+
+def _last_values(rank: WatchedRank, steps: range) -> dict[_Line, tuple[float, ...]]:
+    """Return what each line has made of each variable at last in an evaluation, in order.
+
+    Not what it has made before: lines in a loop change a variable more often on some ranks than on others.
+    """
+    found: dict[_Line, tuple[float, ...]] = {}
     for traced in entries_of(rank, EvaluationTraced):
-        if traced.steps == steps:
-            for value in traced.values:
-                key = value.path, value.line, value.function, value.name
-                yield key, value.numbers, times[key]
-                times[key] += 1
+        for value in traced.values if traced.steps in steps else ():
+            key = traced.steps, value.path, value.line, value.function, value.name
+            found.pop(key, None)
+            found[key] = value.numbers
+    return found
 
 
 def _made_of(numbers: Sequence[tuple[float, ...]]) -> Iterator[list[float]]:
-    """Return what ranks may make of their numbers: that of all, the largest, the smallest, the sums and the means."""
-    sums = [math.fsum(column) for column in zip(*numbers, strict=True)]
+    """Return what ranks may make of their numbers: the largest, the smallest, and unless they have it, sums and means.
+
+    Numbers that all ranks have alike are of all samples already, but for counts.
+    """
     for extreme in (max, min):
         yield [extreme(column) for column in zip(*numbers, strict=True)]
+    if len(set(numbers)) == 1 and any(number % 1 for number in numbers[0]):
+        return
+    sums = [math.fsum(column) for column in zip(*numbers, strict=True)]
     yield sums
     yield [total / len(numbers) for total in sums]
 

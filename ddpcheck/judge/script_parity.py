@@ -18,6 +18,7 @@ from ddpcheck.judge.parity_comparison import (
     Shown,
     first_unequal,
     gradients,
+    line_of_number,
     saved_states,
     shown_numbers,
 )
@@ -111,13 +112,16 @@ def _loss_line(rank: WatchedRank, step: ParityStep) -> Location | None:
 def _of_steps(comparison: Comparison) -> Iterator[Divergence]:
     """Compare how many steps were made, if both runs have come to their ends."""
     ends = [end for one in (comparison.ranks[0], comparison.single) for end in entries_of(one, ParityEnded)]
-    if len(ends) < 2 or any(end.why or end.steps_inside for end in ends):
+    if len(ends) < 2 or any(end.why for end in ends):
         return
     of_ranks, alone = (end.steps for end in ends)
     if alone not in (of_ranks, of_ranks * comparison.world_size):  # as many samples in all, at a batch size of a rank
         last = entries_of(comparison.ranks[0], ParityStep)
+        where = last[-1].location if last else None
+        if line := first_unequal(comparison, range(min(of_ranks, alone) + 1)):
+            where = line[0]
         said = f"The ranks make {counted(of_ranks, 'optimizer step')}, a single process makes {alone}."
-        yield Divergence("steps", min(of_ranks, alone), last[-1].location if last else None, said)
+        yield Divergence("steps", min(of_ranks, alone), where, said)
 
 
 def _of_samples(comparison: Comparison) -> Iterator[Divergence]:
@@ -183,7 +187,9 @@ def _of_shown(comparison: Comparison) -> Iterator[Divergence]:
             evidence.append(
                 f"other random numbers and another order of the samples change it by {first.quantity.noise:.1g}"
             )
-        if (line := first_unequal(comparison, first.entry.steps)) is not None:
+        at = range(first.entry.steps, first.entry.steps + 1)
+        line = first_unequal(comparison, at, first.quantity.difference)
+        if line := line or line_of_number(comparison.ranks[0], at, number):
             evidence.append(
                 f"{line[1]} of {line[0]} is the first number that differs; it is {first.entry.how} at {where}"
             )
@@ -223,7 +229,8 @@ def _of_saved(comparison: Comparison) -> Iterator[Divergence]:
             said = f"What the ranks save differs from what a single process saves: {join_names(what, most=3)} ({how})."
             detail = [f"{n}: {one.shapes[n]} and {other.shapes[n]}" for n in shapes[:3]]
             detail += [f"norm of {n}: {one.norms[n]:.6g} and {other.norms[n]:.6g}" for n in sorted(values)[:3]]
-            yield Divergence("saved", one.steps, one.location, said, tuple(detail))
+            line = first_unequal(comparison, range(one.steps + 1))
+            yield Divergence("saved", one.steps, line[0] if line else one.location, said, tuple(detail))
 
 
 def is_equal(ranks: Sequence[WatchedRank], singles: Sequence[WatchedRank]) -> bool:
@@ -270,10 +277,7 @@ def codes_that_explain(found: Finding, others: Sequence[Finding]) -> list[str]:
 def what_held(comparison: Comparison) -> str:
     """Return what was compared and is equal, in words."""
     every = [one for one in gradients(comparison) if one.is_equal]
-    shown = [one for one in shown_numbers(comparison) if one.quantity.is_equal and one.entry.evaluates]
-    shown = [one for one in shown if "." in one.entry.numbers[one.place]]  # no epochs
-    if not comparison.has_same_samples:
-        shown = []
+    shown = [one for one in _evaluated(comparison) if one.quantity.is_equal] if comparison.has_same_samples else []
     said = []
     if every:
         said.append(
@@ -290,6 +294,22 @@ def what_held(comparison: Comparison) -> str:
     return "; ".join(said)
 
 
+def _evaluated(comparison: Comparison) -> list[Shown]:
+    """Return the numbers that are shown after an evaluation, without those of epochs and steps."""
+    return [one for one in shown_numbers(comparison) if one.entry.evaluates and "." in one.entry.numbers[one.place]]
+
+
+def confirmed(comparison: Comparison) -> dict[str, str]:
+    """Return what a single process shows of other check lines, if all of it is equal: in words, by their names."""
+    if lacking(comparison) or divergences(comparison):
+        return {}
+    steps, numbers = len(gradients(comparison)), [one for one in _evaluated(comparison) if not one.is_local]
+    found = {"loss": f"gradients of {counted(steps, 'step')} are those of a single process"} if steps else {}
+    if numbers and all(one.quantity.is_equal for one in numbers):
+        found["evaluation"] = f"{counted(len(numbers), 'shown number')} equal to those of a single process"
+    return found
+
+
 def lacking(comparison: Comparison) -> str:
     """Return what was not compared, in words; empty if nothing was left out."""
     every = gradients(comparison)
@@ -297,14 +317,11 @@ def lacking(comparison: Comparison) -> str:
     refused = dict.fromkeys(f"{one.line} ({one.why})" for one in entries_of(comparison.single, NotReplayed))
     refused = {} if every and comparison.has_same_samples else refused
     said = [f"not given to the single process: {join_names([*refused], most=3)}"] if refused else []
-    ends = [end for one in (comparison.ranks[0], comparison.single) for end in entries_of(one, ParityEnded)]
     full = [end for rank in comparison.ranks for end in entries_of(rank, ParityEnded) if end.why_full]
     if full:
         first = min(full, key=lambda end: end.full_at)
         said.append(f"samples are recorded for {counted(first.full_at, 'backward pass')} only: {first.why_full}")
-    if any(end.steps_inside for end in ends):
-        said.append("optimizer steps in backward passes")
-    elif comparison.has_other_model:
+    if comparison.has_other_model:
         said.append("a single process has another model: its parameters begin with other values, or shapes")
     elif comparison.computes_with_rank:
         said.append("the script computes with the number of the rank")

@@ -185,8 +185,7 @@ def _why_ended(ending: Ending, left: Sequence[WatchedRank], output: str, limit: 
 
 
 def _trains(ranks: Sequence[WatchedRank]) -> bool:
-    ends = [end for rank in ranks for end in entries_of(rank, ParityEnded)]
-    return any(entries_of(rank, ParityStep) for rank in ranks) or any(end.steps_inside for end in ends)
+    return any(entries_of(rank, ParityStep) for rank in ranks)
 
 
 def _line_in(stacks: Iterable[str]) -> str:

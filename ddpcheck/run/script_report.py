@@ -31,7 +31,7 @@ from ddpcheck.judge.endings.rank_failure import describe_failure
 from ddpcheck.judge.parity_comparison import Comparison
 from ddpcheck.judge.parity_curves import curves
 from ddpcheck.judge.script_facts import ScriptFacts, entries_of
-from ddpcheck.judge.script_parity import codes_that_explain, judge_parity, lacking, what_held
+from ddpcheck.judge.script_parity import codes_that_explain, confirmed, judge_parity, lacking, what_held
 from ddpcheck.judge.script_table import HEADINGS, ROWS, rows_of
 from ddpcheck.judge.verdict import Told, Verdict, judge_all, status_of
 from ddpcheck.judge.wrapper_lines import not_here
@@ -79,6 +79,7 @@ def report_on_script(
     parity = _parity(comparison, singles)
     chosen = sort_out(judged.findings, script, select=settings.select, ignore=settings.ignore)
     told = ""
+    equal = {} if comparison is None or isinstance(parity, Exception) else confirmed(comparison)
     if isinstance(parity, Verdict) and parity.findings:
         told = join_names(codes_that_explain(parity.findings[0], chosen.kept))
         judged = judged.adding("parity", [] if told else parity.findings)
@@ -103,6 +104,9 @@ def report_on_script(
             said = "error", f"not judged, since ddpcheck itself failed: {as_bug(error)}"
         else:
             said = judged.status_of(heading, chosen.kept)
+            before, _, rest = said[1].partition("not compared") if said is not None else ("", "", "")
+            if rest and ";" not in rest and heading in equal:
+                said = "passed", before + equal[heading]
         if said is not None:
             codes = {code for row in ROWS if heading in row.headings for code in row.codes} or {"DDP314"}
             asked = heading == "collectives" or is_any_selected(codes, select=select, ignore=ignore)

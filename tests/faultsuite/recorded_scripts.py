@@ -187,7 +187,6 @@ NOT_COMPARED = {
     "tests/healthy_evaluations.py": {"evaluation"},
     "examples/scripts/gathered_by_rank.py": {"evaluation"},
     "examples/scripts/prototypes_of_rank_0.py": {"evaluation"},
-    "examples/scripts/quantile_of_ranks.py": {"evaluation"},
 }
 """Check lines that are not of all steps, under Join, post-local SGD and PowerSGD, or of gradients that differ by right;
 or not of all numbers shown.

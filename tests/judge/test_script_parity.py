@@ -21,7 +21,7 @@ from ddpcheck.findings.evidence.parity import (
 )
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.judge.parity_comparison import Comparison
-from ddpcheck.judge.script_parity import codes_that_explain, is_equal, judge_parity, lacking, what_held
+from ddpcheck.judge.script_parity import codes_that_explain, confirmed, is_equal, judge_parity, lacking, what_held
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import WatchedRank
 
@@ -132,6 +132,79 @@ def test_a_number_after_an_evaluation_is_a_warning_at_the_line_that_first_differ
     assert "0.5000, printed after 4 steps, is 1 in a single process" in found.message
 
 
+_Values = Sequence[tuple[int, str, float]]
+
+
+def traced_at(*values: tuple[int, str, float]) -> EvaluationTraced:
+    return EvaluationTraced(4, tuple(TracedValue("train.py", line, "score", name, (x,)) for line, name, x in values))
+
+
+@pytest.mark.parametrize(
+    ("of_rank_0", "of_rank_1", "alone", "numbers", "line"),
+    [
+        pytest.param(
+            [(20, "total", 4.0), (21, "result", 20.61), (22, "result", 20.558)],
+            [(20, "total", 5.0), (21, "result", 20.506), (22, "result", 20.558)],
+            [(20, "total", 9.0), (21, "result", 20.549), (22, "result", 20.549)],
+            ("20.558", "20.549"),
+            21,
+            id="a difference that is small",
+        ),
+        pytest.param(
+            [(20, "share", 0.25), (22, "return", 0.25)],
+            [(20, "share", 0.25), (22, "return", 0.25)],
+            [(20, "share", 0.5), (22, "return", 0.5)],
+            ("0.2500", "0.5000"),
+            20,
+            id="a number that all ranks have alike is no part of a sum",
+        ),
+        pytest.param(
+            [(20, "world", 2.0), (20, "n", 3.0), (20, "n", 7.0), (21, "share", 0.4)],
+            [(20, "world", 2.0), (20, "n", 9.0), (21, "share", 0.3)],
+            [(20, "world", 1.0), (20, "n", 8.0), (20, "n", 12.0), (20, "n", 16.0), (21, "share", 0.5)],
+            ("0.4000", "0.5000"),
+            21,
+            id="the number of ranks, and counts that change in other batches",
+        ),
+        pytest.param(
+            [(20, "value", 0.4375), (30, "best", 0.4375)],
+            [(20, "value", 0.5625)],
+            [(20, "value", 0.5), (30, "best", 0.5)],
+            ("0.4375", "0.5000"),
+            20,
+            id="where a copy comes from",
+        ),
+        pytest.param(
+            [(20, "value", 0.4375)],
+            [(20, "value", 0.5625)],
+            [(20, "value", 0.5)],
+            ("0.4375", "0.5000"),
+            20,
+            id="the number that is shown",
+        ),
+    ],
+)
+def test_the_line_is_the_first_that_makes_another_number(
+    of_rank_0: _Values, of_rank_1: _Values, alone: _Values, numbers: tuple[str, str], line: int
+) -> None:
+    ranks = [rank([*ALIKE, shown(numbers[0], 4), traced_at(*of_rank_0)]), rank([*ALIKE, traced_at(*of_rank_1)], 1)]
+    single = rank([*ALONE, shown(numbers[1], 4), traced_at(*alone)], 0, 1)
+    (found,) = judge_parity(Comparison(ranks, single, single))
+    assert found.location == Location("train.py", line)
+
+
+def test_other_check_lines_are_confirmed_by_what_is_equal() -> None:
+    equal = compared([*ALIKE, shown("0.25", 4)], [*ALONE, shown("0.25", 4)])
+    assert confirmed(equal) == {
+        "loss": "gradients of 4 steps are those of a single process",
+        "evaluation": "1 shown number equal to those of a single process",
+    }
+    assert confirmed(compared([*ALIKE, shown("0.50", 4)], [*ALONE, shown("0.25", 4)])) == {}
+    assert confirmed(compared(steps(3, 2), steps(3, 2, samples=12.0))) == {}  # other samples
+    local = compared([*ALIKE, shown("0.2604", 4)], [*ALONE, shown("0.2500", 4)])  # the mean of losses
+    assert [*confirmed(local)] == ["loss"]
+
+
 @pytest.mark.parametrize(
     "entry",
     [
@@ -208,6 +281,15 @@ def test_other_numbers_of_steps_and_other_ends_of_schedules_are_told() -> None:
         ended = ParityEnded(4, 4, steps_schedules=scales)
         single = WatchedRank(RankStarted(0, 1, "gloo"), [*alone, ended], [])
         assert bool(judge_parity(Comparison([rank(on_ranks), rank(on_ranks, 1)], single))) is not scales
+
+
+def test_an_early_end_has_the_line_of_the_number_that_decides_it() -> None:
+    other = WatchedRank(RankStarted(1, 2, "gloo"), [*ALIKE, traced_at((20, "value", 0.5)), ParityEnded(4, 4)], [])
+    decides = traced_at((20, "value", 0.3), (31, "best", 0.3))
+    first = WatchedRank(RankStarted(0, 2, "gloo"), [*ALIKE, decides, ParityEnded(4, 4)], [])
+    alone = [*ALONE, traced_at((20, "value", 0.4), (31, "best", 0.4)), ParityEnded(6, 6)]
+    (found,) = judge_parity(Comparison([first, other], WatchedRank(RankStarted(0, 1, "gloo"), alone, [])))
+    assert found.location == Location("train.py", 20) and "make 4 optimizer steps" in found.message
 
 
 def test_an_epoch_of_fewer_samples_is_told() -> None:

@@ -57,7 +57,7 @@ class ParityStep(Entry, frozen=True):
 class NumbersShown(Entry, frozen=True):
     """The script has printed, logged or tracked a text with numbers, or saved numbers."""
 
-    how: str  # "printed", "logged", "tracked" or "saved"
+    how: str  # "printed", "logged", "written", "tracked" or "saved"
     location: Location | None
     text: str  # with "#" in the place of numbers
     numbers: tuple[str, ...]  # as they are shown
@@ -102,7 +102,6 @@ class ParityEnded(Entry, frozen=True):
     why: str = ""  # in words, if that was before the end of the script
     full_at: int = 0  # the backward passes of which all samples were recorded, if not of all
     splits_statistics: bool = False  # whether statistics of a batch were those of the rows of each rank
-    steps_inside: bool = False  # whether optimizers have stepped in backward passes, which are not followed
     why_full: str = ""  # why no more samples were recorded, in words; empty if all were
     batch: int = 0  # the most samples of a batch, if loaders of the script have larger ones
     steps_schedules: bool = False  # whether accelerate steps schedules, once for each rank

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import functools
 import itertools
-import json
 import linecache
-import logging
 import os
 import re
 import sys
@@ -23,7 +20,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpcheck.findings.evidence import Entry
-from ddpcheck.findings.evidence.parity import IN_TURN, NumbersShown, ParityEnded, ParityStep, TensorsSaved
+from ddpcheck.findings.evidence.parity import IN_TURN, ParityEnded, ParityStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
@@ -37,7 +34,7 @@ from ddpcheck.findings.source_lines import (
 from ddpcheck.gather.patching import OwnErrors, Patch, Recorder, in_a_line, patched
 from ddpcheck.gather.state.fingerprints import is_shard, own_part
 from ddpcheck.gather.steps.gradient_distance import norms, sketches
-from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
+from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.loop.step_hooks import follow_steps
 from ddpcheck.record.parity.draws import RandomDraws
 from ddpcheck.record.parity.frameworks import Frameworks
@@ -46,6 +43,7 @@ from ddpcheck.record.parity.noise import Noise
 from ddpcheck.record.parity.own_files import redirect_files
 from ddpcheck.record.parity.sample_store import SampleReader
 from ddpcheck.record.parity.samples import Samples
+from ddpcheck.record.parity.shown import Shown
 from ddpcheck.record.parity.value_trace import ValueTrace
 from ddpcheck.record.rank.environment import ParityOptions
 from ddpcheck.record.rank.module_finder import when_imported
@@ -53,12 +51,8 @@ from ddpcheck.record.source import program_numbers
 from ddpcheck.stream.entries import WatchingFailed
 
 _DDP: Any = nn.parallel.DistributedDataParallel
-_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w]*[A-Za-z_])")
-_LONGEST = 4096  # characters of a text
-_MOST_SHOWN = 4096
-_MOST_SAVED = 16
-_MOST_TENSORS = 512
 _MOST_STEPS = 2048
+_MOST_DESCRIBED = 1 << 14  # of all optimizers together
 _MOST_LOOKS = 64
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of an optimizer's groups, set by it and by schedulers
 _FEW = 64
@@ -86,14 +80,13 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         self._losses: list[torch.Tensor] = []
         self._loss_at: Location | None = None
         self._given = torch.zeros(_FEATURES + 1, dtype=torch.float64)
-        self._steps = self._shown = self._saved = 0
+        self._steps = 0
         self._full_at = 0
-        self._inside = False  # whether optimizers have stepped in backward passes
         self._in_closure: ParityStep | None = None  # the step that is under way, if it has a closure
+        self._described = self._stepped_inside = 0
         self._rates: list[float] | None = None  # of the single process, while those of the ranks are in their place
-        self._record: Any = None  # the last one of `logging`
         self._trace = ValueTrace(self.write, lambda: self.samples.loads)
-        self._known: set[float] = set()  # numbers that the program had when it last began to evaluate
+        self._shows = Shown(self.write, self.samples, lambda: self._steps, self._known_rates)
         self._looks = 0
         self.samples.on_pass = self._look
         self._noise = Noise() if options.is_noise else None
@@ -105,13 +98,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         patched(_DDP, "forward", self._forwards)
         patched(torch.optim.Optimizer, "__init__", self._constructs)
         patched(nn.Module, "train", self._switches)
-        patched(builtins, "print", self._prints)
-        patched(logging.Handler, "handle", self._logs)
-        patched(torch, "save", self._saves)
-        patched(json, "dump", self._dumps)
         when_imported(("numpy.random",), self._draws.follow_numpy)
-        when_imported(("torch.utils.tensorboard.writer",), self._follow_writer)
-        when_imported(("wandb",), lambda module: patched(module, "log", self._tracks_all))
 
     def begin(self, add: Callable[[Entry], object], folder: Path, rank: int) -> None:
         """Write what was recorded so far, and what comes, into the log of a rank."""
@@ -126,7 +113,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         full, splits = self.samples.why_full, self.samples.splits_statistics
         batch = self._options.batch if self.samples.is_smaller else 0
         full_at = self._full_at if full else 0
-        ended = ParityEnded(self._steps, self.samples.backwards, why, full_at, splits, self._inside, full, batch)
+        ended = ParityEnded(self._steps, self.samples.backwards, why, full_at, splits, full, batch)
         self.write(replace(ended, steps_schedules=self._frameworks.steps_schedules))
 
     def write(self, entry: Entry) -> None:
@@ -163,8 +150,8 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         """Note the numbers that the program has before it evaluates, perhaps."""
         if not self.samples.evaluates and self._looks < _MOST_LOOKS:
             self._looks += 1
-            self._known = _numbers_known()
-            self._trace.begin()
+            self._shows.look()
+        self._trace.begin()
 
     def _forwards(self, wrapper: Any, *inputs: Any, **named: Any) -> None:
         if not wrapper.training or not torch.is_grad_enabled():
@@ -201,21 +188,21 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         """
         if os.getpid() != self._process:
             return
-        if inside:
-            self._inside = True
-            return
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = next(self._numbers), [0]
         number, counts = self._optimizers[optimizer]
         count = counts[0]
         counts[0] += 1
-        self._steps += 1
+        if not inside or self._stepped_inside < self.samples.backwards:  # by hooks on parameters: one for all of them
+            self._steps += 1
+            self._stepped_inside = self.samples.backwards if inside else 0
         if self._reader is not None and 0 < self._options.steps < self._steps:
             self._leave(f"after {self._options.steps} optimizer steps, as --check-parity-steps says")
-        if count >= _MOST_STEPS:
+        if count >= _MOST_STEPS or self._described >= _MOST_DESCRIBED:
             return
+        self._described += 1
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        step = self._described(optimizer, number, count, rates)
+        step = self._step_of(optimizer, number, count, rates)
         if has_closure:
             self._in_closure = step
         else:
@@ -246,7 +233,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             _set_rates(optimizer, self._rates)
             self._rates = None
 
-    def _described(self, optimizer: Any, number: int, count: int, rates: Sequence[float]) -> ParityStep:
+    def _step_of(self, optimizer: Any, number: int, count: int, rates: Sequence[float]) -> ParityStep:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not count and any(p not in self._names for p in parameters):
             for _, value in program_numbers.held_by_program():
@@ -288,58 +275,9 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         self.write(made)
         self._losses, self._given = [], torch.zeros_like(self._given)
 
-    # What is shown and saved
-
-    def _prints(self, *texts: Any, sep: str | None = None, **_named: Any) -> None:
-        if self._shown < _MOST_SHOWN:
-            self._show("printed", (" " if sep is None else sep).join(map(str, texts)))
-
-    def _logs(self, _handler: Any, record: Any) -> None:
-        if record is not self._record and self._shown < _MOST_SHOWN:
-            self._record = record
-            self._show("logged", record.getMessage())
-
-    def _follow_writer(self, module: Any) -> None:
-        patched(module.SummaryWriter, "add_scalar", self._tracks)
-
-    def _tracks(self, _writer: Any, tag: str, value: Any, *_arguments: Any, **_named: Any) -> None:
-        self._show("tracked", f"{tag}: {float(value)!r}")
-
-    def _tracks_all(self, values: Any, *_arguments: Any, **_named: Any) -> None:
-        for name, value in values.items() if isinstance(values, Mapping) else ():
-            if isinstance(value, int | float):
-                self._show("tracked", f"{name}: {value!r}")
-
-    def _show(self, how: str, text: str) -> None:
-        text = text[:_LONGEST]
-        numbers = tuple(_NUMBER.findall(text))[:_FEW]
-        if not numbers or os.getpid() != self._process:
-            return
-        self._shown += 1
-        during = self.samples.is_under_way
-        evaluates = self.samples.evaluates
+    def _known_rates(self) -> set[float]:
         groups = (group for optimizer in [*self._optimizers] for group in optimizer.param_groups)
-        values = {float(value) for group in groups for name, value in group.items() if name in _RATES}
-        rates, known = (
-            tuple(place for place, number in enumerate(numbers) if program_numbers.like(number, some))
-            for some in (values, self._known)
-        )
-        shown = NumbersShown(how, _line(), _NUMBER.sub("#", text), numbers, self._steps, evaluates, during)
-        self.write(replace(shown, known=known if evaluates else (), rates=rates))
-
-    def _saves(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
-        if os.getpid() != self._process or self._saved >= _MOST_SAVED:
-            return
-        self._saved += 1
-        where, found = _line(), dict(itertools.islice(_named_tensors(obj), _MOST_TENSORS))
-        shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
-        sizes = norms({n: own_part(t) for n, t in found.items() if t.is_floating_point() and t.device.type != "meta"})
-        self.write(TensorsSaved(where, self._steps, shapes, sizes))
-        self._dumps(obj)
-
-    def _dumps(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
-        for number in itertools.islice((leaf for leaf in tree_leaves(obj) if type(leaf) is float), _FEW):
-            self._show("saved", repr(number))
+        return {float(value) for group in groups for name, value in group.items() if name in _RATES}
 
 
 _LOSS = re.compile(r"scale\((\w+)\)|backward\((\w+)|(\w+)\.backward\(")
@@ -370,27 +308,6 @@ def _features(tensor: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rows.shape[1])
     directions = torch.randn(rows.shape[1], _FEATURES, generator=generator, dtype=torch.float64)
     return torch.cat([(rows @ directions / rows.shape[1] ** 0.5).cos().sum(0), torch.tensor([float(len(rows))])])
-
-
-def _numbers_known() -> set[float]:
-    """Return the numbers that the program has, and the shares that a function may make of its sums and counts."""
-    held = program_numbers.numbers_of_program()
-    counts = [(name.partition(".")[0], value) for name, value in held.items() if value > 1 and value == value // 1]
-    shares = {v / n for name, v in held.items() for function, n in counts if name.startswith(f"{function}.")}
-    return {*held.values(), *shares}
-
-
-def _named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path or "tensor", value
-    elif isinstance(value, nn.Module):
-        yield from ((f"{path}{name}", tensor) for name, tensor in value.state_dict().items())
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _named_tensors(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list | tuple):
-        for place, item in enumerate(value):
-            yield from _named_tensors(item, f"{path}[{place}]")
 
 
 def _as_rank(original: Callable[..., int], rank: int) -> Callable[..., int]:
@@ -436,14 +353,6 @@ def _set_rates(optimizer: Any, rates: Sequence[float]) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-
-
-def _line() -> Location | None:
-    """Return the line that shows something; not that of a `print` of the program's own."""
-    for frame in program_numbers.program_frames():
-        if frame.f_code.co_name != "print":
-            return user_location(frame)
-    return user_location()
 
 
 recorder: ParityRecorder | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.evidence.parity import EvaluationTraced, TracedValue
 from ddpcheck.findings.source_lines import is_of_program, relative_path
 from ddpcheck.gather.patching import Recorder, guarded
-from ddpcheck.record.source.program_numbers import number_of, program_frames
+from ddpcheck.record.source import program_numbers
 
 _MOST_EVALUATIONS = 3
 _MOST_BEGUN = 12  # of which some turn out to train
 _MOST_VALUES = 2048  # of an evaluation
 _MOST_LINES = 1 << 15  # of an evaluation
 _FEW = 16  # elements of a tensor
+_MOST_INSIDE = 32  # attributes of an object
 
 _Numbers = tuple[float, ...]
 
@@ -36,29 +37,34 @@ class ValueTrace(Recorder, subjects=("parity",)):
         self._sink = sink
         self._is_loading = is_loading
         self._process = os.getpid()
+        self._loops: set[CodeType] = set()  # functions in which passes over loaders begin
+        self._is_on = False
         self._begun = self._written = self._lines = 0
         self._values: list[TracedValue] = []
         self._frames: dict[FrameType, tuple[int, dict[str, _Numbers]]] = {}  # the last line, and variables before it
         self._enter, self._step = guarded(self._entered, self), guarded(self._stepped, self)
 
     def begin(self) -> None:
-        """An evaluation begins, perhaps."""
-        if self._frames or sys.gettrace() is not None or self._written >= _MOST_EVALUATIONS:
+        """An evaluation begins, perhaps: a pass over a loader, say."""
+        self._loops |= {frame.f_code for frame in program_numbers.program_frames()}
+        if self._is_on or sys.gettrace() is not None or self._written >= _MOST_EVALUATIONS:
             return
         if self._begun >= _MOST_BEGUN:
             return
         self._begun += 1
+        self._is_on = True
         self._lines = 0
         self._values = []
-        for frame in program_frames():
+        for frame in program_numbers.program_frames():
             self._frames[frame] = frame.f_lineno, _numbers_in(frame)
             frame.f_trace = self._step
         sys.settrace(self._enter)
 
     def end(self, *, evaluates: bool, steps: int) -> None:
         """A backward pass begins, or the script ends."""
-        if not self._frames:
+        if not self._is_on:
             return
+        self._is_on = False
         self._leave()
         if evaluates and self._values:
             self._written += 1
@@ -74,7 +80,7 @@ class ValueTrace(Recorder, subjects=("parity",)):
     def _entered(self, frame: FrameType, _event: str, _value: Any) -> Any:
         if self._is_loading() or not is_of_program(frame.f_code.co_filename) or os.getpid() != self._process:
             return None
-        self._frames[frame] = frame.f_lineno, {}
+        self._frames[frame] = frame.f_lineno, _numbers_in(frame)
         return self._step
 
     def _stepped(self, frame: FrameType, event: str, value: Any) -> Any:
@@ -88,7 +94,10 @@ class ValueTrace(Recorder, subjects=("parity",)):
                 self._note(frame, line, name, numbers)
         if event == "return":
             if (returned := _numbers_of(value)) is not None:
-                self._note(frame, frame.f_lineno, "return", returned)
+                # A function that goes over no batches makes numbers of its arguments.
+                outer = frame.f_back if frame.f_code not in self._loops and "self" not in frame.f_locals else None
+                outer = outer if outer in self._frames else frame
+                self._note(outer, outer.f_lineno, "return", returned)
             del self._frames[frame]
         else:
             self._frames[frame] = frame.f_lineno, now
@@ -103,9 +112,15 @@ class ValueTrace(Recorder, subjects=("parity",)):
 
 
 def _numbers_in(frame: FrameType) -> dict[str, _Numbers]:
-    variables = frame.f_locals if frame.f_code.co_name != "<module>" else {}
-    found = {name: _numbers_of(value) for name, value in [*variables.items()]}
-    return {name: numbers for name, numbers in found.items() if numbers is not None}
+    """Return the numbers of variables, and of what their objects and mappings hold."""
+    found: dict[str, _Numbers] = {}
+    for name, value in [*frame.f_locals.items()]:
+        if (numbers := _numbers_of(value)) is not None:
+            found[name] = numbers
+        elif name[:2] != "__":
+            inside = program_numbers.held_in(name, value)[:_MOST_INSIDE]
+            found |= {path: numbers for path, item in inside if (numbers := _numbers_of(item)) is not None}
+    return found
 
 
 def _numbers_of(value: Any) -> _Numbers | None:
@@ -117,7 +132,7 @@ def _numbers_of(value: Any) -> _Numbers | None:
             return None
         return tuple(map(float, value.detach().flatten().tolist()))
     if type(value) in (list, tuple) and 0 < len(value) <= _FEW:
-        numbers = [number_of(item) for item in value]
+        numbers = [program_numbers.number_of(item) for item in value]
         return tuple(number for number in numbers if number is not None) if None not in numbers else None
-    number = number_of(value)
+    number = program_numbers.number_of(value)
     return None if number is None else (number,)
