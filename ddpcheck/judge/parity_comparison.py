@@ -215,6 +215,8 @@ def shown_numbers(comparison: Comparison) -> list[Shown]:
     noise = _by_place(comparison.noise) if comparison.noise is not None else {}
     others = [_by_place(rank) for rank in comparison.ranks[1:]]
     losses = [(s.count, loss) for s in entries_of(comparison.ranks[0], ParityStep) for loss in s.losses]
+    both = comparison.ranks[0], comparison.single
+    rates = [[rate for step in entries_of(one, ParityStep) for rate in step.rates] for one in both]
     found, before = [], dict[_Key, int]()
     for key, entry in mine.items():
         since, before[(*key[:2], 0)] = before.get((*key[:2], 0), 0), entry.steps
@@ -224,7 +226,7 @@ def shown_numbers(comparison: Comparison) -> list[Shown]:
         third = noise.get(key)
         window = [loss for step, loss in losses if since <= step < entry.steps]
         for place, (text, alone) in enumerate(zip(entry.numbers, other.numbers, strict=True)):
-            if place in entry.rates:
+            if place in entry.rates or _is_rate((text, alone), rates):
                 continue
             again = third.numbers[place] if third is not None and len(third.numbers) > place else alone
             rows = [of_rank[key].numbers[place] for of_rank in others if key in of_rank]
@@ -260,6 +262,13 @@ def _last_digit(text: str) -> float:
     mantissa, _, exponent = text.lower().partition("e")
     places = len(mantissa.partition(".")[2])
     return 0.0 if not places else 10.0 ** (int(exponent or 0) - places)
+
+
+def _is_rate(texts: Sequence[str], rates: Sequence[Sequence[float]]) -> bool:
+    """Return if numbers are learning rates, or means of them, which are scaled."""
+    pairs = [(float(text), _last_digit(text), known) for text, known in zip(texts, rates, strict=True) if known]
+    ends = {max(known) for _, _, known in pairs}
+    return len(ends) > 1 and all(min(known) - digit <= one <= max(known) + digit for one, digit, known in pairs)
 
 
 def _is_of_losses(text: str, losses: Sequence[float]) -> bool:

@@ -154,12 +154,18 @@ def _of_schedules(comparison: Comparison) -> Iterator[Divergence]:
             if all(math.isclose(a, b, rel_tol=1e-2) for (a, _), (_, b) in zip(rates, later, strict=False)):
                 continue
         ends = [rates[-1][place] / tops[place] for place in (0, 1)]
-        if not math.isclose(*ends, rel_tol=1e-2, abs_tol=1e-3):
+        if not math.isclose(*ends, rel_tol=1e-2, abs_tol=1e-3) and not _have_one_floor(tops, rates[-1]):
             said = f"After {counted(len(rates), 'step')}, the learning rate on the ranks is at {ends[0]:.3g} of its "
             said += f"highest value, and in a single process at {ends[1]:.3g}."
             apart = [not math.isclose(a / tops[0], b / tops[1], rel_tol=1e-2) for a, b in rates]
             at = apart.index(True)
             yield Divergence("schedule", at, steps[at][0][0].location, said)
+
+
+def _have_one_floor(tops: Sequence[float], ends: Sequence[float]) -> bool:
+    """Return if two rates came as far from their highest values to a lowest one that is not scaled: a `min_lr`."""
+    apart = ends[0] + tops[1] - ends[1] - tops[0]
+    return bool(apart) and 0 <= (ends[0] * tops[1] - ends[1] * tops[0]) / apart <= min(ends)
 
 
 def _of_shown(comparison: Comparison) -> Iterator[Divergence]:
@@ -264,7 +270,8 @@ def judge_parity(comparison: Comparison) -> list[Finding]:
 
 
 _OF_EVALUATIONS = ("DDP801", "DDP802", "DDP803", "DDP805", "DDP806")
-_BESIDE = ("DDP4", "DDP6", "DDP7", "DDP512", "DDP520", "DDP522")  # rules that leave gradients and numbers as they are
+# Rules that leave gradients and numbers as they are, on samples and random numbers that are those of the ranks.
+_BESIDE = ("DDP4", "DDP6", "DDP7", "DDP510", "DDP512", "DDP520", "DDP522")
 
 
 def codes_that_explain(found: Finding, others: Sequence[Finding]) -> list[str]:

@@ -281,6 +281,24 @@ def test_other_numbers_of_steps_and_other_ends_of_schedules_are_told() -> None:
         ended = ParityEnded(4, 4, steps_schedules=scales)
         single = WatchedRank(RankStarted(0, 1, "gloo"), [*alone, ended], [])
         assert bool(judge_parity(Comparison([rank(on_ranks), rank(on_ranks, 1)], single))) is not scales
+    # Scaled rates that fall to a lowest one, which is not scaled: 0.01.
+    assert judge_parity(compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.049), rated(ALONE, 0.2, 0.15, 0.1, 0.029))) == []
+    assert judge_parity(compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.2), rated(ALONE, 0.2, 0.15, 0.1, 0.01))) != []
+
+
+def test_a_scaled_rate_that_is_shown_is_no_difference() -> None:
+    def runs(number: str, alone: str, scale: float = 0.5) -> Comparison:
+        both = [
+            [ParityStep(**{**_fields(step), "rates": (0.4 * by,)}) for step in made]
+            for made, by in ((ALIKE, 1.0), (ALONE, scale))
+        ]
+        of_ranks, single = ([*made, shown(n, 4)] for made, n in zip(both, (number, alone), strict=True))
+        return compared(of_ranks, single, single)
+
+    assert judge_parity(runs("0.4", "0.2")) == []
+    (found,) = judge_parity(runs("0.8", "0.4"))
+    assert found.subjects == ("shown",)
+    assert judge_parity(runs("0.4", "0.2", scale=1.0)) != []
 
 
 def test_an_early_end_has_the_line_of_the_number_that_decides_it() -> None:

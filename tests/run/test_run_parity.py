@@ -144,6 +144,30 @@ if rank == 0:
     rows.writerow(["epoch", shown])
 """
 
+# Two views of each sample are one batch of the model, which leaves out rows at random, the same ones on all ranks.
+VIEWS = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, views):
+        hidden = torch.cat([v for v in views])
+        kept = torch.rand(len(hidden), 1) > 0.5
+        hidden = nn.functional.dropout(self.first(hidden) * kept, 0.2, self.training)
+        return self.last(hidden).chunk(2)
+
+model = DistributedDataParallel(Net())
+optimizer = torch.optim.SGD(model.parameters(), lr=5e-2)
+for number, (x, y) in enumerate(loader(8)):
+    torch.manual_seed(number)
+    one, other = model([x, x + 1])
+    loss = (one - y).square().mean() + (one - other).abs().mean()
+    optimizer.zero_grad()
+    (loss * world_size if BUG else loss).backward()  # here
+    optimizer.step()
+"""
+
 # The average of the weights that is saved is that of another number of steps on more ranks.
 SAVED = """
 model = DistributedDataParallel(nn.Linear(6, 1))
@@ -256,6 +280,7 @@ def parity_line(made: dict[str, Any]) -> tuple[str, str]:
         pytest.param(EVALUATES, 0, id="evaluates", marks=pytest.mark.slow),
         pytest.param(WRITTEN, 6, id="written", marks=pytest.mark.slow),
         pytest.param(IN_BACKWARD, 24, id="in_backward", marks=pytest.mark.slow),
+        pytest.param(VIEWS, 6, id="views", marks=pytest.mark.slow),
     ],
 )
 def test_a_healthy_script_does_the_same_in_a_single_process(script: str, steps: int, tmp_path: Path) -> None:

@@ -10,15 +10,15 @@ import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import cat, nn
 
 from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, variables_of
-from ddpcheck.gather.patching import Patch, Recorder, guarded
+from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 from ddpcheck.record.parity.sample_store import NotTogetherError, rows_of
 from ddpcheck.record.parity.samples import Samples
 
@@ -49,6 +49,8 @@ class RandomDraws(Recorder, subjects=("parity",)):
         if samples.replays:
             for name in ("__iter__", "split", "chunk", "unbind"):
                 Patch(torch.Tensor, name, self._of_parts)
+            for name in ("cat", "concat", "concatenate"):
+                patched(torch, name, self._concatenates)
 
     def _drawing(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         drew = guarded(self._drew)
@@ -75,7 +77,7 @@ class RandomDraws(Recorder, subjects=("parity",)):
             self._samples.refuse(key, "the script fails with the numbers of all ranks")
             return drawn
         try:
-            value = self._samples.replayed(key, number)
+            value = self._samples.replayed(key, number, rows_of(drawn))
         except NotTogetherError as error:
             self._samples.refuse(key, str(error))
             return drawn
@@ -103,6 +105,10 @@ class RandomDraws(Recorder, subjects=("parity",)):
 
         Patch(module, "default_rng", following)
 
+    def _concatenates(self, tensors: Any, dim: int = 0, **_named: Any) -> Iterator[None]:
+        made: Any = yield
+        self._samples.note_cat(made, tensors, dim)
+
     def _of_parts(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Have what divides a tensor of all ranks divide the part of each rank, and put the pieces together."""
 
@@ -113,7 +119,7 @@ class RandomDraws(Recorder, subjects=("parity",)):
                 return original(tensor, *arguments, **named)
             pieces = [[*original(part, *arguments, **named)] for part in parts]
             whole = len({len(some) for some in pieces}) == 1 and all(piece.dim() for piece in pieces[0])
-            made = [torch.cat(some) for some in zip(*pieces, strict=True)] if whole else []
+            made = [cat(some) for some in zip(*pieces, strict=True)] if whole else []
             self._samples.note_rows(tuple(len(some[0]) for some in pieces) if made else ())
             return (iter if original.__name__ == "__iter__" else tuple)(made or original(tensor, *arguments, **named))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import cat, nn
 from torch.nn import functional
 
 from ddpcheck.gather.patching import Patch, Recorder
@@ -37,13 +37,10 @@ class RankLayers(Recorder, subjects=("parity",)):
 
     def _parts(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the rows of each rank; empty if they are not known."""
-        size = len(inputs) if inputs.dim() else 0
-        known = {size: (size,)} if self._samples.takes_turns else self._samples.rows
-        total = size if size in known else next((total for total in reversed(known) if not size % total), 0)
-        if not total or not size:
+        owners = self._samples.owners(len(inputs)) if inputs.dim() else None
+        if owners is None:
             return ()
-        sizes = [count * (size // total) for count in known[total]]
-        return tuple(torch.split(inputs, sizes))
+        return tuple(inputs[owners.to(inputs.device) == place] for place in range(int(owners.max()) + 1))
 
     def _dropping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -91,7 +88,7 @@ class RankLayers(Recorder, subjects=("parity",)):
             generator.set_state(state)
             made.append(compute(*some))
         generator.set_state(before)
-        return torch.cat(made)
+        return self._samples.in_rows(cat(made))
 
     def _normalizing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -113,7 +110,7 @@ class RankLayers(Recorder, subjects=("parity",)):
                 made.append(original(part, *statistics, weight, bias, training, *more, **named))
             if parts:
                 self._samples.splits_statistics = True
-            return torch.cat(made) if parts else made[0]
+            return self._samples.in_rows(cat(made)) if parts else made[0]
 
         return batch_norm
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import cat
 
 _LENGTHS = struct.Struct("<II")
 _NAME = "samples-{}"
@@ -138,13 +139,14 @@ def _places_in(path: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-def together(values: Sequence[Any]) -> Any:
-    """Put the values of ranks together along the batch dimension; a value that all ranks have stays as it is.
+def together(values: Sequence[Any], *, is_whole: bool = False) -> Any:
+    """Put the values of ranks together along the batch dimension; a value that all ranks have may stay as it is.
 
     Raises:
         NotTogetherError: They have no batch dimension, or other shapes beside it.
     """
-    return values[0] if all(is_same(values[0], value) for value in values[1:]) else _joined(values)
+    is_one = not is_whole and all(is_same(values[0], value) for value in values[1:])
+    return values[0] if is_one else _joined(values)
 
 
 def _joined(values: Sequence[Any]) -> Any:
@@ -157,7 +159,7 @@ def _joined(values: Sequence[Any]) -> Any:
                 return torch.cat(padded)
             raise NotTogetherError(f"their shapes are {' and '.join(str(tuple(value.shape)) for value in values)}")
         if len(first.shape):
-            return torch.cat([*values]) if isinstance(first, torch.Tensor) else _numpy().concatenate([*values])
+            return cat([*values]) if isinstance(first, torch.Tensor) else _numpy().concatenate([*values])
     elif isinstance(first, Mapping | UserDict):
         if any(value.keys() != first.keys() for value in values):
             raise NotTogetherError("their keys differ")

@@ -20,6 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import cat
 from torch.utils import data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
@@ -85,6 +86,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         self._open: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
         self.parts: Any = WeakIdKeyDictionary()
         self.rows: dict[int, tuple[int, ...]] = {}
+        self._owners: dict[int, torch.Tensor] = {}
         self.draws = self.splits_statistics = self.is_smaller = self.is_padded = False
         self._most = options.batch
         self.loads = False
@@ -151,8 +153,8 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         else:
             self._writer.add(key, value)
 
-    def replayed(self, key: str, number: int) -> Any:
-        """Return the values of all ranks under a key together.
+    def replayed(self, key: str, number: int, rows_here: int = 0) -> Any:
+        """Return the values of all ranks under a key together, of which the single process itself would have some rows.
 
         Raises:
             NotTogetherError: Some rank has none, or they cannot be put together.
@@ -161,13 +163,17 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         if not values:
             raise NotTogetherError("no rank has recorded it")
         if (dim := self._batch_dim(values)) and not is_same(values[0], values[-1]):
-            return torch.cat(values, dim)
-        value = together(values)
-        self.is_padded |= any(is_padded(value, part) for part in values)
+            return cat(values, dim)
         rows = tuple(map(rows_of, values))
-        self.note_rows(rows if rows_of(value) == sum(rows) else ())
+        value = together(values, is_whole=rows_here == sum(rows))
+        self.is_padded |= any(is_padded(value, part) for part in values)
+        count = rows_of(value)
+        is_whole, owners = count == sum(rows), self.owners(count)
+        if not is_whole or count in self.rows or owners is None or owners.bincount().tolist() != [*rows]:
+            self.note_rows(rows if is_whole else ())  # no draws for rows that were made of those of a batch
         if self.rows and isinstance(value, torch.Tensor):
             self.parts[value] = values
+            return self.in_rows(value)
         return value
 
     def note_rows(self, rows: tuple[int, ...]) -> None:
@@ -175,8 +181,35 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         if rows:
             self.rows.pop(sum(rows), None)
             self.rows[sum(rows)] = rows
+            self._owners.pop(sum(rows), None)
         else:
             self.rows.clear()
+            self._owners.clear()
+
+    def owners(self, count: int) -> torch.Tensor | None:
+        """Return the place of the rank that has each of some rows; `None` if that is not known."""
+        if count in self._owners:
+            return self._owners[count]
+        known = {count: (count,)} if self.takes_turns else self.rows
+        total = count if count in known else next((total for total in reversed(known) if not count % total), 0)
+        if not total or not count:
+            return None
+        sizes = torch.tensor(known[total]) * (count // total)
+        return torch.arange(len(sizes)).repeat_interleave(sizes)
+
+    def in_rows(self, value: torch.Tensor) -> torch.Tensor:
+        """Bring what was put together rank by rank into the order of the rows that the script computes with."""
+        owners = self.owners(len(value))
+        if owners is None or bool((owners.diff() >= 0).all()):
+            return value
+        return value[owners.argsort(stable=True).argsort().to(value.device)]
+
+    def note_cat(self, made: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int) -> None:
+        """Note the ranks of the rows of batches that the script puts one after the other: of crops, of views."""
+        owners = [self.owners(len(tensor)) for tensor in tensors if len(tensor)] if self.rows and not dim else [None]
+        if known := [some for some in owners if some is not None]:
+            if len(known) == len(owners) > 1:
+                self._owners[len(made)] = cat(known)
 
     def _batch_dim(self, values: Sequence[Any]) -> int:
         """Return the dimension of random numbers that has as many elements as the batch has rows, if not the first."""
