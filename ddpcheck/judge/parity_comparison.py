@@ -141,12 +141,13 @@ class Comparison:
     def gradients_of(self, ranks: Sequence[WatchedRank], steps: Sequence[ParityStep]) -> _Gradients:
         """Return the gradients in the same step of some ranks; of parts that these have, those of the whole."""
         found: dict[str, float] = {}
+        count = sum(not norm < 0 for norm in steps[0].norms)
         for rank, step in zip(ranks, steps, strict=True):
             names = self._names.get((rank.started.rank, rank.started.world_size, step.optimizer), ())
             for name, norm in zip(names, step.norms, strict=False):
                 if not norm < 0:  # NaN, too
                     found[name] = math.hypot(found.get(name, 0.0), norm) if step.sharded else found.get(name, norm)
-        return _Gradients(found, steps[0].gradient)
+        return _Gradients(found, steps[0].gradient if len(found) == count else ())  # else ranks step parts of the model
 
     @cached_property
     def _names(self) -> dict[tuple[int, int, int], tuple[str, ...]]:
@@ -191,7 +192,7 @@ def _distance(some: _Gradients, others: _Gradients) -> float:
         return 0.0 if math.isfinite(some.norm) == math.isfinite(others.norm) else math.inf
     names = {*some.norms, *others.norms}
     apart = math.hypot(*(some.norms.get(name, 0.0) - others.norms.get(name, 0.0) for name in names))
-    if some.norms.keys() == others.norms.keys() and len(some.sketch) == len(others.sketch):
+    if [*some.norms] == [*others.norms] and len(some.sketch) == len(others.sketch):
         apart = max(apart, math.dist(some.sketch, others.sketch))
     return apart / scale if scale else 0.0
 

@@ -100,12 +100,22 @@ class Unused(Net):
         return self.head(self.body(x).relu())
 
 
+def halved(x: float) -> float:
+    return x / 2
+
+
+@torch.jit.script
+class Schedule:
+    def __init__(self, rate: float):
+        self.rate = halved(rate)
+
+
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 written = (Unused if sys.argv[2] == "unused" else Net)()
 scripted = torch.jit.script(written) if sys.argv[1] == "script" else torch.jit.trace(written, torch.randn(2, 4))
 net = nn.parallel.DistributedDataParallel(scripted)
-optimizer = torch.optim.SGD(net.parameters(), 0.1)
+optimizer = torch.optim.SGD(net.parameters(), Schedule(0.2).rate)
 torch.manual_seed(dist.get_rank())
 for _ in range(4):
     x = torch.randn(6, 4)

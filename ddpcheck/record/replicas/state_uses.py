@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections import Counter
@@ -17,7 +18,7 @@ from ddpcheck.findings.evidence.replicas import NothingLoaded, StateUsed, digest
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import lines_of_program, user_location
 from ddpcheck.gather.forward_hooks import OutsideOfTraining, after_forward, hooks_put_aside
-from ddpcheck.gather.patching import Recorder, patched
+from ddpcheck.gather.patching import Patch, Recorder, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.recording import Recording
@@ -120,11 +121,7 @@ class UseRecorder(Recorder, subjects=("replicas",)):
         patched(nn.Module, "load_state_dict", self._loads)
         for kind in _NORMS:
             patched(kind, "reset_running_stats", self._resets)
-        patched(torch.jit, "script", self._scripts)
-
-    def _scripts(self, code: object, *_arguments: Any, **_named: Any) -> Iterator[None]:
-        with hooks_put_aside(code):
-            yield
+        Patch(torch.jit, "script", _scripting)
 
     def follow(self, module: nn.Module, name: str, location: Location | None, *, wrapped: bool = False) -> None:
         """Listen to the calls of a module from now on; not of one of shards, which differ between ranks by right."""
@@ -212,3 +209,14 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 def _shapes(module: nn.Module) -> list[tuple[int, ...]]:
     return sorted(tuple(p.shape) for _, p in nn.Module.named_parameters(module))
+
+
+def _scripting(script: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(script)
+    def scripted(code: Any, *arguments: Any, **named: Any) -> Any:
+        if not arguments:  # names in a class are those of the frame that calls, which is one more away
+            named["_frames_up"] = named.get("_frames_up", 0) + 1
+        with hooks_put_aside(code):
+            return script(code, *arguments, **named)
+
+    return scripted
