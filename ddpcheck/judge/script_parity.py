@@ -339,4 +339,6 @@ def lacking(comparison: Comparison) -> str:
         said.append(
             f"gradients of {counted(len(unknown), 'step')} not decided: random numbers change them by {noise:.1g}"
         )
+    if not said and not every and not what_held(comparison) and not divergences(comparison):
+        said.append("no optimizer has stepped, and no number was shown after an evaluation")
     return "; ".join(said)

@@ -193,6 +193,11 @@ def test_the_line_is_the_first_that_makes_another_number(
     assert found.location == Location("train.py", line)
 
 
+def test_runs_without_steps_and_numbers_have_no_tick() -> None:
+    assert lacking(compared([], [])) == "no optimizer has stepped, and no number was shown after an evaluation"
+    assert lacking(compared([shown("0.25", 0)], [shown("0.25", 0)])) == ""
+
+
 def test_other_check_lines_are_confirmed_by_what_is_equal() -> None:
     equal = compared([*ALIKE, shown("0.25", 4)], [*ALONE, shown("0.25", 4)])
     assert confirmed(equal) == {

@@ -88,7 +88,7 @@ class Shown(Recorder, subjects=("parity",)):
         patched(module.SummaryWriter, "add_scalar", self._tracks)
 
     def _tracks(self, _writer: Any, tag: str, value: Any, *_arguments: Any, **_named: Any) -> None:
-        self._show("tracked", f"{tag}: {float(value)!r}")
+        self._tracks_all({tag: value})
 
     def _tracks_all(self, values: Any, *_arguments: Any, **_named: Any) -> None:
         for name, value in values.items() if isinstance(values, Mapping) else ():
