@@ -144,6 +144,20 @@ if rank == 0:
     rows.writerow(["epoch", shown])
 """
 
+# Each rank takes the samples that it has made in an order of its own.
+OWN_ORDER = """
+model = DistributedDataParallel(nn.Linear(6, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-1)
+torch.manual_seed(3 + rank)
+for _ in range(4):
+    made = torch.randn(24 // world_size, 6)
+    order = torch.randperm(len(made))
+    loss = (model(made[order]) - made[order].sum(1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
 # Two views of each sample are one batch of the model, which leaves out rows at random, the same ones on all ranks.
 VIEWS = """
 class Net(nn.Module):
@@ -281,6 +295,7 @@ def parity_line(made: dict[str, Any]) -> tuple[str, str]:
         pytest.param(WRITTEN, 6, id="written", marks=pytest.mark.slow),
         pytest.param(IN_BACKWARD, 24, id="in_backward", marks=pytest.mark.slow),
         pytest.param(VIEWS, 6, id="views", marks=pytest.mark.slow),
+        pytest.param(OWN_ORDER, 4, id="own_order", marks=pytest.mark.slow),
     ],
 )
 def test_a_healthy_script_does_the_same_in_a_single_process(script: str, steps: int, tmp_path: Path) -> None:

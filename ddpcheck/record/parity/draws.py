@@ -76,6 +76,9 @@ class RandomDraws(Recorder, subjects=("parity",)):
         if not self._replays:
             self._samples.refuse(key, "the script fails with the numbers of all ranks")
             return drawn
+        of_ranks = self._samples.of_ranks(key, number) if name.endswith(("randperm", "permutation")) else ()
+        if len(of_ranks) > 1 and rows_of(drawn) == sum(map(rows_of, of_ranks)):
+            return drawn  # an order of the samples of all ranks: each rank has one of its own samples
         try:
             value = self._samples.replayed(key, number, rows_of(drawn))
         except NotTogetherError as error:
