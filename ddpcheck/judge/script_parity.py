@@ -298,6 +298,8 @@ def what_held(comparison: Comparison) -> str:
     batch = max((end.batch for rank in comparison.ranks for end in entries_of(rank, ParityEnded)), default=0)
     if said and batch:
         said.append(f"with batches of {batch} samples at most, as --check-parity-batch says")
+    if said and any(end.splits_statistics for end in entries_of(comparison.single, ParityEnded)):
+        said.append("BatchNorm normalises the samples of each rank by themselves in both (DDP304)")
     return "; ".join(said)
 
 

@@ -193,6 +193,11 @@ def test_the_line_is_the_first_that_makes_another_number(
     assert found.location == Location("train.py", line)
 
 
+def test_statistics_of_each_rank_are_named() -> None:
+    single = WatchedRank(RankStarted(0, 1, "gloo"), [*ALONE, ParityEnded(4, 4, splits_statistics=True)], [])
+    assert what_held(Comparison([rank(ALIKE), rank(ALIKE, 1)], single)).endswith("by themselves in both (DDP304)")
+
+
 def test_runs_without_steps_and_numbers_have_no_tick() -> None:
     assert lacking(compared([], [])) == "no optimizer has stepped, and no number was shown after an evaluation"
     assert lacking(compared([shown("0.25", 0)], [shown("0.25", 0)])) == ""

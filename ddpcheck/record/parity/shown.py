@@ -145,7 +145,8 @@ class Shown(Recorder, subjects=("parity",)):
         self._dumps(obj)
 
     def _dumps(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
-        for number in itertools.islice((leaf for leaf in tree_leaves(obj) if type(leaf) is float), _FEW):
+        leaves = tree_leaves(obj) if self._shown < _MOST_SHOWN else []
+        for number in itertools.islice((leaf for leaf in leaves if type(leaf) is float), _FEW):
             self._show("saved", repr(number))
 
 
