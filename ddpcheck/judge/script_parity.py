@@ -82,7 +82,7 @@ def _of_gradients(comparison: Comparison) -> Iterator[Divergence]:
     if first:
         evidence.append(f"before, {counted(first, 'step')} had the same gradients within {_largest(every[:first]):.1g}")
     if comparison.noise is not None:
-        evidence.append(f"other random numbers and another order of the samples change them by {one.noise:.1g}")
+        evidence.append(f"rounding, random numbers and another order of the samples change them by {one.noise:.1g}")
     where = _loss_line(comparison.ranks[0], of_ranks[0]) or of_ranks[0].loss_at or of_ranks[0].location
     yield Divergence("gradients", of_ranks[0].count, where, said, tuple(evidence))
 
@@ -191,7 +191,7 @@ def _of_shown(comparison: Comparison) -> Iterator[Divergence]:
         evidence = [f"on ranks and in a single process: {pairs}"]
         if comparison.noise is not None:
             evidence.append(
-                f"other random numbers and another order of the samples change it by {first.quantity.noise:.1g}"
+                f"rounding, random numbers and another order of the samples change it by {first.quantity.noise:.1g}"
             )
         at = range(first.entry.steps, first.entry.steps + 1)
         line = first_unequal(comparison, at, first.quantity.difference)
@@ -339,7 +339,8 @@ def lacking(comparison: Comparison) -> str:
     if unknown:
         noise = max(one.noise for one in unknown)
         said.append(
-            f"gradients of {counted(len(unknown), 'step')} not decided: random numbers change them by {noise:.1g}"
+            f"gradients of {counted(len(unknown), 'step')} not decided: "
+            f"rounding and random numbers change them by {noise:.1g}"
         )
     if not said and not every and not what_held(comparison) and not divergences(comparison):
         said.append("no optimizer has stepped, and no number was shown after an evaluation")

@@ -49,13 +49,13 @@ class Noise:
         if autocast._enabled:
             self.eps = max(self.eps, torch.finfo(autocast.fast_dtype).eps)
 
-    def round(self, gradients: Iterable[torch.Tensor]) -> None:
-        """Change each element of gradients by as much as rounding does."""
-        for gradient in gradients:
-            if gradient.layout == torch.strided:
-                eps = max(self.eps, torch.finfo(gradient.dtype).eps)
-                signs = torch.randint(0, 2, gradient.shape, generator=self._signs).mul_(2).sub_(1)
-                gradient.detach().mul_(1 + eps * signs.to(gradient.device, gradient.dtype))
+    def round(self, tensors: Iterable[torch.Tensor], times: int = 1) -> None:
+        """Change each element of gradients or parameters by as much as rounding does, or a few times as much."""
+        for tensor in tensors:
+            if tensor.layout == torch.strided and tensor.is_floating_point():
+                eps = times * max(self.eps, torch.finfo(tensor.dtype).eps)
+                signs = torch.randint(0, 2, tensor.shape, generator=self._signs).mul_(2).sub_(1)
+                tensor.detach().mul_(1 + eps * signs.to(tensor.device, tensor.dtype))
 
     def _seeding(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -58,6 +58,7 @@ _RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of an optimizer's groups, s
 _FEW = 64
 _LARGEST = 1 << 22  # elements of an input whose rows are compared
 _FEATURES = 4
+_OF_KERNELS = 8  # roundings, in which activations of a deep model differ between batches of two sizes
 
 
 class ParityRecorder(Recorder, subjects=("parity",)):
@@ -137,9 +138,12 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         for name, parameter in module.named_parameters():
             self._names.setdefault(parameter, name)
 
-    def _constructs(self, *_arguments: Any, **_named: Any) -> Iterator[None]:
+    def _constructs(self, optimizer: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
         yield
         self._may_train()
+        if self._noise is not None:
+            parameters = [own_part(p) for group in optimizer.param_groups for p in group["params"]]
+            self._noise.round(parameters, _OF_KERNELS)
 
     def _switches(self, _module: Any, mode: bool = True) -> None:
         if not mode:

@@ -124,13 +124,15 @@ def _numbers_in(frame: FrameType) -> dict[str, _Numbers]:
 
 
 def _numbers_of(value: Any) -> _Numbers | None:
-    """Return a number, or the few numbers of a tensor or a list."""
+    """Return a number, or the few numbers of a tensor, a list or a dict."""
     if type(value) is bool:
         return None
     if isinstance(value, torch.Tensor) and value.dim():
         if value.numel() > _FEW or value.layout != torch.strided or value.is_complex() or value.device.type == "meta":
             return None
         return tuple(map(float, value.detach().flatten().tolist()))
+    if type(value) is dict:
+        value = [*value.values()]
     if type(value) in (list, tuple) and 0 < len(value) <= _FEW:
         numbers = [program_numbers.number_of(item) for item in value]
         return tuple(number for number in numbers if number is not None) if None not in numbers else None
