@@ -81,8 +81,8 @@ class RankLayers(Recorder, subjects=("parity",)):
             self._samples.keep(f"{key}#{self._backward}", generator.get_state())
             return compute(*inputs)
         states, parts = self._samples.of_ranks(key, self._backward), [self._parts(one) for one in inputs]
-        if not states or any(len(some) != len(states) for some in parts):
-            return compute(*inputs)
+        if not states or self._samples.is_padded or any(len(some) != len(states) for some in parts):
+            return compute(*inputs)  # of longer rows, a generator draws other numbers
         before, made = generator.get_state(), []
         for state, *some in zip(states, *parts, strict=True):
             generator.set_state(state)
