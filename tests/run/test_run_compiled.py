@@ -104,14 +104,16 @@ def halved(x: float) -> float:
     return x / 2
 
 
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+
+
 @torch.jit.script
 class Schedule:
     def __init__(self, rate: float):
         self.rate = halved(rate)
 
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
 written = (Unused if sys.argv[2] == "unused" else Net)()
 scripted = torch.jit.script(written) if sys.argv[1] == "script" else torch.jit.trace(written, torch.randn(2, 4))
 net = nn.parallel.DistributedDataParallel(scripted)
