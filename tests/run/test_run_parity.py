@@ -209,11 +209,13 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(30, 8)
-        self.rnn = nn.GRU(8, 8, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.2, batch_first=True)
         self.head = nn.Linear(8, 30)
 
     def forward(self, tokens):
-        return self.head(self.rnn(self.embedding(tokens))[0])
+        causal = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        ends = torch.zeros(tokens.shape).masked_fill(tokens == 0, -torch.inf)
+        return self.head(self.layer(self.embedding(tokens), causal, ends, is_causal=True))
 
 state = DistributedDataParallel(Model()).state_dict()
 model = DistributedDataParallel(Model())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,11 @@ class RankLayers(Recorder, subjects=("parity",)):
         owners = self._samples.owners(len(inputs)) if inputs.dim() else None
         if owners is None:
             return ()
-        return tuple(inputs[owners.to(inputs.device) == place] for place in range(int(owners.max()) + 1))
+        # As a rank has it in memory, in which order random numbers are drawn.
+        order = sorted(range(inputs.dim()), key=lambda dim: -inputs.stride(dim))
+        back = sorted(range(inputs.dim()), key=order.__getitem__)
+        parts = (inputs[owners.to(inputs.device) == place] for place in range(int(owners.max()) + 1))
+        return tuple(part.permute(order).contiguous().permute(back) for part in parts)
 
     def _dropping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -78,15 +82,16 @@ class RankLayers(Recorder, subjects=("parity",)):
         key, generator = f"dropout {self._calls}", _generator(inputs[0])
         self._calls += 1
         if not self._samples.replays:
-            self._samples.keep(f"{key}#{self._backward}", generator.get_state())
+            kept = generator.get_state(), *(tuple(one.shape) for one in inputs)
+            self._samples.keep(f"{key}#{self._backward}", kept)
             return compute(*inputs)
         states, parts = self._samples.of_ranks(key, self._backward), [self._parts(one) for one in inputs]
         if not states or self._samples.is_padded or any(len(some) != len(states) for some in parts):
             return compute(*inputs)  # of longer rows, a generator draws other numbers
         before, made = generator.get_state(), []
-        for state, *some in zip(states, *parts, strict=True):
+        for (state, *shapes), *some in zip(states, *parts, strict=True):
             generator.set_state(state)
-            made.append(compute(*some))
+            made.append(_without_padding(compute, some, shapes) if self._samples.is_padded else compute(*some))
         generator.set_state(before)
         return self._samples.in_rows(cat(made))
 
@@ -119,3 +124,14 @@ def _generator(inputs: torch.Tensor) -> torch.Generator:
     if inputs.device.type == "cuda":
         return torch.cuda.default_generators[inputs.device.index or 0]
     return torch.default_generator
+
+
+def _without_padding(
+    compute: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Compute with tensors as long as those of a rank, which draws as many numbers, and pad the result."""
+    own = [one[tuple(map(slice, (len(one), *shape[1:])))].clone() for one, shape in zip(inputs, shapes, strict=True)]
+    made = compute(*own)
+    whole = inputs[0].shape if len(inputs) == 1 else (*inputs[0].shape[:-1], made.shape[-1])  # of dropout, of attention
+    missing = [size - own_size for size, own_size in zip(whole, made.shape, strict=True)]
+    return functional.pad(made, [count for size in reversed(missing) for count in (0, size)])
