@@ -41,8 +41,9 @@ class RankLayers(Recorder, subjects=("parity",)):
         if owners is None:
             return ()
         # As a rank has it in memory, in which order random numbers are drawn.
-        order = sorted(range(inputs.dim()), key=lambda dim: -inputs.stride(dim))
-        back = sorted(range(inputs.dim()), key=order.__getitem__)
+        strides = inputs.stride()
+        order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+        back = sorted(range(len(strides)), key=order.index)
         parts = (inputs[owners.to(inputs.device) == place] for place in range(int(owners.max()) + 1))
         return tuple(part.permute(order).contiguous().permute(back) for part in parts)
 
@@ -86,8 +87,8 @@ class RankLayers(Recorder, subjects=("parity",)):
             self._samples.keep(f"{key}#{self._backward}", kept)
             return compute(*inputs)
         states, parts = self._samples.of_ranks(key, self._backward), [self._parts(one) for one in inputs]
-        if not states or self._samples.is_padded or any(len(some) != len(states) for some in parts):
-            return compute(*inputs)  # of longer rows, a generator draws other numbers
+        if not states or any(len(some) != len(states) for some in parts):
+            return compute(*inputs)
         before, made = generator.get_state(), []
         for (state, *shapes), *some in zip(states, *parts, strict=True):
             generator.set_state(state)
