@@ -43,7 +43,7 @@ class RankLayers(Recorder, subjects=("parity",)):
         # As a rank has it in memory, in which order random numbers are drawn.
         strides = inputs.stride()
         order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
-        back = sorted(range(len(strides)), key=order.index)
+        back = sorted(range(len(strides)), key=order.__getitem__)
         parts = (inputs[owners.to(inputs.device) == place] for place in range(int(owners.max()) + 1))
         return tuple(part.permute(order).contiguous().permute(back) for part in parts)
 
