@@ -25,6 +25,7 @@ from ddpcheck.judge.parity_comparison import (
 from ddpcheck.judge.script_facts import entries_of
 from ddpcheck.stream.rank_log import WatchedRank
 
+_SLOWEST, _FASTEST = 0.75, 0.985  # noise, relative, of times and of what is divided by them
 _FACTOR = 1e-3  # relative, to which a ratio is a factor
 _FEWEST_FACTORS = 2
 _FIXES = {
@@ -340,6 +341,11 @@ def lacking(comparison: Comparison) -> str:
             f"gradients of {counted(len(unknown), 'step')} not decided: "
             f"rounding and random numbers change them by {noise:.1g}"
         )
+    numbers = [one.quantity for one in shown_numbers(comparison) if one.entry.evaluates and not one.is_local]
+    numbers = [one for one in numbers if not one.differs and not one.is_equal and not _SLOWEST < one.noise < _FASTEST]
+    if numbers and comparison.has_same_samples:
+        noise = max(one.noise for one in numbers)
+        said.append(f"{counted(len(numbers), 'shown number')} not decided: noise changes them by {noise:.1g}")
     if not said and not every and not what_held(comparison) and not divergences(comparison):
         said.append("no optimizer has stepped, and no number was shown after an evaluation")
     return "; ".join(said)

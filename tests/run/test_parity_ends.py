@@ -37,8 +37,11 @@ RAISED = {
 }
 
 
+STEP = ParityStep(0, 0, None, (1.0,), (1.0,), (), (0.1,), ())
+
+
 def ranks(*, size: int = 2, full: str = "", full_at: int = 0) -> list[WatchedRank]:
-    entries = [PassTaken("a.py:1", 17, 20, True, 3), PassTaken("a.py:4", 5, 5, False, 1)]
+    entries = [PassTaken("a.py:1", 17, 20, True, 3), PassTaken("a.py:4", 5, 5, False, 1), STEP]
     end = ParityEnded(2, 2, full_at=full_at, why_full=full)
     return [WatchedRank(RankStarted(rank, size, "gloo"), [*entries, end], []) for rank in range(size)]
 
@@ -87,7 +90,6 @@ class Script:
         return self.ending
 
 
-STEP = ParityStep(0, 0, None, (1.0,), (1.0,), (), (0.1,), ())
 DUMP = 'Current thread 0x01 (most recent call first):\n  File "/a.py", line 3 in f\n'
 TRACE = """[rank0]: Traceback (most recent call last):
 [rank0]:   File "a.py", line 3, in <module>
