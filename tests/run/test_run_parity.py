@@ -256,6 +256,20 @@ for x, y in loader(8):
     optimizer.step()
 """
 
+# What TorchScript compiles calls functions that are others in the single process.
+COMPILED = """
+@torch.jit.script
+def widened(x, p: float):
+    return nn.functional.dropout(torch.cat([x, 0 * torch.rand_like(x)], 1), p)
+
+model = DistributedDataParallel(nn.Linear(12, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=2e-2)
+for x, y in loader(8):
+    optimizer.zero_grad()
+    (model(widened(x, 0.0)) - y).square().mean().backward()
+    optimizer.step()
+"""
+
 # The script trains nothing.
 EVALUATES = """
 model = DistributedDataParallel(nn.Linear(6, 1)).eval()
@@ -294,6 +308,7 @@ def parity_line(made: dict[str, Any]) -> tuple[str, str]:
         pytest.param(PADDED, 16, id="padded", marks=pytest.mark.slow),
         pytest.param(ROUNDED, 6, id="rounded", marks=pytest.mark.slow),
         pytest.param(EVALUATES, 0, id="evaluates", marks=pytest.mark.slow),
+        pytest.param(COMPILED, 6, id="compiled", marks=pytest.mark.slow),
         pytest.param(WRITTEN, 6, id="written", marks=pytest.mark.slow),
         pytest.param(IN_BACKWARD, 24, id="in_backward", marks=pytest.mark.slow),
         pytest.param(VIEWS, 6, id="views", marks=pytest.mark.slow),

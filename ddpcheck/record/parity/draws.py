@@ -22,10 +22,11 @@ from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 from ddpcheck.record.parity.sample_store import NotTogetherError, rows_of
 from ddpcheck.record.parity.samples import Samples
 
-_FUNCTIONS = (
+FUNCTIONS = (
     *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "bernoulli"),
     *("multinomial", "poisson"),
 )
+CONCATENATIONS = ("cat", "concat", "concatenate")
 _IN_PLACE = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")
 _OF_NUMPY = (
     *("rand", "randn", "random", "random_sample", "standard_normal", "normal", "uniform", "randint", "integers"),
@@ -43,13 +44,13 @@ class RandomDraws(Recorder, subjects=("parity",)):
         self._replays = replays
         self._process = os.getpid()
         self._drawn = Counter[str]()
-        for owner, names in ((torch, _FUNCTIONS), (torch.Tensor, _IN_PLACE)):
+        for owner, names in ((torch, FUNCTIONS), (torch.Tensor, _IN_PLACE)):
             for name in names:
                 Patch(owner, name, functools.partial(self._drawing, name=name))
         if samples.replays:
             for name in ("__iter__", "split", "chunk", "unbind"):
                 Patch(torch.Tensor, name, self._of_parts)
-            for name in ("cat", "concat", "concatenate"):
+            for name in CONCATENATIONS:
                 patched(torch, name, self._concatenates)
 
     def _drawing(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:

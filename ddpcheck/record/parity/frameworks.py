@@ -1,14 +1,21 @@
-"""Packages that read the world size from elsewhere than the process group: given a world of one, or noted."""
+"""Packages that read the world size from elsewhere, and compilers: the single process is as it would be without."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.nn import functional
+
 from ddpcheck.gather.patching import Patch, Recorder, patched
+from ddpcheck.record.parity.draws import CONCATENATIONS, FUNCTIONS
+from ddpcheck.record.parity.layers import DROPOUTS
 from ddpcheck.record.rank.module_finder import when_imported
 
+_REPLACED = (*FUNCTIONS, *CONCATENATIONS, *DROPOUTS, "scaled_dot_product_attention", "batch_norm")
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
 
 
@@ -24,6 +31,7 @@ class Frameworks(Recorder, subjects=("parity",)):
         if is_alone:
             when_imported(_LIGHTNING, self._follow_lightning)
         when_imported(("accelerate.scheduler",), self._follow_accelerate)
+        Patch(torch.jit, "script", _scripting)
 
     def _follow_lightning(self, module: Any) -> None:
         for name in ("Trainer", "Fabric"):
@@ -35,6 +43,26 @@ class Frameworks(Recorder, subjects=("parity",)):
 
     def _steps(self, scheduler: Any, *_arguments: Any, **_named: Any) -> None:
         self.steps_schedules |= scheduler.step_with_optimizer and not scheduler.split_batches
+
+
+def _scripting(script: Callable[..., Any]) -> Callable[..., Any]:
+    """Have TorchScript compile what the code calls, and not what stands in its place."""
+
+    @functools.wraps(script)
+    def scripted(code: Any, *arguments: Any, **named: Any) -> Any:
+        if not arguments:  # names in a class are those of the frame that calls, which is one more away
+            named["_frames_up"] = named.get("_frames_up", 0) + 1
+        places = ((owner, name) for owner in (torch, functional) for name in _REPLACED if hasattr(owner, name))
+        current = [(owner, name, getattr(owner, name)) for owner, name in places]
+        for owner, name, function in current:
+            setattr(owner, name, inspect.unwrap(function))
+        try:
+            return script(code, *arguments, **named)
+        finally:
+            for owner, name, function in current:
+                setattr(owner, name, function)
+
+    return scripted
 
 
 def _on_one_device(construct: Callable[..., None]) -> Callable[..., None]:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from ddpcheck.gather.patching import Patch, Recorder
 from ddpcheck.record.parity.samples import Samples
 
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
 class RankLayers(Recorder, subjects=("parity",)):
@@ -29,7 +29,7 @@ class RankLayers(Recorder, subjects=("parity",)):
         self._samples = samples
         self._process = os.getpid()
         self._backward, self._calls = -1, 0  # in the forward passes before a backward pass
-        for name in _DROPOUTS:
+        for name in DROPOUTS:
             Patch(functional, name, self._dropping)
         Patch(functional, "scaled_dot_product_attention", self._attending)
         if samples.replays:
