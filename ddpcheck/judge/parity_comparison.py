@@ -151,9 +151,11 @@ class Comparison:
 
     @cached_property
     def _names(self) -> dict[tuple[int, int, int], tuple[str, ...]]:
+        """The names of an optimizer's parameters; those of rank 0, if it has parameters of the same sizes."""
         every = [*self.ranks, self.single, *filter(None, [self.noise])]
-        steps = ((rank.started, step) for rank in every for step in entries_of(rank, ParityStep) if step.names)
-        return {(started.rank, started.world_size, step.optimizer): step.names for started, step in steps}
+        steps = [(rank.started, step) for rank in every for step in entries_of(rank, ParityStep) if step.names]
+        first = {(step.optimizer, step.elements): step.names for _, step in reversed(steps)}
+        return {(s.rank, s.world_size, one.optimizer): first[one.optimizer, one.elements] for s, one in steps}
 
     @property
     def world_size(self) -> int:

@@ -113,6 +113,14 @@ def _fields(step: ParityStep) -> dict[str, Any]:
     return {name: getattr(step, name) for name in step.__struct_fields__}
 
 
+def test_names_that_only_ranks_know_are_those_of_parameters_of_the_same_sizes() -> None:
+    unnamed = [
+        ParityStep(**{**_fields(step), "names": ("parameter 0", "parameter 1")[: 2 * (not step.count)]})
+        for step in ALONE
+    ]
+    assert judge_parity(compared(ALIKE, unnamed)) == []
+
+
 def test_without_a_wrapper_samples_are_known_if_all_was_replayed() -> None:
     none = steps(6, 4, samples=0.0)
     assert judge_parity(compared(none, steps(3, 2, samples=0.0)))
