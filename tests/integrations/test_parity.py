@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked_run import run_forked
-from tests.tiers import needs
+from tests.tiers import needs, one_of
 
 pytestmark = pytest.mark.slow
 
@@ -119,13 +119,19 @@ for epoch in range(2):
 """
 
 
-@pytest.mark.parametrize("bug", [False, True], ids=["healthy", "faulty"])
+CASES = [  # a script, what its fault changes, the packages
+    (LIGHTNING, "shown", ("lightning",)),
+    (TRAINER, "gradients", ("transformers", "accelerate")),
+    (ACCELERATE, "gradients", ("accelerate",)),
+]
+
+
 @pytest.mark.parametrize(
-    ("script", "subject"),
+    ("script", "subject", "bug"),
     [
-        pytest.param(LIGHTNING, "shown", id="lightning", marks=needs("lightning")),
-        pytest.param(TRAINER, "gradients", id="transformers", marks=needs("transformers", "accelerate")),
-        pytest.param(ACCELERATE, "gradients", id="accelerate", marks=needs("accelerate")),
+        pytest.param(script, subject, bug, id=f"{packages[0]}{'-faulty' * bug}", marks=needs(*packages))
+        for bug in (False, True)
+        for script, subject, packages in (one_of(3, CASES) if bug else CASES)
     ],
 )
 def test_what_a_trainer_does_differently_in_a_single_process(

@@ -248,7 +248,7 @@ ONE_OF_EACH_CODE = first_of_each(SCRIPTS, lambda script: [expected_of(FOLDER / f
 
 
 @pytest.mark.parametrize(
-    "script", share(dict.fromkeys(["barrier_in_save", *one_of(4, ONE_OF_EACH_CODE)]), ["barrier_in_save"])
+    "script", share(dict.fromkeys(["barrier_in_save", *one_of(5, ONE_OF_EACH_CODE)]), ["barrier_in_save"])
 )
 def test_the_fault_of_a_script_is_found(tmp_path: Path, script: str) -> None:
     code, report = report_on(tmp_path, script, "--check-timeout", "3")

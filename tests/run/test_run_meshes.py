@@ -42,10 +42,10 @@ def test_a_fault_of_a_mesh_is_told_at_its_line(name: str, tmp_path: Path) -> Non
 
 
 def test_loops_of_meshes_without_their_faults_have_no_finding(tmp_path: Path) -> None:
-    assert report_on(tmp_path, *FAULTS, "--fixed")["findings"] == []
+    assert report_on(tmp_path, *one_of(2, FAULTS), "--fixed")["findings"] == []
 
 
 @pytest.mark.parametrize("kind", one_of(3, ["tp", "fsdp", "ddp"]))
 def test_healthy_loops_of_tensor_parallelism_have_no_finding(kind: str, tmp_path: Path) -> None:
-    names = [name for name in HEALTHY if name.split("_")[0] == kind]
+    names = one_of(2, [name for name in HEALTHY if name.split("_")[0] == kind])
     assert report_on(tmp_path, *names)["findings"] == []
