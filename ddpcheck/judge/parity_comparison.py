@@ -211,6 +211,11 @@ class Shown:
     quantity: Quantity
     is_local: bool = False  # whether it is made of the losses of rank 0 alone, or other ranks show their own
 
+    @property
+    def source(self) -> tuple[str, str, int]:
+        """The line, the words and the place in them, which are the same in each epoch."""
+        return str(self.entry.location), self.entry.text, self.place
+
 
 def shown_numbers(comparison: Comparison) -> list[Shown]:
     """Return the numbers that both runs have shown, in order."""

@@ -341,8 +341,10 @@ def lacking(comparison: Comparison) -> str:
             f"gradients of {counted(len(unknown), 'step')} not decided: "
             f"rounding and random numbers change them by {noise:.1g}"
         )
-    numbers = [one.quantity for one in shown_numbers(comparison) if one.entry.evaluates and not one.is_local]
-    numbers = [one for one in numbers if not one.differs and not one.is_equal and not _SLOWEST < one.noise < _FASTEST]
+    every_shown = [one for one in shown_numbers(comparison) if one.entry.evaluates and not one.is_local]
+    decided = {one.source for one in every_shown if one.quantity.differs or one.quantity.is_equal}
+    numbers = [one.quantity for one in every_shown if one.source not in decided]  # not in any of the epochs
+    numbers = [one for one in numbers if not _SLOWEST < one.noise < _FASTEST]
     if numbers and comparison.has_same_samples:
         noise = max(one.noise for one in numbers)
         said.append(f"{counted(len(numbers), 'shown number')} not decided: noise changes them by {noise:.1g}")

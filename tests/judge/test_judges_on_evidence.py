@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from ddpcheck.findings.errors import EmptyShardError, HangError, OptionsDifferError, RankFailure, TargetError
 from ddpcheck.findings.evidence.gradients import Difference
@@ -263,8 +264,9 @@ def called(reference: str) -> Iterator[Callable[[], None]]:
     ):
         given: list[dict[str, object]] = [{}]
         for mark in (one for one in getattr(test, "pytestmark", ()) if one.name == "parametrize"):
-            (names, values), single = mark.args, isinstance(mark.args[0], str)
-            given = [{names: value} if single else dict(zip(names, value, strict=True)) for value in values]
+            names = [mark.args[0]] if isinstance(mark.args[0], str) else mark.args[0]
+            sets = [ParameterSet.extract_from(value, force_tuple=len(names) == 1).values for value in mark.args[1]]
+            given = [dict(zip(names, values, strict=True)) for values in sets]
         if given[0].keys() == inspect.signature(test).parameters.keys():  # and no fixture is wanted
             yield from (functools.partial(test, **named) for named in given)
 
