@@ -323,7 +323,7 @@ def lacking(comparison: Comparison) -> str:
     every = gradients(comparison)
     unknown = [one for one in every if not one.differs and not one.is_equal]
     refused = dict.fromkeys(f"{one.line} ({one.why})" for one in entries_of(comparison.single, NotReplayed))
-    refused = {} if every and comparison.has_same_samples else refused
+    refused = {} if every and comparison.has_same_samples and not unknown else refused
     said = [f"not given to the single process: {join_names([*refused], most=3)}"] if refused else []
     full = [end for rank in comparison.ranks for end in entries_of(rank, ParityEnded) if end.why_full]
     if full:

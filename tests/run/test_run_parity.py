@@ -178,7 +178,7 @@ for number, (x, y) in enumerate(loader(8)):
     one, other = model([x, x + 1])
     loss = (one - y).square().mean() + (one - other).abs().mean()
     optimizer.zero_grad()
-    (loss * world_size if BUG else loss).backward()  # here
+    loss.backward()
     optimizer.step()
 """
 

@@ -276,7 +276,7 @@ def judge_accumulated(losses: Losses) -> list[Finding]:
         "DDP514",
         ("loss",),
         f"The losses of {len(passes)} micro-batches, each a mean, are added up and not divided by their number: the "
-        f"gradient of a step is {len(passes)} times that of the mean over its samples.",
+        f"gradient of a step is {len(passes)} times that of the same samples in one batch.",
         location=passes[0].uncounted or passes[0].made or passes[0].location,
         evidence=[
             f"nothing divides the means by {len(passes)}, in all {len(undivided)} optimizer steps that were compared",
