@@ -283,7 +283,8 @@ def is_red(test: Callable[[], None]) -> bool:
 @pytest.mark.parametrize("name", NO_FAULT_NEEDS)
 def test_the_test_on_evidence_made_by_hand_is_red_without_the_judge(name: str) -> None:
     tests = list(called(NO_FAULT_NEEDS[name]))
-    assert not any(map(is_red, tests))
+    for test in tests:
+        test()
     with finding_nothing(judges()[name]):
         assert any(map(is_red, tests))
 
