@@ -155,7 +155,10 @@ class Comparison:
         every = [*self.ranks, self.single, *filter(None, [self.noise])]
         steps = [(rank.started, step) for rank in every for step in entries_of(rank, ParityStep) if step.names]
         first = {(step.optimizer, step.elements): step.names for _, step in reversed(steps)}
-        return {(s.rank, s.world_size, one.optimizer): first[one.optimizer, one.elements] for s, one in steps}
+        return {
+            (started.rank, started.world_size, step.optimizer): first[step.optimizer, step.elements]
+            for started, step in steps
+        }
 
     @property
     def world_size(self) -> int:

@@ -341,12 +341,12 @@ def lacking(comparison: Comparison) -> str:
             f"gradients of {counted(len(unknown), 'step')} not decided: "
             f"rounding and random numbers change them by {noise:.1g}"
         )
-    every_shown = [one for one in shown_numbers(comparison) if one.entry.evaluates and not one.is_local]
-    decided = {one.source for one in every_shown if one.quantity.differs or one.quantity.is_equal}
-    numbers = [one.quantity for one in every_shown if one.source not in decided]  # not in any of the epochs
-    numbers = [one for one in numbers if not _SLOWEST < one.noise < _FASTEST]
+    evaluated = [shown for shown in shown_numbers(comparison) if shown.entry.evaluates and not shown.is_local]
+    decided = {shown.source for shown in evaluated if shown.quantity.differs or shown.quantity.is_equal}
+    numbers = [shown.quantity for shown in evaluated if shown.source not in decided]  # not in any of the epochs
+    numbers = [number for number in numbers if not _SLOWEST < number.noise < _FASTEST]
     if numbers and comparison.has_same_samples:
-        noise = max(one.noise for one in numbers)
+        noise = max(number.noise for number in numbers)
         said.append(f"{counted(len(numbers), 'shown number')} not decided: noise changes them by {noise:.1g}")
     if not said and not every and not what_held(comparison) and not divergences(comparison):
         said.append("no optimizer has stepped, and no number was shown after an evaluation")
