@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ddpcheck import __version__
@@ -17,6 +19,7 @@ from ddpcheck.cli.rules import run_explain, run_rules
 from ddpcheck.cli.saved import DOCUMENTS, run_diff, run_render, run_schema
 from ddpcheck.findings.errors import EXIT_USAGE
 from ddpcheck.render import DIFFERENCE_FORMATS, FORMATS
+from ddpcheck.run.check_options import Once, add_display_options
 
 EPILOG = """\
 exit codes: 0 no findings; 1 findings at or above --fail-on; 2 wrong usage or configuration, or a bug in ddpcheck;
@@ -82,7 +85,7 @@ def make_parser() -> Parser:
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"ddpcheck {__version__}")
+    parser.add_argument("--version", action="version", version=_version())
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(command=lambda arguments: _no_command(parser))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -171,8 +174,18 @@ def _add(parser: argparse._ActionsContainer, *names: str, formats: Iterable[str]
     for name in names:
         metavar, text = OPTIONS[name]
         flags = ("-o", name) if name == "--output" else (name,)
-        action = "append" if name in _REPEATED else "store"
+        action: Any = Once if name == "--output" else "append" if name in _REPEATED else "store"
         parser.add_argument(*flags, metavar=metavar, action=action, help=text.format(formats=", ".join(formats)))
+        if name == "--format":
+            add_display_options(parser)
+
+
+def _version() -> str:
+    try:
+        torch = f"torch {version('torch')}"
+    except PackageNotFoundError:
+        torch = "no torch"
+    return f"ddpcheck {__version__} ({torch}, Python {platform.python_version()})"
 
 
 def _no_command(parser: argparse.ArgumentParser) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self, TextIO
 from ddpcheck.findings.difference import ReportDifference
 from ddpcheck.findings.errors import EXIT_USAGE, DdpcheckError, UsageError
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Report
+from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.tracebacks import BUG, fold_traceback
 from ddpcheck.findings.wording import printable
 from ddpcheck.render import FORMATS, Medium, format_for, renderer_for
@@ -74,7 +74,9 @@ class ReportOutput(OutputFile):
         self._command = getattr(arguments, "command_line", "")
         self._to_stderr = to_stderr
         medium = Medium() if self._path else Medium.of(sys.stderr if to_stderr else sys.stdout)
-        medium = replace(medium, whole=getattr(arguments, "debug", False))
+        whole = getattr(arguments, "debug", False) or getattr(arguments, "verbose", False)
+        colour = {"always": True, "never": False}.get(getattr(arguments, "color", ""), medium.colour)
+        medium = replace(medium, whole=whole, quiet=getattr(arguments, "quiet", False), colour=colour)
         chosen = format_for(arguments.format, path=self._path, formats=formats, default=default)
         self._renderer = partial(renderer_for, chosen, medium=medium, formats=formats)  # a clean run needs none
 
@@ -89,11 +91,20 @@ class ReportOutput(OutputFile):
                 if self._to_stderr and isinstance(report, Report):  # a script does not run again for its report
                     print_error(renderer_for("text", medium=Medium.of(sys.stderr)).render(report), end="")
                 raise
-            say(f"{report.summary}, written to {self._path}")
+            say(f"{report.summary}{_first_of(report)}, written to {self._path}")
         elif self._to_stderr:
             print_error(text, end="")
         else:
             print_out(text.removesuffix("\n"))
+
+
+def _first_of(report: Report | Matrix | ReportDifference) -> str:
+    """Return the code, severity and line of the worst finding, in brackets; empty if there is none."""
+    if not isinstance(report, Report) or not report.findings:
+        return ""
+    worst = min(report.findings, key=Finding.sort_key)
+    at = f" at {worst.location}" if worst.location is not None else ""
+    return f" ({'first: ' * (len(report.findings) > 1)}{worst.code} {worst.severity.value}{at})"
 
 
 class Progress:

@@ -50,6 +50,27 @@ class HelpFormatter(argparse.HelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
 
 
+RUN_EPILOG = """\
+exit codes: that of the script if it is not 0; 0 no findings; 1 findings at or above --check-fail-on; 2 wrong usage or
+configuration, or a bug in ddpcheck; 4 the ranks waited for each other, and ddpcheck has ended them
+"""
+
+
+def describe_run(parser: argparse.ArgumentParser, *, everything: bool) -> None:
+    """Give torchrun's parser the help of `ddpcheck run`: own options first, and those of torchrun."""
+    parser.usage = "ddpcheck run [options of torchrun] [options of ddpcheck] script.py [arguments of the script]"
+    parser.description = "Run a training script as torchrun does, watch its ranks, and report what is wrong with it."
+    parser.epilog, parser.formatter_class = f"{examples_of('run')}\n\n{RUN_EPILOG}", HelpFormatter
+    positional, *others, own = parser._action_groups
+    parser._action_groups = [own, positional, *others]
+    own.add_argument("--help-all", action="help", help="show this, and the options of torchrun")
+    for action in {id(one): one for group in (positional, *others) for one in group._group_actions}.values():
+        if action.dest != "help":
+            first = re.split(r"[.;] | \((?:e\.g|see)", " ".join((action.help or "").split()))[0].rstrip(".")
+            action.help = first.replace("%", "%%") if everything else argparse.SUPPRESS
+            action.option_strings = [name for name in action.option_strings if "_" not in name]
+
+
 def better(message: str) -> str:
     """A message of argparse; of a wrong choice with the choice that was probably meant."""
     found = _CHOICE.match(message)
@@ -91,7 +112,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("ddpcheck run --nproc-per-node 2 train.py --epochs 3", "the options of torchrun, then the script and its own"),
         ("ddpcheck run --nproc-per-node 2 -m pkg.train", "a module"),
         ("ddpcheck run --check-output report.json --nproc-per-node 2 train.py", "save the report"),
-        ("ddpcheck run --check-baseline report.json --nproc-per-node 2 train.py", "only findings that are new count"),
+        ("ddpcheck run --check-parity --nproc-per-node 2 train.py", "compare it with a single process, too"),
     ),
     "hang": (
         ("ddpcheck hang dumps/", "dumps of Flight Recorder, one a rank"),

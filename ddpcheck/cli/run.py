@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ddpcheck.cli.output import ReportOutput, complain, complain_of, named, print_error, reason_of, say
-from ddpcheck.cli.parsing import HelpFormatter, Parser, examples_of, near_option
+from ddpcheck.cli.parsing import Parser, describe_run, near_option
 from ddpcheck.cli.saved import load_report
 from ddpcheck.findings.errors import EXIT_FINDINGS, EXIT_HANG, EXIT_USAGE, UsageError
 from ddpcheck.findings.program_blocks import ProgramSource
@@ -29,6 +29,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.wording import join_names
 from ddpcheck.gather.patching import Patch, patched
+from ddpcheck.recipe.target import near_file
 from ddpcheck.record.rank.environment import RunOptions, environment_for, unwatched_in
 from ddpcheck.report.settings import Settings
 from ddpcheck.run.check_options import add_check_options, examine, split_at_script
@@ -55,7 +56,7 @@ def examine_options(given: argparse.Namespace) -> None:
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
     if not given.module and not given.no_python and not os.path.exists(given.training_script):
-        raise UsageError(f"no such file: {given.training_script}")
+        raise UsageError(f"no such file: {given.training_script}{near_file(Path(given.training_script))}")
     ranks = given.nproc_per_node
     try:
         enough = determine_local_world_size(ranks) > 0
@@ -200,9 +201,10 @@ def run_script(arguments: argparse.Namespace) -> int:
     from torch.distributed.run import get_args_parser, run
 
     parser = get_args_parser()
-    parser.prog, parser.epilog, parser.formatter_class = "ddpcheck run", examples_of("run"), HelpFormatter
+    parser.prog = "ddpcheck run"
     add_check_options(parser)
     parser.error = Parser.error.__get__(parser)  # type: ignore[method-assign]
+    describe_run(parser, everything="--help-all" in arguments.rest)
     options, script = split_at_script(parser, arguments.rest)
     given, unknown = parser.parse_known_args([*options, *(script[:1] or [""])])
     if unknown:
@@ -335,6 +337,7 @@ def show_report(
     if (
         given.check_output is None
         and given.check_format is None
+        and not given.verbose
         and (report.status == "clean" or not (ranks or report.findings))
     ):
         for note in report.world.get("notes", ()):

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,9 +41,12 @@ def load_target(target: str) -> Recipe:
     """
     from ddpcheck.recipe.recipe import Recipe, call, kind_of
 
+    place, attribute = split_target(target)
+    if not attribute and is_path(place):
+        _refuse_script(place)
     value = load_object(target)
-    if isinstance(value, ModuleType) and not split_target(target)[1]:
-        return _module_as_recipe(value, split_target(target)[0])
+    if isinstance(value, ModuleType) and not attribute:
+        return _module_as_recipe(value, place)
     if isinstance(value, Recipe):
         return value
     if not callable(value) or isinstance(value, type):
@@ -130,7 +134,7 @@ def find_file(place: str) -> Path:
         raise UsageError(f"{place} is a folder; TARGET must be a Python file or a module")
     if not path.is_file():
         beside = path.with_name(f"{path.name}.py")
-        hint = f"; did you mean {f'{place}.py'!r}?" if beside.is_file() else _near_file(path)
+        hint = f"; did you mean {f'{place}.py'!r}?" if beside.is_file() else near_file(path)
         raise UsageError(f"no such file: {place}{hint}")
     if path.suffix != ".py":
         raise UsageError(f"{place} is no Python file; TARGET must end in .py or be the name of a module")
@@ -139,8 +143,8 @@ def find_file(place: str) -> Path:
     return path.resolve()
 
 
-def _near_file(path: Path) -> str:
-    """The Python file in the same folder with the nearest name, in words; empty for none."""
+def near_file(path: Path) -> str:
+    """Return the Python file in the same folder with the nearest name, in words; empty for none."""
     names = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
     return f"; did you mean {path.with_name(close[0]).as_posix()!r}?" if close else ""
@@ -196,7 +200,7 @@ def _import_module(name: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             around, _, last = name.rpartition(".")
             hint = f", or {around}:{last} for an attribute of {around}" if around and error.name == name else ""
-            hint += _near_file(Path(*name.split(".")).with_suffix(".py"))
+            hint += near_file(Path(*name.split(".")).with_suffix(".py"))
             raise UsageError(
                 f"no module named {error.name!r} (for TARGET {name!r}); give a file or a module{hint}"
             ) from None
@@ -214,6 +218,15 @@ def _make_working_folder_importable() -> None:
         sys.path.insert(0, os.getcwd())
 
 
+def _refuse_script(place: str) -> None:
+    """Refuse a file that joins a process group itself and has none of the functions of a recipe."""
+    source = find_file(place).read_text(errors="replace")
+    if "init_process_group" in source and not re.search(r"\bdef (model|batch|loss)\b|Recipe", source):
+        raise UsageError(
+            f"{place} is a training script, not a recipe: use `ddpcheck run --standalone --nproc-per-node 2 {place}`"
+        )
+
+
 def _module_as_recipe(module: ModuleType, place: str) -> Recipe:
     from ddpcheck.recipe.recipe import Recipe, kind_of
 
@@ -224,9 +237,11 @@ def _module_as_recipe(module: ModuleType, place: str) -> Recipe:
         others = _defined_in(module)
         close = [(name, one) for name in missing for one in difflib.get_close_matches(name, others, n=1)]
         meant = ", ".join(f"{name} is called {other} there: rename it" for name, other in close)
+        models = [name for name in others if hasattr(getattr(module, name), "register_forward_hook")]
+        first = f"; `ddpcheck init {place}:{models[0]}` writes a first recipe for {models[0]}" if models else ""
         raise UsageError(
             f"{place} has no {' and no '.join(missing)}; {f'{meant}, or ' if close else ''}define functions model(), "
-            f"batch(step) and loss(model, batch), or name a Recipe in it: {place}:attr"
+            f"batch(step) and loss(model, batch), or name a Recipe in it: {place}:attr{first}"
         )
     wrong = [name for name in ("model", "batch", "loss") if not callable(getattr(module, name))]
     if wrong:

@@ -6,6 +6,7 @@ one entry in `FORMATS`.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 import os
@@ -27,7 +28,8 @@ class Medium:
     colour: bool = False  # whether it understands colours
     encoding: str = "utf-8"  # what its characters are encoded in
     interactive: bool = False  # whether a person sits in front of it
-    whole: bool = False  # whether tracebacks are shown with every frame
+    whole: bool = False  # whether all names, evidence and frames of tracebacks are shown
+    quiet: bool = False  # whether the verdict alone is shown
 
     @classmethod
     def of(cls, stream: TextIO | None, environ: Mapping[str, str] | None = None) -> Medium:
@@ -138,7 +140,9 @@ def format_for(
     chosen = name or default or "text"
     if chosen not in formats:
         whose = "" if name else ", which the environment or pyproject.toml names"
-        raise UsageError(f"there is no format {chosen!r}{whose}; the formats are {', '.join(formats)}")
+        close = difflib.get_close_matches(chosen, formats, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"the formats are {', '.join(formats)}"
+        raise UsageError(f"there is no format {chosen!r}{whose}; {hint}")
     return chosen
 
 

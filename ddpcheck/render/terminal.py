@@ -61,7 +61,7 @@ class TerminalRenderer(TextRenderer):
         yield styled(
             (finding.code, style), " ", (parts.name_of(finding.code), "bold"), "  ", (finding.severity.value, style)
         )
-        yield from facts_in_text(finding)
+        yield from facts_in_text(finding, whole=self.medium.whole)
 
     def _accepted(self, report: Report) -> Iterable[RenderableType]:
         """What was found and does not count, each with the reason."""

@@ -46,7 +46,7 @@ class TextRenderer(Renderer):
             legacy_windows=False,
             _environ={},  # the medium has been asked already
         )
-        for section in sections:
+        for section in () if self.medium.quiet else sections:
             parts = list(section)
             for part in parts:
                 console.print(part, soft_wrap=False)
@@ -98,17 +98,20 @@ def styled(*parts: str | tuple[str, str]) -> Text:
     return text
 
 
-def facts_in_text(finding: Finding, columns: int = 2, without: Collection[str] = ()) -> Iterator[RenderableType]:
-    """What is said of a finding, so many columns to the right, but for some kinds of facts."""
+def facts_in_text(
+    finding: Finding, columns: int = 2, without: Collection[str] = (), *, whole: bool = False
+) -> Iterator[RenderableType]:
+    """Lines on a finding, indented, without some kinds of facts; `whole`: with all names and all evidence."""
     for fact in facts_of(finding):
         if fact.kind in without:
             continue
         lines, deeper = fact.lines, 0
         if fact.kind == "subjects":
-            lines = (listed(fact.lines),)
+            lines = (", ".join(lines) if whole else listed(lines),)
         elif fact.kind == "evidence":
             deeper, left = 2, len(lines) - MOST_EVIDENCE
-            lines = (*lines[:MOST_EVIDENCE], *([f"and {counted(left, 'more line')}"] if left > 0 else []))
+            if left > 0 and not whole:
+                lines = (*lines[:MOST_EVIDENCE], f"and {counted(left, 'more line')}")
         for line in lines:
             styled_line = styled((line, _STYLES.get(fact.kind, "")))
             yield indented(labelled(f"{fact.label}: ", line) if fact.label else styled_line, columns + deeper)

@@ -10,13 +10,31 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.report.settings import Settings, load_settings
 
 
+class Once(argparse.Action):
+    """Store a value, and refuse a second one."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        if (first := getattr(namespace, self.dest)) is not None:
+            parser.error(f"{option} names two files: {first} and {values}; leave one out")
+        setattr(namespace, self.dest, values)
+
+
+def add_display_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options that say how much of a report is printed."""
+    parser.add_argument("-q", "--quiet", action="store_true", help="print the verdict only")
+    whole = "print all names, all evidence and all frames of tracebacks"
+    parser.add_argument("-v", "--verbose", action="store_true", help=whole)
+    when = "always, never or auto (default): on a terminal, or if FORCE_COLOR is set and NO_COLOR is not"
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", metavar="WHEN", help=when)
+
+
 def add_check_options(parser: argparse.ArgumentParser) -> None:
     """Add them to a parser, in which no prefix of them is an option."""
     rules = "by code, prefix or name; may be repeated"
     group = parser.add_argument_group("ddpcheck")
     add = group.add_argument
     add("--check-every", type=int, default=10, metavar="N", help="compare the ranks every N steps (default 10)")
-    timeout = "end a script whose ranks wait for each other and make no progress for so long (default 60)"
+    timeout = "stop the script after SECONDS without progress on any rank (default 60)"
     add("--check-timeout", type=float, default=60.0, metavar="SECONDS", help=timeout)
     add("--check-select", action="append", default=[], metavar="RULES", help=f"report only these rules, {rules}")
     add("--check-ignore", action="append", default=[], metavar="RULES", help=f"do not report these rules, {rules}")
@@ -24,20 +42,20 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
     add("--check-fail-on", choices=levels, help="exit with 1 from this severity on (default error)")
     known = "an earlier report, saved as JSON: its findings are shown as known, and only new ones count"
     add("--check-baseline", metavar="REPORT.json", help=known)
-    add("--check-output", metavar="FILE", help="write the report there, and not to standard error")
-    dumps = "write the last collectives of each rank into this folder, as Flight Recorder's dumps (see ddpcheck hang)"
+    add("--check-output", action=Once, metavar="FILE", help="write the report to FILE instead of standard error")
+    dumps = "write the last collectives of each rank to DIR, as Flight Recorder dumps (see ddpcheck hang)"
     add("--check-flight-recorder", metavar="DIR", help=dumps)
-    kept = "write what the ranks have left there, without names, values and source, for a report of a bug"
-    add("--check-record", metavar="FILE", help=f"{kept} (see ddpcheck render)")
-    alone = "run the script once more in a single process, on the same samples, and compare (see docs/parity.md)"
+    kept = "write the recorded run to FILE, without names, values and source, for a bug report (see ddpcheck render)"
+    add("--check-record", metavar="FILE", help=kept)
+    alone = "run the script again in a single process on the same samples, and compare"
     add("--check-parity", action="store_true", help=alone)
-    steps = "compare so many optimizer steps, and the evaluation that follows (default: as many as there are)"
+    steps = "compare N optimizer steps and the evaluation that follows (default: all)"
     add("--check-parity-steps", type=int, default=0, metavar="N", help=steps)
-    batch = (
-        "have loaders give each rank at most B samples at once, in all runs, so that one process can hold all ranks'"
-    )
+    batch = "give each rank at most B samples in a batch, in all runs, for a global batch that one process cannot hold"
     add("--check-parity-batch", type=int, default=0, metavar="B", help=batch)
-    add("--check-format", metavar="FORMAT", help="of the report; by the suffix of the file where there is one")
+    form = "of the report (default: by the extension of FILE, else text)"
+    add("--check-format", metavar="FORMAT", help=form)
+    add_display_options(group)
     add("--debug", action="store_true", help="show the traceback of an error of ddpcheck")
     abbreviated: Any = parser._get_option_tuples
 

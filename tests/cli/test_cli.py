@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -67,7 +68,7 @@ def test_both_spellings_explain_rules_and_give_their_version(command: list[str])
     assert done.stdout.startswith("DDP101 unused-parameter (error)\n") and "DDP402 hang" in done.stdout
     for part in ("Why it matters", "What to do", "Example", "    self.head = nn.Linear(8, 2)"):
         assert part in done.stdout
-    assert run(command, "--version").stdout.startswith("ddpcheck 0.")
+    assert re.match(r"ddpcheck 0\..* \(torch 2\..*, Python 3\..*\)\n", run(command, "--version").stdout)
 
 
 @pytest.mark.parametrize(
@@ -106,12 +107,16 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(command: list[str], argumen
         (["explain", "DDP999"], "no rule matches 'DDP999'; see `ddpcheck rules`"),
         (["explain", "DPD101"], "no rule matches 'DPD101'; did you mean DDP101 (unused-parameter)?"),
         (["explain", "DDP1011"], "no rule matches 'DDP1011'; did you mean DDP101 (unused-parameter) or DDP111"),
+        (["render", "r.json", "-o", "a", "--output", "b"], "--output names two files: a and b; leave one out"),
+        (["run", "--check-output=a", "--check-output=b", "x.py"], "--check-output names two files: a and b;"),
+        (["run", "tset_cli.py"], "no such file: tset_cli.py; did you mean 'test_cli.py'?"),
         (["run"], "there is no script to run, as in `ddpcheck run "),
         (["run", "--standalone"], "there is no script to run, as in `ddpcheck run "),
         (["run", "--check-baseline", "none.json", cli.__file__], "cannot read none.json: No such file or directory"),
     ],
 )
-def test_what_was_probably_meant_is_told(capsys, arguments: list[str], sentence: str) -> None:
+def test_what_was_probably_meant_is_told(capsys, tmp_path: Path, arguments: list[str], sentence: str) -> None:
+    (tmp_path / "test_cli.py").touch()
     try:
         code = cli.main(arguments)
     except SystemExit as ended:
@@ -119,6 +124,17 @@ def test_what_was_probably_meant_is_told(capsys, arguments: list[str], sentence:
     captured = capsys.readouterr()
     assert (code, captured.out) == (2, "") and captured.err.startswith(f"ddpcheck: error: {sentence}")
     assert captured.err.count("\n") == 1
+
+
+def test_the_help_of_run_is_its_own_and_that_of_torchrun_is_behind_an_option(capsys) -> None:
+    shown = []
+    for option in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            cli.main(["run", option])
+        shown.append(capsys.readouterr().out)
+    assert all("--check-parity" in text and "exit codes" in text for text in shown)
+    assert ["--rdzv-conf" in text for text in shown] == [False, True]
+    assert "--rdzv_conf" not in shown[1]
 
 
 @pytest.mark.parametrize("command", list(EXAMPLES))
@@ -226,6 +242,7 @@ def test_options_reach_the_check(stub_check) -> None:
         (["--world-size", "0"], "--world-size: expected a whole number of at least 1, got '0'"),
         (["--select", "DDP7"], "--select: no rule matches 'DDP7'"),
         (["--format", "yaml"], "there is no format 'yaml'; the formats are text, json"),
+        (["--format", "htlm"], "there is no format 'htlm'; did you mean 'html'?"),
         (["-o", "report.pdf"], "cannot tell a format from the name 'report.pdf'"),
         (["-o", "missing/report.json"], "cannot write missing/report.json: No such file or directory"),
         (["-o", ".", "--format", "json"], "cannot write .: Is a directory"),
@@ -256,11 +273,26 @@ def test_output_goes_to_a_file_in_the_format_of_its_extension(stub_check, capsys
     assert cli.main(["report", "t", "-o", "r.txt"]) == 1
     assert cli.main(["report", "t", "-o", "r.out", "--format", "json"]) == 1
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.splitlines()[0] == "ddpcheck: 1 finding, written to r.json"
+    assert captured.out == "" and captured.err.splitlines()[0] == "ddpcheck: 1 finding (DDP101 error), written to r.json"
     one, other = (json.loads((tmp_path / name).read_text()) for name in ("r.json", "r.out"))
     assert one.pop("command") == "ddpcheck report t -o r.json"
     assert other.pop("command") == "ddpcheck report t -o r.out --format json" and one == other
     assert "[red]head" in (tmp_path / "r.txt").read_text()
+
+
+def test_a_report_is_as_long_and_as_coloured_as_asked(stub_check, capsys) -> None:
+    names = tuple(f"layer{number}" for number in range(12))
+    finding = Finding("DDP101", names, "Never read.", Severity.ERROR, evidence=tuple(map("line {}".format, range(20))))
+    stub_check(Report("t", findings=(finding,)))
+
+    def shown(*options: str) -> str:
+        assert cli.main(["report", "t", *options]) == 1
+        return capsys.readouterr().out
+
+    assert "layer11" not in shown() and "line 19" not in shown()
+    assert "layer11" in shown("-v") and "line 19" in shown("--verbose")
+    assert shown("-q") == "1 finding (1 error); more on each: ddpcheck explain DDP101\n"
+    assert "\x1b[" in shown("--color", "always") and "\x1b[" not in shown("--color", "never")
 
 
 def test_a_check_that_fails_leaves_no_empty_file_and_keeps_an_old_one(stub_check, tmp_path: Path) -> None:

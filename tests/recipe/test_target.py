@@ -153,6 +153,14 @@ MODEL, BATCH, LOSS = "def model(): ...\n", "def batch(step): ...\n", "def loss(m
 @pytest.mark.parametrize(
     ("code", "words"),
     [
+        (
+            "import torch.distributed as dist\ndist.init_process_group()\nmodel = 1\n",
+            "a training script, not a recipe: use `ddpcheck run --standalone --nproc-per-node 2 misspelled.py`",
+        ),
+        (
+            "from torch import nn\nclass Tagger(nn.Module): ...\n",
+            "`ddpcheck init misspelled.py:Tagger` writes a first recipe",
+        ),
         (MODEL + LOSS + "def batches(step): ...\n", "no batch; batch is called batches there: rename it"),
         (MODEL + BATCH + "def losses(model, batch): ...\n", "no loss; loss is called losses there: rename it"),
         (MODEL + BATCH + LOSS + "def optimiser(parameters): ...\n", "did you mean 'optimizer'?"),
