@@ -335,7 +335,7 @@ class Report(Document):
         """The same with the lines around those that its findings name, of files that are there now."""
         places = [place for finding in self.findings for place in finding.places]
         places += [place for timeline in self.timelines for _, _, place in timeline.sides()]
-        return replace(self, excerpts=excerpts_of(places, _folder_of(self.target)))
+        return replace(self, excerpts=excerpts_of(places, folder_of(self.target)))
 
     def at_or_above(self, threshold: Severity) -> tuple[Finding, ...]:
         """The findings that are as bad as `threshold` or worse."""
@@ -378,7 +378,7 @@ class Report(Document):
         return replace(report, findings=findings, accepted=tuple(accepted))
 
 
-def _folder_of(target: str) -> Path | None:
+def folder_of(target: str) -> Path | None:
     """The folder of the file that a target names: a script with its arguments, or a recipe in a file."""
     ends = [target.rpartition(":")[0], *(target[:end] for end, c in enumerate(target) if c == " "), target]
     return next((Path(one).parent for one in ends if os.path.isfile(one)), None)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.figures import excerpts_of
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import AcceptedFinding, Finding, Report, is_selected, select_findings
+from ddpcheck.findings.report import AcceptedFinding, Finding, Report, folder_of, is_selected, select_findings
 from ddpcheck.findings.rules import matching_rules
 from ddpcheck.findings.wording import counted, join_names
 
+_COMMENT = re.compile(r"#\s*ddpcheck:\s*ignore\[(?P<codes>[^\]]*)\](?P<reason>.*)")
 Mark = tuple[str, str, str]  # one subject of a finding's `fingerprint`: code, file, subject
 
 
@@ -102,8 +105,9 @@ def sort_out(
 ) -> Selection:
     """Sort findings by whether they count.
 
-    A finding is suppressed where each of its subjects is matched by a suppression of its code, and known where the
-    baseline has each of its subjects in the same file, under the same code, and as severe.
+    A finding is suppressed if each of its subjects is matched by a suppression of its code, or if its line in the file
+    has a comment `# ddpcheck: ignore[CODE] reason`. It is known if the baseline has each of its subjects in the same
+    file, under the same code, and as severe.
 
     Args:
         findings: All that were made.
@@ -116,11 +120,14 @@ def sort_out(
     chosen = select_findings(findings, select=select, ignore=ignore)
     own = [one for one in suppress if one.applies_to(target)]
     known = marks([*baseline.findings, *(one.finding for one in baseline.accepted)]) if baseline is not None else {}
-    kept, accepted = [], []
+    kept, accepted, useless = [], [], []
     for finding in chosen:
+        reason, note = _reason_in_source(finding, target)
+        useless.append(note)
         by = [one for one in own if one.matched(finding)]
         if by and frozenset[str]().union(*(one.matched(finding) for one in by)) >= set(finding.subjects or ("",)):
             reason = "; ".join(dict.fromkeys(one.reason for one in by))
+        if reason:
             accepted.append(AcceptedFinding(finding, "suppression", reason))
         elif is_known(finding, known):
             accepted.append(AcceptedFinding(finding, "baseline", "in the baseline"))
@@ -129,9 +136,27 @@ def sort_out(
     hidden = [finding.code for finding in findings if finding not in chosen]
     gone = _gone(baseline, findings, target, hidden) if baseline is not None else ()
     loose = (_loose(one, findings, kept) for one in own if all(is_selected(code, select, ignore) for code in one.codes))
-    return Selection(
-        tuple(kept), tuple(sorted(hidden)), tuple(accepted), tuple(dict.fromkeys(filter(None, loose))), tuple(gone)
-    )
+    said = dict.fromkeys(filter(None, (*useless, *loose)))
+    return Selection(tuple(kept), tuple(sorted(hidden)), tuple(accepted), tuple(said), tuple(gone))
+
+
+def _reason_in_source(finding: Finding, target: str) -> tuple[str, str]:
+    """Return the reason of `# ddpcheck: ignore[CODE] reason` at the line of a finding; else why it is not applied."""
+    place = finding.location
+    excerpt = next(iter(excerpts_of([place], folder_of(target))), None)
+    comment = _COMMENT.search(excerpt.lines[place.line - excerpt.first]) if place and excerpt else None
+    if comment is None:
+        return "", ""
+    patterns = [pattern.strip() for pattern in comment["codes"].split(",")]
+    try:
+        codes = {rule.code for pattern in patterns for rule in matching_rules(pattern)}
+    except UsageError as error:
+        return "", f"the comment at {place} is not applied: {error}"
+    if finding.code not in codes:
+        return "", f"the comment at {place} ignores {join_names(patterns)}, and the finding there is {finding.code}"
+    if not comment["reason"].strip():
+        return "", f"the comment at {place} is not applied: write the reason behind ignore[{comment['codes']}]"
+    return comment["reason"].strip(), ""
 
 
 def is_any_selected(codes: Iterable[str], *, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> bool:

@@ -273,7 +273,9 @@ def test_output_goes_to_a_file_in_the_format_of_its_extension(stub_check, capsys
     assert cli.main(["report", "t", "-o", "r.txt"]) == 1
     assert cli.main(["report", "t", "-o", "r.out", "--format", "json"]) == 1
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.splitlines()[0] == "ddpcheck: 1 finding (DDP101 error), written to r.json"
+    assert (
+        captured.out == "" and captured.err.splitlines()[0] == "ddpcheck: 1 finding (DDP101 error), written to r.json"
+    )
     one, other = (json.loads((tmp_path / name).read_text()) for name in ("r.json", "r.out"))
     assert one.pop("command") == "ddpcheck report t -o r.json"
     assert other.pop("command") == "ddpcheck report t -o r.out --format json" and one == other

@@ -54,6 +54,31 @@ def test_a_suppressed_finding_does_not_count_and_keeps_its_reason() -> None:
     assert sorted_out(HANG, suppress=[Suppression("hang", WHY, "aux.*")]).findings == (HANG,)
 
 
+@pytest.mark.parametrize(
+    ("comment", "note"),
+    [
+        ("# ddpcheck: ignore[DDP101] kept for old checkpoints", None),
+        ("# noqa  # ddpcheck:ignore[DDP304, unused-parameter] kept for old checkpoints", None),
+        ("# ddpcheck: ignore[DDP304] kept", "ignores DDP304, and the finding there is DDP101"),
+        ("# ddpcheck: ignore[DDP101]", "is not applied: write the reason behind ignore[DDP101]"),
+        ("# ddpcheck: ignore[DDP999] kept", "is not applied: no rule matches 'DDP999'"),
+        ("# ddpcheck finds this", ""),
+    ],
+)
+def test_a_comment_at_the_line_of_a_finding_suppresses_it(
+    comment: str, note: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text("\n" * 6 + f"self.head = Linear(4, 1)  {comment}\nself.other = 1\n")
+    report = sorted_out(AUX)
+    if note is None:
+        assert report.accepted == (AcceptedFinding(AUX, "suppression", WHY),) and notes(report) == []
+    else:
+        assert report.findings == (AUX,)
+        assert [f"the comment at net.py:7 {note}" in text for text in notes(report)] == ([True] if note else [])
+    assert sorted_out(replace(AUX, location=Location("net.py", 8))).accepted == ()
+
+
 def test_a_finding_counts_unless_all_of_its_subjects_are_suppressed() -> None:
     report = sorted_out(BOTH, suppress=[OF_AUX])
     assert report.findings == (BOTH,) and "does not match head.weight" in notes(report)[0]
@@ -142,7 +167,9 @@ def test_a_clean_script_still_tells_which_suppression_is_unused(tmp_path: Path, 
     clean = replace(PASSED, world={"notes": ["the suppression of DDP101 matched no finding of this check"]})
     monkeypatch.setattr(script_report, "report_on_script", lambda *args, **options: clean)
     given = argparse.Namespace(
-        **dict.fromkeys(f"check_{name}" for name in ("flight_recorder", "record", "output", "format")), debug=False
+        **dict.fromkeys(f"check_{name}" for name in ("flight_recorder", "record", "output", "format")),
+        debug=False,
+        verbose=False,
     )
     output = run_command.report_output(given)
     run_command.show_report("train.py", Ending(), tmp_path, given, output, Settings(), None)
