@@ -40,24 +40,48 @@ def run(*command: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=120)
 
 
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+
+
+def step(index: int, folder: Path, **inputs: str) -> subprocess.CompletedProcess[str]:
+    """A step of the action, as GitHub runs it with these inputs."""
+    values = {name: str(one.get("default", "")) for name, one in ACTION["inputs"].items()} | inputs
+    chosen = ACTION["runs"]["steps"][index]
+    given = {name: values[re.findall(r"inputs\.([\w-]+)", text)[0]] for name, text in chosen["env"].items()}
+    of_job = {"RUNNER_TEMP": str(folder), "GITHUB_STEP_SUMMARY": str(folder / "summary.md")}
+    return run("bash", "-e", "-o", "pipefail", "-c", chosen["run"], cwd=folder, **given, **of_job)
+
+
 @INSTALLED
 @pytest.mark.slow
 def test_the_action_says_what_is_new(tmp_path: Path) -> None:
     (used,) = [step for step in blocks("suppression.md")[0]["jobs"]["ddpcheck"]["steps"] if "with" in step][-1:]
-    assert used["uses"].startswith("OWNER/ddpcheck@")
-    action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
-    assert set(used["with"]) == set(action["inputs"])
-    installs, checks, shows = action["runs"]["steps"]
-    assert installs["run"] == 'python -m pip install "$GITHUB_ACTION_PATH"'
-    given = {name: used["with"][re.findall(r"inputs\.(\w+)", value)[0]] for name, value in checks["env"].items()}
+    assert used["uses"].startswith("OWNER/ddpcheck@") and set(used["with"]) <= set(ACTION["inputs"])
+    assert 'python -m pip install "$GITHUB_ACTION_PATH"' in ACTION["runs"]["steps"][0]["run"]
+    inputs = {**used["with"], "sarif": "found.sarif"}
     (tmp_path / "train_recipe.py").write_text(RECIPE)
     (tmp_path / "baseline.json").write_text(Report("train_recipe.py").to_json())
-    done = run("bash", "-e", "-c", checks["run"], cwd=tmp_path, RUNNER_TEMP=str(tmp_path), **given)
+    done = step(1, tmp_path, **inputs)
     assert done.returncode == 1, done.stderr
-    of_job = {"RUNNER_TEMP": str(tmp_path), "GITHUB_STEP_SUMMARY": "summary.md"}
-    done = run("bash", "-e", "-c", shows["run"], cwd=tmp_path, **of_job)
+    done = step(2, tmp_path, **inputs)
     assert done.returncode == 0 and done.stdout.startswith("::error file=train_recipe.py,line=6,title=DDP101")
     assert (tmp_path / "summary.md").read_text().startswith("## ddpcheck: 1 finding")
+    assert "DDP101" in (tmp_path / "found.sarif").read_text()
+
+
+@INSTALLED
+@pytest.mark.slow
+def test_the_action_runs_scripts_and_shows_matrices(tmp_path: Path) -> None:
+    script = f"{ROOT}/examples/scripts/no_sampler.py --fixed"
+    done = step(1, tmp_path, command="run", target=script, arguments="--standalone --nproc-per-node 2")
+    assert done.returncode == 0, done.stderr
+    assert step(2, tmp_path).stdout.startswith("ddpcheck: clean")
+    (tmp_path / "train_recipe.py").write_text(RECIPE)
+    matrix = {"target": "train_recipe.py", "arguments": "--matrix"}
+    assert step(1, tmp_path, **matrix).returncode in (0, 1)
+    done = step(2, tmp_path, **matrix)
+    assert (done.returncode, done.stderr) == (0, "") and "combination" in (tmp_path / "summary.md").read_text()
+    assert "report or run, not 'check'" in step(1, tmp_path, command="check").stderr
 
 
 def test_every_command_of_the_recipes_can_be_parsed() -> None:
@@ -82,7 +106,7 @@ def pages() -> str:
 
 def test_the_hook_is_a_command_that_takes_the_arguments_of_the_docs() -> None:
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
-    (used,) = blocks("suppression.md")[1]["repos"][0]["hooks"]
+    (used,) = blocks("suppression.md")[-1]["repos"][0]["hooks"]
     assert used["id"] == hook["id"] and set(used["stages"]) <= set(hook["stages"])
     given = make_parser().parse_args([*shlex.split(hook["entry"])[1:], *used["args"]])
     assert (given.target, given.baseline) == ("train_recipe.py", "baseline.json")

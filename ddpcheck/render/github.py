@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ddpcheck.findings.report import Finding, Report, Severity
-from ddpcheck.findings.wording import counted, printable
+from ddpcheck.findings.wording import counted, printable, shortened
 from ddpcheck.render import Renderer
 from ddpcheck.render.parts import plain_facts, sorted_findings, title_of
 
 MOST_OF_A_KIND = 10  # annotations that GitHub shows of one step ("Workflow commands", in GitHub's documentation)
+MOST_CHARACTERS = 300  # of an annotation; the summary of the job has the rest
 _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
 
 
@@ -41,7 +42,7 @@ def _annotation(finding: Finding) -> str:
     place = {"file": finding.location.path, "line": str(finding.location.line)} if finding.location else {}
     about = {**place, "title": title_of(finding)}
     message, where, *rest = plain_facts(finding)
-    text = "\n".join((f"{message} ({where})", *rest))
+    text = shortened("\n".join((f"{message} ({where})", *rest)), MOST_CHARACTERS)
     return f"::{_COMMANDS[finding.severity]} {','.join(f'{k}={_property(v)}' for k, v in about.items())}::{_data(text)}"
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft4Validator
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.figures import ParameterPath, PathStep
@@ -49,8 +52,19 @@ def rendered(name: str, report: Report, **medium: Any) -> str:
     return renderer_for(name, medium=Medium(**medium)).render(report)
 
 
+SARIF_SCHEMA = Path(__file__).parents[1] / "data" / "sarif-schema-2.1.0.json"  # of OASIS, as it is published
+
+
+@functools.cache
+def sarif_validator() -> Draft4Validator:
+    return Draft4Validator(json.loads(SARIF_SCHEMA.read_text(encoding="utf-8")))
+
+
 def sarif(report: Report) -> dict[str, Any]:
-    (run,) = json.loads(rendered("sarif", report))["runs"]
+    """The run of a report as SARIF, which is valid."""
+    log = json.loads(rendered("sarif", report))
+    sarif_validator().validate(log)
+    (run,) = log["runs"]
     return dict(run)
 
 
@@ -147,6 +161,12 @@ def test_junit_counts_errors_as_failures_and_shows_the_rest() -> None:
 
 
 # GitHub
+
+
+def test_an_annotation_is_short() -> None:
+    long = replace(UNUSED, evidence=tuple(f"fact {number} " * 9 for number in range(9)))
+    (line,) = [line for line in rendered("github", replace(REPORT, findings=(long,))).splitlines() if "DDP101" in line]
+    assert "characters left out" in line and len(line) < 500
 
 
 def test_annotations_are_ten_of_a_kind_and_the_rest_is_counted() -> None:
