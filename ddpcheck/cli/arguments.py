@@ -156,6 +156,8 @@ def make_parser() -> Parser:
     init.add_argument("--force", action="store_true", help="overwrite the file, if it is there")
     environment = command("env", run_env, "show versions, devices and variables, for a report of a bug")
     environment.add_argument("--format", **text_or_json)
+    skill = "print the path of SKILL.md, which tells a coding agent how to use ddpcheck"
+    environment.add_argument("--skill", action="store_true", help=skill)
     shell = command("completion", lambda given: run_completion(given, make_parser), "print a completion script")
     shell.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
     return parser

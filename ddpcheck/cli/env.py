@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
+from importlib.resources import files
 from typing import Any
 
 from ddpcheck import __version__
@@ -34,7 +35,10 @@ HIDDEN = "(set, not shown)"
 
 
 def run_env(arguments: argparse.Namespace) -> int:
-    """Print the environment."""
+    """Print the environment, or where the text for coding agents is."""
+    if arguments.skill:
+        print_out(str(files("ddpcheck") / "SKILL.md"))
+        return EXIT_CLEAN
     found = describe_environment()
     width = Medium.of(sys.stdout).width
     text = "\n".join(wrapped(line, width, "    ") for line in _lines(found))

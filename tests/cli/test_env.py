@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
-from ddpcheck import cli
+from ddpcheck import __version__, cli
+from ddpcheck.cli.arguments import make_parser
 from ddpcheck.cli.env import HIDDEN, shown_variables
+from ddpcheck.findings.rules import RULES
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_only_variables_that_matter_are_shown_and_no_secret() -> None:
@@ -33,6 +40,31 @@ def test_only_variables_that_matter_are_shown_and_no_secret() -> None:
     assert shown["TORCH_API_TOKEN"] == HIDDEN and shown["TORCH_HUB_URL"] == f"https://{HIDDEN}@example.org/x"
     assert set(environ) - set(shown) == {"HOME", "AWS_SECRET_ACCESS_KEY", "MY_RANK", "RANKING"}
     assert shown["RANK"] == "1" and shown["NCCL_DEBUG"] == "INFO"
+
+
+def test_the_text_for_agents_names_commands_options_and_keys_that_there_are(capsys) -> None:
+    assert cli.main(["env", "--skill"]) == 0
+    text = Path(capsys.readouterr().out.strip()).read_text(encoding="utf-8")
+    commands = re.findall(r"`ddpcheck (\w+)", text)
+    assert {"report", "run", "init", "hang", "explain"} <= set(commands)
+    assert set(commands) <= set(make_parser()._subparsers._group_actions[0].choices)
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--help"])
+    assert set(re.findall(r"--check-[\w-]+", text)) <= set(re.findall(r"--check-[\w-]+", capsys.readouterr().out))
+    schema = json.loads((ROOT / "docs" / "schemas" / "report.schema.json").read_text(encoding="utf-8"))
+    assert all(f"`{word}`" in text for word in schema["properties"]["status"]["enum"])
+    assert all(f"`{word}`" in text for word in schema["$defs"]["CheckResult"]["properties"]["status"]["enum"])
+    assert {f"DDP{code[3]}xx" for code in RULES} == set(re.findall(r"DDP\dxx", text))
+
+
+def test_the_conda_recipe_needs_what_the_package_needs() -> None:
+    text = (ROOT / "recipe" / "meta.yaml").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {"torch": "pytorch", "msgspec": "msgspec-python"}  # as conda-forge has them
+    for requirement in project["dependencies"]:
+        name, version = requirement.split(">=")
+        assert f"- {names.get(name, name)} >={version}\n" in text
+    assert f'version = "{__version__}"' in text and f"python {project['requires-python']}\n" in text
 
 
 def test_env_as_text_and_as_json(capsys, monkeypatch) -> None:
