@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ddpcheck.report.matrix.matrix import Matrix
     from ddpcheck.report.repro import write_reproduction
     from ddpcheck.report.schedule.check_schedule import check_schedule
+    from ddpcheck.run.checked_script import check_script
     from ddpcheck.testing.assertions.assertions import (
         assert_no_anomalous_params,
         assert_parity,
@@ -52,6 +53,7 @@ __all__ = [
     "check",
     "check_matrix",
     "check_schedule",
+    "check_script",
     "World",
     "Report",
     "Matrix",
@@ -90,6 +92,7 @@ _HOMES = {
     "check": "report.checking.check",
     "check_matrix": "report.matrix.check_matrix",
     "check_schedule": "report.schedule.check_schedule",
+    "check_script": "run.checked_script",
     "Matrix": "report.matrix.matrix",
     "World": "harness",
     "Report": "findings.report",
@@ -137,7 +140,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_MODULES})
+    return sorted({*__all__, *_MODULES})
 
 
 class _Package(ModuleType):

@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import inspect
 import pickle
 import re
 import subprocess
@@ -190,6 +191,15 @@ def test_every_module_says_what_it_is_for() -> None:
     for module, path in modules().items():
         source = path.read_text(encoding="utf-8")
         assert ast.get_docstring(ast.parse(source)), module
+
+
+def test_the_package_lists_public_names_alone_and_its_functions_have_signatures() -> None:
+    assert set(dir(ddpcheck)) == {*ddpcheck.__all__, "rank"}
+    assert [*inspect.signature(ddpcheck.Recipe).parameters][:3] == ["model", "batch", "loss"]
+    for function in (ddpcheck.check, ddpcheck.check_script, ddpcheck.check_schedule, ddpcheck.check_matrix):
+        misspelled = {"timeuot": 1.0}
+        with pytest.raises(TypeError, match=f"{function.__name__}: there is no 'timeuot'; did you mean 'timeout'"):
+            function("recipe.py", **misspelled)
 
 
 @pytest.mark.parametrize("name", [name for name in ddpcheck.__all__ if name != "__version__"])

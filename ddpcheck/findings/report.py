@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import html
+import importlib
 import json
 import math
 import os
@@ -240,7 +242,7 @@ def _plain(value: Any) -> Any:
     return data
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report(Document):
     """The result of checking one target. A renderer needs nothing else.
 
@@ -360,6 +362,33 @@ class Report(Document):
         if lines:
             text = "\n".join(lines)
             raise FindingsError(f"ddpcheck on {self.target}: {text}", self.at_or_above(fail_on))
+
+    def __repr__(self) -> str:
+        codes = ", ".join(dict.fromkeys(one.code for one in self.findings))
+        return f"<Report on {self.target}: {self.summary}{f' ({codes})' if codes else ''}>"
+
+    def __str__(self) -> str:
+        """The report as text, without colour."""
+        return self._rendered("text").rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        """The page, as a notebook shows it."""
+        page = self._rendered("html")
+        return f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: 40em; border: 0"></iframe>'
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report to a file, in the format of its extension: text, JSON, HTML, Markdown, SARIF or JUnit XML.
+
+        Raises:
+            UsageError: The extension is of no format.
+            OSError: The file cannot be written.
+        """
+        form = importlib.import_module("ddpcheck.render").format_for(None, path=os.fspath(path))
+        Path(path).write_text(self._rendered(form), encoding="utf-8", errors="backslashreplace")
+
+    def _rendered(self, form: str) -> str:
+        renderer = importlib.import_module("ddpcheck.render").renderer_for(form)  # which imports this module
+        return str(renderer.render(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as `to_json` writes it."""

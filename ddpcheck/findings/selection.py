@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from fnmatch import fnmatchcase
 
 from ddpcheck.findings.errors import UsageError
@@ -23,34 +24,39 @@ class Suppression:
     """Findings that are accepted, and why.
 
     Attributes:
-        code: Code, prefix of a code or name of the rules.
+        rule: Code, prefix of a code or name of the rules.
         reason: Shown in each report that it changes.
         parameter: A pattern such as "aux.*" for the subjects of a finding: parameters, buffers, modules or options.
         target: A pattern for the target, as it was spelled; with or without ":attr" or a script's arguments.
         file: A pattern for the file that a finding is in, as the report shows it.
+        code: Deprecated: another name of `rule`.
     """
 
-    code: str
-    reason: str
+    rule: str = ""
+    reason: str = ""
     parameter: str = "*"
     target: str = "*"
     file: str = "*"
+    code: InitVar[str] = ""
 
-    def __post_init__(self) -> None:
-        for name in ("code", "reason", "parameter", "target", "file"):
+    def __post_init__(self, code: str) -> None:
+        if code:
+            warnings.warn("Suppression(code=) is deprecated: use rule=", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "rule", code)
+        for name in ("rule", "reason", "parameter", "target", "file"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value.strip():
                 raise UsageError(f"{name} of a suppression must be a text that is not empty, not {value!r}")
-        matching_rules(self.code)
+        matching_rules(self.rule)
 
     def __str__(self) -> str:
         subjects = f" for {self.parameter!r}" if self.parameter != "*" else ""
-        return f"{self.code}{subjects}{f' in {self.file!r}' if self.file != '*' else ''}"
+        return f"{self.rule}{subjects}{f' in {self.file!r}' if self.file != '*' else ''}"
 
     @property
     def codes(self) -> frozenset[str]:
         """Of the rules that it is about."""
-        return frozenset(rule.code for rule in matching_rules(self.code))
+        return frozenset(rule.code for rule in matching_rules(self.rule))
 
     def applies_to(self, target: str) -> bool:
         """Whether it is for this target."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import itertools
 import re
 import types
@@ -12,7 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, ParamSpec, TypeVar, cast
 
-from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.errors import RankFailure, WrongTypeError
 from ddpcheck.findings.figures import ParameterPath
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, RelatedLocation
@@ -20,10 +22,29 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.rules.rule import Severity
 
 Value = TypeVar("Value")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 LONGEST_TRACEBACK = 10_000  # characters
 _LONGEST = 2_000
 _LONGEST_OF = {"subjects": 500, "parameter": 500, "detail": 20_000}  # by the name of the field
+
+
+def suggests_names(what: str) -> Callable[[Function], Function]:
+    """Have a function name the argument that an unknown one is like; Python says only that it is unknown."""
+
+    def decorate(function: Function) -> Function:
+        names = [*inspect.signature(function).parameters]
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            for name in named:
+                if name not in names and (near := difflib.get_close_matches(name, names, n=1)):
+                    raise WrongTypeError(f"{what}: there is no {name!r}; did you mean {near[0]!r}?")
+            return function(*arguments, **named)
+
+        return cast(Function, call)
+
+    return decorate
 
 
 def shortened(text: str, most: int) -> str:

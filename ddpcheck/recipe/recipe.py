@@ -6,8 +6,7 @@ import contextlib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
+from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ from torch import nn
 from ddpcheck.findings.errors import DdpcheckError, TargetError, WrongTypeError
 from ddpcheck.findings.source_lines import exception_location, user_traceback
 from ddpcheck.findings.tracebacks import for_target, is_misuse, is_ours
-from ddpcheck.findings.wording import shortened
+from ddpcheck.findings.wording import shortened, suggests_names
 from ddpcheck.recipe.pytree import shard_batch, tree_tensors
 
 Result = TypeVar("Result")
@@ -48,14 +47,6 @@ class Recipe:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
     wrap: Callable[[nn.Module, torch.device], nn.Module] | None = None
-
-    def __new__(cls, *_arguments: Any, **given: Any) -> Recipe:
-        """Suggest the part that an unknown one is like: Python says only that it is unknown."""
-        names = [attribute.name for attribute in fields(cls)]
-        for name in given:
-            if name not in names and (near := get_close_matches(name, names, n=1)):
-                raise WrongTypeError(f"recipe: there is no {name!r}; did you mean {near[0]!r}?")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("model", "batch", "loss", "shard", "optimizer", "wrap"):
@@ -134,6 +125,9 @@ class Recipe:
         if not isinstance(wrapped, nn.Module):
             raise TargetError(f"wrap(module, device) returned {kind_of(wrapped)}; it must return a torch.nn.Module")
         return wrapped
+
+
+Recipe.__init__ = suggests_names("recipe")(Recipe.__init__)  # type: ignore[method-assign]
 
 
 def _needs_closure(optimizer: Any) -> bool:

@@ -217,13 +217,14 @@ def _modules(value: Any) -> tuple[str, ...]:
 def _suppressions(value: Any) -> tuple[Suppression, ...]:
     """The tables of `[[tool.ddpcheck.suppress]]`."""
     if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
-        raise ValueError("tables [[tool.ddpcheck.suppress]] in pyproject.toml, each with a code and a reason")
+        raise ValueError("tables [[tool.ddpcheck.suppress]] in pyproject.toml, each with a rule and a reason")
     keys = [one.name for one in fields(Suppression)]
     found = []
-    for number, table in enumerate(value, 1):
+    for number, one in enumerate(value, 1):
+        table = {"rule" if key == "code" else key: text for key, text in one.items()}  # as earlier versions had it
         if unknown := next((key for key in table if key not in keys), None):
             raise UsageError(f"table {number} has no key {unknown!r}; {suggestion(unknown, keys, 'keys')}")
-        if missing := next((key for key in ("code", "reason") if key not in table), None):
+        if missing := next((key for key in ("rule", "reason") if key not in table), None):
             raise UsageError(f"table {number} needs a {missing!r}")
         try:
             found.append(Suppression(**table))

@@ -1,4 +1,4 @@
-"""A script under `ddpcheck run`, in processes of its own: for tests."""
+"""`check_script(path)`: a script under `ddpcheck run`, in processes of its own."""
 
 from __future__ import annotations
 
@@ -13,22 +13,32 @@ from pathlib import Path
 
 from ddpcheck.findings.errors import HangError, TargetError
 from ddpcheck.findings.report import Report
+from ddpcheck.findings.wording import suggests_names
 
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 _GRACE = 10.0  # seconds that `ddpcheck run` has to end its ranks
 
 
+@suggests_names("check_script")
 def check_script(
-    script: str | Path, arguments: Sequence[str] = (), *, world_size: int, parity: bool, timeout: float
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    world_size: int = 2,
+    parity: bool = True,
+    timeout: float = 600.0,
 ) -> Report:
-    """Run a script on ranks of this machine, and report on it.
+    """Run a script on ranks of this machine, as `ddpcheck run` does, and report on it.
 
     Args:
         script: Its path.
         arguments: For the script.
         world_size: The number of ranks.
-        parity: Whether it also runs in a single process, which is compared.
+        parity: Whether it also runs in a single process on the same samples, which is compared (`--check-parity`).
         timeout: Seconds that all runs together may take.
+
+    Returns:
+        The report, with findings or without.
 
     Raises:
         HangError: They took longer.

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -7,7 +8,7 @@ pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpcheck.findings.errors import FindingsError
+from ddpcheck.findings.errors import FindingsError, UsageError
 from ddpcheck.findings.figures import (
     CalledCollective,
     CollectiveTimeline,
@@ -194,3 +195,15 @@ def test_any_report_can_be_rendered(report: Report) -> None:
     for name in FORMATS:
         for encoding in ("utf-8", "ascii"):
             renderer_for(name, medium=Medium(width=60, encoding=encoding)).render(report).encode(encoding)
+
+
+def test_a_report_is_printed_shown_in_a_notebook_and_saved_by_extension(tmp_path: Path) -> None:
+    report = Report("net.py", findings=(UNUSED, ZERO))
+    assert repr(report) == "<Report on net.py: 2 findings (DDP101, DDP107)>"
+    assert str(report) == renderer_for("text").render(report).rstrip("\n") and "\x1b" not in str(report)
+    assert "&lt;html" in report._repr_html_() and "DDP101" in report._repr_html_()
+    for name, form in (("r.json", "json"), ("r.html", "html"), ("r.sarif", "sarif")):
+        report.save(tmp_path / name)
+        assert (tmp_path / name).read_text(encoding="utf-8") == renderer_for(form).render(report)
+    with pytest.raises(UsageError, match="cannot tell a format from the name"):
+        report.save(tmp_path / "report.pdf")

@@ -54,6 +54,13 @@ def test_a_suppressed_finding_does_not_count_and_keeps_its_reason() -> None:
     assert sorted_out(HANG, suppress=[Suppression("hang", WHY, "aux.*")]).findings == (HANG,)
 
 
+def test_the_older_name_of_a_rule_is_read_and_deprecated() -> None:
+    with pytest.warns(DeprecationWarning, match="use rule="):
+        assert Suppression(code="DDP101", reason=WHY, parameter="aux.*") == OF_AUX
+    with pytest.raises(UsageError, match="rule of a suppression must be a text"):
+        Suppression(reason=WHY)
+
+
 @pytest.mark.parametrize(
     ("comment", "note"),
     [
@@ -199,7 +206,7 @@ def test_the_settings_of_a_project_hold_for_a_script(tmp_path: Path, monkeypatch
     ("table", "message"),
     [
         ("code = 'DDP101'", "table 1 needs a 'reason'"),
-        ("reason = 'x'", "table 1 needs a 'code'"),
+        ("reason = 'x'", "table 1 needs a 'rule'"),
         ("code = 'DDP101'\nreason = ' '", "table 1: reason of a suppression must be a text that is not empty, not ' '"),
         ("code = 'DDP101'\nreason = 'x'\nparam = 'a'", "table 1 has no key 'param'; did you mean 'parameter'?"),
         ("code = 'unused-paramter'\nreason = 'x'", "table 1: no rule matches 'unused-paramter'; did you mean DDP101"),

@@ -9,6 +9,7 @@ from ddpcheck.findings.errors import WrongTypeError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.selection import Suppression
+from ddpcheck.findings.wording import suggests_names
 from ddpcheck.recipe.target import find_file, is_path, split_target
 from ddpcheck.report.checking.check_report import report_of
 from ddpcheck.report.checking.check_run import CheckRun
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 MOST_STEPS = 10_000
 
 
+@suggests_names("check")
 def check(
     target: Recipe | str,
     *,

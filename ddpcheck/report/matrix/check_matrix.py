@@ -18,7 +18,7 @@ from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import ReportError, Severity
 from ddpcheck.findings.selection import Suppression
-from ddpcheck.findings.wording import counted
+from ddpcheck.findings.wording import counted, suggests_names
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import decided
 from ddpcheck.report.checking.check_report import report_of
@@ -47,6 +47,7 @@ _SECONDS_A_ROW = 1.0
 _EPS = {64: 2.3e-16, 32: 1.2e-7, 16: 7.9e-3}  # machine epsilon by the bits of a gradient, of the coarser dtype at 16
 
 
+@suggests_names("check_matrix")
 def check_matrix(
     target: Recipe | str,
     *,

@@ -22,7 +22,7 @@ from ddpcheck.findings.errors import EXIT_HANG, EXIT_TARGET, EXIT_USAGE, Ddpchec
 from ddpcheck.findings.evidence.endings import ScheduledCall, Simulated, SimulatedRank
 from ddpcheck.findings.report import CheckResult, Finding, Report, ReportError
 from ddpcheck.findings.selection import Suppression
-from ddpcheck.findings.wording import counted, join_names
+from ddpcheck.findings.wording import counted, join_names, suggests_names
 from ddpcheck.judge.endings.schedules import judge_schedules
 from ddpcheck.judge.verdict import Verdict, status_of
 from ddpcheck.report import calls
@@ -42,6 +42,7 @@ _MOST_NAMED = 6  # that a check line names
 Result = TypeVar("Result")
 
 
+@suggests_names("check_schedule")
 def check_schedule(
     target: Recipe | str,
     *,
