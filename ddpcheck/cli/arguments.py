@@ -133,7 +133,10 @@ def make_parser() -> Parser:
     _add(live, "--select", "--ignore", "--fail-on", "--output", "--format")
     graph = command("graph", on_launched_ranks(run_graph), "check a recipe and draw its loss's graph, with faults")
     picture = "FILE.dot, FILE.svg or FILE.png; without it, dot source to standard output"
-    _add_target(graph).add_argument("-o", "--output", metavar="FILE", help=picture)
+    drawn = _add_target(graph)
+    drawn.add_argument("-o", "--output", metavar="FILE", help=picture)
+    views = "modules (default), or autograd: the loss's autograd graph, drawn by torchviz"
+    drawn.add_argument("--view", choices=("modules", "autograd"), default="modules", metavar="NAME", help=views)
     explain = command("explain", run_explain, "say what a rule means, why it matters and what to do")
     explain.add_argument("rules", metavar="RULE", nargs="+", help="a code, the beginning of one, or a name")
     rules = command("rules", run_rules, "list all rules")

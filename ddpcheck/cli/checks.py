@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,11 +115,18 @@ def run_graph(arguments: argparse.Namespace, hosts: Leader | None) -> int:
     settings = command_settings(arguments, RUN_SETTINGS, hosts)
     path = None if arguments.output in (None, "-") else arguments.output
     form = picture_format(path)
+    autograd = arguments.view == "autograd"
+    if autograd and find_spec("torchviz") is None:
+        raise UsageError("--view autograd needs torchviz, which is not installed: pip install torchviz graphviz")
     with OutputFile(path) as file, Progress(sys.stderr) as progress:
         from ddpcheck.report.graph.trace_graph import trace_graph
 
         report, view = trace_graph(
-            arguments.target, progress=progress, hosts=hosts, **{name: getattr(settings, name) for name in RUN_SETTINGS}
+            arguments.target,
+            autograd=autograd,
+            progress=progress,
+            hosts=hosts,
+            **{name: getattr(settings, name) for name in RUN_SETTINGS},
         )
         progress("laying out the picture")
         source = draw(view, report)

@@ -355,3 +355,44 @@ def test_the_picture_of_the_readme_is_that_of_today(monkeypatch: pytest.MonkeyPa
     committed = ROOT / "docs" / "graph.dot"
     assert fresh.read_text(encoding="utf-8") == committed.read_text(encoding="utf-8"), "run `make pictures`"
     assert (ROOT / "docs" / "graph.svg").exists()
+
+
+# The autograd graph, by torchviz
+
+
+def autograd_source(target: str, code: int = 0) -> str:
+    pytest.importorskip("torchviz")
+    command = ["graph", target, "--view", "autograd", "--steps", "1", "--timeout", "60", "-o", "graph.dot"]
+    assert cli.main(command) == code
+    return Path("graph.dot").read_text(encoding="utf-8") if code == 0 else ""
+
+
+def test_the_autograd_graph_has_findings_ends_and_what_is_not_in_it() -> None:
+    source = autograd_source(broken("parameters/detach"))
+    assert "DDP103 detached-parameter" in source and "detach()\nat detach.py:30" in source
+    (weight,) = re.findall(r'(n\d+) \[label="encoder\.weight\n[^"]*DDP103', source)
+    assert re.search(rf'{weight} -> "?detach\(\)', source) and not re.search(rf"{weight} -> n\d", source)
+    source = autograd_source(broken("parameters/unused"))
+    (unused,) = re.findall(r'(n\d+|"?[\w.]+"?) \[label="old_head\.weight\n[^"]*DDP101', source)
+    assert not re.search(rf"(^|\s){re.escape(unused)} ->", source, re.MULTILINE)
+
+
+DEEP = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+    def forward(self, x):
+        x = self.layer(x)
+        for _ in range({times}):
+            x = x + 0.001
+        return x
+def loss(model, batch):
+    return model(batch).mean()
+"""
+
+
+def test_an_autograd_graph_that_is_deep_is_drawn_and_a_large_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert autograd_source(recipe(DEEP.format(times=2000))).count("AddBackward0") == 2000
+    autograd_source(recipe(DEEP.format(times=4000)), code=2)
+    assert re.search(r"the autograd graph of the loss has 4,\d\d\d nodes", capsys.readouterr().err)

@@ -51,6 +51,10 @@ _LOOK = {
 
 def draw(view: GraphView, report: Report) -> str:
     """The dot source of a graph; the same graph gives the same text."""
+    if view.autograd:
+        title = _text(_title(view, report), end="\\l")
+        head, _, body = view.autograd.partition("{\n")
+        return f'{head}{{\n\tgraph [labelloc=t labeljust=l fontname=monospace label="{title}\\l"]\n{body}'
     return "\n".join(_Drawing(view).lines(_title(view, report))) + "\n"
 
 
@@ -168,7 +172,7 @@ def summary(view: GraphView, report: Report) -> str:
     for check in report.checks:
         if check.name == "parameters" and check.status == "skipped" and not codes:
             marked = f"whether parameters are anomalous is not known ({check.detail})"
-    return f"{counted(len(modules), 'module')} drawn, {marked}"
+    return f"{'autograd graph' if view.autograd else counted(len(modules), 'module')} drawn, {marked}"
 
 
 def picture_format(path: str | None) -> str:

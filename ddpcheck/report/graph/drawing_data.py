@@ -55,6 +55,7 @@ class GraphView:
     edges: Mapping[tuple[str, str], bool]  # by source and target, whether a gradient comes back
     modules: Mapping[str, ModuleFact]  # by path
     parameters: tuple[MarkedParameter, ...] = ()
+    autograd: str = ""  # dot source of the autograd graph, if that is to be drawn
 
 
 def prefixes(path: str) -> list[str]:

@@ -27,6 +27,7 @@ from ddpcheck.gather.phases.rank_state import rank_state
 from ddpcheck.gather.steps.training_step import make_batch
 from ddpcheck.recipe.pytree import copied, named_tensors, to_device, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
+from ddpcheck.report.graph.autograd_view import draw_autograd
 from ddpcheck.report.graph.drawing_data import GraphView, Mark, MarkedParameter, ModuleFact, Node, fold, module_of
 
 STEP = 0
@@ -178,10 +179,10 @@ def prepare(target: str | Recipe, seed: int, *, wrapped: bool, materialise: bool
     wrap()
 
 
-def trace(marks: Mapping[str, Mark]) -> GraphView | None:
+def trace(marks: Mapping[str, Mark], *, autograd: bool = False) -> GraphView | None:
     """Run the step, find out why gradients are missing, and run its forward pass once more to follow what flows.
 
-    Every rank does, since a forward may communicate.
+    Every rank does, since a forward may communicate. With `autograd`, rank 0 draws the autograd graph as well.
 
     Returns:
         The graph, on rank 0, with the parameters to mark in it.
@@ -201,9 +202,16 @@ def trace(marks: Mapping[str, Mark]) -> GraphView | None:
     shown = fold(known, faults, [end.module for end in ends.values()])
     ends = {name: replace(end, module=shown.get(end.module, end.module)) for name, end in ends.items()}
     recorder = FlowRecorder({key: shown[path] for key, (path, _) in modules.items()}, ends.values())
+    tensors = {name: tensor for name, _, tensor in held_tensors(module, recipe)}
+    tensors |= nn.Module.named_parameters(module, remove_duplicate=False)
+    source = ""
 
     def followed(model: nn.Module, batch: Any) -> Any:
-        return recorder.follow(lambda: call_loss(recipe, model, batch, STEP), batch)
+        nonlocal source
+        result = recorder.follow(lambda: call_loss(recipe, model, batch, STEP), batch)
+        if autograd and state.rank == 0:
+            source = draw_autograd([loss for _, loss in named_tensors(result, "loss")], tensors, marks, ends)
+        return result
 
     state.recipe = replace(recipe, loss=followed)
     state.run_loss(STEP, "drawing, ")
@@ -215,8 +223,6 @@ def trace(marks: Mapping[str, Mark]) -> GraphView | None:
         for key, (path, _) in modules.items()
         if shown[path] == path
     }
-    tensors = {name: tensor for name, _, tensor in held_tensors(module, recipe)}
-    tensors |= nn.Module.named_parameters(module, remove_duplicate=False)
     aliases, parameters = all_names(module), {}
     for name, mark in marks.items():
         tensor = tensors.get(name, torch.empty(()))  # if only other ranks have it
@@ -224,4 +230,4 @@ def trace(marks: Mapping[str, Mark]) -> GraphView | None:
         around = shown.get(module_of(names[0]), module_of(names[0]))
         readers = recorder.readers.get(id(tensor)) or [stop_key(ends[each]) for each in names if each in ends]
         parameters[names] = MarkedParameter(mark, around, names, tuple(tensor.shape), tuple(readers))
-    return GraphView(tuple(recorder.nodes.values()), recorder.edges, facts, tuple(parameters.values()))
+    return GraphView(tuple(recorder.nodes.values()), recorder.edges, facts, tuple(parameters.values()), source)

@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
 
 
-def trace_graph(target: Recipe | str, *, hosts: Leader | None = None, **options: Any) -> tuple[Report, GraphView]:
+def trace_graph(
+    target: Recipe | str, *, autograd: bool = False, hosts: Leader | None = None, **options: Any
+) -> tuple[Report, GraphView]:
     """Check a recipe, and gather the graph of rank 0's loss in the first step with the parameters to mark in it.
 
-    `options` are those of `ddpcheck.check`. If only an explanation failed, there is a graph, and the report says so.
+    `options` are those of `ddpcheck.check`; with `autograd`, the autograd graph is drawn too. If only an explanation
+    failed, there is a graph, and the report says so.
 
     Raises:
         DdpcheckError: What the check, or the forward pass that is followed, failed with.
@@ -43,7 +46,7 @@ def trace_graph(target: Recipe | str, *, hosts: Leader | None = None, **options:
     try:
         with World(**settings, watch=CollectiveMismatchWatch(), hosts=hosts) as world:
             world.run(partial(prepare, wrapped=wrapped and not lazy, materialise=lazy))
-            view = world.run(calls.graph_phases.trace, marks(report.findings))[0]
+            view = world.run(partial(calls.graph_phases.trace, marks(report.findings), autograd=autograd))[0]
     except errors.RankError as error:
         error.raise_cause()
         raise

@@ -1,0 +1,92 @@
+"""The autograd graph of a loss as torchviz draws it, with the findings on its parameters."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.evidence.steps import PathEnd
+from ddpcheck.findings.rules import RULES
+from ddpcheck.report.graph.dot import COLOURS, DARK
+from ddpcheck.report.graph.drawing_data import Mark
+
+MOST_NODES = 3_000  # Graphviz takes minutes to lay out more
+_FRAMES_PER_NODE = 4  # of Python, in torchviz's recursion
+_STACK = 512 << 20  # bytes; a thread's address space, of which only the used part takes memory
+_STOP = {"shape": "octagon", "color": "#B00020", "fillcolor": "#FFF1F0", "fontcolor": "#B00020"}
+_ADDRESS = re.compile(r"\b\d{9,}\b")
+
+
+def draw_autograd(
+    losses: Sequence[torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    marks: Mapping[str, Mark],
+    ends: Mapping[str, PathEnd],
+) -> str:
+    """Return dot source of the autograd graph of losses.
+
+    Args:
+        losses: Scalars.
+        tensors: Parameters, and leaves that are trained without being one, by name.
+        marks: What is wrong with some of them, by name; those that the graph lacks are drawn beside it.
+        ends: Where the paths of some of them end, by name.
+
+    Raises:
+        UsageError: torchviz cannot be imported, or the graph has more than `MOST_NODES` nodes.
+    """
+    try:
+        from torchviz import make_dot
+    except ImportError as error:
+        raise UsageError(
+            f"--view autograd needs torchviz, which cannot be imported: {error} (pip install torchviz graphviz; on "
+            "Python 3.12 or later also setuptools)"
+        ) from None
+    count = _count_nodes(losses)
+    if count > MOST_NODES:
+        raise UsageError(
+            f"the autograd graph of the loss has {count:,} nodes, and --view autograd draws {MOST_NODES:,}: use --view "
+            "modules, or a recipe with a smaller model"
+        )
+    drawn = _with_deep_stack(lambda: make_dot(tuple(losses), params=dict(tensors)), _FRAMES_PER_NODE * count)
+    for name, (code, where) in marks.items():
+        tensor = tensors.get(name)
+        key, shape = (name, "") if tensor is None else (str(id(tensor)), str(tuple(tensor.shape)))
+        label = "\n".join(filter(None, (name, shape, f"{code} {RULES[code].name}", where)))
+        drawn.node(key, label, fillcolor=COLOURS[code], fontcolor="white" if code in DARK else "black")
+        if end := ends.get(name):
+            stop = f"{end.reason} at {end.location}"
+            drawn.node(stop, f"{end.reason}\nat {end.location}" if end.location else end.reason, **_STOP)
+            drawn.edge(key, stop, style="dashed")
+    numbers: dict[str, str] = {}
+    return _ADDRESS.sub(lambda match: numbers.setdefault(match[0], f"n{len(numbers)}"), str(drawn.source))
+
+
+def _count_nodes(losses: Sequence[torch.Tensor]) -> int:
+    pending = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    seen = set(pending)
+    for node in pending:  # which grows
+        below = [one for one, _ in node.next_functions if one is not None and one not in seen]
+        seen.update(below)
+        pending += dict.fromkeys(below)
+    return len(seen)
+
+
+def _with_deep_stack(function: Any, frames: int) -> Any:
+    """Call a recursive function in a thread whose stack has room for so many frames."""
+    made: list[Any] = []
+    before, size = sys.getrecursionlimit(), threading.stack_size(_STACK)
+    sys.setrecursionlimit(before + frames)
+    try:
+        thread = threading.Thread(target=lambda: made.append(function()))
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(size)
+        sys.setrecursionlimit(before)
+    return made[0]
