@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddpcheck import launch as launch
     from ddpcheck import rank as rank
     from ddpcheck.anomalous import detect_anomalous_params
     from ddpcheck.consistency import check_consistency
@@ -126,7 +127,7 @@ _HOMES = {
 }
 
 
-_MODULES = ("rank",)  # public ones, which `import ddpcheck` is enough for
+_MODULES = ("rank", "launch")  # public ones, which `import ddpcheck` is enough for
 
 
 def __getattr__(name: str) -> Any:
