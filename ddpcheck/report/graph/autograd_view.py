@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r"\b\d{9,}\b")
 
 
 def draw_autograd(
-    losses: Sequence[torch.Tensor],
+    losses: Mapping[str, torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
     marks: Mapping[str, Mark],
     ends: Mapping[str, PathEnd],
@@ -32,7 +32,7 @@ def draw_autograd(
     """Return dot source of the autograd graph of losses.
 
     Args:
-        losses: Scalars.
+        losses: Scalars, by name.
         tensors: Parameters, and leaves that are trained without being one, by name.
         marks: What is wrong with some of them, by name; those that the graph lacks are drawn beside it.
         ends: Where the paths of some of them end, by name.
@@ -47,22 +47,27 @@ def draw_autograd(
             f"--view autograd needs torchviz, which cannot be imported: {error} (pip install torchviz graphviz; on "
             "Python 3.12 or later also setuptools)"
         ) from None
-    count = _count_nodes(losses)
+    count = _count_nodes([*losses.values()])
     if count > MOST_NODES:
         raise UsageError(
             f"the autograd graph of the loss has {count:,} nodes, and --view autograd draws {MOST_NODES:,}: use --view "
             "modules, or a recipe with a smaller model"
         )
-    drawn = _with_deep_stack(lambda: make_dot(tuple(losses), params=dict(tensors)), _FRAMES_PER_NODE * count)
+    drawn = _with_deep_stack(
+        lambda: make_dot(tuple(losses.values()), params={**tensors, **losses}), _FRAMES_PER_NODE * count
+    )
+    stops: dict[str, str] = {}
     for name, (code, where) in marks.items():
         tensor = tensors.get(name)
         key, shape = (name, "") if tensor is None else (str(id(tensor)), str(tuple(tensor.shape)))
         label = "\n".join(filter(None, (name, shape, f"{code} {RULES[code].name}", where)))
         drawn.node(key, label, fillcolor=COLOURS[code], fontcolor="white" if code in DARK else "black")
         if end := ends.get(name):
-            stop = f"{end.reason} at {end.location}"
-            drawn.node(stop, f"{end.reason}\nat {end.location}" if end.location else end.reason, **_STOP)
-            drawn.edge(key, stop, style="dashed")
+            label = f"{end.reason}\nat {end.location}" if end.location else end.reason
+            if label not in stops:
+                stops[label] = f"stop{len(stops)}"
+                drawn.node(stops[label], label, **_STOP)
+            drawn.edge(key, stops[label], style="dashed")
     numbers: dict[str, str] = {}
     return _ADDRESS.sub(lambda match: numbers.setdefault(match[0], f"n{len(numbers)}"), str(drawn.source))
 

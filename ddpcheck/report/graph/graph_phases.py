@@ -210,7 +210,7 @@ def trace(marks: Mapping[str, Mark], *, autograd: bool = False) -> GraphView | N
         nonlocal source
         result = recorder.follow(lambda: call_loss(recipe, model, batch, STEP), batch)
         if autograd and state.rank == 0:
-            source = draw_autograd([loss for _, loss in named_tensors(result, "loss")], tensors, marks, ends)
+            source = draw_autograd(dict(named_tensors(result, "loss")), tensors, marks, ends)
         return result
 
     state.recipe = replace(recipe, loss=followed)
