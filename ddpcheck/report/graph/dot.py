@@ -148,7 +148,7 @@ def _title(view: GraphView, report: Report) -> Iterator[str]:
         yield "no findings"
     if any(node.kind == "stop" for node in view.nodes):
         yield "octagon: the end of a path; what was computed before it gets no gradient through it"
-    if not all(view.edges.values()):
+    if not view.autograd and not all(view.edges.values()):
         yield "dashed arrow: data only, no gradient comes back"
 
 
