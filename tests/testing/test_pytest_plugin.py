@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -356,3 +357,14 @@ def test_an_exception_in_a_thread_that_a_rank_waits_for_is_told(inner) -> None:
     done.stdout.re_match_lines(
         [r".*rank 1 waits in get\(\) at .* for a thread \(feeder\) that raised ValueError: bad sample"]
     )
+
+
+@pytest.mark.skipif(
+    "ddpcheck" not in {one.name for one in entry_points(group="pytest11")}, reason="ddpcheck is not installed"
+)
+@pytest.mark.parametrize("option", ["no:ddpcheck", "no:ddpcheck.pytest_plugin", "ddpcheck.pytest_plugin"])
+def test_the_plugin_is_named_ddpcheck_and_loaded_once(option: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", option, "-p", "no:cacheprovider", "--fixtures", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert "Error" not in done.stderr, done.stderr
+    assert ("ddp_world" in done.stdout) is not option.startswith("no:")

@@ -367,4 +367,4 @@ def test_who_runs_no_rank_pays_for_none(tmp_path: Path, source, arguments, impor
     assert found["children"] == [] and found["scratch"] == []
     assert not {"torch", "rich", "cloudpickle"} & set(found["modules"])
     if imported is not None:
-        assert set(found["modules"]) == imported
+        assert set(found["modules"]) - {"ddpcheck.testing", "ddpcheck.testing.entry_point"} == imported
