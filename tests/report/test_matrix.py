@@ -204,13 +204,16 @@ def test_a_needless_option_is_a_cost_once_and_safe_ones_are_listed() -> None:
         row("wrong", SUM, static_graph=True),
     )
     found = advise(rows, noise=0.01)
-    assert kinds(found) == ["own", "wrong", "costs", "warns", "safe"]
+    assert kinds(found) == ["own", "wrong", "costs", "warns", "safe", "lossy"]
     assert said(found, "costs").startswith("find_unused_parameters=True is needless: every parameter contributes")
     assert "a step takes 1.20 times as long (1.19 to 1.21) here" in said(found, "costs")
     assert said(found, "wrong") == "static_graph=True is wrong for it: DDP305 The loss sums over samples."
     assert said(found, "warns").startswith("forward_sync_buffers=False is right, with a warning: DDP214: 1 buffer")
     assert said(found, "safe") == (
-        "Safe, and without a measurable difference in step time: gradient_as_bucket_view=True; "
+        "Safe, and without a measurable difference in step time: gradient_as_bucket_view=True."
+    )
+    assert said(found, "lossy") == (
+        "Right except for rounding, and without a measurable difference in step time: "
         "fp16_compress_hook (rounds gradients by up to 4.0e-04)."
     )
 
@@ -266,7 +269,10 @@ def test_a_matrix_as_a_log_shows_it() -> None:
     assert "- bucket_cap_mb=1; bucket_cap_mb=100 skipped: all gradients fit into one bucket" in lines
     assert "needs: It needs find_unused_parameters=True." in lines
     assert "note: A note." in lines
-    assert lines[-1] == "stops: the recipe's own options; 5 combinations of options: 2 right, 1 lossy, 2 stops"
+    assert (
+        lines[-1]
+        == "stops: the recipe's own options; 5 combinations of options: 2 right, 1 lossy, 2 stops, and 2 not run"
+    )
     assert "baseline differs from itself by up to 1.5%" in text
 
 
@@ -316,7 +322,10 @@ def test_the_command_shows_the_matrix_and_fails_for_the_recipes_own_options(stub
 
 def test_a_saved_matrix_is_shown_again(stub_sweep, capsys) -> None:
     assert cli.main(["report", "net.py", "--matrix", "-o", "m.json"]) == 1
-    assert "5 combinations of options: 2 right, 1 lossy, 2 stops, written to m.json" in capsys.readouterr().err
+    assert (
+        "5 combinations of options: 2 right, 1 lossy, 2 stops, and 2 not run, written to m.json"
+        in capsys.readouterr().err
+    )
     saved = Matrix.from_json(Path("m.json").read_text(encoding="utf-8"))
     assert saved == replace(MATRIX, command="ddpcheck report net.py --matrix -o m.json")
     assert cli.main(["render", "m.json"]) == 0

@@ -121,10 +121,11 @@ class MatrixRow:
         return EXIT_FINDINGS if bad else EXIT_CLEAN
 
 
-AdviceKind = Literal["own", "needs", "fault", "wrong", "costs", "gains", "warns", "safe"]
+AdviceKind = Literal["own", "needs", "fault", "wrong", "costs", "gains", "warns", "safe", "lossy"]
 """`own`: the recipe's own options. `needs`: without which it is not right. `fault`: no option mends it. `wrong`: not
 right with these. `costs`: right and slower, or needless. `gains`: right and faster. `warns`: right, with a warning that
-the others do not have. `safe`: right, and no difference that could be measured."""
+the others do not have. `safe`: right, and no difference that could be measured. `lossy`: the same, except for the
+rounding of a communication hook."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,9 @@ class Matrix(Document):
         """The rows counted, in words."""
         counts = {name: sum(row.verdict == name for row in self.rows) for name in _COUNTED}
         said = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
-        return f"{sum(counts.values())} combinations of options: {said}" if said else "no combination could be run"
+        skipped = len(self.rows) - sum(counts.values())
+        ran = f"{sum(counts.values())} combinations of options: {said}"
+        return f"{ran}{f', and {skipped} not run' if skipped else ''}" if said else "no combination could be run"
 
     def exit_code(self, fail_on: Severity | None = Severity.ERROR) -> int:
         """That of the recipe's own options; what other options do is advice."""
@@ -284,7 +287,7 @@ def _is_less(less: MatrixRow, more: MatrixRow) -> bool:
 
 def _on_fine(fine: Sequence[MatrixRow], noise: float) -> Iterator[Advice]:
     """What options cost, gain or warn of, and those that make no measurable difference."""
-    costs, gains, warns, safe = [], [], [], []
+    costs, gains, warns, safe, lossy = [], [], [], [], []
     expected = _warnings(fine[0])
     for row in fine:
         ratio, takes = _step_time(row, noise)
@@ -305,13 +308,15 @@ def _on_fine(fine: Sequence[MatrixRow], noise: float) -> Iterator[Advice]:
             said = " ".join(f"{code}: {message}" for code, message in more.items())
             warns.append(f"{row.title} is {right}, with a warning: {said}")
         elif ratio == 1:
-            safe.append(f"{row.title} ({rounds})" if rounds else row.title)
+            (lossy if rounds else safe).append(f"{row.title} ({rounds})" if rounds else row.title)
     yield from (Advice("costs", text) for text in costs)
     yield from (Advice("gains", text) for _, text in sorted(gains, key=lambda gain: gain[0]))
     yield from (Advice("warns", text) for text in warns)
+    tail = ", and without a measurable difference in step time" if any(row.step_time for row in fine) else ""
     if safe:
-        tail = ", and without a measurable difference in step time" if any(row.step_time for row in fine) else ""
         yield Advice("safe", f"Safe{tail}: {'; '.join(safe)}.")
+    if lossy:
+        yield Advice("lossy", f"Right except for rounding{tail}: {'; '.join(lossy)}.")
 
 
 def _step_time(row: MatrixRow, noise: float) -> tuple[float, str]:
