@@ -238,20 +238,20 @@ def row(figures: Figures, base: Figures) -> str:
 
 PAGE = """\
 <!-- Written by `python benchmarks/memory.py --write`. -->
-# What `ddpcheck report` needs of memory
+# Memory of `ddpcheck report`
 
 The peak of all processes of a check together: {ranks} ranks, gloo, {steps} steps, float32, SGD; {machine}.
-A page that several processes share counts once. Private memory has to be there. Beside it are pages of files in the
-folder for temporary files (`TMPDIR`); if that folder is on a disk, the kernel can drop them and read them again.
-Bytes a parameter leave out what the check of a small model needs.
+A page that several processes share counts once. Private memory must be available. In addition there are pages of files
+in the temporary directory (`TMPDIR`); if it is on a disk, the kernel can drop them and read them again. Bytes per
+parameter exclude the memory for the check of a small model.
 
-| model | million parameters | private MiB | private bytes a parameter | with files | GiB at 1,000 million |
+| model | million parameters | private MiB | private bytes per parameter | with files | GiB at 1,000 million |
 |---|---:|---:|---:|---:|---:|
 {rows}
 
-The aim is {aim} GiB of private memory for 1,000 million parameters. The last column is what a row comes to at that
-size, which was not run. Plain DDP itself needs 24 bytes a parameter on 2 ranks: parameters, gradients and buckets. The
-optimizer's state, and what the forward pass keeps, come on top of that, as in training.
+The aim is {aim} GiB of private memory for 1,000 million parameters. The last column extrapolates a row to that
+size, which was not run. Plain DDP itself needs 24 bytes per parameter on 2 ranks: parameters, gradients and buckets. As
+in training, the optimizer's state and the activations are added to this.
 """
 
 

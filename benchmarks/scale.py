@@ -119,7 +119,7 @@ PAGE = """\
 # How the cost grows with the ranks
 
 {machine}. Medians of {repeats} runs. An exponent of 1
-means that twice as many ranks take twice as long, so that a rank costs the same.
+means that twice as many ranks take twice as long: the cost per rank is constant.
 
 ## Real ranks, gloo
 
@@ -127,17 +127,17 @@ means that twice as many ranks take twice as long, so that a rank costs the same
 |---:|---:|---:|---:|---:|---:|
 {worlds}
 
-`check_consistency` compares {parameters:,} parameters over the store; beside it is what one would write by hand, a
-gather of the names, shapes, dtypes and strides of all. Exponents: {world_exponent:.2f} for a world,
+`check_consistency` compares {parameters:,} parameters over the store; the alternative by hand is a gather of
+the names, shapes, dtypes and strides of all. Exponents: {world_exponent:.2f} for a world,
 {consistency_exponent:.2f} for `check_consistency`, {gather_exponent:.2f} for `all_gather_object`.
 
-## What ranks have said, judged in one process
+## Evidence of many ranks, judged in one process
 
 | ranks | modules of 100 parameters | a rank | lists of {calls} collectives | a rank | text of the report | HTML page |
 |---:|---:|---:|---:|---:|---:|---:|
 {judged}
 
-Ranks that agree are one line of a report, however many there are. Exponents: {module_exponent:.2f} for modules,
+Ranks that agree are one line of a report, regardless of their number. Exponents: {module_exponent:.2f} for modules,
 {call_exponent:.2f} for collectives.
 
 ## Simulated ranks

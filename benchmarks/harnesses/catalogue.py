@@ -64,8 +64,8 @@ CATALOGUE = {
         Row("empty", "pytest, empty tests", "nothing, in a file that imports torch", FAST, sizes=(0,)),
         Row(
             "alone",
-            "one process by itself",
-            "a group of one, made, used and destroyed in the process that is there",
+            "one process alone",
+            "a group of one, created, used and destroyed in the existing process",
             FAST,
             sizes=(1,),
             program=True,
@@ -73,7 +73,7 @@ CATALOGUE = {
         Row(
             "forked",
             "bare fork (the floor)",
-            "forks ranks from a process that has imported torch; checks nothing but their exit codes; no pytest",
+            "forks ranks from a process that has imported torch; checks only their exit codes; no pytest",
             FRESH,
             program=True,
         ),

@@ -102,11 +102,11 @@ def _listed(words: Iterable[str]) -> str:
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 _TOP = """\
 <!-- Written by `make bench`. -->
-# What a distributed test costs
+# Cost of a distributed test
 
-`ddp_world` beside other ways to test distributed PyTorch code, on one machine in one run. Every row does the same work:
-W processes, a gloo process group, one all-reduce whose result is checked on every rank, and an orderly end. **Compare
-the ratios**: the seconds are those of one machine, and the ratios are similar on others.
+This page compares `ddp_world` with other ways to test distributed PyTorch code, on one machine in one run. Every row
+does the same work: W processes, a gloo process group, one all-reduce whose result is checked on every rank, and an
+orderly exit. **Compare the ratios**: the seconds are those of one machine, and the ratios are similar on others.
 
 {how}
 """
@@ -117,40 +117,40 @@ _MEANING = """
   at its top. All files have been read before, so the disk does not count.
 - **further** is the time of each further test, (T(N) - T(1)) / (N - 1). N is 3 if a test takes seconds, and 51 or 201
   if it takes milliseconds.
-- **CPU** is that of the session and of every process that it has started, also of those that outlived their parent: the
-  benchmark waits for them.
+- **CPU** is that of the session and of every process that it has started, including those that outlived their parent:
+  the benchmark waits for them.
 - **Peak MiB** is the highest sum over all processes of a session of their proportional set size, in which a page that n
-  processes share counts 1/n in each. It comes from a session of its own, which is not timed: in it the ranks stay for
-  half a second, so that none is missed. Other programs that use the same torch make it look lower than it is.
+  processes share counts 1/n in each. It is measured in a separate session, which is not timed: its ranks stay
+  alive for half a second, so that none is missed. It is too low if other programs use the same torch.
 - Rows are measured in turns (A, B, C, and again A, B, C), each session of N tests right after the one of a single test,
-  and each figure is the median over the turns, so that other load on the machine meets all rows alike. Every process
-  has one OpenMP thread, pytest has no plugin but the one that the row needs, and gloo uses the loopback interface.
+  and each figure is the median over the turns, so that other load on the machine affects all rows equally. Every
+  process has one OpenMP thread, pytest loads only the plugin that the row needs, and gloo uses the loopback interface.
 
-## What the figures say, and what they do not
+## How to read the figures
 
-- **`MultiThreadedTestCase` is cheaper than `ddp_world`, and not the same.** Its ranks are threads of one process, and
+- **`MultiThreadedTestCase` is cheaper than `ddp_world`, but not equivalent.** Its ranks are threads of one process, and
   its collectives are simulated in the memory of that process: there is no gloo and no second process, and ranks share
-  every global of Python and of torch. A fault that lies in any of these does not show.
+  every global of Python and of torch. It cannot detect faults in any of these.
 - **Harnesses that keep their ranks are cheaper for each further test than those that start fresh ones.**
-  `MultiProcContinuousTest` keeps the ranks and the process group of a class: state that a test leaves behind meets the
-  next one, and after a failure the rest of the class is skipped. A `ddpcheck.World` that is kept open shares in the
-  same way, and ends with its first failure. `ddp_world` with reuse keeps the ranks of a module, makes a process group
-  for each test, and takes fresh ranks after a failure.
-- **The floor is not a harness.** It forks from a process that has imported torch, and looks at exit codes: no deadline,
-  no output, no result and no traceback of a rank, and the parent must never have used a thread. It also pays for no
+  `MultiProcContinuousTest` keeps the ranks and the process group of a class: state that a test leaves behind affects
+  the next one, and after a failure the rest of the class is skipped. A `ddpcheck.World` that is kept open shares state
+  in the same way, and ends with its first failure. `ddp_world` with reuse keeps the ranks of a module, creates a
+  process group for each test, and starts fresh ranks after a failure.
+- **The floor is not a harness.** It forks from a process that has imported torch, and checks exit codes: no deadline,
+  no output, no result and no traceback of a rank, and the parent must never have used a thread. It also runs without
   pytest. A harness with fresh ranks can be faster only by preparing them while another test runs.
 - **One all-reduce shows the harness alone.** A test that trains for a second takes a second more in every row, and the
-  ratios come nearer to 1.
+  ratios get closer to 1.
 - **With a single test, every row pays for importing torch.** `ddp_world` pays for it twice in CPU time, once in the
   test file and once in its fork server; ranks share the latter, and harnesses that spawn pay once more for each rank.
 - **DeepSpeed's row is a stand-in** for the way in which its tests start ranks; `benchmarks/harnesses/rows/pooled.py`
-  names the source. The half second that the original sleeps after each test is left out, in its favour. What stands in
-  the other rows is the original, as it comes with torch.
+  names the source. The half second that the original sleeps after each test is omitted, in its favour. The
+  other rows use the original harness of torch.
 
 ## Again
 
 ```sh
-make bench                                                   # all of it, and this page
+make bench                                                   # everything, and this page
 python -m benchmarks.harnesses --quick                       # fewer and shorter: no figures to quote
 python -m benchmarks.harnesses --only fixture spawned --ranks 2 --json figures.json
 ```

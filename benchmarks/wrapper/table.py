@@ -28,8 +28,8 @@ _AIM = f"at most {LIMIT:g} % of a step, and less than find_unused_parameters"
 
 
 _LEGEND = (
-    "per cent: more than a step of plain DDP in the same turn, wall time, median and 95 % interval",
-    "CPU: the same of the thread that trains; own code: processor time in ddpcheck a step; again: a second plain DDP",
+    "per cent: increase over a step of plain DDP in the same turn, wall time, median and 95 % interval",
+    "CPU: the same for the training thread; own code: processor time in ddpcheck per step; again: a second plain DDP",
 )
 
 
@@ -61,9 +61,9 @@ def _percent(found: Estimate | None, *, interval: bool = True) -> str:
 
 _TOP = """\
 <!-- Written by `python -m benchmarks.wrapper --write`. -->
-# What a healthy step of the wrapper costs
+# Cost of a healthy step of the wrapper
 
-`CheckedDistributedDataParallel(model, detect_anomalous_params=True)` beside plain `DistributedDataParallel`,
+`CheckedDistributedDataParallel(model, detect_anomalous_params=True)` compared with plain `DistributedDataParallel`,
 `find_unused_parameters=True`, and the detector of mmengine's `MMDistributedDataParallel`, on two ranks under gloo, on
 CPU, {how}.
 
@@ -72,30 +72,29 @@ _MEANING = """
 ## What is measured
 
 - **A step** is `zero_grad`, forward, backward and the step of an SGD optimizer, on a small batch (8 samples, unless
-  another number is given), so that a step is short, and ddpcheck's part of it large. Models are chains of linear layers
-  with a way around each, and one transformer encoder. Each rank has one thread.
+  another number is given), so that a step is short, and ddpcheck's share of it large. Models are chains of linear
+  layers with a residual connection around each, and one transformer encoder. Each rank has one thread.
 - **Turns.** In each turn every alternative makes one step, in a random order that is the same on both ranks, after a
-  barrier. Percentages compare with the plain step of the same turn, so that other load meets all alike. The wall time
-  of a step is that of the slower rank. Medians over {turns} turns; the interval, by order statistics, holds the true
-  median in 95 of 100 runs.
-- **checked** is the same wrapper, in the same memory, as the plain one: its hooks are put on for the step and taken off
-  after it. mmengine's detector runs after the optimizer's step, as in its `train_step`, on that wrapper, too.
-  `find_unused_parameters` needs another wrapper, so **again** is a second plain one: what copies differ in by
-  themselves.
-- **own code** is the processor time that a step spends in ddpcheck, measured in place, with the questions that it asks
-  torch; what torch takes to call a hook is not in it. Where a step takes seconds, this is what tells: the clocks of
-  whole steps vary by more.
-- **Steady state** is what all columns but one show: a question to the autograd engine in each step, and one to the
-  store every 16th. **first 32** are the first 32 rounds of a new watch: there the store is asked after each, and rounds
-  0, 1, 2, 4, 8 and 16 are looked at thoroughly, with a hook on each parameter and a walk of the graph. Later looks, at
-  32, 64, 128 and so on, get rarer in proportion.
-- mmengine's detector calls itself for each node of the graph, and raises `RecursionError` where a graph is deeper than
-  Python allows; this program raises that limit so that it can be measured.
+  barrier. Percentages compare with the plain step of the same turn, so that other load affects all equally. The wall
+  time of a step is that of the slower rank. Medians over {turns} turns; the interval, by order statistics, holds the
+  true median in 95 of 100 runs.
+- **checked** is the same wrapper, in the same memory, as the plain one: its hooks are added for the step and removed
+  after it. mmengine's detector runs after the optimizer's step, as in its `train_step`, on the same wrapper.
+  `find_unused_parameters` needs another wrapper, so **again** is a second plain one, for the difference between copies.
+- **own code** is the processor time that a step spends in ddpcheck, measured in place, including its queries to torch
+  but not torch's overhead of calling a hook. If a step takes seconds, use this column: the times of whole steps vary by
+  more.
+- **Steady state** is shown by all columns but one: a query to the autograd engine in each step, and one to the store in
+  every 16th. **first 32** are the first 32 rounds of a new watch: the store is read after each, and rounds 0, 1, 2, 4,
+  8 and 16 are checked thoroughly, with a hook on each parameter and a walk of the graph. Later thorough checks, at 32,
+  64, 128 and so on, become proportionally rarer.
+- mmengine's detector recurses for each node of the graph, and raises `RecursionError` if a graph is deeper than Python
+  allows; this program raises that limit so that it can be measured.
 
 ## Again
 
 ```sh
-python -m benchmarks.wrapper --write                     # all of it, on an idle machine, and this page
+python -m benchmarks.wrapper --write                     # everything, on an idle machine, and this page
 python -m benchmarks.wrapper --quick                     # one model, briefly: no figures to quote
 python -m benchmarks.wrapper --only many-1 --json run.json
 ```
