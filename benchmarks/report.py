@@ -41,16 +41,16 @@ batch = lambda step: torch.ones(4, 2)
 """
 PAGE = """\
 <!-- Written by `python benchmarks/report.py --write`. -->
-# What `ddpcheck report` costs
+# Cost of `ddpcheck report`
 
 {machine}; {ranks} ranks, gloo, {steps} steps.
-Both sides of a row ran in turn, {runs} times each: medians, and the least and the greatest ratio. Compare the ratios:
-seconds are those of one machine.
+Both sides of a row ran in turn, {runs} times each: medians, and the smallest and the largest ratio. Compare the
+ratios: seconds are those of one machine.
 
-## Beside the work that it cannot avoid
+## Compared with the unavoidable work
 
-That is the steps through DDP, those of the unwrapped module on each rank with its gradients averaged, and those of the
-global batch in a single process, in float32 and in float64. Both sides start their own ranks.
+The unavoidable work is the steps through DDP, those of the unwrapped module on each rank with averaged gradients, and
+those of the global batch in a single process, in float32 and in float64. Both sides start their own ranks.
 
 | model | the work | `check` | ratio |
 |---|---:|---:|---:|
@@ -58,7 +58,7 @@ global batch in a single process, in float32 and in float64. Both sides start th
 
 The aim is at most {aim}.
 
-## From nothing
+## From a cold start
 
 | model | `python -c "import torch"` | `ddpcheck report` | ratio |
 |---|---:|---:|---:|
@@ -74,7 +74,7 @@ The aim is at most {aim}.
 |---:|---:|---:|---:|
 {graphs}
 
-The aim is milliseconds for a million.
+The aim is milliseconds for a million nodes.
 """
 AIM = 1.3
 

@@ -156,13 +156,13 @@ def replicas_start_differently() -> Iterator[nn.Module]:
 
 @fault("DDP301", "return fully_shard(model, mesh=mesh or line(), **options)", ranks=4)
 def mesh_misses_ranks() -> Iterator[nn.Module]:
-    """The mesh is the inner dimension of a grid: two pairs of ranks, which train apart."""
+    """The mesh is the inner dimension of a grid: two pairs of ranks train separately."""
     yield from train(shard(build(), grid() if FIXED else grid()["shard"]))
 
 
 @fault("DDP301", "return fully_shard(model, mesh=mesh or line(), **options)")
 def mesh_of_one_rank() -> Iterator[nn.Module]:
-    """The mesh is the dimension of a grid that has one rank: each trains alone."""
+    """The mesh is the dimension of a grid with a single rank: each rank trains alone."""
     mesh = line() if FIXED else init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "model"))["model"]
     yield from train(shard(build(), mesh))
 
@@ -203,7 +203,7 @@ def sync_of_the_first() -> Iterator[nn.Module]:
 
 @fault("DDP502", "model.set_requires_all_reduce(FIXED)", ranks=4)
 def all_reduce_left_off() -> Iterator[nn.Module]:
-    """The all-reduce between the replicas is switched off, and never on again."""
+    """The all-reduce between the replicas is switched off, and never switched on again."""
     model = shard(build(), grid())
     if _sharding:
         model.set_requires_all_reduce(FIXED)
@@ -212,7 +212,7 @@ def all_reduce_left_off() -> Iterator[nn.Module]:
 
 @fault("DDP303", "model.set_gradient_divide_factor(1.0)")
 def divide_factor() -> Iterator[nn.Module]:
-    """Gradients are divided by 1 in place of the number of ranks: the reduction is a sum."""
+    """Gradients are divided by 1 instead of the number of ranks: the reduction is a sum."""
     model = shard(build())
     if _sharding and not FIXED:
         model.set_force_sum_reduction_for_comms(True)
@@ -225,7 +225,7 @@ def divide_factor() -> Iterator[nn.Module]:
 
 @fault("DDP501", "x = self.stem(x)")
 def other_method() -> Iterator[nn.Module]:
-    """The loss of a warm-up calls `features` of the model, of which no hook gathers the parameters."""
+    """A warm-up loss calls `model.features`, for which no hook gathers the parameters."""
     model = build()
     model.head.requires_grad_(False)
     if not _sharding:
@@ -254,7 +254,7 @@ class Gated(Model):
 
 @fault("DDP403", "(x) if large > 2.2 else x")
 def block_unused_on_a_rank() -> Iterator[nn.Module]:
-    """A rank leaves out a block, which has a group of its own, by what its own batch says."""
+    """A rank skips a block, which is a separate FSDP group, depending on its batch."""
     torch.manual_seed(0)
     yield from train(shard(Gated()))
 
@@ -319,7 +319,7 @@ def norm_of_a_shard() -> Iterator[nn.Module]:
 
 @fault("DDP508", "if size < 1.05:")
 def metric_of_a_shard() -> Iterator[nn.Module]:
-    """A step is left out where the gradient is large, by the norm that a rank has of its shards."""
+    """A step is skipped if the gradient is large, by the norm of only the rank's shards."""
     model = shard(build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for x, y in batches():
@@ -339,7 +339,7 @@ def metric_of_a_shard() -> Iterator[nn.Module]:
 
 @fault("DDP305", "loss = errors.sum() / number")
 def loss_per_rank() -> Iterator[nn.Module]:
-    """Each rank divides its loss by the number of its own targets that count."""
+    """Each rank divides its loss by its own number of valid targets."""
     model = shard(build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for x, y in batches():
@@ -372,13 +372,13 @@ class Trainer:
 
 @fault("DDP504", "self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)")
 def optimizer_before_sharding() -> Iterator[nn.Module]:
-    """A trainer makes its optimizer when it is built, and shards the model when it fits it."""
+    """A trainer creates its optimizer in the constructor, and shards the model later, in `fit`."""
     yield from Trainer(build()).fit()
 
 
 @fault("DDP503", "p.data = p.data * 0.9")
 def data_assigned() -> Iterator[nn.Module]:
-    """Weights are decayed by an assignment to `.data`, which leaves a DTensor as it was."""
+    """Weights are decayed by an assignment to `.data`, which does not change a DTensor."""
     model = shard(build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for x, y in batches():
@@ -395,7 +395,7 @@ def data_assigned() -> Iterator[nn.Module]:
 
 @fault("DDP306", "local(p.data).add_", ranks=4)
 def data_differs_between_replicas() -> Iterator[nn.Module]:
-    """Noise of each rank's own seed is added to the shards, of which other ranks have replicas."""
+    """Each rank adds noise from its own seed to shards that are replicated on other ranks."""
     model = shard(build(), grid())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     noise = torch.Generator().manual_seed(0 if FIXED else dist.get_rank())
@@ -421,7 +421,7 @@ def folder() -> Path:
 
 @fault("DDP521", "torch.save(state, path)")
 def shard_saved_as_the_whole() -> Iterator[nn.Module]:
-    """Rank 0 saves `state_dict()`, as under DDP: it has a shard of each parameter, and no other rank saves its own."""
+    """Rank 0 saves `state_dict()`, as under DDP: it holds one shard of each parameter, and no other rank saves."""
     model = shard(build())
     yield from train(model)
     state = {name: value.full_tensor() if FIXED and _sharding else value for name, value in model.state_dict().items()}
@@ -433,7 +433,7 @@ def shard_saved_as_the_whole() -> Iterator[nn.Module]:
 
 @fault("DDP521", "state = torch.load(own if FIXED or not _sharding else")
 def shard_of_rank_0_loaded() -> Iterator[nn.Module]:
-    """Every rank loads the shards that rank 0 has saved: the second half of each parameter is its first one again."""
+    """Every rank loads the shards of rank 0: the second half of each parameter is a duplicate of the first."""
     model = shard(build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     place = folder()
@@ -471,7 +471,7 @@ class Listed(Dataset[tuple[Tensor, Tensor]]):
 
 @fault("DDP508", "continue")
 def batch_skipped() -> Iterator[nn.Module]:
-    """A rank skips a batch by what is in it: the others wait in the next gathering, or take its next one for it."""
+    """A rank skips a batch depending on its content: the others wait in an all-gather, or pair it with a later one."""
     model = shard(build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for x, y in DataLoader(Listed(), batch_size=None):
@@ -514,7 +514,7 @@ def evaluated_by_one_rank() -> Iterator[nn.Module]:
 
 @fault("DDP305", "loss = cross_entropy(model(x), y, reduction")
 def sum_of_unequal_batches() -> Iterator[nn.Module]:
-    """With a frozen stem: each rank divides its sum by the size of its own batch, and the sizes differ."""
+    """With a frozen stem: each rank divides its summed loss by its local batch size, and the sizes differ."""
     model = build()
     model.stem.requires_grad_(False)
     model = shard(model)
@@ -532,7 +532,7 @@ def sum_of_unequal_batches() -> Iterator[nn.Module]:
 
 @fault("DDP503", "model.head.weight = nn.Parameter(initial)")
 def parameter_replaced() -> Iterator[nn.Module]:
-    """The weight of the head is replaced for a new task: the next forward pass puts the old one back."""
+    """The weight of the head is replaced for a new task: the next forward pass restores the old one."""
     model = shard(build())
     initial = torch.full((4, 16), 0.01)
     for step, one in enumerate(train(model)):
@@ -572,7 +572,7 @@ def tied_after_steps() -> Iterator[nn.Module]:
 
 @fault("DDP521", "model.load_state_dict(torch.load(path))")
 def whole_loaded() -> Iterator[nn.Module]:
-    """Whole parameters are loaded into a model that has been sharded already."""
+    """Full parameters are loaded into a model that is already sharded."""
     path = folder() / "model.pt"
     if dist.get_rank() == 0:
         torch.save(build(seed=1).state_dict(), path)
@@ -596,14 +596,14 @@ def halved(*, reduces: torch.dtype = torch.float32, casts: bool = True) -> Mixed
 
 @fault("DDP221", "return fully_shard(model, mesh=mesh or line(), **options)", alike=False)
 def policy_by_rank() -> Iterator[nn.Module]:
-    """A rank reduces gradients in another dtype than the others, by a setting of its own."""
+    """One rank sets a different dtype for the reduction of gradients."""
     own = torch.float32 if FIXED or dist.get_rank() else torch.bfloat16
     yield from train(shard(build(), mp_policy=halved(reduces=own)))
 
 
 @fault("DDP401", "return fully_shard(model, mesh=mesh or line(), **options)", alike=False)
 def inputs_not_cast() -> Iterator[nn.Module]:
-    """Under a policy that does not cast inputs, layers with parameters in bfloat16 are given float32."""
+    """Under a policy that does not cast inputs, layers with parameters in bfloat16 receive float32 inputs."""
     yield from train(shard(build(), mp_policy=halved(casts=FIXED)))
 
 
@@ -612,7 +612,7 @@ def inputs_not_cast() -> Iterator[nn.Module]:
 
 @fault("DDP111", "model.head = nn.Linear(16, 4)")
 def head_replaced_after_sharding() -> Iterator[nn.Module]:
-    """A new head for a new task is put into the model when it has been sharded."""
+    """A new head for a new task is assigned after the model was sharded."""
     model = build()
     if FIXED or not _sharding:
         model.head = nn.Linear(16, 4)
@@ -625,7 +625,7 @@ def head_replaced_after_sharding() -> Iterator[nn.Module]:
 
 @fault("DDP515", "model.head.reset_parameters()")
 def shards_initialised_by_one_rank() -> Iterator[nn.Module]:
-    """A rank initialises the head anew after it was sharded: its half of it is of another seed than the other half."""
+    """One rank reinitialises the head after it was sharded: the two halves come from different seeds."""
     model = shard(build())
     torch.manual_seed(1)
     if _sharding and (FIXED or dist.get_rank() == 1):

@@ -54,7 +54,7 @@ def said_by_parity(name: str, expected: Expected) -> str:
     ran = run("torch.distributed.run", *launch, SCRIPT, name, "--parity", patience=_PATIENCE)
     if ran.code is None:
         return "nothing: it waits"
-    return "nothing: all steps are alike" if ran.code == 0 else re.sub(r"after \d+ s: ", "", said_by_torchrun(ran))
+    return "nothing: all steps are equal" if ran.code == 0 else re.sub(r"after \d+ s: ", "", said_by_torchrun(ran))
 
 
 def row(name: str) -> str:

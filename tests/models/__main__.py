@@ -55,17 +55,16 @@ OTHERS = (
 
 HEAD = """\
 <!-- Written by `make models`. -->
-# What ddpcheck says of {count} well-known architectures
+# Findings on {count} well-known architectures
 
 Each is a class of transformers {transformers}, built from a tiny configuration with random weights, in train mode with
 its own dropout, trained for 3 steps on 2 ranks with a global batch of {samples} samples and, where it has one, its own
-loss. Labels have the same count on every rank where nothing else is said, so that a finding says something about the
-architecture and not about the batch.
+loss. Unless stated, every rank has the same number of labels, so that a finding is about the architecture and not about
+the batch.
 
-**{good} are clean.** Under plain DDP {bad} raise, hang or train wrongly as they are built here (errors), and {some} do
-something else that one may want to know (warnings). Every verdict was held against an oracle that shares no code with
-ddpcheck (`tests/models/oracle.py`): plain autograd in one process, over several seeds, in float64 where the kernels
-have it.
+**{good} are clean.** Under plain DDP {bad} raise, hang or train wrongly in this configuration (errors), and {some} have
+warnings. Every verdict was checked against an oracle that shares no code with ddpcheck (`tests/models/oracle.py`):
+plain autograd in one process, over several seeds, in float64 if the kernels support it.
 
 ## Findings
 
@@ -73,9 +72,8 @@ have it.
 |---|---|---|---|
 """
 MIDDLE = """
-What to do about each: `ddpcheck explain CODE`. In general: build the model without the part that is not used (often an
-option, such as `add_pooling_layer=False`), freeze it, or pass `find_unused_parameters=True` where layers are skipped by
-chance.
+`ddpcheck explain CODE` has the fix for each. In general: build the model without the unused part (often by an option,
+such as `add_pooling_layer=False`), freeze it, or pass `find_unused_parameters=True` if layers are skipped at random.
 
 ## All
 
@@ -87,26 +85,26 @@ OTHER_WRAPS = """
 
 The same architectures, batches and oracle in other wraps, on {date}, with torch {torch} and transformers
 {transformers}: `fully_shard` (FSDP2) on each layer of the `ModuleList` that holds the most parameters, then on the
-whole model, in which scalar parameters, which `fully_shard` refuses, are vectors of one element; and
-`DistributedDataParallel(torch.compile(model))`, with the backend that is named.
+whole model, with scalar parameters, which `fully_shard` refuses, as vectors of one element; and
+`DistributedDataParallel(torch.compile(model))`, with the given backend.
 
-| wrap | architectures | clean | the codes that plain DDP has | other codes |
+| wrap | architectures | clean | same codes as plain DDP | other codes |
 |---|---|---|---|---|
 """
 UNLIKE = """
 Of the compiled ones, {same} leave the same gradients compiled and uncompiled. Of {apart}, which draw other random
-numbers when they are compiled, ranks are compared with each other only.
+numbers when they are compiled, only the ranks are compared with each other.
 
-A parameter that no rank uses (DDP101, DDP102) is an error under DDP, and a warning under `fully_shard`, which raises
-nothing there. Other codes have:
+A parameter that no rank uses (DDP101, DDP102) is an error under DDP, and a warning under `fully_shard`, which does
+not raise. These architectures have different codes:
 
 | architecture | plain DDP, 2 ranks | where | codes there | what it is |
 |---|---|---|---|---|
 """
 FOOT = """
-One of them, in a clone with transformers installed:
+To check one of them, in a clone with transformers installed:
 `ddpcheck report tests.models.catalogue:bert_bare --preload transformers.modeling_utils`; with `fully_shard`, or
-compiled: `bert_bare__sharded`, `bert_bare__compiled`. All of them, and this page: `make models`.
+compiled: `bert_bare__sharded`, `bert_bare__compiled`. `make models` checks all of them and writes this page.
 """
 
 

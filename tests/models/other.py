@@ -38,7 +38,7 @@ ROWS: dict[str, A] = {
         "Wav2Vec2ForCTC",
         {**SPEECH, "layerdrop": 0.3, "mask_time_prob": 0.0},
         b.speech_ctc(),
-        expected={"DDP104": "layers that a rank skips by chance; its CTC loss is a sum, too"},
+        expected={"DDP104": "layers that a rank skips at random; its CTC loss is also a sum"},
     ),
     "hubert": A(
         AUDIO,
@@ -54,7 +54,7 @@ ROWS: dict[str, A] = {
         "HubertForCTC",
         {**SPEECH, "layerdrop": 0.3, "mask_time_prob": 0.0},
         b.speech_ctc(),
-        expected={"DDP104": "layers that a rank skips by chance; its CTC loss is a sum, too"},
+        expected={"DDP104": "layers that a rank skips at random; its CTC loss is also a sum"},
     ),
     "wavlm": A(AUDIO, "WavLM, CTC", "WavLMForCTC", PLAIN_SPEECH, b.speech_ctc()),
     "sew": A(AUDIO, "SEW, CTC", "SEWForCTC", {**PLAIN_SPEECH, "squeeze_factor": 2}, b.speech_ctc()),
@@ -97,7 +97,7 @@ ROWS: dict[str, A] = {
         },
         b.raw_audio(128, channels=True),
         loss=reconstruction,
-        expected={"DDP304": "quantiser dropout, which is for the first half of whatever batch there is"},
+        expected={"DDP304": "quantiser dropout, which applies to the first half of any batch"},
     ),
     "whisper": A(
         AUDIO,
@@ -119,7 +119,7 @@ ROWS: dict[str, A] = {
             "decoder_layerdrop": 0.3,
         },
         b.whisper(20, 8),
-        expected={"DDP104": "layers that a rank skips by chance"},
+        expected={"DDP104": "layers that a rank skips at random"},
     ),
     "speech2text": A(
         AUDIO,
@@ -248,7 +248,7 @@ ROWS: dict[str, A] = {
         "TimeSeriesTransformerForPrediction",
         SERIES,
         b.series(),
-        expected={"DDP104": "layers that a rank skips by chance"},
+        expected={"DDP104": "layers that a rank skips at random"},
     ),
     "informer": A(
         TIME,

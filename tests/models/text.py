@@ -25,7 +25,7 @@ ROWS: dict[str, A] = {
     ),
     "bert_bare": A(
         ENCODER,
-        "BERT, a head of one's own on the last hidden state",
+        "BERT, a custom head on the last hidden state",
         "BertModel",
         TEXT,
         b.ids_only,
@@ -190,7 +190,7 @@ ROWS: dict[str, A] = {
             "eos_token_id": 2,
         },
         b.padded_causal_lm,
-        expected={"DDP305": "a mean over tokens, of which every rank has another number"},
+        expected={"DDP305": "a mean over tokens, whose number differs between ranks"},
     ),
     "gpt_neo": A(
         DECODER_ONLY,
@@ -307,7 +307,7 @@ ROWS: dict[str, A] = {
         "M2M100ForConditionalGeneration",
         {**TWO_STACKS, "encoder_layerdrop": 0.4, "decoder_layerdrop": 0.4},
         b.sequence_to_sequence,
-        expected={"DDP104": "layers that a rank skips by chance"},
+        expected={"DDP104": "layers that a rank skips at random"},
     ),
     "led": A(
         SEQ2SEQ,

@@ -241,7 +241,7 @@ ROWS: dict[str, A] = {
         },
         b.segmentation(),
         expected={
-            "DDP101": "the first fusion layer's unit for a residual that is not there",
+            "DDP101": "the first fusion layer's unit for a missing residual",
             "DDP102": "the last norm of the backbone",
             "DDP304": "BatchNorm",
         },
