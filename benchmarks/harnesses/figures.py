@@ -136,19 +136,19 @@ def _aims(measurements: Measurements) -> list[Aim]:
             at_least=True,
         ),
         Aim(
-            "first World of a program, beside a bare `import torch` plus one floor",
+            "first World of a program, compared with a bare `import torch` plus one floor",
             1.2,
             "x",
             ratio(cold("worlds", 2), _sum(cold("imported", 0), floor)),
         ),
         Aim(
-            "first ddp_world test of a session, beside the same session with an empty test plus one floor",
+            "first ddp_world test of a session, compared with the same session with an empty test plus one floor",
             1.2,
             "x",
             ratio(cold("fixture", 2), _sum(cold("empty", 0), floor)),
         ),
         Aim(
-            "memory of a World of 4 ranks with its server, beside one process that does a rank's work alone",
+            "memory of a World of 4 ranks with its server, compared with one process that does a rank's work",
             1.5,
             "x",
             ratio(memory("worlds", 4, "below"), memory("alone", 1, "total")),

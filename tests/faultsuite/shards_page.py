@@ -23,7 +23,7 @@ SCRIPT = "tests/sharded_faults.py"
 PAGE = ROOT / "docs" / "comparison.md"
 BEGIN, END = "<!-- shards -->", "<!-- end -->"
 _PATIENCE = 150  # seconds
-_HEAD = ["| fault | `check_sharded_parity` says | `ddpcheck run` says |", "|---|---|---|"]
+_HEAD = ["| fault | result of `check_sharded_parity` | result of `ddpcheck run` |", "|---|---|---|"]
 
 
 def found_by_ddpcheck(names: Sequence[str], ranks: int, *options: str) -> tuple[int | None, dict[str, object]]:
