@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import importlib.util
@@ -10,6 +11,7 @@ import re
 import shlex
 import textwrap
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import pytest
 import ddpcheck
 from ddpcheck import cli
 from ddpcheck.cli.arguments import make_parser
+from ddpcheck.report.settings import Settings
 from ddpcheck.run.check_options import add_check_options
 from tests.faultsuite.table import endings
 from tests.readme import DOCS, README, ROOT, pages
@@ -30,6 +33,23 @@ def snippets(page: Path, language: str) -> list[tuple[str, str]]:
     """The code of the blocks in `language`, each with the file that it is from, or an empty string."""
     found = BLOCK.finditer(page.read_text(encoding="utf-8"))
     return [(match["code"], match["origin"] or "") for match in found if match["language"] == language]
+
+
+def test_the_table_of_settings_has_each_setting_and_its_variable() -> None:
+    text = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    rows = {cells[1].strip(" `"): cells for cells in (line.split("|") for line in text.splitlines()) if len(cells) > 6}
+    settings = {field.name for field in fields(Settings)}
+    assert settings == rows.keys() - {"key", "---"}
+    options = {name for action in report_options() for name in action.option_strings}
+    for name, cells in rows.items():
+        if name in settings - {"suppress"}:
+            assert cells[5].strip() == f"`DDPCHECK_{name.upper()}`"
+            assert (f"--{name.replace('_', '-')}" in options) == bool(cells[2].strip()), name
+
+
+def report_options() -> list[argparse.Action]:
+    commands = next(one for one in make_parser()._actions if isinstance(one, argparse._SubParsersAction))
+    return list(commands.choices["report"]._actions)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -55,7 +55,7 @@ def step(index: int, folder: Path, **inputs: str) -> subprocess.CompletedProcess
 @INSTALLED
 @pytest.mark.slow
 def test_the_action_says_what_is_new(tmp_path: Path) -> None:
-    (used,) = [step for step in blocks("suppression.md")[0]["jobs"]["ddpcheck"]["steps"] if "with" in step][-1:]
+    (used,) = [step for step in blocks("ci.md")[0]["jobs"]["ddpcheck"]["steps"] if "with" in step][-1:]
     assert used["uses"].startswith("OWNER/ddpcheck@") and set(used["with"]) <= set(ACTION["inputs"])
     assert 'python -m pip install "$GITHUB_ACTION_PATH"' in ACTION["runs"]["steps"][0]["run"]
     inputs = {**used["with"], "sarif": "found.sarif"}
@@ -101,12 +101,14 @@ def test_the_table_of_the_docs_is_one_that_is_read(tmp_path: Path) -> None:
 
 
 def pages() -> str:
-    return "\n".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("suppression.md", "formats.md"))
+    return "\n".join(
+        (ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("ci.md", "suppression.md", "formats.md")
+    )
 
 
 def test_the_hook_is_a_command_that_takes_the_arguments_of_the_docs() -> None:
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
-    (used,) = blocks("suppression.md")[-1]["repos"][0]["hooks"]
+    (used,) = blocks("ci.md")[-1]["repos"][0]["hooks"]
     assert used["id"] == hook["id"] and set(used["stages"]) <= set(hook["stages"])
     given = make_parser().parse_args([*shlex.split(hook["entry"])[1:], *used["args"]])
     assert (given.target, given.baseline) == ("train_recipe.py", "baseline.json")
