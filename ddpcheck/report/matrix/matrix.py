@@ -287,7 +287,9 @@ def _is_less(less: MatrixRow, more: MatrixRow) -> bool:
 
 def _on_fine(fine: Sequence[MatrixRow], noise: float) -> Iterator[Advice]:
     """What options cost, gain or warn of, and those that make no measurable difference."""
-    costs, gains, warns, safe, lossy = [], [], [], [], []
+    costs, gains, warns = [], [], []
+    safe: list[str] = []
+    lossy: list[str] = []
     expected = _warnings(fine[0])
     for row in fine:
         ratio, takes = _step_time(row, noise)
