@@ -121,6 +121,11 @@ def report_on_script(
             f"torchrun has started the ranks {counted(ending.restart + 1, 'time')}: this is the report on start "
             f"{restart + 1}, and after that no rank joined a process group where ddpcheck could see it"
         )
+    if (launched := max((rank.started.launched for rank in ranks), default=0)) > 1:
+        notes.append(
+            f"torchrun has started the script {launched} times, and each of them starts ranks of its own: leave "
+            "--nproc-per-node out"
+        )
     if notes:
         world["notes"] = notes
     report = Report(

@@ -105,6 +105,7 @@ class RankStarted(Entry, frozen=True):
     backend: str  # of that group
     restart: int = 0  # how often the launcher had restarted the ranks before
     schema: int = SCHEMA  # the version of these entries
+    launched: int = 0  # processes of torchrun's on this machine, of which each starts ranks of its own; 0 if none does
 
 
 class WrapperMade(Entry, frozen=True):

@@ -148,21 +148,27 @@ CASES = {
 }
 
 
+def run_on_its_own_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str
+) -> subprocess.CompletedProcess[str]:
+    for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT", USES_AGENT, "_DDPCHECK_STARTED"):
+        monkeypatch.delenv(name, raising=False)
+    (folder / "train.py").write_text(SCRIPT)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "ddpcheck", "run", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=folder, env=environ, check=False)
+
+
+@pytest.mark.slow
+def test_a_script_that_starts_its_own_ranks_is_launched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = run_on_its_own_ranks(tmp_path, monkeypatch, "--standalone", "--nproc-per-node=2", "train.py", "plain")
+    assert "torchrun has started the script 2 times" in ended.stderr and "leave --nproc-per-node out" in ended.stderr
+
+
 @pytest.mark.parametrize("how", share(one_of(2, CASES), []))
 def test_a_script_that_starts_its_own_ranks_runs_as_it_is(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT", USES_AGENT, "_DDPCHECK_STARTED"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "train.py").write_text(SCRIPT)
-    ended = subprocess.run(
-        [sys.executable, "-m", "ddpcheck", "run", "--check-timeout=8", "train.py", how],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    ended = run_on_its_own_ranks(tmp_path, monkeypatch, "--check-timeout=8", "train.py", how)
     code, words = CASES[how]
     assert ended.returncode == code and words in ended.stderr, ended.stderr

@@ -64,7 +64,7 @@ from ddpcheck.record.rank.peer_recorder import PeerRecorder
 from ddpcheck.record.rank.program_end import end_of_main, last_error, main_frame
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.rank.shard_recorder import ShardRecorder
-from ddpcheck.record.rank.started_processes import on_end
+from ddpcheck.record.rank.started_processes import launched_beside, on_end
 from ddpcheck.record.rank.work_recorder import WorkRecorder
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
@@ -129,7 +129,7 @@ class _WatchedRank:
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         has_group = dist.is_available() and dist.is_initialized()
         group = (dist.get_rank(), dist.get_world_size(), backend_of()) if has_group else (0, 1, "")
-        started = RankStarted(*group, restart)
+        started = RankStarted(*group, restart, launched=launched_beside())
         self._log = RankLog(Path(options.folder), started)
         self._run = Recording(self._log.add, options.every, self._log)
         self._watches = self._run.watches

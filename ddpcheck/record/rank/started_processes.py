@@ -50,6 +50,14 @@ def is_first_process() -> bool:
     return bool(run) and run == os.environ.get(_RUN) and pid == str(os.getpid())
 
 
+def launched_beside() -> int:
+    """Return how many processes torchrun has started on this machine, if this one is a process of theirs; else 0."""
+    run = os.environ.get(_MARK, "::").split(":", 2)[2]
+    if not run or run != os.environ.get(_RUN) or is_first_process():
+        return 0
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+
+
 def leave_agent_store(arguments: Sequence[Any], named: dict[str, Any]) -> None:
     """Before a process group is made: drop the variable where a process of the script's meets the others elsewhere.
 
