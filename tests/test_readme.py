@@ -38,7 +38,7 @@ def test_the_readme_is_read_in_two_minutes() -> None:
 def test_the_readme_says_what_a_clean_run_covers_and_what_fails() -> None:
     part = README.read_text(encoding="utf-8").partition("\n## ")[0]
     assert "--check-fail-on warning" in part
-    assert "docs/run.md#what-it-checks" in part and "docs/run.md#what-it-does-not-see" in part
+    assert "docs/run-reference.md#what-it-checks" in part and "docs/run-reference.md#what-it-does-not-see" in part
 
 
 def test_the_readme_says_on_what_ddpcheck_has_not_run() -> None:
