@@ -31,7 +31,7 @@ def test_every_broken_example_is_shown() -> None:
 
 def test_the_readme_is_read_in_two_minutes() -> None:
     text = README.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 110
+    assert len(text.splitlines()) <= 115
     assert "make report " in text and "make test " in text
 
 

@@ -97,7 +97,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "": (
         ("ddpcheck init net.py:Net", "write a first recipe for a model, and check it"),
         ("ddpcheck report recipe.py", "check a recipe on two ranks"),
-        ("ddpcheck run --nproc-per-node 2 train.py", "run a script as torchrun does, and report on it"),
+        ("ddpcheck run --standalone --nproc-per-node 2 train.py", "run a script as torchrun does, and report on it"),
         ("ddpcheck explain DDP101", "what a rule means, and what to do"),
         ("ddpcheck completion bash", "completion for a shell"),
     ),
@@ -109,10 +109,16 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("ddpcheck report recipe.py --repro repro", "write a script that shows the first finding without ddpcheck"),
     ),
     "run": (
-        ("ddpcheck run --nproc-per-node 2 train.py --epochs 3", "the options of torchrun, then the script and its own"),
-        ("ddpcheck run --nproc-per-node 2 -m pkg.train", "a module"),
-        ("ddpcheck run --check-output report.json --nproc-per-node 2 train.py", "save the report"),
-        ("ddpcheck run --check-parity --nproc-per-node 2 train.py", "compare it with a single process, too"),
+        (
+            "ddpcheck run --standalone --nproc-per-node 2 train.py --epochs 3",
+            "the options of torchrun, then the script and its own",
+        ),
+        ("ddpcheck run --standalone --nproc-per-node 2 -m pkg.train", "a module"),
+        ("ddpcheck run --check-output report.json --standalone --nproc-per-node 2 train.py", "save the report"),
+        (
+            "ddpcheck run --check-parity --standalone --nproc-per-node 2 train.py",
+            "compare it with a single process",
+        ),
     ),
     "hang": (
         ("ddpcheck hang dumps/", "dumps of Flight Recorder, one a rank"),

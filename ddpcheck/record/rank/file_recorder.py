@@ -168,7 +168,7 @@ class FileRecorder(Recorder, subjects=("files",)):
         if found.st_mtime < self._started or not stat.S_ISREG(found.st_mode):
             return
         name = os.path.realpath(path)
-        if name.startswith(_NO_FILES) or self._reads[name] >= _MOST_READS:
+        if name.startswith(_NO_FILES) or name.endswith(".py") or self._reads[name] >= _MOST_READS:  # no source
             return
         if (line := _line_of_program()) is not None:
             self._reads[name] += 1

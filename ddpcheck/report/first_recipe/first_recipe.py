@@ -89,6 +89,8 @@ _LOSSES: Mapping[Output, str] = {
     "mapping": _OF_SEVERAL.format(output="output.values()"),
 }
 
+_UNKNOWN_LOSS = """return output.float().square().mean()  # or output["loss"], if the model computes it"""
+
 
 def place_of_recipe(model: str, output: str | None = None) -> Path:
     """The file of the first recipe for a model: beside its file, or in the working folder for one of a module.
@@ -128,5 +130,5 @@ def recipe_text(module: str, attribute: str, arguments: str, guess: Guess, comma
         inputs=textwrap.indent(inputs, "    "),
         instead="what the model returns" if guess.output == "scalar" else "the mean square of what the model returns",
         batch="*batch" if len(guess.inputs) > 1 else "batch",
-        loss=textwrap.indent(_LOSSES[guess.output or "tensor"], "    "),
+        loss=textwrap.indent(_LOSSES[guess.output] if guess.output else _UNKNOWN_LOSS, "    "),
     )
