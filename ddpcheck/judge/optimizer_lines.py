@@ -12,6 +12,7 @@ from ddpcheck.findings.wording import counted
 from ddpcheck.judge.data.script_files import told_by_files
 from ddpcheck.judge.gradients.hand_sums import judge_summed_again, judge_sums
 from ddpcheck.judge.gradients.script_alone import (
+    any_gradient_differs,
     are_local,
     differing,
     judge_alone,
@@ -90,9 +91,11 @@ def judge_all_of_optimizers(facts: ScriptFacts) -> Verdicts:
         for first in zip(*firsts, strict=True):
             found += judge_optimizer_options([first]) or (judge_parts(first) if facts.parameters_part else [])
     steps = sum(len(one.steps) for one in known)
-    of_shards = "options and pace, and scale of the shards' gradients,"
-    compared = of_shards if facts.shards else "options, state and gradients"
-    what = f"{compared} of {counted(len(known), 'optimizer')}, in {counted(steps, 'step')}" if steps else ""
+    apart = any(any_gradient_differs(of_ranks) for one in known for of_ranks in one.steps)
+    of_ddp = "options" if apart else "options, state and gradients"
+    compared = "options, pace and scale of the shards' gradients" if facts.shards else of_ddp
+    where = f"of {counted(len(known), 'optimizer')} match between ranks in {counted(steps, 'step')}"
+    what = f"{compared} {where}" if steps else ""
     together = [of_ranks for one in known for of_ranks in one.steps if all(of.reductions >= 0 for of in of_ranks)]
     differ = sum(bool(differing([of.norms for of in of_ranks])) for of_ranks in together)
     lacking = f"gradients differ between ranks in {differ} of them" if differ else facts.why_unwatched

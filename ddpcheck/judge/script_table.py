@@ -105,7 +105,7 @@ def _works(facts: ScriptFacts) -> Verdicts:
 
 def _compilations(facts: ScriptFacts) -> Verdicts:
     functions = trained_functions(facts.of(loop.FunctionCompiled)) if _have_one_model(facts) else []
-    what = f"what torch.compile has made of {counted(len(functions), 'function')}"
+    what = f"no compilation that depends on the rank, in {counted(len(functions), 'function')}"
     return {"loop": _compared(judge_recompilations(functions), what, len(functions))}
 
 
@@ -139,9 +139,9 @@ def _losses(facts: ScriptFacts) -> Verdicts:
     known = [[one for one in of_rank if one.terms and one.wrappers] for of_rank in losses]
     passes = min(map(len, known))
     is_sum = all(term.kind == "sum" and abs(term.factor) == 1 for one in known[0] for term in one.terms)
-    what = f"scale and normalisation of the loss, in {counted(passes, 'backward pass')}"
-    of_sum = "it is a sum over the samples of a rank, which DDP averages, " if is_sum else ""
-    what = f"{what}; {of_sum}not compared with a single process" if passes >= FEWEST_PASSES else ""
+    what = f"no fault in the scale and normalisation of the loss, in {counted(passes, 'backward pass')}"
+    what = "the loss is a sum over the samples of a rank, which DDP averages" if is_sum else what
+    what = f"{what}; not compared with a single process" if passes >= FEWEST_PASSES else ""
     return {"loss": Verdict(found, "", what) if is_sum and not summed else Verdict(found, what)}
 
 
@@ -206,13 +206,14 @@ def _data(facts: ScriptFacts) -> Verdicts:
         found = [finding for finding in found if OTHER_VALUES not in finding.tags] + of_tables
     taken = [one for one in passes[0] if one.trains]
     what = {
-        f"samples of {counted(len(taken), 'pass')} over loaders": taken,
-        f"inputs of {counted(len(inputs[0]), 'forward pass')}": len(inputs[0]) >= FEWEST_INPUTS,
+        f"the samples of {counted(len(taken), 'pass')} over loaders": taken,
+        f"the inputs of {counted(len(inputs[0]), 'forward pass')}": len(inputs[0]) >= FEWEST_INPUTS,
         counted(len(tables[0]), "table"): tables[0],
-        "gradients before they are averaged": by_hand
+        "the gradients before they are averaged": by_hand
         and any(one.given for one in entries_of(facts.ranks[0], script.OptimizerStep)),
     }
-    return {"data": Verdict(found, ", ".join(words for words, there in what.items() if there))}
+    compared = ", ".join(words for words, there in what.items() if there)
+    return {"data": Verdict(found, f"no fault in {compared}" if compared else "")}
 
 
 def _take_slices(ranks: Sequence[WatchedRank]) -> bool:
@@ -229,7 +230,7 @@ def _files(facts: ScriptFacts) -> Verdicts:
     empty = {path for path, _ in sizes} - {path for path, size in sizes if size}
     found = judge_files(uses, empty) + (judge_shards_saved(uses) if facts.ended else [])
     found += judge_loads(facts.of(replicas.NothingLoaded))
-    return {"files": _compared(found, f"uses of {counted(len(paths), 'file')}", len(paths))}
+    return {"files": _compared(found, f"no fault in the uses of {counted(len(paths), 'file')}", len(paths))}
 
 
 def _evaluation(facts: ScriptFacts) -> Verdicts:

@@ -15,7 +15,7 @@ from ddpcheck.findings.wording import join_names, without_prefix
 from ddpcheck.judge.causes import find_causes
 
 Facts = TypeVar("Facts")
-_OF_BUFFERS = ("DDP214", "DDP215")  # which leave the gradients of a step as they are
+OF_BUFFERS = ("DDP214", "DDP215")  # which leave the gradients of a step as they are
 
 Told = tuple[Finding, Finding]  # a finding, and the one of the report that tells it: itself, or its cause
 
@@ -150,5 +150,5 @@ def _listed(told: Sequence[Told], verdict: Verdict) -> str:
     codes = join_names(list(dict.fromkeys(said)), most=5)
     if not codes or verdict.differing:
         return f"{codes}: {verdict.differing}" if codes else ""
-    stands = bool(verdict.held) and all(finding.code in _OF_BUFFERS for finding, _ in told)
+    stands = bool(verdict.held) and all(finding.code in OF_BUFFERS for finding, _ in told)
     return f"{codes}; {verdict.held}" if stands else codes

@@ -9,10 +9,10 @@ from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.judge.data.script_files import told_by_files
-from ddpcheck.judge.loop.script_wrappers import judge_begun, judge_wrappers
+from ddpcheck.judge.loop.script_wrappers import judge_begun, judge_wrappers, sums_rightly
 from ddpcheck.judge.script_facts import ScriptFacts
-from ddpcheck.judge.verdict import Verdict, Verdicts
-from ddpcheck.stream.entries import NotCompared, ReplicaCaptured
+from ddpcheck.judge.verdict import OF_BUFFERS, Verdict, Verdicts
+from ddpcheck.stream.entries import NotCompared, ReplicaCaptured, StepsReported
 
 _COMPRESSED = 0.1  # what a communication hook may lose, from which on a comparison tells nothing
 
@@ -23,14 +23,17 @@ _NOT_REDUCED = (
 
 
 PARTS = {  # by heading: the families of rules, and what was compared
-    "parameters": (("DDP1",), "the part of each parameter in the loss, in {steps}"),
-    "replicas": (("DDP2", "DDP301", "DDP306"), "modules, parameters, buffers and gradients of the ranks, {times}"),
-    "reducer": (("DDP302", "DDP303", "DDP310"), "gradients against the average of the ranks' own, {times}"),
-    "loop": (("DDP305", "DDP5"), "forward and backward passes, no_sync and optimizer steps, in {steps}"),
+    "parameters": (("DDP1",), "every trainable parameter contributed to the loss in {steps}"),
+    "replicas": (
+        ("DDP2", "DDP301", "DDP306"),
+        "modules, parameters, buffers and gradients match between ranks, {times}",
+    ),
+    "reducer": (("DDP302", "DDP303", "DDP310"), "gradients equal the average of the ranks' own, {times}"),
+    "loop": (("DDP305", "DDP5"), "forward, backward, no_sync and optimizer steps had a valid order in {steps}"),
 }
 _OF_SHARDS = {
-    "replicas": "modules and buffers of the ranks{built}, {times}",
-    "loop": "forward and backward passes, switches of the reduction and optimizer steps, in {steps}",
+    "replicas": "modules and buffers{built} match between ranks, {times}",
+    "loop": "forward, backward, reduction switches and optimizer steps had a valid order in {steps}",
 }
 
 
@@ -46,6 +49,7 @@ def judge_all_of_wrappers(facts: ScriptFacts) -> Verdicts:
     missing = sorted({rank for wrapper in facts.wrappers for rank in wrapper.missing})
     verdicts = {}
     sharded = [one.made.context.sharded for one in facts.wrappers]
+    reports = [one.report for wrapper in facts.wrappers for one in itertools.chain(*wrapper.of(StepsReported))]
     for heading, (families, what) in PARTS.items():
         if sharded and all(sharded):
             known = all(
@@ -53,9 +57,16 @@ def judge_all_of_wrappers(facts: ScriptFacts) -> Verdicts:
                 for one in facts.wrappers
                 for of_rank in one.values_built
             )
-            built = ", and values before fully_shard" if known else ""
+            built = ", and values before fully_shard," if known else ""
             what = _OF_SHARDS.get(heading, what).replace("{built}", built)
         made = told if heading == "reducer" else times
+        own = [finding for finding in found if finding.code.startswith(families)]
+        if heading == "parameters" and any(one.missing or one.sometimes_missing or one.never_used for one in reports):
+            what += ", except those that may be unused"
+        if heading == "reducer" and own:
+            what = "gradients and the average of the ranks' own, {times}"
+        elif heading == "reducer" and any(map(sums_rightly, facts.wrappers)):
+            what = what.replace("average", "average or sum")
         said = what.format(steps=counted(facts.steps, "step"), times=f"compared {counted(made, 'time')}")
         lacking = not_here(missing)
         if "{times}" in what:
@@ -64,10 +75,11 @@ def judge_all_of_wrappers(facts: ScriptFacts) -> Verdicts:
             lacking = lacking or ": ".join(filter(None, (partly, "; ".join(parts) if parts else "")))
             said = said if made else ""
             if heading == "replicas" and any(facts.hook_that_leaves_own(one.number) for one in facts.wrappers):
-                said = said.replace(", buffers and gradients", " and buffers")
+                said = said.replace(", parameters, buffers and gradients", " and buffers")
+            if heading == "replicas" and any(finding.code in OF_BUFFERS for finding in own):
+                said = said.replace(", buffers and", " and").replace(" and buffers", "")
         if heading == "reducer" and any(sharded) and not all(map(_has_own, captured)):
             said, lacking = said if any(map(_has_own, captured)) else "", lacking or _NOT_REDUCED
-        own = [finding for finding in found if finding.code.startswith(families)]
         verdicts[heading] = Verdict(own, "" if missing else said, lacking) if facts.steps else Verdict(own)
     return verdicts
 

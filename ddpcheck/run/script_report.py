@@ -175,7 +175,7 @@ def _goes_on(ending: Ending) -> CheckResult:
     doing = group_by(ending.doing, lambda rank: ending.doing[rank])
     said = "; ".join(f"{format_ranks(ranks)} {agreeing(text, ranks)}" for text, ranks in doing.items())
     if ending.hang is None:
-        return CheckResult("script", "skipped", detail=f"it goes on: {said}")
+        return CheckResult("script", "skipped", detail=f"it is still running: {said}")
     waited = f"its ranks wait for each other, without progress for {ending.hang.seconds:.0f} s"
     return CheckResult("script", "error", detail=f"{waited}: {said}")
 
@@ -188,22 +188,21 @@ def _why_ended(ranks: Sequence[WatchedRank], ending: Ending) -> str:
         where = "; ".join(failure.message for failure in failures_of(ranks, ending))
         return f"it was interrupted: {where or 'no rank was there'}"
     if ending.exit_code < 0:
-        return "a rank was killed, or ended without Python's knowledge"
+        return "a rank was killed, or ended without a Python exception"
     if ending.exit_code and (aborted := _aborted_at_exit(ranks, ending)):
         return (
             f"after its last line {format_ranks(aborted)} ended by SIGABRT: threads of gloo may abort a healthy "
             "process at its exit, under plain torchrun too"
         )
-    unknown = "what would have come after that is not known"
-    return f"it ended with exit code {ending.exit_code}; {unknown}" if ending.exit_code else ""
+    return f"it exited with code {ending.exit_code}; nothing after that was checked" if ending.exit_code else ""
 
 
 def _of_unended(unended: Unended) -> str:
     have, them = ("has", "it") if len(unended.ranks) == 1 else ("have", "them")
     return (
-        f"{format_ranks(unended.ranks)} {have} run all of the script, did not end for {unended.seconds:.0f} s, and "
-        f"then ddpcheck ended {them}. This is no fault of the training: torch can deadlock where a wrapper is freed "
-        "after destroy_process_group(), also under plain torchrun. Free it before (del model)"
+        f"{format_ranks(unended.ranks)} {have} run all of the script, but did not exit for {unended.seconds:.0f} s, so "
+        f"ddpcheck ended {them}. This is not a fault of the training: torch can deadlock if a wrapper is freed after "
+        "destroy_process_group(), even under plain torchrun. Free it before that (del model)"
     )
 
 
@@ -250,7 +249,7 @@ def _entered(facts: ScriptFacts) -> CheckResult:
     if not facts.wrappers and not steps:
         why = "no DistributedDataParallel was constructed, and no optimizer has stepped: nothing to compare"
         if any(rank.constructs for rank in ranks):
-            why = "the constructor of DistributedDataParallel has not come to its end"
+            why = "the constructor of DistributedDataParallel has not returned"
         return CheckResult("ranks", "skipped", detail=why)
     if not facts.wrappers and (why := facts.why_unwatched):
         return CheckResult("ranks", "skipped", detail=f"no DistributedDataParallel was constructed; {why}")
@@ -272,8 +271,8 @@ def _of_collectives(
     calls = max((rank.first_call + len(rank.calls) for rank in facts.ranks), default=0)
     if not calls and not told:
         return None
-    lacking = not_here(facts.elsewhere) or ("" if facts.ended else "the ranks have not come to the end of the script")
-    held = "" if lacking else f"{counted(calls, 'call')} of each rank, which pair up"
+    lacking = not_here(facts.elsewhere) or ("" if facts.ended else "the ranks have not reached the end of the script")
+    held = "" if lacking else f"{counted(calls, 'call')} of each rank pair up"
     return status_of(Verdict((), held, lacking), told, kept)
 
 
@@ -295,7 +294,7 @@ def report_on_run(folder: Path, settings: Settings) -> Report:
     time.sleep(_BETWEEN)
     ranks, are_all_here = look.living()
     if not ranks:
-        raise UsageError(f"no rank that lives has left a log in {folder}: is it the folder of a `ddpcheck run`?")
+        raise UsageError(f"no live rank has a log in {folder}: is it the folder of a `ddpcheck run`?")
     seconds = time.monotonic() - since
     facts, stacks = look.facts(ranks, before, seconds), look.stacks(ranks)
     got_on = {int(name.split("-")[1]) for name, state in look.progress().items() if progress.get(name) != state}
@@ -314,7 +313,7 @@ def _doing(log: WatchedRank, stacks: dict[int, str], got_on: set[int], waiting: 
     at = f" at {lines[0]}" if lines else " in code of a library"
     steps = f", after {counted(max(ended for _, ended in log.counts), 'step')}" if log.counts else ""
     if rank in got_on:
-        return f"was{at}, and got on{steps}"
+        return f"was{at}, and made progress{steps}"
     if rank in waiting:
         stuck = failures.stuck(rank, 0.0, waiting[rank], "", call_of_ddp(log, waiting[rank]))
         return f"{describe_failure(stuck)}{steps}"
@@ -331,13 +330,13 @@ def the_run(given: str | None) -> Path:
         raise UsageError("ddpcheck live looks at processes by /proc, which only Linux has")
     if given is not None:
         if not is_own_folder(Path(given)) or not (Path(given) / SCRIPT).is_file():
-            raise UsageError(f"{given} is no folder of a run that goes on")
+            raise UsageError(f"{given} is not the folder of an active `ddpcheck run`")
         return Path(given)
     found = [path for path in own_folders() if (path / SCRIPT).exists() and LivingRanks(path).living()[0]]
     if len(found) == 1:
         return found[0]
     where = f"{tempfile.gettempdir()}/{FOLDER}*"
     if not found:
-        raise UsageError(f"no run of {getpass.getuser()} goes on, on this machine: looked for {where}")
+        raise UsageError(f"no active `ddpcheck run` of user {getpass.getuser()} found ({where})")
     each = "; ".join(f"{path} ({(path / SCRIPT).read_text()})" for path in found)
-    raise UsageError(f"{counted(len(found), 'run')} go on; name the folder of one: {each}")
+    raise UsageError(f"{len(found)} active runs; name the folder of one: {each}")

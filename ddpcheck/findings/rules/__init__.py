@@ -37,12 +37,12 @@ RULES: Mapping[str, Rule] = {
 
 
 def consequences_of(rule: Rule) -> list[str]:
-    """The codes of what may come of it."""
+    """The codes of its possible consequences."""
     return sorted({code for one in rule.explains for code in one.codes})
 
 
 def causes_of(rule: Rule) -> list[str]:
-    """The codes of what it may come of."""
+    """The codes of its possible root causes."""
     return [one.code for one in RULES.values() if rule.code in consequences_of(one)]
 
 
@@ -54,9 +54,13 @@ def sections_of(rule: Rule) -> tuple[tuple[str, str], ...]:
         ("What to do", rule.fix),
         ("How it is detected", rule.detected),
         ("When to ignore it", rule.ignore),
-        *([("What may come of it", f"{consequences}: told as evidence of it.")] if consequences else ()),
-        *([("What it may come of", f"{causes}: it is told as evidence of those.")] if causes else ()),
+        *([("Possible consequences", f"{consequences}. {_AS_EVIDENCE}")] if consequences else ()),
+        *([("Possible root causes", f"{causes}. {_INSTEAD}")] if causes else ()),
     )
+
+
+_AS_EVIDENCE = "They are reported as evidence of this finding, not as separate findings."
+_INSTEAD = "If one of them explains this finding, it is reported instead, with this finding as evidence."
 
 
 def find_rule(text: str) -> Rule:

@@ -16,22 +16,22 @@ os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
 DistributedDataParallel(model)           # with gloo; right: "INFO"
 
 DDP602 environment-differs: warning
-Versions or settings that change numbers or communication differ between ranks.
-why: Ranks with another torch, backend version, device model, thread or determinism setting may compute other numbers,
-choose other algorithms or fail to talk to each other. Gradients are averaged all the same.
+Versions or settings that affect numbers or communication differ between ranks.
+why: Ranks with a different torch, backend version, device model, thread or determinism setting may compute different
+numbers, choose different algorithms or fail to communicate. Gradients are averaged nevertheless.
 fix: Start every rank from the same image and the same environment variables.
 detected: No check reports this code today. The head of a report names the platform and the versions of Python and
 torch.
 ignore: It is never reported.
 
 DDP603 incomplete-launcher-environment: error
-Some of the variables that tell a process its rank are missing, or contradict each other.
+Some of the variables that give a process its rank are missing, or contradict each other.
 why: init_process_group reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Without one it raises; with values left
 over from another launcher, ranks wait for a world that never forms. (PyTorch docs, torch.distributed, environment
 variable initialization.)
 fix: Start with torchrun, mpirun or srun, and unset variables left over from another launcher.
 detected: `ddpcheck.init_dist` reads the variables of torchrun, Open MPI, MPICH, Intel MPI and SLURM, and raises an
-error that names what is missing or contradicts itself.
+error that names those that are missing or contradict each other.
 ignore: It is an error of start-up, and cannot be ignored.
 example:
 os.environ["RANK"] = "0"                 # and no WORLD_SIZE; right: start the script with torchrun

@@ -6,15 +6,15 @@ RULES = rules("""
 DDP101 unused-parameter: error, stops_ddp
 A parameter requires grad, and no operation of the forward pass ever reads it.
 why: DDP all-reduces a bucket when its last gradient has arrived. The gradient of an unused parameter never arrives, so
-its bucket, and in the first iteration every bucket, stays unsynchronised: the optimizer steps with each rank's own
-gradients, and the next forward raises 'Expected to have finished reduction in the prior iteration'. When it is the last
-step, nothing is raised at all. (PyTorch docs, DistributedDataParallel, find_unused_parameters; notes on DDP, 'Backward
+its bucket, and in the first iteration every bucket, is not reduced: the optimizer steps with each rank's own gradients,
+and the next forward raises 'Expected to have finished reduction in the prior iteration'. If it is the last step,
+nothing is raised at all. (PyTorch docs, DistributedDataParallel, find_unused_parameters; notes on DDP, 'Backward
 Pass'.)
 fix: Use the parameter in the forward pass, remove it, or freeze it with requires_grad_(False) before wrapping; if it is
 used in some steps only, pass find_unused_parameters=True.
-detected: At the start of backward, the autograd engine is asked which parameters it will reach. For those that it will
-not, the forward pass is run once more under a mode that records which parameters are read; no operation reads this one.
-ignore: Never, where it is an error. Under find_unused_parameters=True it is a warning: ignore it if the parameter is
+detected: At the start of backward, ddpcheck asks the autograd engine which parameters it will reach. For the others,
+the forward pass is run again under a mode that records which parameters are read; no operation reads this one.
+ignore: Never, if it is an error. Under find_unused_parameters=True it is a warning: ignore it if the parameter is
 trained in another phase.
 explains: DDP301 DDP302 DDP306 if same subjects; DDP307 if none is there
 reports: pytorch/pytorch#43259 open-mmlab/mmdetection#2117 Megvii-BaseDetection/YOLOX#885 pytorch/pytorch#112152
@@ -29,14 +29,14 @@ class Net(nn.Module):
         return self.body(x)              # right: return self.head(self.body(x))
 
 DDP102 non-contributing-parameter: error, stops_ddp
-A parameter is used in the forward pass, but what it made does not reach the loss.
-why: Every output of forward that depends on parameters has to take part in the loss. Otherwise DDP waits for a gradient
-that backward never computes, the bucket stays unsynchronised, and the next forward raises. find_unused_parameters=True
-searches from the outputs of forward, so it does not help where the output itself is left out of the loss. (PyTorch
-docs, DistributedDataParallel, forward outputs; notes on DDP.)
-fix: Add what it computes to the loss, stop computing it, or return it from forward detached and freeze it.
+A parameter is used in the forward pass, but its result does not reach the loss.
+why: Every output of forward that depends on parameters has to contribute to the loss. If one does not, DDP waits for a
+gradient that backward never computes, the bucket is not reduced, and the next forward raises.
+find_unused_parameters=True searches from the outputs of forward, so it does not help if the output itself is left out
+of the loss. (PyTorch docs, DistributedDataParallel, forward outputs; notes on DDP.)
+fix: Add the result to the loss, stop computing it, or return it from forward detached and freeze the parameter.
 detected: The autograd engine does not reach the parameter from the loss, although an operation of the forward pass
-reads it. The search goes from its last operation towards the loss, and finds no cut on the way.
+reads it. A search from its last operation towards the loss finds no cut.
 ignore: Under find_unused_parameters=True, if the output is left out of the loss on purpose; freeze the parameters
 rather than ignoring the rule.
 explains: DDP301 DDP302 DDP306 if same subjects; DDP307 if none is there
@@ -55,12 +55,12 @@ why: Autograd records nothing past the cut, so backward computes no gradient for
 raises one iteration later; with find_unused_parameters=True it does not even raise, and this part of the model silently
 never learns. (PyTorch docs, DistributedDataParallel; autograd mechanics, 'Locally disabling gradient computation'.)
 fix: Remove the cut at the place named in the finding (use a differentiable operation instead of argmax, round or
-.item()), or, if it is meant, freeze the parameters before it with requires_grad_(False).
+.item()), or, if the cut is intended, freeze the parameters before it with requires_grad_(False).
 detected: The autograd engine does not reach the parameter, and the recorded forward pass shows where its path ends:
-detach(), no_grad, inference_mode, .data, .item(), an operation without derivative, or a re-entrant checkpoint of which
-no input requires grad.
-ignore: If the cut is meant and the parameters train elsewhere. It is better to freeze them with requires_grad_(False),
-which DDP understands.
+detach(), no_grad, inference_mode, .data, .item(), an operation without derivative, or a re-entrant checkpoint with no
+input that requires grad.
+ignore: If the cut is intended and the parameters are trained elsewhere. It is better to freeze them with
+requires_grad_(False), which DDP supports.
 explains: DDP301 DDP302 DDP306 if same subjects; DDP307 if none is there
 reports: pytorch/pytorch#43259
 example:
@@ -76,8 +76,8 @@ next forward while the others are stuck in backward. (PyTorch docs, DistributedD
 every gradient synchronisation.)
 fix: Make the branch the same on every rank (decide it from the step or a shared seed, not from the rank or its data),
 add 0.0 * output.sum() of the branch not taken, or pass find_unused_parameters=True.
-detected: Each rank says before its first reduction which parameters backward will not reach. A parameter that is
-missing on some ranks of a step and not on others is reported, so that the finding comes before the hang.
+detected: Before its first reduction, each rank reports which parameters backward will not reach. A parameter that is
+missing on some ranks of a step and not on others is reported before the job hangs.
 ignore: Never without find_unused_parameters=True. With it, DDP handles such parameters, and ddpcheck does not report
 them.
 explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP305; quietly DDP304 DDP312; quietly DDP516 if only the loss
@@ -90,12 +90,12 @@ def forward(self, x):
 
 DDP105 step-dependent-parameter: error, stops_ddp, by_family
 A parameter contributes to the loss in some steps only.
-why: In a step without it DDP waits for a gradient that never comes, its bucket stays unsynchronised and the next
-forward raises. With static_graph=True the set of used parameters is frozen after the first step, so a later change goes
-wrong as well. (PyTorch docs, DistributedDataParallel, find_unused_parameters and static_graph.)
+why: In a step without it DDP waits for a gradient that never arrives, its bucket is not reduced and the next forward
+raises. With static_graph=True the set of used parameters is fixed after the first step, so a later change fails as
+well. (PyTorch docs, DistributedDataParallel, find_unused_parameters and static_graph.)
 fix: Pass find_unused_parameters=True and no static_graph, or let the skipped part add 0.0 * output.sum() to the loss.
 detected: The parameters that backward reaches are compared from step to step. A parameter that is missing on all ranks
-in some of the watched steps is reported, with these steps.
+in some of the watched steps is reported, with the numbers of these steps.
 ignore: Never without find_unused_parameters=True. With it, ddpcheck does not report them.
 explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP304 DDP305 DDP312; DDP516 if only the loss
 reports: Yuanhy1997/SeqDiffuSeq#25
@@ -107,15 +107,15 @@ def forward(self, x):
     return h                             # right: DistributedDataParallel(model, find_unused_parameters=True)
 
 DDP106 unregistered-parameter: error
-A leaf tensor receives a gradient, but is no parameter of the wrapped module.
+A leaf tensor receives a gradient, but is not a parameter of the wrapped module.
 why: DDP knows only what module.parameters() returned when it was constructed. A parameter in a Python list or dict, a
 raw tensor with requires_grad, or one added after wrapping is neither broadcast at the start nor reduced afterwards:
 every rank trains its own, silently. (PyTorch docs, DistributedDataParallel: all parameters must be registered before
 wrapping, and none added or removed later.)
 fix: Register it before wrapping: nn.ModuleList, nn.ModuleDict, nn.ParameterList or nn.Parameter.
 detected: The leaves that receive a gradient in backward are compared with the parameters of the wrapped module. A leaf
-that is none of them is looked up in the attributes of modules, in globals and in closures, for a name.
-ignore: If you average its gradient yourself, or if it is an input whose gradient is only looked at.
+that is not one of them is looked up in the attributes of modules, in globals and in closures, to find its name.
+ignore: If you average its gradient yourself, or if it is an input whose gradient is only inspected.
 explains: DDP301 DDP302 DDP303 DDP306 DDP515 if same subjects; quietly DDP516 if only the loss; DDP301 DDP302 DDP303
 DDP305 DDP306 if made in forward; quietly DDP304 DDP312 if made in forward
 example:
@@ -123,24 +123,24 @@ self.heads = [nn.Linear(8, 2) for _ in range(3)]           # a plain list hides 
 # right: self.heads = nn.ModuleList(nn.Linear(8, 2) for _ in range(3))
 
 DDP107 zero-gradient-parameter: warning
-A parameter is reached by backward, and its gradient is exactly zero in every step.
-why: DDP sees no fault: the gradient arrives and is reduced. But the parameter does not learn: a factor of zero, the
-branch of a where that is never taken, or a unit that is always off stands between it and the loss. A comparison of its
-gradient with a reference compares nothing.
+Backward reaches a parameter, and its gradient is exactly zero in every step.
+why: DDP sees no fault: the gradient arrives and is reduced. But the parameter does not learn, because of a factor of
+zero, a branch of torch.where that is never selected, or a unit that is always off. Comparing its gradient with a
+reference compares nothing.
 fix: Find the factor that is zero (a mask, a weight, a dead ReLU, a clamp, a rounding) and remove it. If it is there to
-please DDP, or if terms cancel by right (a bias in the difference of two means), ignore DDP107 for it.
-detected: The gradient is exactly zero on every rank in every step. The parameters are then moved a little and the step
-is run again: a gradient that is zero by chance is gone. The operation in which it becomes zero is named.
+satisfy DDP, or if terms legitimately cancel (a bias in the difference of two means), ignore DDP107 for it.
+detected: The gradient is exactly zero on every rank in every step. The parameters are then changed slightly and the
+step is run again: a gradient that was zero by chance is not zero then. The operation in which it becomes zero is named.
 ignore: If the factor of zero is there on purpose, for example 0.0 * output.sum() to satisfy DDP.
 example:
 loss = mse(main, y) + 0.0 * auxiliary.sum()                # right, if it should learn: a weight that is not zero
 
 DDP108 missing-gradient: error
-A parameter is reached by backward, and the gradient that comes back is None.
-why: A custom autograd Function returned None for an input that requires grad. DDP's hook fires all the same, so nothing
+Backward reaches a parameter, and the gradient that it computes is None.
+why: A custom autograd Function returned None for an input that requires grad. DDP's hook fires nevertheless, so nothing
 is raised: zeros are reduced, or .grad stays None, and the parameter never learns. (PyTorch docs, 'Extending PyTorch':
 backward returns one gradient per input.)
-fix: Return the gradient for that input from backward of the Function that the finding names, or freeze the parameter.
+fix: Return the gradient for that input from backward of the Function named in the finding, or freeze the parameter.
 detected: Backward reaches the parameter, and no gradient arrives in .grad. The custom autograd Function that returned
 None for it is found by its hooks.
 ignore: Never. Freeze the parameter if it needs no gradient.
@@ -159,22 +159,21 @@ class Scale(torch.autograd.Function):
 
 DDP109 needless-find-unused: note
 find_unused_parameters=True is set, and every parameter contributed in every step.
-why: DDP then walks the autograd graph after every forward pass and keeps a bitmap of used parameters that it
-all-reduces: time in every step for nothing. (PyTorch docs, DistributedDataParallel, find_unused_parameters; DDP itself
-warns about it once.)
-fix: Remove find_unused_parameters=True; use ddpcheck to notice when it is needed again.
+why: DDP then walks the autograd graph after every forward pass and all-reduces a bitmap of used parameters: wasted time
+in every step. (PyTorch docs, DistributedDataParallel, find_unused_parameters; DDP itself warns about it once.)
+fix: Remove find_unused_parameters=True; ddpcheck reports when it is needed again.
 detected: find_unused_parameters=True is set, and backward reached every parameter in every step on every rank.
-ignore: If later phases of training leave parameters out, which the watched steps do not show.
+ignore: If later phases of training leave parameters out, which the watched steps do not cover.
 reports: speechbrain/speechbrain#701
 example:
 DistributedDataParallel(model, find_unused_parameters=True)   # right here: DistributedDataParallel(model)
 
 DDP110 uninitialised-parameter: error
-A lazy parameter is wrapped before it has a shape.
+A lazy parameter is wrapped before its shape is known.
 why: DDP broadcasts and buckets parameters when it is constructed, and needs their sizes. It refuses a module with
 uninitialised parameters. (PyTorch docs, LazyModuleMixin: initialise with dry runs.)
 fix: Run one forward pass with a batch of the right shape (under no_grad) on every rank before wrapping.
-detected: The parameters of the module are looked at right before it is wrapped. A parameter whose shape is not known
+detected: The parameters of the module are inspected right before it is wrapped. A parameter whose shape is not known
 yet is reported.
 ignore: Never. DDP refuses such a module.
 example:
@@ -182,14 +181,14 @@ model = nn.Sequential(nn.LazyLinear(8), nn.ReLU())
 DistributedDataParallel(model)           # right: model(torch.zeros(1, 16)) first
 
 DDP111 ignored-parameter: error
-A parameter is trained, but the wrapper was told to ignore it.
+A parameter is trained, but the wrapper is configured to ignore it.
 why: Names in the list that _set_params_and_buffers_to_ignore_for_model sets are neither broadcast nor reduced. The
-parameter receives each rank's own gradient, and its copies drift apart without a message.
-fix: Take its name off the list, freeze it with requires_grad_(False), or reduce its gradient yourself.
-detected: The list of names that the wrapper ignores is read from the module. A name on it is reported if its parameter
-gets a gradient and the gradients differ between ranks. Experts and tables of each rank's own are not: the loss has them
-only through an all_to_all that autograd differentiates.
-ignore: If you average its gradient yourself, or if each rank is to train its own.
+parameter receives each rank's own gradient, and its copies diverge silently.
+fix: Remove its name from the list, freeze it with requires_grad_(False), or reduce its gradient yourself.
+detected: The list of names that the wrapper ignores is read from the module. A name in it is reported if its parameter
+gets a gradient and the gradients differ between ranks. Rank-local experts and tables are not reported: they reach the
+loss only through an all_to_all that autograd differentiates.
+ignore: If you average its gradient yourself, or if each rank should train its own copy.
 explains: DDP208 DDP301 DDP306
 example:
 DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.weight"])
@@ -197,13 +196,13 @@ DistributedDataParallel(model)           # right: leave out names of parameters 
 
 DDP112 opaque-output: error, stops_ddp
 forward returns an object in which DDP finds no tensor.
-why: DDP looks for tensors in the output (tensor, list, tuple, dict, dataclass). In any other object it sees none, so
-with find_unused_parameters=True it takes every parameter for unused, and static_graph and the handling of outputs that
-take no part in the loss do not work either. static_graph sees less: dataclasses and subclasses of dict are opaque to
-it, unless they are registered as pytree nodes. (PyTorch docs, DistributedDataParallel, forward outputs;
+why: DDP looks for tensors in the output (tensor, list, tuple, dict, dataclass). In any other object it finds none, so
+with find_unused_parameters=True it treats every parameter as unused, and static_graph and the handling of outputs that
+do not contribute to the loss do not work either. static_graph supports fewer types: it finds nothing in dataclasses and
+subclasses of dict unless they are registered as pytree nodes. (PyTorch docs, DistributedDataParallel, forward outputs;
 torch/nn/parallel/distributed.py, _tree_flatten_with_rref.)
 fix: Return a tensor, tuple, list, dict or dataclass (without static_graph) of tensors from forward.
-detected: ddpcheck looks for tensors in the output of forward in the way DDP does, and finds none, although parameters
+detected: ddpcheck looks for tensors in the output of forward as DDP does, and finds none, although parameters
 contribute to the loss.
 ignore: Without find_unused_parameters and static_graph, DDP does not need the tensors.
 explains: DDP301 DDP302 DDP406

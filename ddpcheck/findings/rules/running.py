@@ -8,7 +8,7 @@ The target raised an exception on a rank.
 why: The rank that raises leaves the others waiting in their next collective. They fail later, with messages such as
 'Connection closed by peer' that name the wrong place; the first failure is the one to read.
 fix: Fix the exception shown; the ranks listed after it failed as a consequence.
-detected: The exit of every rank is watched, and failures are ordered by time. The first exception that is no
+detected: The exit of every rank is watched, and failures are ordered by time. The first exception that is not a
 consequence of another rank's failure is reported, with its traceback.
 ignore: Never.
 example:
@@ -16,17 +16,17 @@ def loss(model, batch):
     return cross_entropy(model(batch["x"]), batch["label"])   # KeyError; right: a key that the batch has
 
 DDP402 hang: error
-Ranks wait for something that never comes.
+Ranks wait for something that never arrives.
 why: A collective ends when every rank has entered it. A rank that took another branch, waits for a lock, loops or is
-slow leaves the others waiting until the process group's timeout: 30 minutes by default, 10 with nccl. (PyTorch docs,
+slow keeps the others waiting until the process group's timeout: 30 minutes by default, 10 with nccl. (PyTorch docs,
 init_process_group, timeout.)
-fix: Compare the places and stacks of the ranks: bring the rank that is somewhere else into the same collective; where a
-rank is at work and only slow, give it more time (--timeout).
-detected: No rank has failed, and some did not finish in time. Each rank's log of collectives and its Python stack say
-where it stands; ranks that do not wait for others are named as the cause. Where ranks wait in init_process_group,
-`ddpcheck run` compares what each has been told: rank, world size and address. `ddpcheck hang` follows who waits for
-whom in Flight Recorder dumps through all process groups, to ranks that call nothing any more, devices that do not
-complete what peers have completed, ranks that came late, and ranks without a dump.
+fix: Compare the places and stacks of the ranks, and bring the rank that is elsewhere into the same collective; if a
+rank is working and only slow, give it more time (--timeout).
+detected: No rank has failed, and some did not finish in time. Each rank's log of collectives and its Python stack show
+its position; ranks that do not wait for others are named as the cause. If ranks wait in init_process_group, `ddpcheck
+run` compares the rank, world size and address of each. `ddpcheck hang` follows which rank waits for which in Flight
+Recorder dumps through all process groups, to ranks that call no more collectives, devices that do not complete
+collectives that peers have completed, ranks that came late, and ranks without a dump.
 ignore: If the rank is only slow: give it more time with --timeout or --check-timeout.
 reports: Lightning-AI/pytorch-lightning#10947
 example:
@@ -34,15 +34,15 @@ if dist.get_rank() == 0:
     dist.barrier()                       # right: outside the condition, on every rank
 
 DDP403 collective-mismatch: error
-Ranks enter different collectives, or the same one with other shapes or types, at the same point.
-why: Collectives of a group are matched by order, not by name. What pairs up wrongly hangs with nccl, aborts or closes
-the connection with gloo, or mixes up numbers without a message. (PyTorch docs, torch.distributed: collectives must be
-called in the same order on all ranks.)
+Ranks enter different collectives, or the same one with different shapes or dtypes, at the same point.
+why: Collectives of a group are matched by order, not by name. A wrong pair hangs with nccl, aborts or closes the
+connection with gloo, or mixes up numbers silently. (PyTorch docs, torch.distributed: collectives must be called in the
+same order on all ranks.)
 fix: Call the same collectives in the same order with the same shapes and dtypes on every rank.
-detected: Each rank logs its collectives before it makes them, with operation, shape, dtype and line. The logs of each
-process group are lined up by number; the first place where they differ, or where the lines part, is reported. `ddpcheck
+detected: Each rank logs a collective before it calls it, with operation, shape, dtype and line. The logs of each
+process group are aligned by number; the first collective that differs, or whose line differs, is reported. `ddpcheck
 hang` does the same with Flight Recorder dumps.
-ignore: Never, where operations differ. Lines alone are reported only if a rank hangs because of them.
+ignore: Never, if operations differ. Different lines alone are reported only if a rank hangs because of them.
 reports: alan-turing-institute/autocast#386
 example:
 if dist.get_rank() == 0:
@@ -55,8 +55,8 @@ why: There is no traceback, because Python could not write one. A mismatch that 
 segmentation fault in an extension, os._exit, and the kernel's out-of-memory killer (SIGKILL) look like this; the other
 ranks see a closed connection.
 fix: Read the signal and the last output: for SIGKILL use less memory or fewer ranks; for SIGABRT look for a mismatch
-(DDP2xx); raise an exception in place of an exit.
-detected: The parent sees how the process of the rank ended: by which signal, or with which exit code, without an
+(DDP2xx); raise an exception instead of exiting.
+detected: The parent process sees how the process of the rank ended: by a signal, or with an exit code, and without an
 exception in Python.
 ignore: Never.
 example:
@@ -69,7 +69,7 @@ or pairs up with the next collective that they enter. (PyTorch docs, Distributed
 DistributedSampler, drop_last.)
 fix: Use DistributedSampler (it pads) or drop_last=True, or enter `with ddp.join():` around the loop.
 detected: Some ranks have no samples in a step in which others do, or the loaders of the ranks have different numbers of
-batches, and the ranks hang or fail on it.
+batches, and the ranks hang or fail because of it.
 ignore: Never. Inside `with ddp.join():` ranks do not hang, and nothing is reported.
 explains: DDP507
 reports: pytorch/pytorch#38174 pytorch/pytorch#33148 microsoft/PyMarlin#80
@@ -80,13 +80,13 @@ for file in files:                       # right: with ddp.join(): around the lo
 
 DDP406 marked-ready-twice: error, stops_ddp
 A parameter's gradient is marked ready twice in one backward pass.
-why: DDP expects one gradient a parameter and iteration. Re-entrant checkpointing around a module that is used more than
-once, or a parameter used outside forward, delivers a second: DDP raises 'Expected to mark a variable ready only once',
-or, with re-entrant checkpoints, quietly reduces a part (pytorch issue 109191). (PyTorch docs, DistributedDataParallel
-and torch.utils.checkpoint.)
-fix: Use checkpoint(..., use_reentrant=False), call shared parts inside forward, or set static_graph=True.
-detected: Hooks count how often the gradient of each parameter arrives in one backward pass. DDP's own sentence, where
-it raises, gives the names.
+why: DDP expects one gradient per parameter and iteration. Re-entrant checkpointing around a module that is used more
+than once, or a parameter used outside forward, delivers a second one: DDP raises 'Expected to mark a variable ready
+only once', or, with re-entrant checkpoints, silently reduces only a part (pytorch issue 109191). (PyTorch docs,
+DistributedDataParallel and torch.utils.checkpoint.)
+fix: Use checkpoint(..., use_reentrant=False), call shared modules inside forward, or set static_graph=True.
+detected: Hooks count how often the gradient of each parameter arrives in one backward pass. If DDP raises, its message
+gives the names.
 ignore: With static_graph=True, DDP handles a second arrival.
 explains: DDP301 DDP302
 reports: huggingface/accelerate#389 microsoft/FocalNet#4 lucidrains/DALLE2-pytorch#225 pytorch/pytorch#109191
@@ -96,8 +96,7 @@ h = checkpoint(self.block, h, use_reentrant=True)   # right: use_reentrant=False
 
 DDP407 payload-mismatch: error
 Ranks put the same number of elements into a collective, packed in another order.
-why: The backend sees flat memory of equal size and type, so nothing is raised; numbers that belong to different things
-are added up.
+why: The backend sees flat memory of equal size and dtype, so nothing is raised, and unrelated numbers are added up.
 fix: Pack in one order on every rank: sort the names before flattening, and send missing entries as zeros.
 detected: The step is repeated with the same samples on every rank. The numbers that ranks put into a reduction are then
 the same, in another order.
@@ -108,16 +107,17 @@ dist.all_reduce(flat)                    # right: for name in sorted(losses)
 
 DDP408 result-not-awaited: error
 The result of an asynchronous collective is not waited for, or its tensor is written before that.
-why: With async_op=True a collective returns a handle at once, and works on the tensor in a thread or a stream of its
-own. What reads the tensor before wait() has returned may find the rank's own numbers, those of all ranks, or a part of
-each; what writes it may change what the other ranks get. Nothing is raised. (PyTorch docs, torch.distributed,
+why: With async_op=True a collective returns a handle immediately, and works on the tensor in its own thread or stream.
+Code that reads the tensor before wait() has returned may find the rank's own numbers, those of all ranks, or a mixture;
+code that writes it may change what other ranks receive. Nothing is raised. (PyTorch docs, torch.distributed,
 synchronous and asynchronous collective operations.)
 fix: Keep the handle that the call returns, and call its wait() before anything reads or writes the tensor; or leave out
 async_op=True.
-detected: The handles of the script's own calls are followed: whether anything asks them before they are freed, where a
-variable still refers to the tensor, or an optimizer holds its parameter; and whether the version of a tensor says that
-the program has written it before the wait, beside what gloo itself writes (an average). Of views, and of tensors of
-which the collective is given a view too, only the first is known; of tensors on a GPU, only the second.
+detected: ddpcheck follows the handles of the script's own calls. It reports a handle that is freed before anything has
+used it, if a variable still refers to the tensor or an optimizer holds its parameter. It also reports a tensor that the
+program has written before the wait, according to the version of the tensor and apart from what gloo itself writes (an
+average). For views, and tensors of which the collective is also given a view, only the first is checked; for tensors on
+a GPU, only the second.
 ignore: If nothing ever reads the tensor.
 explains: DDP208 DDP301 DDP306 DDP501 if of gradients
 example:
