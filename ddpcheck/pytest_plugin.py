@@ -23,11 +23,11 @@ _OPTIONS = {
     "timeout": "seconds after which a test's ranks count as hanging (default 30)",
     "backend": "backend of the ranks' process group: gloo or nccl (default gloo)",
     "device": "device of the ranks: cpu or cuda (default cpu)",
-    "reuse": "test: fresh ranks for every test; module: the same for all tests of a module, each with a process group "
-    "of its own (default test)",
+    "reuse": "test: new ranks for every test; module: the same ranks for all tests of a module, with a new process "
+    "group for each (default test)",
     "threads": "threads that torch may use in each rank (default: the cores are shared out)",
-    "launcher": "auto: under torchrun, mpirun or srun, tests run on the ranks that these have started; off: on ranks "
-    "of their own; on: as auto, also where no test needs ranks (default auto)",
+    "launcher": "auto: under torchrun, mpirun or srun, tests run on the ranks that the launcher started; off: on new "
+    "ranks; on: as auto, even if no test needs ranks (default auto)",
 }
 _MARKER = (
     "ddp(world_size=2, *, backend, device, timeout, reuse, threads, env, preload): run the body of the test on every "

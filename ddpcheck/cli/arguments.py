@@ -39,15 +39,15 @@ OPTIONS: Mapping[str, tuple[str, str]] = {
     "--world-size": ("N", "ranks (default 2)"),
     "--backend": ("NAME", "gloo or nccl (default: by device)"),
     "--device": ("NAME", "cpu or cuda (default cpu)"),
-    "--timeout": ("SECONDS", "after which a run counts as a hang (default 30)"),
-    "--seed": ("N", "of all random numbers (default 0)"),
+    "--timeout": ("SECONDS", "report a hang after SECONDS (default 30)"),
+    "--seed": ("N", "seed of all random numbers (default 0)"),
     "--launcher": (
         "WHEN",
-        "whether to run on ranks that torchrun, mpirun or srun has started: auto (default), on or off",
+        "run on the ranks that torchrun, mpirun or srun has started: auto (default), on or off",
     ),
     "--preload": (
         "MODULES",
-        "modules that every rank needs, imported once before ranks are forked; comma separated or repeated",
+        "modules to import once, before ranks are forked; comma separated or repeated",
     ),
     "--select": ("RULES", f"report only these {_RULES}"),
     "--ignore": ("RULES", f"do not report these {_RULES}"),
@@ -56,12 +56,12 @@ OPTIONS: Mapping[str, tuple[str, str]] = {
         "REPORT.json",
         "an earlier report, saved as JSON: its findings are shown as known, and only new ones count",
     ),
-    "--output": ("FILE", "write there instead of to standard output"),
+    "--output": ("FILE", "write to FILE instead of standard output"),
     "--format": ("NAME", "{formats} (default: by the extension of FILE, else text)"),
     "--repro": (
         "DIR",
-        "write a script there that shows the first finding under plain torchrun, without ddpcheck; overwrites what "
-        "ddpcheck wrote there before, and nothing else",
+        "write a script to DIR that shows the first finding under plain torchrun, without ddpcheck; overwrites only "
+        "files that ddpcheck wrote there before",
     ),
 }
 """What options of several commands take, and mean."""
@@ -80,7 +80,7 @@ def make_parser() -> Parser:
     """The parser of the command line; what it parses has `command`, a function of the arguments."""
     parser = Parser(
         prog="ddpcheck",
-        description="Tells whether a model and its training loop are right under PyTorch DistributedDataParallel.",
+        description="Checks that a model and its training loop are correct under PyTorch DistributedDataParallel.",
         epilog=f"{examples_of('')}\n\n{EPILOG}",
         formatter_class=HelpFormatter,
         allow_abbrev=False,
@@ -107,12 +107,12 @@ def make_parser() -> Parser:
 
     text_or_json: Any = {"choices": ("text", "json"), "default": "text", "help": "text (default) or json"}
     text_or_json["metavar"] = "NAME"
-    report = command("report", on_launched_ranks(run_report), "check a recipe on real processes, print a report")
+    report = command("report", on_launched_ranks(run_report), "check a recipe on real processes, and print a report")
     what = _add_target(report)
     _add(what, "--select", "--ignore")
-    matrix = "try the options of DistributedDataParallel: which are right, what they cost"
+    matrix = "try the options of DistributedDataParallel: which are correct, and what they cost"
     what.add_argument("--matrix", action="store_true", help=matrix)
-    schedule = "simulate so many ranks, one by one, and compare the collectives that they make"
+    schedule = "simulate RANKS ranks, one by one, and compare their collectives"
     what.add_argument("--schedule", type=int, metavar="RANKS", help=schedule)
     _add(report.add_argument_group("output"), "--fail-on", "--baseline", "--output", "--format", "--repro")
     script = commands.add_parser(
@@ -120,46 +120,46 @@ def make_parser() -> Parser:
     )
     script.add_argument("rest", nargs=argparse.REMAINDER)
     script.set_defaults(command=_run_script)
-    hang = command("hang", run_hang, "say where the ranks of a job that hangs part, by Flight Recorder")
+    hang = command("hang", run_hang, "find where the ranks of a hung job diverge (Flight Recorder dumps)")
     dumps = (
-        "the folder with the dumps, one a rank, named with the rank at its end; or http://HOST:PORT of torch's debug "
-        "server (torch.distributed.debug.start_debug_server) in a job that runs"
+        "the folder of the dumps, one per rank, whose names end in the rank; or http://HOST:PORT of torch's debug "
+        "server (torch.distributed.debug.start_debug_server) in a running job"
     )
     hang.add_argument("folder", metavar="DIR", help=dumps)
     _add(hang, "--select", "--ignore", "--fail-on", "--output", "--format")
-    live = command("live", run_live, "say what the ranks of a `ddpcheck run` do now, and what was found so far")
-    where = "the folder of the run (ddpcheck-run-... in the directory for temporary files); default: your only run here"
+    live = command("live", run_live, "show the state of the ranks of an active `ddpcheck run`, and the findings so far")
+    where = "the folder of the run (ddpcheck-run-... in the temporary folder); default: your only active run"
     live.add_argument("folder", metavar="DIR", nargs="?", help=where)
     _add(live, "--select", "--ignore", "--fail-on", "--output", "--format")
-    graph = command("graph", on_launched_ranks(run_graph), "check a recipe and draw its loss's graph, with faults")
+    graph = command("graph", on_launched_ranks(run_graph), "check a recipe, and draw the graph of its loss")
     picture = "FILE.dot, FILE.svg or FILE.png; without it, dot source to standard output"
     drawn = _add_target(graph)
     drawn.add_argument("-o", "--output", metavar="FILE", help=picture)
     views = "modules (default), or autograd: the loss's autograd graph, drawn by torchviz"
     drawn.add_argument("--view", choices=("modules", "autograd"), default="modules", metavar="NAME", help=views)
-    explain = command("explain", run_explain, "say what a rule means, why it matters and what to do")
-    explain.add_argument("rules", metavar="RULE", nargs="+", help="a code, the beginning of one, or a name")
+    explain = command("explain", run_explain, "explain a rule: what it means, why it matters, how to fix it")
+    explain.add_argument("rules", metavar="RULE", nargs="+", help="a code, a prefix of codes, or a name")
     rules = command("rules", run_rules, "list all rules")
     rules.add_argument("--format", **text_or_json)
-    render = command("render", run_render, "show a report that was saved as JSON or as HTML")
+    render = command("render", run_render, "show a saved report (JSON or HTML), or convert it")
     render.add_argument("path", metavar="REPORT", help="the file, or - for standard input")
     _add(render, "--output", "--format")
-    diff = command("diff", run_diff, "say what is new, fixed and remaining between two saved reports")
-    diff.add_argument("old", metavar="OLD.json", help="a report that was saved as JSON, or - for standard input")
-    diff.add_argument("new", metavar="NEW.json", help="a later one of the same target")
+    diff = command("diff", run_diff, "compare two saved reports: new, fixed and remaining findings")
+    diff.add_argument("old", metavar="OLD.json", help="a saved report (JSON), or - for standard input")
+    diff.add_argument("new", metavar="NEW.json", help="a later report of the same target")
     _add(diff, "--fail-on", "--output", "--format", formats=DIFFERENCE_FORMATS)
-    schema = command("schema", run_schema, "print the JSON Schema of what ddpcheck saves")
+    schema = command("schema", run_schema, "print the JSON Schema of saved reports")
     which = "report (default), matrix or difference"
     schema.add_argument("document", metavar="DOCUMENT", nargs="?", choices=[*DOCUMENTS], default="report", help=which)
     init = command("init", run_init, "write a first recipe for a model, and check it")
     init.add_argument("model", metavar="MODEL", help="its class, as path/to/file.py:Class or pkg.module:Class")
-    init.add_argument("--args", metavar="ARGS", default="", help="of its constructor, as Python writes them")
-    where = "write there; beside the file of the model (default: check_FILE.py, or check_MODULE.py here)"
+    init.add_argument("--args", metavar="ARGS", default="", help="arguments of its constructor, as in Python")
+    where = "the recipe to write (default: check_FILE.py beside the model's file, or check_MODULE.py here)"
     init.add_argument("-o", "--output", metavar="FILE", help=where)
-    init.add_argument("--force", action="store_true", help="overwrite the file, if it is there")
-    environment = command("env", run_env, "show versions, devices and variables, for a report of a bug")
+    init.add_argument("--force", action="store_true", help="overwrite an existing file")
+    environment = command("env", run_env, "print environment information for a bug report")
     environment.add_argument("--format", **text_or_json)
-    skill = "print the path of SKILL.md, which tells a coding agent how to use ddpcheck"
+    skill = "print the path of SKILL.md, instructions on ddpcheck for a coding agent"
     environment.add_argument("--skill", action="store_true", help=skill)
     shell = command("completion", lambda given: run_completion(given, make_parser), "print a completion script")
     shell.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))

@@ -59,7 +59,7 @@ configuration, or a bug in ddpcheck; 4 the ranks waited for each other, and ddpc
 def describe_run(parser: argparse.ArgumentParser, *, everything: bool) -> None:
     """Give torchrun's parser the help of `ddpcheck run`: own options first, and those of torchrun."""
     parser.usage = "ddpcheck run [options of torchrun] [options of ddpcheck] script.py [arguments of the script]"
-    parser.description = "Run a training script as torchrun does, watch its ranks, and report what is wrong with it."
+    parser.description = "Run a training script as torchrun does, watch its ranks, and report faults."
     parser.epilog, parser.formatter_class = f"{examples_of('run')}\n\n{RUN_EPILOG}", HelpFormatter
     positional, *others, own = parser._action_groups
     parser._action_groups = [own, positional, *others]
@@ -98,14 +98,14 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("ddpcheck init net.py:Net", "write a first recipe for a model, and check it"),
         ("ddpcheck report recipe.py", "check a recipe on two ranks"),
         ("ddpcheck run --standalone --nproc-per-node 2 train.py", "run a script as torchrun does, and report on it"),
-        ("ddpcheck explain DDP101", "what a rule means, and what to do"),
-        ("ddpcheck completion bash", "completion for a shell"),
+        ("ddpcheck explain DDP101", "show what a rule means, and how to fix it"),
+        ("ddpcheck completion bash", "print the completion script of a shell"),
     ),
     "report": (
         ("ddpcheck report recipe.py", "functions model, batch and loss in recipe.py"),
         ("ddpcheck report pkg.recipes:small --world-size 4 --steps 5", "a ddpcheck.Recipe, on four ranks"),
-        ("ddpcheck report recipe.py -o report.json", "save it; `ddpcheck render` makes the other forms of it"),
-        ("ddpcheck report recipe.py --baseline report.json", "only findings that are new count"),
+        ("ddpcheck report recipe.py -o report.json", "save it; `ddpcheck render` converts it to other formats"),
+        ("ddpcheck report recipe.py --baseline report.json", "count new findings only"),
         ("ddpcheck report recipe.py --repro repro", "write a script that shows the first finding without ddpcheck"),
     ),
     "run": (
@@ -117,19 +117,19 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("ddpcheck run --check-output report.json --standalone --nproc-per-node 2 train.py", "save the report"),
         (
             "ddpcheck run --check-parity --standalone --nproc-per-node 2 train.py",
-            "compare it with a single process",
+            "also compare it with a single process",
         ),
     ),
     "hang": (
-        ("ddpcheck hang dumps/", "dumps of Flight Recorder, one a rank"),
-        ("ddpcheck hang http://node0:25999", "a job that runs, by its debug server"),
+        ("ddpcheck hang dumps/", "Flight Recorder dumps, one per rank"),
+        ("ddpcheck hang http://node0:25999", "a running job, through its debug server"),
     ),
-    "live": (("ddpcheck live", "while `ddpcheck run` goes on, in another terminal"),),
+    "live": (("ddpcheck live", "in another terminal, while `ddpcheck run` is running"),),
     "graph": (("ddpcheck graph recipe.py -o graph.svg", "a picture; needs Graphviz"),),
     "explain": (("ddpcheck explain DDP101 hang", "by code, prefix of a code or name"),),
     "rules": (("ddpcheck rules --format json", "for programs"),),
     "diff": (
-        ("ddpcheck diff old.json new.json", "exits with 1 where there is a new error"),
+        ("ddpcheck diff old.json new.json", "exits with 1 if there is a new error"),
         ("ddpcheck diff old.json new.json --fail-on warning -o diff.md", "warnings fail as well; as Markdown"),
     ),
     "schema": (("ddpcheck schema report > report.schema.json", "to validate reports with"),),
@@ -142,7 +142,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ('ddpcheck completion zsh > "${fpath[1]}/_ddpcheck"', ""),
         ("ddpcheck completion fish > ~/.config/fish/completions/ddpcheck.fish", ""),
     ),
-    "env": (("ddpcheck env --format json", "to attach to a report of a bug"),),
+    "env": (("ddpcheck env --format json", "to attach to a bug report"),),
     "init": (
         ("ddpcheck init net.py:Net", "writes check_net.py beside net.py, and checks it"),
         ("ddpcheck init pkg.models:Net --args '3, hidden=16'", "for a constructor that needs arguments"),

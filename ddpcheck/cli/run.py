@@ -365,9 +365,9 @@ def keep_record(
     except OSError as error:
         complain(f"cannot write {path}: {reason_of(error)}")
         return
-    say(f"what the ranks have left is in {path}, with other names; `ddpcheck render {path}` shows the report on that")
+    say(f"the recorded run is in {path}, with names replaced; `ddpcheck render {path}` shows its report")
     if lost := sorted({one.code for one in report.findings} - {one.code for one in judged.findings}):
-        complain(f"without the names of the program {join_names(lost)} is not found in it", kind="note")
+        complain(f"without the names of the program, {join_names(lost)} is not found in it", kind="note")
 
 
 # On several nodes: the first one has the report on the ranks of all
@@ -379,7 +379,7 @@ def hand_over(link: NodeLink, ending: Ending) -> int | None:
         return None
     exit_code = link.hand_over(msgspec.msgpack.encode(ending))
     if exit_code is None:
-        complain("the first node has not taken the logs of this one, which has a report of its own", kind="note")
+        complain("node 0 did not accept the logs of this node; a separate report follows", kind="note")
         return None
     say(f"node {link.number} of {link.size}: the report on all ranks is that of node 0, on {link.host}")
     return ending.exit_code or exit_code
@@ -394,9 +394,9 @@ def collected(link: NodeLink, ending: Ending) -> Ending:
         try:
             endings.append(msgspec.msgpack.decode(sent, type=Ending))
         except msgspec.MsgspecError as error:
-            complain(f"how node {number} has ended is not known: {error}", kind="note")
+            complain(f"the exit of node {number} is not known: {error}", kind="note")
     for number, why in link.refused.items():
-        complain(f"the logs of node {number} were not taken: {why}", kind="note")
+        complain(f"the logs of node {number} were not accepted: {why}", kind="note")
     return together(endings)
 
 

@@ -38,7 +38,9 @@ def read_file(path: str | Path, most: int = MOST_BYTES, *, own: bool = False, he
     with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or (own and status.st_uid != os.geteuid()):
-            raise OSError(errno.EINVAL, "it is no regular file" if not own else "it is no file of this user", str(path))
+            raise OSError(
+                errno.EINVAL, "it is not a regular file" if not own else "it is not a file of this user", str(path)
+            )
         return file.read(most) if head else within(file.read(min(status.st_size, most) + 1), most, str(path))
 
 

@@ -190,7 +190,7 @@ def _of_shown(comparison: Comparison) -> Iterator[Divergence]:
         evidence = [f"on ranks and in a single process: {pairs}"]
         if comparison.noise is not None:
             evidence.append(
-                f"rounding, random numbers and another order of the samples change it by {first.quantity.noise:.1g}"
+                f"rounding, random numbers and a different order of samples change it by {first.quantity.noise:.1g}"
             )
         at = range(first.entry.steps, first.entry.steps + 1)
         line = first_unequal(comparison, at, first.quantity.difference)
@@ -230,8 +230,8 @@ def _of_saved(comparison: Comparison) -> Iterator[Divergence]:
                 values.append(name)
         if missing or shapes or values:
             what = missing or shapes or sorted(values)
-            how = "missing" if missing else "of another shape" if shapes else "other values"
-            said = f"What the ranks save differs from what a single process saves: {join_names(what, most=3)} ({how})."
+            how = "missing" if missing else "different shapes" if shapes else "different values"
+            said = f"The ranks save a state that differs from a single process: {join_names(what, most=3)} ({how})."
             detail = [f"{n}: {one.shapes[n]} and {other.shapes[n]}" for n in shapes[:3]]
             detail += [f"norm of {n}: {one.norms[n]:.6g} and {other.norms[n]:.6g}" for n in sorted(values)[:3]]
             line = first_unequal(comparison, range(one.steps + 1))
@@ -296,9 +296,9 @@ def what_held(comparison: Comparison) -> str:
         said.append(counted(len(saves), "saved state"))
     batch = max((end.batch for rank in comparison.ranks for end in entries_of(rank, ParityEnded)), default=0)
     if said and batch:
-        said.append(f"with batches of {batch} samples at most, as --check-parity-batch says")
+        said.append(f"with batches of at most {batch} samples (--check-parity-batch)")
     if said and any(end.splits_statistics for end in entries_of(comparison.single, ParityEnded)):
-        said.append("BatchNorm normalises the samples of each rank by themselves in both (DDP304)")
+        said.append("BatchNorm normalises the samples of each rank separately in both (DDP304)")
     return "; ".join(said)
 
 
@@ -312,7 +312,7 @@ def confirmed(comparison: Comparison) -> dict[str, str]:
     if lacking(comparison) or divergences(comparison):
         return {}
     steps, numbers = len(gradients(comparison)), [one for one in _evaluated(comparison) if not one.is_local]
-    found = {"loss": f"gradients of {counted(steps, 'step')} are those of a single process"} if steps else {}
+    found = {"loss": f"gradients of {counted(steps, 'step')} equal those of a single process"} if steps else {}
     if numbers and all(one.quantity.is_equal for one in numbers):
         found["evaluation"] = f"{counted(len(numbers), 'shown number')} equal to those of a single process"
     return found
@@ -330,11 +330,11 @@ def lacking(comparison: Comparison) -> str:
         first = min(full, key=lambda end: end.full_at)
         said.append(f"samples are recorded for {counted(first.full_at, 'backward pass')} only: {first.why_full}")
     if comparison.has_other_model:
-        said.append("a single process has another model: its parameters begin with other values, or shapes")
+        said.append("a single process has a different model: its parameters start with other values or shapes")
     elif comparison.computes_with_rank:
         said.append("the script computes with the number of the rank")
     elif not comparison.has_same_samples:
-        said.append(f"from step {len(comparison.steps())} on, forward is given other samples in a single process")
+        said.append(f"from step {len(comparison.steps())} on, forward gets different samples in a single process")
     if unknown:
         noise = max(one.noise for one in unknown)
         said.append(

@@ -96,16 +96,16 @@ class AlarmBoard:
             found = exchange.all_gather(key, value)
         except RanksTimedOutError as error:
             self.silent = error.ranks
-            why = f"{format_ranks(error.ranks)} did not answer within {exchange.timeout:g} s; from here on rank"
-            warnings.warn(f"ddpcheck: {why} {self.rank} judges by itself", stacklevel=2)
+            why = f"{format_ranks(error.ranks)} did not answer within {exchange.timeout:g} s; from now on rank"
+            warnings.warn(f"ddpcheck: {why} {self.rank} judges alone", stacklevel=2)
             return [value]
         left = {r: one.why for r, one in zip(self.ranks, found, strict=True) if isinstance(one, Left)}
         if left:
             self.silent = tuple(left)
             where = user_location()
-            waits = f" rank {self.rank} has met nobody at {where}, and" if where else f" rank {self.rank}"
+            waits = f" rank {self.rank} met no other rank at {where}, and" if where else f" rank {self.rank}"
             gone = "; ".join(f"rank {rank} {why}" for rank, why in left.items())
-            warnings.warn(f"ddpcheck: {gone};{waits} judges by itself from here on", stacklevel=2)
+            warnings.warn(f"ddpcheck: {gone};{waits} judges alone from now on", stacklevel=2)
             return [value]
         self._kept.append(key)
         if len(self._kept) > 2:  # every rank has read what this one wrote two gatherings ago, or it would not be here

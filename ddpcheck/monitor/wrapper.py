@@ -226,7 +226,7 @@ def _check_module(module: object) -> None:
     if outermost_sharded(module):
         raise UsageError(
             f"CheckedDistributedDataParallel was given a {type(module).__name__} that fully_shard has sharded, which "
-            "averages gradients by itself; follow it by ddpcheck.watch"
+            "already averages gradients; use ddpcheck.watch instead"
         )
 
 

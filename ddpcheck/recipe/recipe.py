@@ -101,7 +101,7 @@ class Recipe:
             return torch.optim.SGD(parameters, lr=_DEFAULT_LEARNING_RATE)
         optimizer = call("optimizer(parameters)", self.optimizer, parameters)
         if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
-            raise TargetError(f"optimizer(parameters) returned {kind_of(optimizer)}, which is no torch optimizer")
+            raise TargetError(f"optimizer(parameters) returned {kind_of(optimizer)}, not a torch optimizer")
         if _needs_closure(optimizer):
             raise TargetError(
                 f"optimizer(parameters) returned {kind_of(optimizer)}, whose step() needs a closure, and a check calls "

@@ -88,9 +88,7 @@ STATUSES = {
 VERDICTS = {
     "right": Mark("✓", "ok", "green", "all was compared, and nothing is at severity error", "ok"),
     "lossy": Mark("≈", "~", "green", "right up to what a communication hook rounds", "ok"),
-    "incomplete": Mark(
-        "-", "open", "yellow", "the same, as far as it was compared, or but for what is ignored", "warning"
-    ),
+    "incomplete": Mark("-", "open", "yellow", "the same in all that was compared and not ignored", "warning"),
     "wrong": Mark("✗", "FAIL", "red", "trains to the end with a wrong result", "error"),
     "stops": Mark("!", "STOP", "bold red", "DDP raises, hangs or aborts", "error"),
     "skipped": Mark("-", "skip", "dim", "the options cannot make a difference", "muted"),

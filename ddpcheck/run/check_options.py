@@ -53,7 +53,7 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
     add("--check-parity-steps", type=int, default=0, metavar="N", help=steps)
     batch = "give each rank at most B samples in a batch, in all runs, for a global batch that one process cannot hold"
     add("--check-parity-batch", type=int, default=0, metavar="B", help=batch)
-    form = "of the report (default: by the extension of FILE, else text)"
+    form = "format of the report (default: by the extension of FILE, else text)"
     add("--check-format", metavar="FORMAT", help=form)
     add_display_options(group)
     add("--debug", action="store_true", help="show the traceback of an error of ddpcheck")

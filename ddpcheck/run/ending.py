@@ -223,7 +223,7 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSo
         elif lines and not waits_for_others(own_stack(rank.stack)):  # when it was ended
             doing, follows = f"was at work at {lines[0]}", False
         else:
-            doing = f"was in {described_call(log[-1])}" if log else "has come to no collective"
+            doing = f"was in {described_call(log[-1])}" if log else "has reached no collective"
         if failure is not None and failure.kind != "stuck" and follows and log:
             doing = f"was in {described_call(log[-1])}, until it {doing.partition(':')[0]}"
         earlier = max(one.first_call for one in ranks)
@@ -280,7 +280,7 @@ def _judge_silent_mismatch(ranks: Sequence[WatchedRank], ending: Ending, source:
     cut = [rank.started.rank for rank in ranks if not rank.has_ended]
     if bool(cut) != bool(ending.exit_code):
         return []
-    how = "no rank failed: what was paired up wrongly has the same size, waits for nobody, or raised what was caught"
+    how = "no rank failed: the mismatched calls have the same size, wait for no rank, or raised a caught error"
     if cut:
         how = f"{format_ranks(cut)} ended without a Python exception"
     found = judge_collectives(comparable_logs(ranks), cut)

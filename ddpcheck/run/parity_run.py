@@ -146,7 +146,7 @@ class ParityRuns:
         left = read_logs(folder)
         why_not = _why_ended(ending, left, output, self._limit)
         if not why_not and _trains(ranks) and not _trains(left):
-            why_not = "no optimizer has stepped in it: a script may start processes of its own"
+            why_not = "no optimizer has stepped in it: the script may start its own processes"
         has_raised = ending.exit_code > 0 and not _signal_of(ending) and ending.hang is None and not ending.interrupted
         return SingleRun(left, why_not, output, has_raised)
 

@@ -34,7 +34,7 @@ def shared_folder(name: str) -> Path:
             folder.mkdir(mode=0o700)
         if is_own_folder(folder):
             return folder
-    raise UsageError(f"somebody else has made {folder}; set TMPDIR to a folder in which nobody else can write")
+    raise UsageError(f"another user created {folder}; set TMPDIR to a folder in which no other user can write")
 
 
 def own_folders() -> list[Path]:

@@ -192,7 +192,7 @@ def judge_record(text: str) -> Report:
         source = ProgramSource(data["source"])
         return report_on_script(str(data["script"]), ending, ranks, source=source)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it is no whole run, or that of another version: {error}") from error
+        raise ValueError(f"it is incomplete, or from another version of ddpcheck: {error}") from error
 
 
 def _fields_of(rank: WatchedRank) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def prepare(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise UsageError(f"{folder} is not empty; the dumps of the ranks need a folder of their own")
+            raise UsageError(f"{folder} is not empty; the dumps of the ranks need an empty folder")
     except OSError as error:
         raise UsageError(f"cannot write to {folder}: {error.strerror}") from error
 

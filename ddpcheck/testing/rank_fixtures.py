@@ -272,8 +272,8 @@ class RankRequest:
 
     def __getattr__(self, name: str) -> Any:
         raise UsageError(
-            f"request.{name} is not there on a rank, where only request.param, request.addfinalizer, request.node.name "
-            "and request.node.nodeid are; let a fixture that does not use the rank read it and hand its value on."
+            f"request.{name} is not available on a rank: only request.param, request.addfinalizer, request.node.name "
+            "and request.node.nodeid are; read it in a fixture that does not use the rank, and return its value."
         )
 
 

@@ -81,7 +81,7 @@ def available(terminal: bool) -> Iterator[None]:
     def stop(*_: object, **__: object) -> None:
         if not terminal:
             raise RuntimeError(
-                "breakpoint() on a rank needs pytest at a terminal of its own; run it without pytest-xdist (-n 0), "
+                "breakpoint() on a rank needs pytest in a terminal; run it without pytest-xdist (-n 0), "
                 "and without torchrun or mpirun."
             )
         here = this_rank.current()

@@ -67,8 +67,8 @@ class Session:
         """The stand-in for `rank` and its like until the test is on its ranks."""
         if "ddp_world" in getattr(item, "fixturenames", ()):
             _refuse(
-                f"The body of a test that uses ddp_world runs in the parent, where there is no {name!r}; use "
-                "ddp_world.world_size, or ddpcheck.rank.current() in what ddp_world.run calls."
+                f"The body of a test that uses ddp_world runs in the parent, which has no {name!r}; use "
+                "ddp_world.world_size, or ddpcheck.rank.current() in the function that ddp_world.run calls."
             )
         if item.get_closest_marker(marks.MARKER) is None:
             _refuse(
@@ -192,7 +192,7 @@ def _refuse_wrong_start(config: pytest.Config, launcher: str) -> None:
     if hasattr(config, "workerinput") and (launch := detect()) is not None:
         raise UsageError(
             f"{launch.launcher} has started {launch.world_size} ranks, and pytest-xdist workers in each of them; run "
-            "pytest without -n there, or with --launcher=off, which starts ranks of its own for each test."
+            "pytest without -n there, or with --launcher=off, which starts new ranks for each test."
         )
 
 

@@ -160,7 +160,7 @@ class RunFuture(Generic[Result]):
             started = max(started, rank.ready)
         deadline, got_on = started + self._timeout + self._allowed, self._got_on + self._timeout
         if got_on > deadline + _FIRST:  # a part of the work has as long as the whole
-            return got_on, f"{{ranks}} did not get on for {self._timeout:g} s"
+            return got_on, f"{{ranks}} made no progress for {self._timeout:g} s"
         return deadline, f"{{ranks}} did not finish within {self._timeout:g} s"
 
     def _settle(self) -> None:
@@ -228,7 +228,5 @@ class RunFuture(Generic[Result]):
             late = [one.rank for one in found if one.kind == "stuck"] or [rank.number for rank in processes.ranks]
             return failures.hang(found, headline.replace("{ranks}", format_ranks(late)))
         if not found or (processes.error and all(one.kind == "stuck" for one in found)):
-            return RankError(
-                f"The ranks could not go on: {processes.error or 'they ended while they were being asked'}.", found
-            )
+            return RankError(f"The ranks could not continue: {processes.error or 'they ended during a call'}.", found)
         return failures.error(found)

@@ -47,7 +47,7 @@ of the statistics); or synchronise it before evaluation and saving.
 detected: If the wrapper does not broadcast buffers, their fingerprints are compared between ranks after wrapping and
 after each compared step. `ddpcheck run` also compares the buffers of a criterion outside of the wrapper, and BatchNorm
 statistics that are recomputed after training (`update_bn`), if several ranks evaluate a model with them.
-ignore: If each rank should keep statistics of its own samples, as plain BatchNorm does with broadcast_buffers=False.
+ignore: If each rank should keep statistics of only its samples, as plain BatchNorm does with broadcast_buffers=False.
 explains: DDP304 DDP312; DDP516 if only the loss
 reports: pytorch/pytorch#13711 open-mmlab/mmdetection#4582 open-mmlab/mmpose#998
 example:
@@ -87,7 +87,7 @@ example:
 self.projection = torch.randn(8, 8)      # right: self.register_buffer("projection", torch.randn(8, 8))
 
 DDP217 input-statistics: warning
-Each rank normalises the inputs by running statistics of its own samples.
+Each rank normalises the inputs by running statistics of only its samples.
 why: DDP synchronises parameters and buffers of the wrapped module. A running mean or variance that the script keeps
 beside it (an observation normaliser, a scaler that is updated in the loop) is computed from the samples of one rank:
 the same sample has a different value on each rank, and a checkpoint keeps the statistics of rank 0. (PyTorch docs,

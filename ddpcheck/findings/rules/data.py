@@ -14,10 +14,9 @@ loader with the indices of its sampler, and the inputs of forward. These are war
 in an epoch or from the second one on; a rank that gets the samples of another rank some steps later; and targets of a
 loss that are the same on every rank and change with each step, if the inputs of forward differ. Without a wrapper, the
 inputs of all_reduce are compared, if they have as many elements as the gradients of an optimizer, or of all optimizers.
-Not reported are ranks that differentiate through a collective of their own group; ranks that take different parts of
-the same samples (context and sequence parallelism), if there are as many groups as the sampler splits the data between,
-or if the ranks exchange activations; and samplers whose total_size is twice the dataset or more (repeated
-augmentation).
+Not reported are ranks that differentiate through a collective of their group; ranks that take different parts of the
+same samples (context and sequence parallelism), if there are as many groups as the sampler splits the data between, or
+if the ranks exchange activations; and samplers whose total_size is twice the dataset or more (repeated augmentation).
 ignore: If all ranks should see the same samples, for example with different augmentation or in a part of the loss.
 explains: DDP303 DDP304 DDP305 DDP312
 reports: PatrickHua/SimSiam#16 Lightning-AI/pytorch-lightning#7813 coqui-ai/Trainer#144

@@ -22,7 +22,7 @@ counts = torch.tensor([correct, total])  # right: of a loader over Subset(data, 
 dist.all_reduce(counts)
 
 DDP802 own-shard-metric: warning
-One rank shows a metric of its own shard, or decides by it, as if it covered all samples.
+One rank shows a metric of its shard, or decides by it, as if it covered all samples.
 why: Each rank evaluates 1/W of the data. A metric that rank 0 prints, logs or selects the best checkpoint by is a noisy
 estimate, and changes with the number of ranks. DDP reduces gradients and nothing else.
 fix: all_reduce the sum and the count over the ranks, then divide; or evaluate all of the data on one rank.

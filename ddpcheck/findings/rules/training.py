@@ -188,7 +188,7 @@ A step uses gradients that existed before its own backward passes, and were neve
 why: backward adds to .grad. Without zero_grad each step uses the gradients of all steps before. If two networks train
 by turns, as in a GAN, the loss of one leaves gradients in the other, and the optimizer of the other adds them to its
 own. DDP averages all of them, so the ranks agree. (PyTorch docs, torch.optim.Optimizer.zero_grad.)
-fix: Call zero_grad of an optimizer right before the backward pass of its own loss, or right after its step.
+fix: Call zero_grad of an optimizer right before the backward pass of its loss, or right after its step.
 detected: `ddpcheck run` inspects a gradient of each optimizer after each step and before the next backward pass. It is
 reported if it is not None, is not zero, and is added to, in several steps in a row.
 ignore: If gradients of several losses should be added up over several steps.

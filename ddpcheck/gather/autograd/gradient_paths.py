@@ -370,7 +370,7 @@ def cut_reason(name: str, output: torch.Tensor) -> str:
     return f"{name.strip('_')}(), which has no derivative"
 
 
-COMPILED_CODE = "what torch.compile has made of the code"
+COMPILED_CODE = "the code compiled by torch.compile"
 _COMPILED = "torch._functorch._aot_autograd"  # private to torch: the Function of a compiled graph is of a module in it
 
 

@@ -121,7 +121,7 @@ def _limit(coalesce: bool, bucket_size_mb: float) -> float:
     """The bytes of a bucket: it is full as soon as it holds that many."""
     number = isinstance(bucket_size_mb, (int, float)) and not isinstance(bucket_size_mb, bool)
     if not number or math.isnan(bucket_size_mb):
-        raise UsageError(f"bucket_size_mb must be a number of MiB, or -1 for all at once; got {bucket_size_mb!r}.")
+        raise UsageError(f"bucket_size_mb must be a number of MiB, or -1 for a single bucket; got {bucket_size_mb!r}.")
     if not coalesce:
         return 0
     return bucket_size_mb * _MB if bucket_size_mb > 0 else float("inf")

@@ -266,8 +266,8 @@ def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapp
     same = next((one for one in changed if not differs_in_structure(module, one)), None)
     if same is None:
         raise TargetError(
-            "wrap(module, device) changes the layers of the module beside fully_shard or parallelize_module, and what "
-            "it has made cannot be copied; make these changes in model(), or before the first call of fully_shard"
+            "wrap(module, device) changes the layers of the module in addition to fully_shard or parallelize_module, "
+            "and the result cannot be copied; make these changes in model(), or before the first call of fully_shard"
         )
     return same
 

@@ -201,7 +201,7 @@ def _other_model(module: nn.Module, of_rank: Mapping[str, torch.Tensor]) -> str:
     """The first parameter that rank 0 does not have, or of another shape: a part of a model of all ranks, say."""
     for name, parameter in module.named_parameters():
         if name not in of_rank:
-            return f"{name} is not there on rank 0"
+            return f"{name} is missing on rank 0"
         if (there := shape_of(of_rank[name])) != (here := shape_of(parameter)):
             return f"{name} has the shape {here}, and {there} on rank 0"
     return ""

@@ -129,7 +129,7 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
         "DDP505",
         first[0],
         f"The ranks share {shared} of the {'' if whole else 'first '}{size} samples that each takes from the loader"
-        f"{' in an epoch' * whole}, in an order of its own{in_others}.",
+        f"{' in an epoch' * whole}, each in a different order{in_others}.",
         line=next((one.told for one in first if one.told), None) if by_epoch else None,
         severity=Severity.WARNING,
         evidence=[
@@ -148,7 +148,7 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
 def _likewise(groups: Sequence[Sequence[int]]) -> list[str]:
     """Of groups of ranks beside the one that is told of."""
     return (
-        [f"likewise {wording.join_names([*map(wording.format_ranks, groups)])}, with samples of their own"]
+        [f"likewise {wording.join_names([*map(wording.format_ranks, groups)])}, with different samples"]
         if groups
         else []
     )

@@ -191,13 +191,13 @@ def judge_same_targets(
                 "The loss of every rank has the same targets in the same order, in all "
                 f"{len(first)} steps that were compared, and forward is given "
                 + (
-                    "a tensor that is the same on each, too: the ranks take the same samples."
+                    "a tensor that is also the same on each rank: the ranks take the same samples."
                     if part and not noise
-                    else "other inputs on each: the ranks take the same samples, which each augments by itself"
-                    f"{', or they draw the same noise' if noise else ''}."
+                    else "different inputs on each rank: the ranks take the same samples, and each augments them "
+                    f"separately{', or they draw the same noise' if noise else ''}."
                 ),
                 location=line_of_selection(draws) or loss or forward,
-                evidence=["the bits of the targets are equal on all ranks, and others in other steps"],
+                evidence=["the targets are bit-identical on all ranks, and change from step to step"],
                 related={"loss computed": loss, "forward called": forward},
                 severity=Severity.WARNING,
             )

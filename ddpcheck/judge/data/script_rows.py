@@ -119,8 +119,8 @@ def judge_sharded_twice(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
     return finding_on_loader(
         "DDP519",
         first[0],
-        f"The data are split twice: each rank's dataset is a part of its own already, and the sampler takes "
-        f"{-(-size // len(first))} of its {size} samples in an epoch. The others are on no rank.",
+        f"The data are split twice: each rank's dataset already is a separate part, and the sampler takes "
+        f"{-(-size // len(first))} of its {size} samples in an epoch. The remaining samples are on no rank.",
         evidence=[f"{first[0].sampler} splits the places of the dataset between {len(first)} ranks"],
         fix="Split once: leave out the split by rank, or keep the parts, and shuffle each with a RandomSampler.",
     )
@@ -163,10 +163,10 @@ def judge_resumed(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     return finding_on_loader(
         "DDP506",
         one,
-        f"An epoch is resumed in another order: of the samples of the first {counted(one.skipped, 'batch')}, which the "
-        f"loop leaves out, {left} had not been trained on. Others are trained on again.",
+        f"An epoch is resumed in a different order: of the samples of the first {counted(one.skipped, 'batch')}, which "
+        f"the loop skips, {left} had not been trained on. Others are trained on again.",
         line=one.told or one.epochs_at,
-        evidence=["the pass before began with other samples than those that are passed over"],
+        evidence=["the previous pass began with samples that differ from the skipped ones"],
         fix="Before the loop that resumes, call set_epoch of the sampler with the epoch that is resumed; or restore "
         "the state of the generator from which the loader shuffles.",
     )
@@ -217,11 +217,11 @@ def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     return finding_on_loader(
         "DDP506",
         one,
-        f"Training goes on after {far}, and {one.sampler} is at epoch 0 again: the epochs have the orders that the "
-        "first ones had.",
+        f"Training continues after {far}, and {one.sampler} is at epoch 0 again: the epochs repeat the orders of the "
+        "first ones.",
         line=one.told or one.epochs_at,
         evidence=[f"an optimizer was restored at {restored.location}"],
-        fix="Count the epochs on from the one that the checkpoint is of, and call set_epoch with that before each.",
+        fix="Continue to count epochs from that of the checkpoint, and call set_epoch with the number before each.",
     )
 
 

@@ -119,7 +119,7 @@ def described_call(call: Call) -> str:
 
 def in_words(branch: Block) -> str:
     """Where what is in a branch stands, or past an early exit."""
-    where = {"branch": "in the branch", "try": f"in what the `{branch.word}` cuts short"}
+    where = {"branch": "in the branch", "try": f"in the block that the `{branch.word}` cuts short"}
     return f"{where.get(branch.kind, f'past the `{branch.word}`')} at {branch.head}"
 
 
@@ -151,7 +151,7 @@ def calls_there(one: Position, other: Position) -> list[str]:
     sides = sorted((one, other), key=lambda side: side.of.rank)
     return [
         *(
-            f"rank {side.of.rank} comes to {side.call or 'no collective any more'}"
+            f"rank {side.of.rank} reaches {side.call or 'no further collective'}"
             for side in sides
             if side.call is not None or side.of.ended or not side.of.waits  # else in one that is in no log
         ),
@@ -172,15 +172,15 @@ def explain_by_exception(facts: EndingFacts, raised: Position, goes_on: Position
     return one_finding(
         "DDP401",
         ("run",),
-        f"Rank {raised.of.rank} raised {said.rstrip('.')}{f', at {where}' if where else ''}, and comes to "
+        f"Rank {raised.of.rank} raised {said.rstrip('.')}{f', at {where}' if where else ''}, and reaches "
         f"{described_call(raised.call)} in the `finally` or `except` that handles it; {told(facts, others)}.",
         severity=Severity.ERROR,
         ranks=[raised.of.rank],
         location=Location.parse(where or raised.call.location),
         evidence=calls_there(raised, goes_on),
-        fix=f"Mend what raises{f' at {where}' if where else ''}. And call no collective in a `finally` or an "
-        f"`except`, which one rank alone may come to ({described_call(raised.call)}): an exception that ends "
-        "the rank has torchrun end the others.",
+        fix=f"Fix the exception{f' at {where}' if where else ''}. Call no collective in a `finally` or `except` that a "
+        f"single rank may reach ({described_call(raised.call)}): if the exception ends the rank, torchrun ends the "
+        "others.",
     )
 
 
@@ -282,32 +282,32 @@ def _decided_alone(facts: EndingFacts, stays: Position, leaves: Position, block:
     arms = {one.head for one in facts.around(leaves.lines, "branch") if not leaves.of.ended}
     is_arm = block.kind == "branch"
     instead = ", in the other branch of it" if block.head in arms else ""
-    by_itself = f"each rank decides at {block.head} by itself"
+    by_itself = f"each rank decides separately at {block.head}"
     fix = (
-        f"Let all ranks decide alike at {block.head}: all_reduce what decides it (the metric, the loss, a flag) before "
-        "the test, or broadcast the decision of rank 0. "
+        f"Make the same decision on all ranks at {block.head}: all_reduce its input (the metric, the loss, a flag) "
+        "before the test, or broadcast the decision of rank 0. "
         + (
             f"Or take {named(call)} out of the branch."
             if is_arm and call.operation != DDP_BACKWARD
-            else f"Or come to {named(call)} on every rank."
+            else f"Or reach {named(call)} on every rank."
         )
     )
     if block.kind == "try":
-        by_itself = f"what the `{block.word}` at {block.head} may have caught is not known, and leaves it out"
+        by_itself = f"the `{block.word}` at {block.head} may have caught an exception, and skips it"
         fix = (
             f"Have the `{block.word}` at {block.head} print the traceback and raise the exception again: torchrun then "
-            f"ends all ranks. Or catch it where it is raised, so that this rank comes to {named(call)} all the same."
+            f"ends all ranks. Or catch it at the raising line, so that this rank reaches {named(call)} nevertheless."
         )
     return one_finding(
         "DDP403",
         (call.operation,),
-        f"{format_ranks(calling).capitalize()} {plural_verb('comes', 'come', calling)} to {described_call(call)}, "
+        f"{format_ranks(calling).capitalize()} {plural_verb('reaches', 'reach', calling)} {described_call(call)}, "
         f"{in_words(block)}, and {format_ranks(missing)} {plural_verb('does', 'do', missing)} not in the same pass"
         f"{instead}: {told(facts, missing)}.",
         ranks=missing if len(missing) < len(calling) + (not is_arm) else calling,  # who jumps is the odd one of two
         location=Location(block.path, block.line),
         evidence=[
-            f"all of them have come to it before: {by_itself}",
+            f"all of them have reached it before: {by_itself}",
             f"called from {', '.join(stays.lines[1:4])}" if len(stays.lines) > 1 else "",
             *calls_there(stays, leaves),
         ],

@@ -213,9 +213,9 @@ _FIX_OF_CONDITION = (
 )
 
 FIX_OF_EXIT = (
-    "Let all ranks leave the loop in the same pass: all_reduce what decides it (the metric, a flag, the time that is "
-    "left) before the test, so that each rank decides alike. If the loop ends with the data of a rank, give every rank "
-    "the same number of batches."
+    "Let all ranks leave the loop in the same pass: all_reduce the condition (the metric, a flag, the remaining time) "
+    "before the test, so that all ranks decide the same. If the loop ends with the data of a rank, give every rank the "
+    "same number of batches."
 )
 
 
@@ -265,7 +265,7 @@ def explain_by_join(facts: EndingFacts, one: Position, other: Position) -> list[
         location=Location.parse(call.location) if call.location else None,
         evidence=calls_there(one, other),
         fix="Take the collective out of the `with Join(...)` block: add up on each rank, and reduce after it. Or give "
-        "Join a Joinable of its own, whose hook makes the same call.",
+        "Join another Joinable, whose hook makes the same call.",
     )
 
 

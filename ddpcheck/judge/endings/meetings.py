@@ -29,7 +29,7 @@ def judge_meeting(waiting: Sequence[Joining], seconds: float) -> list[Finding]:
         message,
         ranks=ranks,
         location=Location.parse(first.location),
-        evidence=[*said, f"none of them has got on for {seconds:.0f} s" if seconds else ""],
+        evidence=[*said, f"none of them has made progress for {seconds:.0f} s" if seconds else ""],
         fix=fix,
     )
 
@@ -78,7 +78,7 @@ def _reason(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
         nobody = f", and none is {format_ranks(missing)}" if missing else ""
         return (
             f"{numbers.count(twice[0])} processes say in init_process_group that they are rank {twice[0]}{nobody}.",
-            'Give each process a rank of its own: under torchrun int(os.environ["RANK"]), and not LOCAL_RANK.',
+            'Give each process a different rank: under torchrun int(os.environ["RANK"]), not LOCAL_RANK.',
             tuple(twice),
         )
     if missing := sorted(set(range(size)) - set(numbers)):

@@ -138,20 +138,20 @@ EXPLANATIONS = (explain_by_collectives, explain_by_hang, explain_by_first_failur
 
 _FIX_OF_DEATH = {  # by exit code; a signal's is negative
     -signal.SIGSEGV: (
-        "Look at what the line that is shown calls in C or C++ (an extension, a kernel of one's own, a library of "
-        "another version than it was built for), and call it with this rank's data in a process by itself."
+        "Check the C or C++ code that the line calls (an extension, a custom kernel, a library whose version differs "
+        "from the one that it was built for), and call it with this rank's data in a separate process."
     ),
     -signal.SIGABRT: (
-        "Read the last output of the rank: C or C++ code gave up there and says why. Where it is the backend "
+        "Read the last output of the rank: C or C++ code aborted and says why. If the backend aborted "
         "(gloo::EnforceNotMet), ranks have sent each other tensors that do not match."
     ),
     -signal.SIGTERM: (
-        "Find out who has sent the signal to this process alone: a scheduler (preemption, a limit), a `kill`, or the "
+        "Find out what sent the signal to this process alone: a scheduler (preemption, a limit), a `kill`, or the "
         "script itself. To end a job, signal the launcher, which ends all ranks."
     ),
     -signal.SIGKILL: (
-        "Use less memory (a smaller batch, fewer ranks, --world-size 2), if that has run out: the kernel's log "
-        "(dmesg) says so. Else find out who has sent the signal."
+        "Use less memory (a smaller batch, fewer ranks, --world-size 2) if the machine ran out of it: the kernel's log "
+        "(dmesg) says so. If it did not, find out what sent the signal."
     ),
 }
 
@@ -159,7 +159,7 @@ _FIX_OF_DEATH = {  # by exit code; a signal's is negative
 def _fix_of_death(failure: RankFailure) -> str:
     """The advice on a rank whose process has ended; empty, for that of the rule, where no more is known."""
     if failure.location and (failure.exit_code or 0) > 0:
-        return "Raise an exception, which is shown, in place of the exit without a word (sys.exit, os._exit)."
+        return "Raise an exception, which is shown, instead of exiting without a message (sys.exit, os._exit)."
     if failure.exit_code == -signal.SIGSEGV and not failure.location:
         return ""  # there is no line to look at
     return _FIX_OF_DEATH.get(failure.exit_code or 0, "")
@@ -192,7 +192,7 @@ def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
     if len(busy) == len(stuck):
         return f"No rank waits for another: end the loop or the wait at that place, or, if it is only slow, {longer}."
     return (
-        f"The others wait for {format_ranks(busy)}: end the loop or the wait at that place, and come to the collective "
+        f"The others wait for {format_ranks(busy)}: end the loop or the wait at that place, and reach the collective "
         f"that the others are in; if it is only slow, {longer}."
     )
 

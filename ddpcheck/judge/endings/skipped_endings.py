@@ -142,13 +142,13 @@ def _skipped(
             fix="Enter no_sync for the same micro-batches on every rank: decide it by the number of the step.",
         )
     what = "the backward pass" if kind == "forward" else "the forward pass"
-    by = f" by the `{block.word}` at {block.head}" if block is not None else ""
+    by = f" (`{block.word}` at {block.head})" if block is not None else ""
     skipped = f"{what} of {batch}" if behind.loader >= 0 else (what if kind == "batch" else f"{what} of {batch}")
     return one_finding(
         "DDP508",
         ("backward",),
-        f"{who} {plural_verb('skips', 'skip', ahead)} {skipped}{f' at {line}' if line else ''}{by}, and {rest} "
-        f"{plural_verb('makes', 'make', others)} it; in the end {told(facts, ahead)}, {told(facts, others)}.",
+        f"{who} skipped {skipped}{f' at {line}' if line else ''}{by}; {rest} did not. The ranks are then out of step: "
+        f"{told(facts, ahead)}, {told(facts, others)}.",
         ranks=ahead,
         location=where or Location.parse(line),
         evidence=evidence,

@@ -86,7 +86,7 @@ SEND_ORDER = (
     "Let one of two ranks send first and the other one receive first (if rank % 2: ...), or start both directions "
     "together: batch_isend_irecv([P2POp(isend, ...), P2POp(irecv, ...)]), and wait for all of them after that."
 )
-GROUP_ORDER = "Have every rank come to the collectives of its process groups in the same order."
+GROUP_ORDER = "Have every rank call the collectives of its process groups in the same order."
 _PARTNER = "Let every send have its recv on the other rank: of the same two ranks, group and tag, in the same order."
 
 
@@ -216,13 +216,13 @@ def explain_by_work(facts: EndingFacts, works: Position, waits: Position) -> lis
 
 
 _FIX_OF_WORK = (
-    "If the work there takes long, give the others more time: init_process_group(timeout=...). Else end the wait or "
-    "the loop at that place, so that this rank comes to what the others wait in."
+    "If the work there takes long, give the others more time: init_process_group(timeout=...). If not, end the wait or "
+    "the loop there, so that this rank reaches the collective that the others wait in."
 )
 _FIX_OF_WORKER = (
-    "The worker waits for a lock that nobody frees, as one does that was forked while a thread held it. Make locks, "
-    'files and clients in the worker and not before, or give the loader multiprocessing_context="forkserver"; '
-    "num_workers=0 shows whether that is it."
+    "The worker waits for a lock that is never released, as happens if a process is forked while a thread holds it. "
+    "Create locks, files and clients in the worker and not before, or give the loader "
+    'multiprocessing_context="forkserver"; num_workers=0 shows if this is the cause.'
 )
 
 
@@ -279,13 +279,13 @@ def _called_alone(
         at = next((line for line in one.lines if branch in facts.blocks.get(line, ())), where)
         test = f", in {one.call.group_words or 'another process group'}{test}"
         instead = f", in {other.call.group_words}" if other.call.group_words else ""
-        fix = f"Have every rank come to the collectives of both process groups in the same order. {fix}"
+        fix = f"Have every rank call the collectives of both process groups in the same order. {fix}"
     never = branch is None and other.call is None  # what the others call is nothing in addition then
-    verb = plural_verb("comes", "come", calling)
+    verb = plural_verb("reaches", "reach", calling)
     return one_finding(
         "DDP403",
         (one.call.operation if one.call is not None else what.partition("(")[0].rpartition(" ")[2],),
-        f"{format_ranks(calling).capitalize()} {verb} to {what} at {where}{test}, and {format_ranks(missing)} "
+        f"{format_ranks(calling).capitalize()} {verb} {what} at {where}{test}, and {format_ranks(missing)} "
         f"{plural_verb('does', 'do', missing)} not: {told(facts, missing)}{instead}.",
         ranks=missing if len(missing) < len(calling) or never else calling,
         location=Location.parse(at),
@@ -301,7 +301,7 @@ def _called_alone(
 def _fix_of_call(call: Call | None, what: str, where: str, branch: Block | None) -> str:
     out = f" (take it out of the branch at {branch.head})" if branch is not None and branch.kind == "branch" else ""
     if call is None:
-        return f"Let the other rank come to the partner of {what} at {where}, or take it out."
+        return f"Let the other rank reach the partner of {what} at {where}, or remove it."
     if call.operation == DDP_FORWARD:
         return (
             "DDP broadcasts buffers in forward, in eval mode too, and every rank has to take part. To evaluate on one "
@@ -339,8 +339,8 @@ def _different(facts: EndingFacts, one: Position, other: Position) -> list[Findi
     return one_finding(
         "DDP403",
         sorted({first.call.operation, second.call.operation}),
-        f"{format_ranks([first.of.rank]).capitalize()} comes to {first.call}{here if apart else ''} where "
-        f"{format_ranks(alike)} {plural_verb('comes', 'come', alike)} to {second.call}{there if apart else ''}"
+        f"{format_ranks([first.of.rank]).capitalize()} reaches {first.call}{here if apart else ''}, and "
+        f"{format_ranks(alike)} {plural_verb('reaches', 'reach', alike)} {second.call}{there if apart else ''}"
         + (f", in the other branch of the `if` at {min(heads)}" if heads else "")
         + ".",
         ranks=alike if len(alike) * 2 <= len(facts.ranks) else [r.rank for r in facts.ranks if r.rank not in alike],

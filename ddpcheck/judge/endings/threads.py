@@ -106,10 +106,10 @@ def _of_interleaving(ranks: Sequence[RankAtEnd], own: Call, other: Call) -> list
         sorted({own.operation, other.operation}),
         f"A thread ({_kind(other)}) calls {described_call(other)} in {other.group_words or 'a process group'} in which "
         f"{f'a thread ({_kind(own)})' if own.thread else 'the main thread'} calls {described_call(own)}: nothing "
-        "orders the two, and each rank comes to them in an order of its own.",
+        "orders the two, and the order differs between ranks.",
         location=Location.parse(other.location),
         evidence=[f"rank {rank.rank}: {rank.doing}" for rank in ranks],
-        fix=f"Give what calls {described_call(other)} a process group of its own, which every rank makes by "
+        fix=f"Give the code that calls {described_call(other)} its own process group, created on every rank by "
         "new_group() before: async_save takes it as process_group. Or wait for the thread before the next collective "
         "of this group.",
     )

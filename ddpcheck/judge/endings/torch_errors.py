@@ -68,13 +68,13 @@ def _marked_twice(facts: RaisedFacts, text: str) -> list[Finding]:
     where, how, fix = Location.parse(facts.first.location), "", ""
     if reentrant:
         where = facts.checkpoint or where
-        how = ": it comes out of a re-entrant checkpoint, whose backward is a backward pass of its own"
+        how = ": it is an output of a re-entrant checkpoint, which runs a separate backward pass"
         if unused:
             how += ", and find_unused_parameters=True has marked its parameters as unused before"
         fix = "Pass use_reentrant=False to checkpoint (in transformers: gradient_checkpointing_kwargs)."
     elif forwards > 1:
         how = f": the wrapper's forward was called {forwards} times before this backward pass"
-        fix = "Call forward once, with the inputs concatenated, or backward after each forward (no_sync but the last)."
+        fix = "Call forward once, with concatenated inputs, or backward after each forward (no_sync but the last)."
     elif unused:
         how = ": a parameter that find_unused_parameters=True takes for unused is used after all, outside of forward"
         fix = "Use parameters inside the wrapper's forward only, so that DDP finds them in its output."
@@ -108,11 +108,11 @@ def _overwritten(facts: RaisedFacts, text: str) -> list[Finding]:
         names = buffers
         how = (
             f": the wrapper's forward was called {forwards} times before this backward pass, and each call writes "
-            "buffers anew (DDP broadcasts those of rank 0, a layer updates its own)"
+            "buffers again (DDP broadcasts those of rank 0, a layer updates its own)"
         )
         fix = (
             "Call forward once, with the inputs concatenated; or backward after each forward; or pass "
-            "broadcast_buffers=False, where the buffers are the same on all ranks anyway."
+            "broadcast_buffers=False, if the buffers are the same on all ranks anyway."
         )
     elif parameters and not buffers:
         how = ": it has the shape of a parameter, which an optimizer's step or an in-place update has written"
@@ -199,7 +199,7 @@ def _timed_out(facts: RaisedFacts, text: str) -> list[Finding]:
         location=where,
         evidence=[
             *(f"{format_ranks([rank])} was at {' called from '.join(of[:4])}" for rank, of in facts.at_work.items()),
-            f"{format_ranks(waited)} and {format_ranks(late)} have come to the same {counted(len(log), 'collective')}",
+            f"{format_ranks(waited)} and {format_ranks(late)} have reached the same {counted(len(log), 'collective')}",
             facts.first.message,
         ],
         fix=f"Give the others that time: {where_set}(timeout=...) longer than what {format_ranks(late)} "
@@ -288,7 +288,7 @@ def _no_shard(facts: RaisedFacts, text: str) -> list[Finding]:
     if "_fully_shard" not in text:
         return []
     if "load_state_dict" in text:
-        return _whole_into_shards(facts, "assigned in the place of")
+        return _whole_into_shards(facts, "assigned instead of")
     where = next((one.location for one in facts.replaced), None)
     names = [name for one in facts.replaced if one.location == where for name in one.names]
     return [
@@ -333,7 +333,7 @@ def _other_dtype(facts: RaisedFacts, _text: str) -> list[Finding]:
                 *(f"{name}: {text}" for name, text in [*policies.items()][:3]),
             ],
             fix="Give each call of fully_shard, that of the root too, the same MixedPrecisionPolicy, and leave "
-            "cast_forward_inputs as it is; or cast what the layer is given.",
+            "cast_forward_inputs at its default; or cast the inputs of the layer.",
         )
     return []
 

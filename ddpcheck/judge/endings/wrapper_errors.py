@@ -121,7 +121,7 @@ def explain_by_second_backward(facts: WrapperErrorFacts) -> list[Finding]:
     return one_finding(
         "DDP509",
         ("backward",),
-        "A second backward pass follows without a forward of its own: it brings gradients again that DDP has averaged "
+        "A second backward pass follows without its own forward: it delivers gradients again that DDP has averaged "
         "in the first one.",
         ranks=facts.raised_on,
         location=Location.parse(first.location),

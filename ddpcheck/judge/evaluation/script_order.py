@@ -56,8 +56,8 @@ def _told(one: SumsReduced, world_size: int) -> list[Finding]:
     return one_finding(
         "DDP806",
         ("all_reduce",),
-        "What all_reduce has left goes into the next all_reduce at the same line: sums of earlier batches are counted "
-        f"{world_size} times each time.",
+        "The result of all_reduce goes into the next all_reduce at the same line, which multiplies the sums of earlier "
+        f"batches by {world_size} each time.",
         location=one.location,
         evidence=[f"the sums were {sums}", f"before the second one, this rank had {one.given[1][0]:.6g}"],
     )

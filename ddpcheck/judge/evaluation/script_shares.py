@@ -139,15 +139,15 @@ def _own_shard(rank: int, shown: MetricShown, of_ranks: Sequence[Evaluated], met
     others = [f"rank {r} has {value:.6g}" for r, value in enumerate(values[:4]) if r != rank]
     value = f"{values[rank]:.6g}"
     decides = shown.how == "decides"
-    what = f"decides by {value} whether a file is saved" if decides else f"has {value} {shown.how}"
+    what = f"saves a file depending on {value}" if decides else f"{shown.how} {value}"
     sums = next((each for each in one.exchanged if each.sums and _gives(each, one, rank, metric)), None)
     if sums:
         reduced = f"{sums.operation} is given it at {sums.location}, and the metric is not computed from the result"
     return make_finding(
         "DDP802",
         (variable or metric.key,),
-        f"Rank {rank} {what}, a metric of its own {one.samples} samples; {others[0]}, and all "
-        f"ranks together {metric.pooled:.6g}.",
+        f"Rank {rank} {what}, a metric that covers only its own {one.samples} samples; {others[0]}, and all "
+        f"ranks together have {metric.pooled:.6g}.",
         ranks=(rank,),
         location=_line_of(sums, function) if sums else one.held.after.get(function) or shown.location,
         evidence=[

@@ -33,7 +33,7 @@ def judge_summed_again(steps: Sequence[Sequence[OptimizerStep]], world_size: int
             f"in all {len(summed)} optimizer steps that were compared, of {counted(len(first.summed), 'parameter')}"
         ],
         severity=Severity.WARNING,
-        fix="Leave the all_reduce out: DDP averages the gradients in backward.",
+        fix="Remove the all_reduce: DDP averages the gradients in backward.",
     )
 
 
@@ -66,7 +66,7 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list
     clipped = [one for one in known if not is_near(size, _times_average(one, one[0].gradients))]
     if max(factors, default=0.0) > size * (1 + _TOLERANCE) or (hides and not clipped):
         return []
-    hidden = f"{kind} hides the factor, and what clips gradients before it does not: so in {len(clipped)} of the steps"
+    hidden = f"{kind} hides the factor, but clipping before it does not, in {len(clipped)} of the steps"
     return one_finding(
         "DDP303",
         ("all_reduce",),
@@ -79,7 +79,8 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list
             hidden if hides else "",
         ],
         severity=None if exact else Severity.WARNING,
-        fix="Divide by dist.get_world_size() after the all_reduce, or reduce with dist.ReduceOp.AVG where there is it.",
+        fix="Divide by dist.get_world_size() after the all_reduce, or reduce with dist.ReduceOp.AVG if the backend has "
+        "it.",
     )
 
 

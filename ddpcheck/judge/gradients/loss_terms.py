@@ -145,13 +145,13 @@ def _chosen_by_batch(facts: SingleProcessFacts) -> list[Finding]:
     subjects = names.subjects(facts.analysis.other_parameters)
     return facts.one_finding(
         "DDP304",
-        f"Which parts of the model compute a sample depends on its batch: {join_names(subjects)} take part for some "
-        "shards and not for the global batch, or the other way round.",
+        f"The parts of the model that compute a sample depend on its batch: {join_names(subjects)} contribute for some "
+        "shards and not for the global batch, or vice versa.",
         "a shard gives these gradients in a single process too",
         subjects=subjects,
         location=names.location(facts.analysis.other_parameters),
-        fix="Choose for each sample by itself, or by a value that is the same on every rank (of the step, or reduced "
-        "over ranks); if each rank is meant to choose by its own samples, ignore DDP304.",
+        fix="Choose for each sample separately, or by a value that is the same on every rank (from the step, or "
+        "reduced over ranks); if each rank should choose by its own samples, ignore DDP304.",
     )
 
 
@@ -162,13 +162,13 @@ def _weighed_by_others(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> 
         return []
     return facts.one_finding(
         "DDP305",
-        "The loss weighs samples by a quantity of the local batch that differs between ranks (class frequencies, say), "
-        "so the mean of the ranks' gradients is not the gradient of the global batch.",
+        "The loss weighs samples by a quantity of the local batch that differs between ranks (such as class "
+        "frequencies), so the mean of the ranks' gradients is not the gradient of the global batch.",
         "a shard gives these gradients in a single process too, and no count of its samples explains them",
-        "changing what the model computes for some samples leaves the gradients of the others as they are",
+        "the gradients of samples do not change with the outputs of the model for others",
         location=next((term.location for term in terms if term.location), None) or facts.known.loss_location,
-        fix="all_reduce what the weights are made of (the number of samples of each class, say), or compute them once "
-        "for the data set.",
+        fix="all_reduce the values that the weights are computed from (such as the number of samples of each class), "
+        "or compute the weights once for the dataset.",
     )
 
 
@@ -178,11 +178,11 @@ BY_NORMALISATION = "by normalisation"
 
 _FIX_OF_BATCHNORM = (
     "Convert with nn.SyncBatchNorm.convert_sync_batchnorm, or use GroupNorm or LayerNorm; if statistics of each rank's "
-    "own samples are meant, ignore DDP304."
+    "own samples are intended, ignore DDP304."
 )
 _FIX_OF_COUPLING = (
-    "Gather what samples are compared with by a differentiable all_gather (torch.distributed.nn.functional), or reduce "
-    "the statistics over ranks; if each rank is meant to see its own samples only, ignore DDP304."
+    "Gather the samples to compare with by a differentiable all_gather (torch.distributed.nn.functional), or reduce "
+    "the statistics over ranks; if each rank should see its own samples only, ignore DDP304."
 )
 
 
@@ -192,7 +192,7 @@ def _normalising_line(facts: SingleProcessFacts) -> list[Finding]:
         "DDP305",
         "The loss is normalised by a quantity of the local batch that differs between ranks, so the mean of the ranks' "
         "gradients is not the gradient of the global batch.",
-        f"what {facts.analysis.coupling.line} gives for a sample has another scale in the global batch",
+        f"the result of {facts.analysis.coupling.line} for a sample has a different scale in the global batch",
         location=facts.analysis.coupling.line,
     )
 

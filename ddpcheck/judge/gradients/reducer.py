@@ -103,7 +103,7 @@ def explain_by_ignored_parameters(facts: ReducerFacts) -> list[Finding]:
         return []
     subjects, fix = names.subjects(ignored), ""
     message = (
-        f"{join_names(subjects)} {plural_verb('is', 'are', subjects)} trained, but the wrapper was told to ignore "
+        f"{join_names(subjects)} {plural_verb('is', 'are', subjects)} trained, but the wrapper is configured to ignore "
         f"{plural_verb('it', 'them', subjects)}: {plural_verb('its', 'their', subjects)} gradients are not "
         "averaged and differ between the ranks."
     )
@@ -232,7 +232,7 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
     count = len(facts.evidence[0].gradients)
     steps = sorted({step for name in names for step in facts.unequal[name]})
     is_known = facts.known.wrapper.is_ddp or facts.known.wrapper.sharded
-    whose = f"the wrapper is a {facts.known.wrapper_class}, which is no DistributedDataParallel"
+    whose = f"the wrapper is a {facts.known.wrapper_class}, not a DistributedDataParallel"
     fix = _AVERAGING_HOOK if facts.known.wrapper.comm_hook else "" if is_known else _AVERAGE_ALL
     if facts.known.wrapper.named == "tensor parallelism":
         fix = _DATA_DIMENSION

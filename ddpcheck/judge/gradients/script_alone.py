@@ -160,11 +160,11 @@ def judge_alone(
             fix = "Average it with the others."
         elif wrapped:
             how = f"{plural_verb('is', 'are', local)} in no DistributedDataParallel"
-            fix = "Put it into the module that is wrapped, or into a DistributedDataParallel of its own."
+            fix = "Put it into the wrapped module, or into a separate DistributedDataParallel."
         elif in_step:
             at = of_ranks[-1][0].reduced_at
             local = [name for name in local if all(gradients_differ(one, name) for one in of_ranks)] or local
-            how = f"{plural_verb('is', 'are', local)} reduced by nothing, as others are inside of an optimizer's step"
+            how = f"{plural_verb('is', 'are', local)} not reduced, while others are inside an optimizer's step"
             fix = "Have the step reduce every gradient, or average it before the step on all ranks."
         elif all(one.collectives > before.collectives for before, one in itertools.pairwise(of[0] for of in of_ranks)):
             at = of_ranks[-1][0].reduced_at
@@ -248,7 +248,7 @@ def _in_no_group(
 ) -> list[Finding]:
     theirs = [one for one in assigned if all(f".{name}".endswith(tuple(f".{n}" for n in one.names)) for name in names)]
     by = next((one for one in theirs if one.location is not None), None)
-    assignment = "" if by is None else f"{by.how} is assigned there, in the place of a module that was sharded"
+    assignment = "" if by is None else f"{by.how} is assigned there, and replaces a sharded module"
     return one_finding(
         "DDP111",
         names,
@@ -347,13 +347,13 @@ def judge_parts_reduced(steps: Sequence[Steps]) -> list[Finding]:
     return one_finding(
         "DDP521",
         names,
-        f"Each rank has {join_names(names)} for itself, and the gradients are all_reduced over all ranks: each of "
-        "these parts of the model is trained on what the others ask for.",
+        f"Each rank has its own {join_names(names)}, and the gradients are all_reduced over all ranks: each of these "
+        "rank-local parts is trained with the gradients of the others.",
         location=first.parts_reduced_at or first.location,
-        evidence=["the loss has them through an all_to_all only, so that each has its gradient of all ranks already"],
+        evidence=["they reach the loss through an all_to_all only, so each already has its gradient from all ranks"],
         related={"optimizer steps": first.location},
-        fix="Reduce the gradients of replicas only. What a rank has for itself needs no all_reduce: divide its "
-        "gradient by the world size, where those of the replicas are averaged.",
+        fix="Reduce the gradients of replicas only. Rank-local parameters need no all_reduce: divide their gradients "
+        "by the world size if those of the replicas are averaged.",
     )
 
 

@@ -50,7 +50,7 @@ def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
                 [short(name) for name in names],
                 f"The averaged {plural_verb('gradient', 'gradients', names)} of "
                 f"{join_names([short(name) for name in names])} {plural_verb('was', 'were', names)} changed after "
-                "backward, not alike on every rank.",
+                "backward, differently on each rank.",
                 ranks=ranks,
                 steps=(of_ranks[0].count,),
                 location=of_ranks[0].location,
@@ -75,7 +75,7 @@ def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
             "DDP301",
             [short(name) for name in names],
             f"The gradients of {join_names([short(name) for name in names])} are those of the other ranks times a "
-            "factor: they were scaled after the ranks had averaged them, not alike on every rank.",
+            "factor: they were scaled after the ranks had averaged them, differently on each rank.",
             ranks=minority_ranks([round(size / max(sizes), 3) for size in sizes]) if len(sizes) > 2 else (),
             steps=(of_ranks[0].count,),
             location=of_ranks[0].location,
@@ -125,14 +125,14 @@ def _clips_apart(of_ranks: Sequence[GradientsClipped]) -> tuple[str, str] | None
     norms, limits = [one.norm for one in of_ranks], [one.limit for one in of_ranks]
     if of_ranks[0].of_parts and not are_close(norms) and max(norms) > max(limits) > 0:
         return (
-            f"finds a norm there of {_by_rank(norms)}; ranks have parameters of their own",
-            "Clip by a norm of all ranks: add up the squares of the norms of what each rank has of its own by an "
-            "all_reduce, and those of the other parameters once.",
+            f"computes a norm there of {_by_rank(norms)}; ranks have rank-local parameters",
+            "Clip by a norm over all ranks: add up the squared norms of the rank-local parameters with an all_reduce, "
+            "and those of the other parameters once.",
         )
     if are_close(norms) and not are_close(limits) and norms[0] > min(limits) > 0 and of_ranks[0].location is not None:
         return (
-            f"is given another limit there: {_by_rank(limits)}",
-            "Clip to the same limit on every rank: all_reduce what it is computed from before the call.",
+            f"gets a different limit there: {_by_rank(limits)}",
+            "Clip to the same limit on every rank: all_reduce the values that it is computed from before the call.",
         )
     return None
 
@@ -237,7 +237,7 @@ def judge_scaled_by_hooks(
                 f"optimizer uses is {factor:.4g} times the gradient of the mean.",
                 location=next((one.location for of_rank in hooked for one in of_rank if one.location), None),
                 evidence=[f"in all {len(steps)} steps that were compared, on every rank"],
-                fix="Remove the hook: DDP averages the gradients by itself.",
+                fix="Remove the hook: DDP already averages the gradients.",
             )
     return []
 
@@ -314,7 +314,7 @@ def _finding_of_hooks(
         "masked": "sets other elements of the gradient to zero on each rank",
         "limited": "limits the elements of each rank's own gradient",
     }[why]
-    number = {"scaled": "times {0:.4g}", "masked": "a mask of its own", "limited": "cut off at {0:.4g}"}[why]
+    number = {"scaled": "times {0:.4g}", "masked": "a different mask", "limited": "cut off at {0:.4g}"}[why]
     as_it_was = "no element is changed"
     said = [as_it_was if one == _AS_IT_WAS else number.format(one.number) for one in changes]
     return one_finding(

@@ -39,10 +39,10 @@ def judge_gathers(uses: Sequence[Sequence[GatheredConstant]]) -> list[Finding]:
         return one_finding(
             "DDP309",
             names,
-            f"The loss has {join_names(names)} only by what {one.operation} has gathered, which carries no gradient: "
-            f"{plural_verb('it gets', 'they get', names)} none.",
+            f"{join_names(names)} {plural_verb('reaches', 'reach', names)} the loss only through the result of "
+            f"{one.operation}, which carries no gradient: {plural_verb('it gets', 'they get', names)} none.",
             location=one.location,
-            evidence=["its input carries a gradient, and what it has gathered is in the loss and carries none"],
+            evidence=["its input carries a gradient, and its result is in the loss and carries none"],
             fix="Use torch.distributed.nn.functional.all_gather, which autograd differentiates.",
         )
     if len(common) < _FEWEST:
@@ -50,11 +50,10 @@ def judge_gathers(uses: Sequence[Sequence[GatheredConstant]]) -> list[Finding]:
     return one_finding(
         "DDP309",
         (one.operation,),
-        f"The loss takes the {one.rows} rows that {one.operation} has gathered as constants, and those of the own rank "
-        "too: a feature gets a gradient where it is compared with the others, and none where the others are compared "
-        "with it.",
+        f"The loss treats the {one.rows} rows that {one.operation} gathered as constants, including the rank's own "
+        "rows: a feature gets a gradient as the one that is compared with others, and none as one of those others.",
         location=one.location,
-        evidence=["its input carries a gradient, and what it has gathered is in the loss and carries none"],
+        evidence=["its input carries a gradient, and its result is in the loss and carries none"],
         severity=Severity.WARNING,
         fix="Use torch.distributed.nn.functional.all_gather, which autograd differentiates; or put the rank's own "
         "features back (parts[rank] = features), and have every rank compute the loss of all rows, times the world "
@@ -79,17 +78,16 @@ def judge_own_parts(
     if len(parts) < 2 or len(steps) < _FEWEST or not as_it_is:
         return []
     first, apart = every[0], [_difference([one.arrived for one in of_ranks]) for of_ranks in steps]
-    seen = f"in {counted(len(steps), 'step')} that were looked at"
+    seen = f"in {counted(len(steps), 'compared step')}"
     fix = _IN_FUNCTION if first.by_function else _BY_TORCH
     if min(apart) > _APART:
         return one_finding(
             "DDP309",
             (first.operation,),
-            f"The loss of each rank depends on the features of all that {first.operation} has gathered, and its "
-            "gradient goes on to the rank's own features only: what the losses of other ranks ask of a feature is "
-            "lost.",
+            f"The loss of each rank depends on the features of all ranks, gathered by {first.operation}, and its "
+            "gradient reaches the rank's own features only: the gradient from the losses of other ranks is lost.",
             location=first.location,
-            evidence=[f"on each rank another gradient arrives at what was gathered, {seen}"],
+            evidence=[f"the gradient of the gathered rows differs between ranks, {seen}"],
             severity=Severity.WARNING,
             fix=fix,
         )
@@ -101,17 +99,17 @@ def judge_own_parts(
     )
     if max(apart) > _NEAR or not (scale_matters or besides) or not terms or not plain:
         return []
-    part = "the part of the gradient that comes through it is" if besides else "gradients are"
+    part = "the part of the gradient through it is" if besides else "gradients are"
     return one_finding(
         "DDP303" if first.by_function else "DDP309",
         ("loss",) if first.by_function else (first.operation,),
-        f"Each rank computes the loss of the rows of all ranks, which {first.operation} has gathered, its gradient "
-        f"goes on to the rank's own features only, and DDP averages over the ranks: {part} 1/{len(parts)} of "
+        f"Each rank computes the loss of the rows of all ranks, gathered by {first.operation}; its gradient reaches "
+        f"the rank's own features only, and DDP averages over the ranks: {part} 1/{len(parts)} of "
         f"{'that' if besides else 'those'} of the loss.",
         location=first.location,
         evidence=[
-            f"the same gradient arrives at what was gathered, on every rank, {seen}",
-            *(["other terms of the loss take the features as they are, and have their whole gradient"] * besides),
+            f"the gradient of the gathered rows is the same on every rank, {seen}",
+            *(["other terms of the loss use the features directly, and have their whole gradient"] * besides),
         ],
         severity=Severity.WARNING,
         fix=f"Multiply {'these terms' if besides else 'the loss'} by the world size. Or: {fix}",

@@ -129,7 +129,7 @@ def _judge_scale(passes: Losses, together: int) -> list[Finding]:
         location=every[0].scaled,
         evidence=[f"in all {len(passes)} backward passes that were compared, on every rank"],
         severity=Severity.WARNING,
-        fix="Leave the loss as it is: what DDP averages is the gradient of the mean over all ranks.",
+        fix="Do not scale the loss: DDP averages gradients, which gives the gradient of the mean over all ranks.",
     )
 
 

@@ -36,12 +36,12 @@ def judge_own_weights(passes: Sequence[Sequence[LossDifferentiated]]) -> list[Fi
         return one_finding(
             "DDP305",
             ("loss",),
-            "Each rank multiplies a term of the loss by a number of its own, which it keeps from step to step: samples "
+            "Each rank multiplies a term of the loss by a different number, which it keeps from step to step: samples "
             "of one rank count more than those of another.",
             location=first.location or line.scaled or line.made or line.location,
             evidence=[f"in all {len(passes)} backward passes that were compared; in the last of them {by_rank}"],
             severity=Severity.WARNING,
-            fix="all_reduce the number, or what it is computed from, so that it is the same on every rank.",
+            fix="all_reduce the number, or the values that it is computed from, so that it is the same on every rank.",
         )
     return []
 

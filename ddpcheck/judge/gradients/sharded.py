@@ -158,7 +158,7 @@ def judge_switched_off(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
         "DDP502",
         (kind,),
         f"{kind}(False) is in force in the last backward pass of a step, so {_SWITCHES[kind]}, and the optimizer steps "
-        "without what it has added."
+        "without its gradients."
         if in_turn
         else f"{kind}(False) is in force in every backward pass, so {_SWITCHES[kind]}: those shards have "
         "no gradient, and the optimizer's steps do not change them.",

@@ -187,10 +187,10 @@ def _explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[F
     ratio = facts.analysis.against_global.ratio
     first, one_over = suspects[0], facts.scaled and _is_one_over_world(facts, ratio)
     if one_over and first.elements > 1 and (first.operation == "all_reduce" or "gather" in first.operation):
-        alike, fix = "whose result all ranks use alike", FIX_OF_SUM
+        alike, fix = "whose result all ranks use in the same way", FIX_OF_SUM
         if first.operation != "all_reduce":
             alike, fix = (
-                "and each rank computes the loss of what all have, of which its own part has a gradient",
+                "and each rank computes the loss over the parts of all ranks, of which only its own has a gradient",
                 _FIX_OF_GATHER,
             )
         return facts.one_finding(
@@ -366,5 +366,5 @@ def judge_repeat(differences: Mapping[int, Sequence[Difference]], step: int) -> 
         f"The same step run twice on {format_ranks(ranks)} gave other gradients, so comparisons mean nothing.",
         ranks=unless_all(ranks, len(differences)),
         steps=(step,),
-        evidence=[str(worst), "the generators of torch, numpy and random were seeded alike both times"],
+        evidence=[str(worst), "the generators of torch, numpy and random had the same seed both times"],
     )

@@ -67,7 +67,7 @@ def _recompiled(of_ranks: OfRanks, guard: str, ranks: Sequence[int], *, gives_up
     others = [rank for rank in numbers if rank not in ranks]
     often, seldom = (_times(numbers, chosen) for chosen in (ranks, others))
     end = (
-        "There torch gives up, and runs it as it is written from then on: the others wait for that in each step."
+        "Torch then stops compiling it and runs it in eager mode: the others wait for this rank in each step."
         if gives_up
         else "The others wait for each compilation."
     )

@@ -135,12 +135,12 @@ def judge_schedule(ends: Sequence[OptimizerEnd], world_size: int) -> list[Findin
     return one_finding(
         "DDP507",
         ("learning rate",),
-        f"The learning rate schedule makes {world_size} steps, one for each rank, where one is due: "
-        + (f"it is at its end after 1/{world_size} of the training." if ended else "it goes on as many times as fast."),
+        f"The learning rate schedule makes {world_size} steps, one for each rank, instead of one: "
+        + (f"it ends after 1/{world_size} of the training." if ended else f"it is {world_size} times too fast."),
         location=first.made if first.by_package else first.location,
         evidence=[f"{first.steps} steps of the schedule in {first.turns} places, {ends[0].count} of the optimizer"],
         severity=Severity.WARNING,
-        fix="Step the schedule once after each optimizer step, not world_size times. Where a framework does that "
+        fix="Step the schedule once after each optimizer step, not world_size times. If a framework does that "
         "(accelerate without split_batches), give the schedule the number of steps of all ranks together.",
     )
 
@@ -149,8 +149,8 @@ def _out_of_step(of_ranks: Steps) -> list[Finding]:
     return one_finding(
         "DDP508",
         ("step",),
-        f"The ranks are not in the same step: before step {of_ranks[0].count} of the optimizer they have come to "
-        "different numbers of collectives, and its options are already those of another step.",
+        f"The ranks are not in the same step: before step {of_ranks[0].count} of the optimizer they have reached "
+        "different numbers of collectives, and its options already belong to another step.",
         location=of_ranks[0].location,
         evidence=[f"collectives of all ranks: {one}" for one in group_by_value([one.collectives for one in of_ranks])],
         fix="Leave the loop, or skip what is in it, on all ranks or on none: all_reduce the decision.",
@@ -269,8 +269,8 @@ def _loaded_on_some(of_ranks: Steps, restored: Mapping[int, Location], counts: S
     (found,) = one_finding(
         "DDP306",
         ("state",),
-        f"The optimizer's state is loaded on {format_ranks(restored)} only: the others go on with another one for "
-        "their parts of the same parameters.",
+        f"The optimizer's state is loaded on {format_ranks(restored)} only: the others continue with a different "
+        "state for their shards of the same parameters.",
         ranks=tuple(restored),
         steps=(first.count,),
         location=next(iter(restored.values())),
@@ -318,11 +318,10 @@ def _own_metrics(of_ranks: Sequence[MetricUsed]) -> list[Finding]:
     return one_finding(
         "DDP518",
         (user, metric) if metric else (user,),
-        f"{user} decides by {metric}, and on each rank that is the metric of the rank's own samples: what it decides "
-        "is not decided by all samples."
+        f"{user} decides by {metric}, which on each rank is the metric of the rank's own samples only."
         if metric
-        else "Each rank gives the learning rate schedule the metric of its own samples; the ranks lower the rate at "
-        "different times.",
+        else "Each rank passes a metric of only its samples to the learning rate schedule, so the ranks lower the "
+        "rate at different times.",
         location=of_ranks[0].location,
         evidence=[f"rank {rank}: {one.value:.6g}" for rank, one in enumerate(of_ranks[:4])],
         fix=f'Reduce the metric over the ranks: self.log("{metric}", ..., sync_dist=True); or log a metric of '
@@ -379,12 +378,12 @@ def judge_reduced_in_place(
         elif alike:
             severity = Severity.WARNING
             what += (
-                ", of which all ranks compute the same: DDP averages what is to be summed, and the gradient that comes "
-                f"of it is 1/{world_size} of the global batch's."
+                ", and all ranks compute the same from it: DDP averages gradients that should be summed, so they are "
+                f"1/{world_size} of the global batch's."
             )
             fix = FIX_OF_SUM
         else:
-            what += ": what came from the other ranks is a constant for autograd."
+            what += ": values from the other ranks are constants for autograd."
         return one_finding(
             "DDP309", (one.operation,), what, location=one.location, evidence=evidence, fix=fix, severity=severity
         )

@@ -101,8 +101,8 @@ def judge_left(left: Sequence[GradientsLeft]) -> list[Finding]:
                 f"{one.made}): they are not zeroed before its own backward pass at {one.added}."
             )
             fix = (
-                "Call zero_grad of this optimizer before the backward pass of its own loss, or freeze its parameters "
-                "(requires_grad_(False)) while the other loss is differentiated."
+                "Call zero_grad of this optimizer before the backward pass of the loss that it minimises, or freeze "
+                "its parameters (requires_grad_(False)) while the other loss is differentiated."
             )
         return one_finding(
             "DDP520",

@@ -140,11 +140,11 @@ def judge_apart_meshes(
     return one_finding(
         "DDP301",
         ("mesh",),
-        f"{capitalized(groups)} have a mesh each: they begin with the same model and train it apart, for nothing "
-        "averages gradients between them.",
+        f"{capitalized(groups)} have separate meshes: they begin with the same model and diverge, because "
+        "nothing averages gradients between them.",
         severity=Severity.WARNING,
         location=made,
-        evidence=[f"alike before step {min(by_step)}, and all of them other values before step {max(by_step)}"],
+        evidence=[f"all parameters were equal before step {min(by_step)}, and different before step {max(by_step)}"],
         fix="Give fully_shard a mesh of all ranks: of one dimension, or of two, of which the first one replicates "
         '(init_device_mesh(..., mesh_dim_names=("replicate", "shard"))).',
     )
@@ -284,9 +284,9 @@ _OF_BUFFERS = ("DDP214", "DDP215")
 
 
 _DRAWN_ALIKE = (
-    "Initialise the parameters before fully_shard; or draw each whole one under one seed and take the rank's part of "
-    "it: distribute_tensor(values, parameter.device_mesh, parameter.placements). To draw a part by itself, give each "
-    "rank a seed of its own."
+    "Initialise the parameters before fully_shard; or draw each whole parameter under one seed and take the rank's "
+    "shard of it: distribute_tensor(values, parameter.device_mesh, parameter.placements). To draw only the shard, give "
+    "each rank a different seed."
 )
 
 

@@ -204,8 +204,8 @@ def _judge_bypassed(ledgers: _Ledgers) -> list[Finding]:
         else BYPASSED,
         location=Location.parse(line or noticed),
         related={"optimizer steps": Location.parse(noticed)},
-        fix="Call backward when forward has returned; in a LightningModule that is not automatic, "
-        "self.manual_backward(loss) in the place of loss.backward()."
+        fix="Call backward when forward has returned; in a LightningModule with manual optimization, "
+        "call self.manual_backward(loss) instead of loss.backward()."
         if inside_forward
         else "",
     )
@@ -222,8 +222,8 @@ def _judge_pairing(ledgers: _Ledgers) -> list[Finding]:
     return one_finding(
         "DDP509",
         ("backward",),
-        "A second backward pass follows without a forward of its own: DDP averages in the first one after a forward, "
-        "and what the second adds stays on its rank.",
+        "A second backward pass follows without its own forward: DDP averages in the first one after a forward, and "
+        "the gradients that the second adds stay on their rank.",
         location=Location.parse(one.backward.location or done),
         evidence=[f"the step runs {', '.join(after)}", f"reduced: the backward at {done}" if done else ""],
     )

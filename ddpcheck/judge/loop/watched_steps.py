@@ -61,7 +61,7 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
 _FEW = 4  # steps in which a parameter that no forward pass has read may belong to an idle branch or expert
 _IDLE = (
     "If other steps read it (a branch, an expert that gets no sample), pass find_unused_parameters=True, or add 0.0 "
-    "times its output where it is idle. If no step does, use it, remove it, or freeze it with requires_grad_(False) "
+    "times its output in idle steps. If no step does, use it, remove it, or freeze it with requires_grad_(False) "
     "before wrapping."
 )
 _ON_NO_RANK = ("DDP101", "DDP102", "DDP103")
@@ -169,11 +169,11 @@ def _apart(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Fi
 
 _UNAVERAGED: dict[str, Any] = {
     "code": "DDP306",
-    "message": "Parameters have come to differ between ranks, and no backward pass has been averaged so far.",
+    "message": "Parameters differ between ranks, and no backward pass has been averaged so far.",
     "ranks": (),
     "evidence": (
-        "gradients are averaged where the wrapper is called outside of no_sync, and backward begins with its output",
-        "under Lightning's manual optimization: where self.manual_backward(loss) is called, and not loss.backward()",
+        "gradients are averaged if the wrapper is called outside of no_sync, and backward begins with its output",
+        "under Lightning's manual optimization: if self.manual_backward(loss) is called, and not loss.backward()",
     ),
 }
 _STANDING = ("DDP208", "DDP214", "DDP215", "DDP216", "DDP306")

@@ -13,7 +13,7 @@ from ddpcheck.findings.wording import Names, format_ranks, format_steps, group_b
 AT_NEXT_FORWARD = "plain DDP raises 'Expected to have finished reduction in the prior iteration' at the next forward"
 SPARSE_REFUSED = (
     "with find_unused_parameters=True DDP raises 'Expected sparse gradient to be defined' in backward: for a table "
-    "with sparse=True it has no gradient to put in the place of the missing one"
+    "with sparse=True it has no substitute for the missing gradient"
 )
 SPARSE_ADVICE = (
     "Use the table in every step, remove it, or freeze it with requires_grad_(False) before wrapping; or make it with "
@@ -196,7 +196,7 @@ def judge_step_dependence(use: ConditionalUse) -> list[Finding]:
     subjects = join_names(facts.names.subjects(use.parameters))
     message = f"{subjects} contributed in some steps only: not in {format_steps(steps)}."
     if len({absence.steps for absence in use.absences}) > 1:
-        message = f"{subjects} contributed in some steps only, each in steps of its own."
+        message = f"{subjects} contributed in some steps only, each in different ones."
     if facts.wrapper.is_ddp and not facts.wrapper.tolerates_unused:
         silent = f"plain DDP says nothing here, because no forward follows {format_steps(steps)}"
         raises = f"{AT_NEXT_FORWARD} after {format_steps(steps[:1])}"

@@ -101,12 +101,12 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
 
 def _fix_of_cut(reason: str) -> str:
     what, comma, _ = reason.partition(",")
-    mend = f"Use differentiable operations of torch in place of {what}" if comma else f"Do without {what}"
+    mend = f"Use differentiable operations of torch instead of {what}" if comma else f"Remove {what}"
     if "checkpoint" in what:
         mend = "Pass use_reentrant=False to checkpoint"
     elif what.startswith("torch."):
         mend = f"Run it outside of {what}"
-    return f"{mend}. If the cut is meant, freeze the parameters (requires_grad_(False)) or give them another loss."
+    return f"{mend}. If the cut is intended, freeze the parameters (requires_grad_(False)) or give them another loss."
 
 
 def _describe_cause(end: PathEnd, subjects: Sequence[str], them: str) -> tuple[str, str, list[str]]:
@@ -117,19 +117,19 @@ def _describe_cause(end: PathEnd, subjects: Sequence[str], them: str) -> tuple[s
         return "DDP101", f"No operation of the forward pass reads {names}.", []
     if end.cause == "unknown":
         does = plural_verb("does", "do", subjects)
-        return "DDP102", f"{names} {does} not contribute to the loss; why could not be told.", []
+        return "DDP102", f"{names} {does} not contribute to the loss; the cause is unknown.", []
     if end.cause == "cut":
         begins = [f"{end.reason} begins at {end.no_grad_location}"]
         message = f"The path from {names} to the loss is cut by {end.reason}{end.at}{inside}."
         return "DDP103", message, begins if end.no_grad_location not in (None, end.location) else []
-    last = f"the last operation on what depends on {them} is {end.reason}{end.at}"
-    return "DDP102", f"What {names} made{end.at}{inside} does not reach the loss.", [last]
+    last = f"the last operation that depends on {them} is {end.reason}{end.at}"
+    return "DDP102", f"The result of {names}{end.at}{inside} does not reach the loss.", [last]
 
 
 _CHANGES = {
     "replaced": "DDP still has the old {noun}, and never averages the gradient of the new one",
-    "removed": "DDP goes on waiting for {its} gradient",
-    "frozen": "DDP goes on waiting for {its} gradient",
+    "removed": "DDP still waits for {its} gradient",
+    "frozen": "DDP still waits for {its} gradient",
     "unfrozen": "DDP does not know {it}, and never averages {its} gradient",
     "cast or moved": "DDP's hooks are on the old {noun}, and {its} gradient is never averaged",
 }
@@ -168,7 +168,7 @@ def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperF
     return findings
 
 
-_IN_INIT = "Make the change in __init__; keep what each forward pass computes anew in a variable, as a plain tensor."
+_IN_INIT = "Make the change in __init__; keep values that each forward pass computes in a variable, as a plain tensor."
 _NO_ERROR = "under torch.compile DDP gets zeros for {them} and raises no error"
 
 
@@ -373,12 +373,12 @@ def judge_repeated_arrival(facts: ParameterFacts) -> list[Finding]:
         return []
     names = list(dict.fromkeys(name for name, _ in arrivals))
     times = max(count for _, count in arrivals)
-    why = "re-entrant checkpoints (use_reentrant=True) run a backward of their own for each use"
+    why = "re-entrant checkpoints (use_reentrant=True) run a separate backward for each use"
     return facts.names.one_finding(
         "DDP406",
         names,
         f"The gradient of {join_names(facts.names.subjects(names))} arrives {times} times in one backward; DDP reduces "
-        "it when it arrives first.",
+        "it when it first arrives.",
         evidence=[why] if any(item.reentrant for item in facts.evidence) else (),
         fix="Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or static_graph=True.",
     )

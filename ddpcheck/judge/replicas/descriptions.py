@@ -102,7 +102,7 @@ def judge_layouts(descriptions: Sequence[ModuleDescription], step: int, *, broad
     parameters = [description.parameters for description in descriptions]
     found = _judge_attribute("DDP206", "requires_grad", "value of requires_grad", parameters, set())
     found += _judge_buffers(descriptions) if broadcasts else []
-    why = f"alike on all ranks before; the forward or backward pass of step {step} did it"
+    why = f"equal on all ranks before; the forward or backward pass of step {step} changed it"
     return [
         replace(f, message=f"After step {step}: {f.message}", steps=(step,), evidence=(*f.evidence, why)) for f in found
     ]
@@ -345,7 +345,7 @@ def judge_program_data(facts: SingleProcessFacts) -> list[Finding]:
     if state := [name for name in differing if name in facts.known.changed_data]:
         code, differing, it = "DDP216", state, plural_verb("it", "them", state)
         message = (
-            f"{join_names(state)} {plural_verb('changes', 'change', state)} in the steps, not alike on every rank, "
+            f"{join_names(state)} {plural_verb('changes', 'change', state)} in the steps, differently on each rank, "
             f"and nothing synchronises {it}: {away}."
         )
     return facts.one_finding(

@@ -71,7 +71,7 @@ def compare_hand_split(facts: ScriptFacts) -> Verdicts:
     by_number = group_by(facts.wrappers, lambda one: one.number)
     split = [same for same in by_number.values() if not facts.model_groups and hand_split(same, facts.world_size)]
     found = [finding for same in split for finding in judge_hand_split(same, facts.world_size)]
-    what = "what begins alike on ranks that compute one model together, and is not constant"
+    what = "no fault in parameters that start equal on ranks that compute one model together"
     return {"replicas": Verdict(found, what if split else "")}
 
 
@@ -98,9 +98,9 @@ def judge_hand_split(same: Sequence[WatchedWrapper], world_size: int) -> list[Fi
         ranks=tuple(sorted(itertools.chain(*of_models))),
         location=line,
         evidence=["the ranks put the model together there, by a collective in a function of autograd"],
-        fix="In the backward pass, all_reduce over these ranks the gradient of what goes into the layers that are "
-        "split: a function that passes its input on in forward (Megatron-LM's copy_to_tensor_model_parallel_region). "
-        "If these are parts, which only begin alike, seed each rank otherwise for them.",
+        fix="In the backward pass, all_reduce over these ranks the gradient of the input of the split layers: a "
+        "function that returns its input in forward (Megatron-LM's copy_to_tensor_model_parallel_region). If these are "
+        "parts that only start equal, use a different seed for them on each rank.",
     )
 
 

@@ -134,16 +134,16 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
     theirs, differ, them = (plural_verb(*words, names) for words in _WORDS)
     message = (
         f"The {theirs} of {join_names(names)} {differ} between {format_ranks(ranks)}, which compute one model together "
-        f"(tensor parallelism) and have {them} alike: "
+        f"(tensor parallelism) and replicate {them}: "
     )
     return one_finding(
         "DDP301",
         names,
         message
         + (
-            "each rank draws random numbers of its own."
+            "each rank draws different random numbers."
             if drawn
-            else "each has the gradient of what it computes, and nothing adds them up."
+            else "each has the gradient of its part, and nothing adds them up."
         ),
         ranks=ranks,
         steps=(of_ranks[0].count,),
@@ -151,11 +151,11 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
         evidence=[
             "torch's random numbers are in another state on these ranks before each step, and are drawn in each"
             if drawn
-            else "as of its own part of the sequence, where what is not split works on a part",
+            else "such as its own part of the sequence, if replicated layers work on a part",
         ],
         related={"optimizer steps": of_ranks[0].location},
         fix="Seed ranks that compute one model together equally (by their place in the data dimension of the mesh): "
-        "dropout and the like have to give all of them the same."
+        "dropout and similar layers have to give all of them the same result."
         if drawn
         else PLAN_ADVICE,
     )
@@ -274,7 +274,7 @@ def how_split(models: Sequence[tuple[int, ...]]) -> str:
     return (
         f"tensor parallelism: {', '.join(map(format_ranks, models[:4]))}{' ...' if len(models) > 4 else ''} compute a "
         f"model together, and are given the same samples ({several if len(models) > 1 else 'all of them'}); each rank "
-        "by itself and the single process compute the model that is not split"
+        "alone and the single process compute the unsplit model"
     )
 
 
@@ -288,7 +288,7 @@ def judge_shards(local: Sequence[LocalStep], models: Sequence[tuple[int, ...]]) 
         "DDP516",
         ("shard",),
         f"{format_ranks(apart[0]).capitalize()} compute one model together (tensor parallelism), and shard gives them "
-        "other samples: parts of what is computed from several batches are put together.",
+        "different samples: the model combines parts that were computed from different batches.",
         ranks=ranks,
         steps=(local[0].evidence.step,),
         evidence=[f"so it is in {counted(len(apart), 'group')} of ranks"] if len(apart) > 1 else [],
@@ -330,7 +330,7 @@ def compare_groups(facts: ScriptFacts) -> Verdicts:
     for same in () if data or parts else zip(*steps, strict=False):
         parts = parts or judge_counted_norms(same, groups)
     compared = max((len(one) for of_group in steps for one in of_group), default=0)
-    what = f"what tensor parallelism does not split, in {counted(compared, 'step')}" if compared else ""
+    what = f"no fault in replicated parameters, in {counted(compared, 'step')}" if compared else ""
     return {"replicas": Verdict(parts, what), "data": Verdict(data)}
 
 

@@ -63,7 +63,7 @@ def at_the_seed(finding: Finding, first: Sequence[OptimizerStep]) -> Finding:
     return found.relocated(first[0].seeded)
 
 
-_LOAD = "Load before wrapping, or without assign=True, which puts other tensors in the place of the parameters."
+_LOAD = "Load before wrapping, or without assign=True, which replaces the parameters by other tensors."
 
 
 def judge_ignored(changes: Changes) -> list[Finding]:
@@ -76,7 +76,7 @@ def judge_ignored(changes: Changes) -> list[Finding]:
             "DDP503",
             names,
             f"An assignment to .data of {counted(len(names), 'parameter')} that fully_shard has sharded has no "
-            "effect: a DTensor goes on to hold the values that it had.",
+            "effect: the DTensor keeps its previous values.",
             location=where,
             fix="Write values in place, under torch.no_grad(): parameter.copy_(values), parameter.mul_(factor); or "
             "load them by set_model_state_dict.",
@@ -181,7 +181,7 @@ def _at_mode(finding: Finding, changes: Changes) -> Finding:
         return finding
     where = max(own or common, key=lambda one: calls[one][0][1].step)
     ranks = f"{format_ranks(finding.ranks)} only" if own else "every rank"
-    told = f"eval() is called there, on {ranks}; {format_ranks(finding.ranks)} had come to no train() since"
+    told = f"eval() is called there, on {ranks}; {format_ranks(finding.ranks)} had not called train() since"
     return replace(finding, location=where, evidence=(*finding.evidence, told))
 
 

@@ -135,7 +135,7 @@ def judge_loads(loads: Sequence[Sequence[NothingLoaded]]) -> list[Finding]:
     return one_finding(
         "DDP523",
         (first.name,),
-        f"load_state_dict(strict=False) loads nothing into {first.name}, which stays as it was: the keys of the "
+        f"load_state_dict(strict=False) loads nothing into {first.name}, which stays unchanged: the keys of the "
         f"{one} begin with {first.prefix!r}, those of the {other} do not.",
         ranks=unless_all(ranks, len(loads)),
         location=first.location,
@@ -239,7 +239,8 @@ def _finding_of_use(
         location=where,
         evidence=evidence,
         severity=Severity.WARNING,
-        fix="Change the copy alike on every rank (all_reduce what decides when), or broadcast it before evaluation.",
+        fix="Make the same change to the copy on every rank (all_reduce the condition), or broadcast it before "
+        "evaluation.",
     )
 
 
@@ -292,8 +293,9 @@ def _finding(looks: Sequence[Sequence[StateHeld]], first: int, written: _Written
             location=where or one.location,
             evidence=[*evidence, *how],
             severity=Severity.WARNING,
-            fix="Make the copy after DistributedDataParallel has been constructed, and change it alike on every rank: "
-            "all_reduce what decides when. If it is no copy, construct it under one seed, or load one state into it.",
+            fix="Make the copy after DistributedDataParallel has been constructed, and make the same change on every "
+            "rank (all_reduce the condition). If it is not a copy, construct it under one seed, or load one state into "
+            "it.",
         )
     return one_finding(
         "DDP214",

@@ -50,7 +50,7 @@ _OF_EACH_STEP = ("called", "forward_begins", "step_begins", "forward_returned", 
 class Backward(Enum):
     """The backward pass that runs now. One of `NO_SYNC` becomes `SYNCED` where a loss is made of both kinds."""
 
-    NONE = "none runs, as far as gradients have come to what forward passes returned"
+    NONE = "none runs: no gradient has reached an output of a forward pass"
     NO_SYNC = "of forward passes under no_sync"
     SYNCED = "of a forward pass after which DDP averages"
     GRAD = "reaches no parameter: torch.autograd.grad, or all of them are in re-entrant checkpoints"

@@ -169,7 +169,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             return
         most = self._options.backwards
         if self._reader is not None and 0 < most <= self.samples.backwards:
-            self._leave(f"after {most} backward passes, as far as samples were recorded")
+            self._leave(f"after {most} backward passes, for which samples were recorded")
         self._trace.end(evaluates=self.samples.evaluates, steps=self._steps)
         if not self.samples.why_full:
             self._full_at = self.samples.backwards

@@ -138,7 +138,7 @@ def timeline_view(timeline: CollectiveTimeline) -> dict[str, Any]:
         "said": said,
         "groups": shown,
         "numbers": numbers,
-        "alike": {n for n in numbers if len({(group.at(n), group.waits_in(n)) for group in shown}) == 1},
+        "same": {n for n in numbers if len({(group.at(n), group.waits_in(n)) for group in shown}) == 1},
         "caption": f"Collectives in the order in which each group of ranks has called them ({before}{after})",
         "endings": [
             (format_ranks(log.rank for log in logs), text)

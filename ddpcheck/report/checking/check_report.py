@@ -221,7 +221,7 @@ def _verdict(state: CheckState, name: str) -> Verdict:
         what = "those of the global batch in a single process"
         if any(item.random.libraries for item in state.steps.local):
             constants = state.single.constants
-            what += f", with {'constants in the place of' if constants else 'the same'} random numbers"
+            what += f", with {'constants instead of' if constants else 'the same'} random numbers"
             what += "" if constants else " for each sample"
     held = tally.equal(what, state.asked.steps) if tally.held else ""
     if held and name == "reducer" and (updates := _held_updates(state)):
@@ -262,11 +262,11 @@ def _part_taken(state: CheckState) -> Verdict:
     where = " on every rank" if state.asked.world_size > 1 else ""
     when = counted(len(steps), "step")
     every = "every parameter" if len(names) == len(state.wrapped[0].parameters) else "every trainable parameter"
-    text = f"{every} takes part, in {when}{where}"
+    text = f"{every} contributed to the loss in {when}{where}"
     if absent:
-        text = f"{len(names) - len(absent)} of {len(names)} parameters take part in each of {when}{where}"
+        text = f"{len(names) - len(absent)} of {len(names)} parameters contributed to the loss in each of {when}{where}"
         if state.wrapper.find_unused_parameters:
-            text += ", and find_unused_parameters=True allows for the rest"
+            text += "; find_unused_parameters=True allows the rest to be unused"
     return Verdict(held=text, lacking="" if len(steps) == state.asked.steps else _why_not_reached(state))
 
 
@@ -279,9 +279,9 @@ def _why_not_compared(state: CheckState, name: str, steps: Sequence[int]) -> str
     if name == "reducer":
         if len(steps) + len(state.steps.apart) == state.asked.steps:
             return _trained_apart(state)
-        parts = "gradients differ, and the forward draws random numbers: parts draw others than the whole"
+        parts = "gradients differ, and the forward draws random numbers, which differ between parts and the whole"
         return state.steps.ddp_skipped or (parts if state.steps.parts_draw else "") or _why_not_reached(state)
-    apart = "the ranks' parameters differ, so no single process can stand for all of them"
+    apart = "the ranks' parameters differ, so no single process can represent all of them"
     why = state.single.incomparable or state.single.skipped or (apart if state.steps.ranks_differ else "")
     return why or _why_not_reached(state)
 

@@ -139,7 +139,7 @@ class CheckRun(CheckWorlds):
             self._skip_rest(f"{unlike[0].code}: {_UNLIKE_REDUCTIONS}")
         self._hand_over(wrapped[0])
         if not (facts.is_ddp or facts.sharded):
-            self.state.log.notes.append(f"the wrapper is a {wrapped[0].wrapper}, which is no DistributedDataParallel")
+            self.state.log.notes.append(f"the wrapper is a {wrapped[0].wrapper}, not a DistributedDataParallel")
         if any(finding.code == "DDP221" and finding.severity is Severity.ERROR for finding in found):
             self.state.steps.ddp_skipped = "DDP221: the ranks' wrappers would not work together"
         self.state.names = Names(
@@ -158,7 +158,7 @@ class CheckRun(CheckWorlds):
     def _run_step(self, step: int) -> None:
         words = f"step {step + 1} of {self.asked.steps}"
         state, averaged = (self.world.directory / f"{name}-{step}.pt" for name in ("state", "averaged"))
-        with self._phase("parameters", f"{words}: each rank by itself"):
+        with self._phase("parameters", f"{words}: each rank alone"):
             wanted = not (self.reference or self.state.single.skipped or self.state.steps.ranks_differ)
             filed = wanted or self._large
             self._all(calls.local_step.begin_step, step, state if filed else None, shared=self._share_parameters(step))
@@ -336,7 +336,7 @@ class CheckRun(CheckWorlds):
         in_forward = [call for call in self._logs()[0] if call.place == f"step {step}: forward"]
         if any("reduce" in call.operation and call.elements > 1 for call in in_forward):
             self._packing_checked = True
-            what = "whether the ranks pack what they reduce alike"
+            what = "the order in which ranks pack the elements that they reduce"
             self._add(judge_packing(self._explained(what, (), calls.repeated_step.packed_payloads, step)))
 
     def _check_batches(self, batches: Sequence[tuple[int, ...]], step: int) -> None:

@@ -167,7 +167,7 @@ class CheckWorlds:
         except errors.RankError as error:
             if not [r for r in error.results.values() if self.state.log.add_unexplained(what, r)]:
                 raise
-            self._skip_rest(f"the ranks could not go on after this had failed: {what}")
+            self._skip_rest(f"the ranks could not continue after this failed: {what}")
         for result in results:
             self.state.log.add_unexplained(what, result)
         return [otherwise if isinstance(result, NoExplanation) else result for result in results]

@@ -71,7 +71,7 @@ def batch(step):
 def loss(model, batch):
     """Called with the model, bare or wrapped in DDP, and a rank's part of the batch.
 
-    EDIT: {instead} stands in for your loss.
+    EDIT: replace {instead} by your loss.
     """
     output = model({batch})
 {loss}
@@ -118,7 +118,7 @@ def recipe_text(module: str, attribute: str, arguments: str, guess: Guess, comma
     if guess.output is None:
         edit, inputs = "TODO: ddpcheck could not guess the inputs.", _TODO.format(names=names)
     else:
-        edit = "EDIT: random numbers stand in for your data."
+        edit = "EDIT: replace the random numbers by your data."
         inputs = "\n".join([*(f"{one.name} = {one.code}" for one in guess.inputs), f"return {names}"])
     return _RECIPE.format(
         attribute=attribute,
@@ -128,7 +128,7 @@ def recipe_text(module: str, attribute: str, arguments: str, guess: Guess, comma
         arguments=arguments,
         edit=edit,
         inputs=textwrap.indent(inputs, "    "),
-        instead="what the model returns" if guess.output == "scalar" else "the mean square of what the model returns",
+        instead="the output of the model" if guess.output == "scalar" else "the mean square of the output",
         batch="*batch" if len(guess.inputs) > 1 else "batch",
         loss=textwrap.indent(_LOSSES[guess.output] if guess.output else _UNKNOWN_LOSS, "    "),
     )

@@ -72,7 +72,7 @@ def _build(maker: Any, attribute: str, positional: list[Any], named: dict[str, A
     if not callable(maker) or isinstance(maker, nn.Module):
         raise UsageError(f"{attribute} is {kind_of(maker)}; name a class of a model, or a function that returns one")
     if isinstance(maker, type) and not issubclass(maker, nn.Module):
-        raise UsageError(f"{attribute} is a class that is no torch.nn.Module")
+        raise UsageError(f"{attribute} is a class, but not a torch.nn.Module")
     try:
         signature = inspect.signature(maker)
         signature.bind(*positional, **named)

@@ -234,7 +234,7 @@ def look_at_ranks(server: DebugServer) -> RanksSeen:
         changed = rank in before and _states(before[rank]) != _states(dump)
         if changed or (stack and stacks_before.get(rank, stack) != stack):
             at_work.add(rank)
-            doing[rank] = f"was{at}, and got on" if frames else "has got on"
+            doing[rank] = f"was{at}, and made progress" if frames else "has made progress"
         elif has_no_python_left(stack):
             over.add(rank)
             doing[rank] = "has run to its end"

@@ -291,7 +291,9 @@ def read_dumps(folder: Path) -> dict[int, RankDump]:
         if rank not in dumps or dump.has_stacks:
             dumps[rank] = dump
     if not dumps:
-        raise UsageError(f"no file in {folder} is named as a dump is, with the rank at its end (rank_0)")
+        raise UsageError(
+            f"no Flight Recorder dumps in {folder}: file names must end in the rank, such as nccl_trace_rank_0"
+        )
     groups, size = {entry.group for dump in dumps.values() for entry in dump.entries}, world_size_of(dumps)
     if len(groups) * size > _MOST_LOGS:
         raise UsageError(
@@ -343,7 +345,7 @@ def plain_dump(dump: Any) -> dict[str, Any]:
         elif isinstance(value, int | float) and not abs(value) < 1 << 64:
             raise _NotPlainError("holds a number that is infinite, none, or of more than 64 bits")
         if len(values) > most or not isinstance(value, dict | list | tuple | int | float | str | bytes | None):
-            raise _NotPlainError(f"holds more than {_MOST_VALUES:,} values, or one that is no plain data")
+            raise _NotPlainError(f"holds more than {_MOST_VALUES:,} values, or one that is not plain data")
     if isinstance(dump, dict) and "pg_config" in dump:
         dump.setdefault("entries", [])  # JSON leaves out an empty list
     entries = dump.get("entries") if isinstance(dump, dict) else None

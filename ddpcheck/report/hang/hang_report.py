@@ -189,7 +189,7 @@ def _collectives(
     if not places:
         return CheckResult("collectives", "skipped", detail=f"the {seen.source}s hold no collective")
     which = f"{counted(places, 'collective')} of {counted(len(groups), 'process group')}"
-    said = [f"{which} pair up, as far as {seen.source}s go", *_open(seen)]
+    said = [f"{which} in the {seen.source}s pair up", *_open(seen)]
     return CheckResult("collectives", "passed", detail="; ".join(said))
 
 

@@ -233,7 +233,7 @@ class _MatrixRun:
         set_by_wrap = next((item.set_by_wrap for item in state.wrapped if isinstance(item, WrappedRow)), {})
         if set_by_wrap:
             values = ", ".join(f"{name}={value!r}" for name, value in set_by_wrap.items())
-            reason = f"the recipe's wrap sets {values} after the constructor, whatever that was told"
+            reason = f"the recipe's wrap sets {values} after the constructor, whatever its arguments"
             return row("skipped", reason=reason)
         return self._judged(state, options, own=False)
 

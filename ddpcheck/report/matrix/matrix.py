@@ -294,7 +294,7 @@ def _on_fine(fine: Sequence[MatrixRow], noise: float) -> Iterator[Advice]:
     for row in fine:
         ratio, takes = _step_time(row, noise)
         rounds = f"rounds gradients by up to {row.error:.1e}" if row.verdict == "lossy" and row.error else ""
-        right = "right as far as it was compared" if row.verdict == "incomplete" else "right"
+        right = "right in all that was compared" if row.verdict == "incomplete" else "right"
         more = {code: message for code, message in _warnings(row).items() if code not in expected}
         needless = any(finding.code == _NEEDLESS for finding in row.findings)
         if needless and (row.options == FIND_UNUSED or row.own):  # else said once, of the option by itself
@@ -377,8 +377,8 @@ def judged_parts(facts: Sequence[VariantFacts], options: DdpOptions, label: str)
     if (worst := _worst([one.apart for one in facts])) is None:
         return None
     reason = (
-        f"each rank by itself has other gradients for {MICRO_BATCHES} micro-batches, whose losses are divided by "
-        f"{MICRO_BATCHES}, than for its batch ({worst}): the loss is no mean over samples"
+        f"even without DDP, the gradients of {MICRO_BATCHES} micro-batches, whose losses are divided by "
+        f"{MICRO_BATCHES}, differ from those of the whole batch ({worst}): the loss is not a mean over samples"
     )
     return MatrixRow(options.arguments, "wrong", hook=options.hook, label=label, code="DDP514", reason=reason)
 
@@ -395,8 +395,8 @@ def judged_step(steps: Sequence[VariantStep], options: DdpOptions, label: str) -
     if worst is None:
         return row("right", error=error)
     if any(step.drew for step in steps):
-        return row("incomplete", reason="it draws other random numbers like this, so its gradients are not compared")
-    reason = f"the wrapper leaves other gradients like this than for the batch as it is ({worst})"
+        return row("incomplete", reason="its random numbers differ in micro-batches, so its gradients are not compared")
+    reason = f"through the wrapper, these gradients differ from those of the whole batch ({worst})"
     return row("wrong", code="DDP302", reason=reason, error=error)
 
 

@@ -296,7 +296,7 @@ def _split(one: _Prepared, reference: nn.Module) -> tuple[str, tuple[Difference,
         put_back(one.external)
         try:
             gradients, loss = training_step.compute_gradients(
-                state.recipe, reference, batch, step=_STEP, seed=state.seed_of(_STEP), place="by itself, "
+                state.recipe, reference, batch, step=_STEP, seed=state.seed_of(_STEP), place="without the wrapper, "
             )
         except Exception as error:
             return f"the loss of a micro-batch cannot be computed: {error}".partition("\n")[0], ()

@@ -108,7 +108,9 @@ def further_option_sets(facts: ModelFacts, base: DdpOptions, graphs: Sequence[Dd
     option_sets += [OptionSet(base.plus(bucket_cap_mb=cap), small) for cap in (1, 100)]
     option_sets.append(OptionSet(base.plus(bucket_cap_mb_list=[1, 5, 25]), small))
     option_sets.append(OptionSet(base.plus(batched_grad_copy=True)))
-    idle = "" if any(facts.absent.values()) else "every parameter takes part in every step, so there is nothing to skip"
+    idle = (
+        "" if any(facts.absent.values()) else "every parameter contributes in every step, so there is nothing to skip"
+    )
     skipping = base.plus(find_unused_parameters=True, skip_all_reduce_unused_params=True)
     option_sets.append(OptionSet(skipping, idle, _why_skipping_is_unsafe(facts)))
     option_sets += [OptionSet(base.plus(hook=hook), _why_no_hook(facts, hook)) for hook in COMPRESSION_HOOKS]
@@ -134,9 +136,9 @@ def _why_skipping_is_unsafe(facts: ModelFacts) -> str:
 
 def _why_no_hook(facts: ModelFacts, hook: str) -> str:
     if facts.own_hook:
-        return f"the recipe registers a hook of its own ({facts.own_hook}), and DDP takes only one"
+        return f"the recipe registers a hook ({facts.own_hook}), and DDP takes only one"
     if facts.bits <= 16:
-        return "the gradients have no more than 16 bits as they are"
+        return "the gradients already have no more than 16 bits"
     if hook.startswith("bf16") and not facts.nccl:
-        return "torch takes this hook only with nccl, and this process group is none of it"
+        return "torch supports this hook only with nccl, and this process group has a different backend"
     return ""

@@ -52,12 +52,12 @@ DDP303 DDP304 DDP305 DDP309 DDP310 DDP312 DDP514 DDP516
     how far DDP's gradients are from those of one process on the whole batch
 DDP308 | first | rank.compare(lambda: rank.last(bare=True), bare=True) | any | how far two runs are apart
 DDP401 DDP402 DDP403 DDP404 DDP405 | all | rank.look("batch", rank.empty) | any
-    where it is or failed, and in which steps it has no samples; if it is stuck, its Python stack after the timeout
+    its position or failure, and steps in which it has no samples; if it is stuck, its Python stack after the timeout
 DDP407 | first | rank.recorded("reduced") | differ and all(sorted(str(v)) == sorted(str(ranks[0])) for v in ranks)
     the numbers that it reduces for rank 0's samples, if other ranks have them in another order
 DDP505 DDP519 | first | rank.shards() | any | how many of its samples are on another rank too, and how many on none
 DDP510 | first | rank.recorded("drawn") | all(v == ranks[0] for v in ranks)
-    the random numbers that it draws although all ranks have seeds of their own, if all draw the same
+    the random numbers that it draws although each rank has a different seed, if all draw the same
 """
 COMPARISONS = {
     code: fields
@@ -110,7 +110,7 @@ import types
 
 @dataclasses.dataclass
 class Recipe:
-    """What is trained, and how; stands in for ddpcheck.Recipe."""
+    """What is trained, and how; replaces ddpcheck.Recipe."""
 
     model: object
     batch: object

@@ -244,7 +244,7 @@ def _refuse_on_a_rank() -> None:
     except DdpcheckError:
         return
     raise UsageError(
-        f"assert_parity was called on rank {rank} of a ddpcheck world, and starts a world of its own: call it in a "
+        f"assert_parity was called on rank {rank} of a ddpcheck world, and starts another world: call it in a "
         "plain test, without the ddp marker and outside of ddp_world.run; on ranks, use assert_same_on_all_ranks"
     )
 

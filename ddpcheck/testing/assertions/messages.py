@@ -146,7 +146,7 @@ def anomalies_message(by_rank: Mapping[int, Sequence[Anomaly]]) -> str:
         (by_name[name] for name in where),
         lambda one: (not one.registered, one.registered and len(where[one.name]) < len(by_rank)),
     )
-    lines = ["Not every parameter takes part in the loss!"] if found else []
+    lines = ["Not every parameter contributes to the loss!"] if found else []
     for kind, group in sorted(kinds.items(), key=lambda one: one[0]):
         lines += ["", f"{len(group)} {plural_verb(*_ANOMALIES[kind], group)}:"]
         for one in group:
@@ -173,7 +173,7 @@ _ANOMALIES = {
 
 _MOST_ITEMS = 8  # that are named after the first one that differs
 _MOST_GROUPS = 4  # of ranks, whose numbers are given
-_NAN_ADVICE = "NaN does not equal NaN; pass equal_nan=True where it is meant."
+_NAN_ADVICE = "NaN does not equal NaN; pass equal_nan=True if NaN is expected."
 _TITLES = {"tensor": "Tensor-likes", "number": "Scalars", "value": "Values"}  # of all kinds that are no containers
 
 

@@ -376,8 +376,8 @@ class _Meeting:
         self.give_up(
             HangError(
                 f"{format_ranks(missing).capitalize()} of {self._launch.world_size} did not {what} within "
-                f"{self._seconds:g} s; see whether {self._launch.launcher} started them all alike, and what the output "
-                "of the missing ones says."
+                f"{self._seconds:g} s; check that {self._launch.launcher} started all of them with the same arguments, "
+                "and the output of the missing ones."
             )
         )
 
