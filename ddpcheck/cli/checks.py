@@ -177,7 +177,7 @@ def run_init(arguments: argparse.Namespace) -> int:
     path = place_of_recipe(arguments.model, arguments.output)
     maker = load_object(arguments.model)  # a wrong name is told before a file that is there
     if path.exists() and not arguments.force:
-        raise UsageError(f"{path} is there already; --force overwrites it, -o FILE writes another one")
+        raise UsageError(f"{path} already exists; --force overwrites it, -o FILE writes to another file")
     from ddpcheck.report.first_recipe.guessing import make_first_recipe
 
     check = f"ddpcheck report {path.as_posix()}"
@@ -189,7 +189,7 @@ def run_init(arguments: argparse.Namespace) -> int:
     if guess.output is None:
         names = ", ".join(one.name for one in guess.inputs)
         why = f"{guess.tried} inputs were tried, the first gave {guess.error}" if guess.tried else guess.error
-        say(f"wrote {path}, without inputs: what goes into forward({names}) could not be guessed ({why})")
+        say(f"wrote {path}, without inputs: the inputs of forward({names}) could not be guessed ({why})")
         say(f"fill in batch() where {path} says TODO, then run:\n  {check}")
         return EXIT_TARGET
     inputs = ", ".join(f"{one.name} = {one.code}" for one in guess.inputs)

@@ -45,7 +45,7 @@ def on_launched_ranks(
         with ending(launch, _LAST_WORDS), contextlib.closing(Leader(launch)) as hosts:
             try:
                 code = run(arguments, hosts)
-                sentence = "ddpcheck has not crashed: this is what it says of the target, in the report"
+                sentence = "ddpcheck did not crash: the report on the target says why"
             except DdpcheckError as error:
                 code, sentence = error.exit_code, f"ddpcheck: error: {error}"
                 raise

@@ -284,11 +284,11 @@ def _compared(parity: ParityRuns, ranks: Sequence[WatchedRank], ending: Ending, 
     single = parity.run(ranks)
     if single.why_not or is_equal(ranks, single.ranks):
         return (single,)
-    say("the two runs differ: once more in a single process, to measure rounding and random numbers")
+    say("the two runs differ: running again in a single process, to measure rounding and random numbers")
     noise = parity.run(ranks, is_noise=True)
     singles: tuple[SingleRun, ...] = single, noise
     if not noise.why_not and depends_on_rank(ranks, single.ranks, noise.ranks):
-        say("and once more, as another rank, to see whether the script computes with the number of the rank")
+        say("running again as another rank, to check if the script computes with the number of the rank")
         singles = single, noise, parity.run(ranks, as_rank=1)
     last = singles[-1]
     if last.why_not and not (last.has_raised and last is not noise):  # a script may refuse to be rank 1 of one

@@ -28,7 +28,7 @@ def parse(text: str) -> Any:
         if math.isfinite(value := float(spelled)):
             return int(spelled) if spelled.lstrip("-").isdecimal() else value
         shown = spelled if len(spelled) <= 40 else f"{spelled[:37]}..."
-        raise ValueError(f"{shown} is no number in JSON, or too large")
+        raise ValueError(f"{shown} is not a number in JSON, or too large")
 
     try:
         return json.loads(text, parse_constant=number, parse_float=number, parse_int=number)

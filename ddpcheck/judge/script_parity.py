@@ -29,13 +29,13 @@ _SLOWEST, _FASTEST = 0.75, 0.985  # noise, relative, of times and of what is div
 _FACTOR = 1e-3  # relative, to which a ratio is a factor
 _FEWEST_FACTORS = 2
 _FIXES = {
-    "gradients": "Look at what the loss divides by, and at what it takes from other samples of its batch: each rank "
-    "has its own samples only, and DDP averages the gradients of the ranks' losses.",
-    "saved": "Bring together what each rank has (dist.all_gather) before rank 0 saves it, and let nothing of it depend "
-    "on the number of ranks.",
+    "gradients": "Check the divisor of the loss, and the values that it takes from other samples of its batch: each "
+    "rank has only its own samples, and DDP averages the gradients of the ranks' losses.",
+    "saved": "Gather the state of all ranks (dist.all_gather) before rank 0 saves it, and make it independent of the "
+    "number of ranks.",
     "schedule": "Give the schedule the number of steps that the ranks make, and step it once for each of them.",
-    "steps": "Let the ranks decide together, by what a single process would have: the mean over all samples, say.",
-    "samples": "Divide the samples of an epoch among the ranks once: by the sampler, or by the dataset.",
+    "steps": "Let the ranks decide together, by the value of a single process, such as the mean over all samples.",
+    "samples": "Split the samples of an epoch between the ranks once: by the sampler, or by the dataset.",
 }
 _MOST_MISSING = 0.75  # of the samples that a single process takes
 

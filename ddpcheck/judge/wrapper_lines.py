@@ -17,8 +17,8 @@ from ddpcheck.stream.entries import NotCompared, ReplicaCaptured, StepsReported
 _COMPRESSED = 0.1  # what a communication hook may lose, from which on a comparison tells nothing
 
 _NOT_REDUCED = (
-    "gradients that are split among more than 8 ranks or along several dimensions, or that come to shards by "
-    "operations on them too, are not compared with the average"
+    "gradients that are split among more than 8 ranks or along several dimensions, or that reach shards also by "
+    "operations on them, are not compared with the average"
 )
 
 
@@ -86,7 +86,7 @@ def judge_all_of_wrappers(facts: ScriptFacts) -> Verdicts:
 
 def not_here(missing: Sequence[int]) -> str:
     """Why not all ranks were compared; empty where they were."""
-    return f"not compared with {format_ranks(missing)}, of which nothing is here" if missing else ""
+    return f"not compared with {format_ranks(missing)}, which left no log here" if missing else ""
 
 
 def _of_hooks(

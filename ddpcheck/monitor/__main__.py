@@ -31,7 +31,7 @@ def main() -> int:
         prog="python -m ddpcheck.monitor",
         usage="%(prog)s [options] script [arguments of the script]",
         description="Run a script and watch it, under any launcher: torchrun --nproc-per-node 2 -m ddpcheck.monitor "
-        "train.py. The report comes on standard error when all ranks on this machine have ended.",
+        "train.py. The report is written to standard error when all ranks on this machine have ended.",
     )
     add_check_options(parser)
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as with python -m")

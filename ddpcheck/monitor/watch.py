@@ -122,8 +122,8 @@ class Watch:
         wrapper = find_wrapper(wrapper)
         if options.check_parity_every and not is_ddp(wrapper):
             raise UsageError(
-                "check_parity_every compares what DDP's reducer leaves in .grad; under fully_shard that is a shard on "
-                "each rank"
+                "check_parity_every compares the gradients that DDP's reducer leaves in .grad; under fully_shard each "
+                "rank has only a shard"
             )
         self._options = options
         self._alarms = AlarmBoard(group_of(wrapper), options.timeout)

@@ -203,7 +203,7 @@ class CheckedDistributedDataParallel(_DDP):
         means = {name: torch.stack([t.mean() for t in tree_tensors(value)]).sum() for name, value in losses.items()}
         counted = [value for name, value in means.items() if "loss" in name]
         if not counted:
-            raise UsageError(f"train_step: no entry of what forward returned has 'loss' in its name: {list(losses)}")
+            raise UsageError(f"train_step: no entry of the output of forward has 'loss' in its name: {list(losses)}")
         total = torch.stack(counted).sum()
         return total, {"loss": total.detach(), **{name: value.detach() for name, value in means.items()}}
 

@@ -104,8 +104,8 @@ class Recipe:
             raise TargetError(f"optimizer(parameters) returned {kind_of(optimizer)}, not a torch optimizer")
         if _needs_closure(optimizer):
             raise TargetError(
-                f"optimizer(parameters) returned {kind_of(optimizer)}, whose step() needs a closure, and a check calls "
-                "it without; leave optimizer out, and the gradients are checked all the same"
+                f"optimizer(parameters) returned {kind_of(optimizer)}, whose step() needs a closure, but a check calls "
+                "it without one; leave optimizer out to check the gradients only"
             )
         return optimizer
 

@@ -87,7 +87,7 @@ STATUSES = {
 
 VERDICTS = {
     "right": Mark("✓", "ok", "green", "all was compared, and nothing is at severity error", "ok"),
-    "lossy": Mark("≈", "~", "green", "right up to what a communication hook rounds", "ok"),
+    "lossy": Mark("≈", "~", "green", "right up to the rounding of a communication hook", "ok"),
     "incomplete": Mark("-", "open", "yellow", "the same in all that was compared and not ignored", "warning"),
     "wrong": Mark("✗", "FAIL", "red", "trains to the end with a wrong result", "error"),
     "stops": Mark("!", "STOP", "bold red", "DDP raises, hangs or aborts", "error"),

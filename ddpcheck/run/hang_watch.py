@@ -195,7 +195,7 @@ class HangWatch:
         if self.unended is not None:
             why = f"{format_ranks(living)} {agreeing('has', [*living])} run to the end of the script, and not ended"
         elif len(living) == 1:
-            why = f"{format_ranks(living)} waits for a rank that does not come"
+            why = f"{format_ranks(living)} waits for a rank that does not arrive"
         self._tell(f"{why}; ending the script")
 
     def _cannot_get_on(

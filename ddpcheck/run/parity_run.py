@@ -88,7 +88,7 @@ class ParityRuns:
             for rank in ranks
         ]
         holds = f"the batches of {len(ranks)} ranks together{f' (up to {sum(sizes)} samples)' if all(sizes) else ''}"
-        said = f"the script runs once more, in a single process, which holds {holds}"
+        said = f"the script runs again in a single process, which holds {holds}"
         return f"{said}, for {self._limit:.0f} s at most; its output is not shown"
 
     def run(self, ranks: Sequence[WatchedRank], *, is_noise: bool = False, as_rank: int = 0) -> SingleRun:

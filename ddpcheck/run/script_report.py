@@ -192,7 +192,7 @@ def _why_ended(ranks: Sequence[WatchedRank], ending: Ending) -> str:
     if ending.exit_code and (aborted := _aborted_at_exit(ranks, ending)):
         return (
             f"after its last line {format_ranks(aborted)} ended by SIGABRT: threads of gloo may abort a healthy "
-            "process at its exit, under plain torchrun too"
+            "process at its exit, even under plain torchrun"
         )
     return f"it exited with code {ending.exit_code}; nothing after that was checked" if ending.exit_code else ""
 

@@ -37,7 +37,7 @@ class OnRank:
     def _refuse(self, *_: object) -> Any:
         raise UsageError(
             f"The fixture {self.name!r} has its value on the ranks only; a fixture that uses it must name it as an "
-            "argument, so that it is set up there, too."
+            "argument, so that it is set up there as well."
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -140,7 +140,9 @@ def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[Ra
                 "value in the test."
             )
             if type(value).__module__.startswith("_pytest."):
-                advice = "it belongs to pytest's process: let a fixture of your own take from it what the test needs."
+                advice = (
+                    "it belongs to pytest's process: write a fixture that takes the values that the test needs from it."
+                )
             raise UsageError(
                 f"The fixture {name!r} of {test} has a value of type {type(value).__qualname__} that cannot be sent to "
                 f"the ranks ({type(reason).__name__}: {reason}); {advice}"

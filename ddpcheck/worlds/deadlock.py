@@ -67,7 +67,7 @@ class DeadlockDetector:
         return (
             f"{format_ranks([*self._stacks])} {'waits' if len(self._stacks) == 1 else 'wait'} in a collective, and "
             f"{format_ranks(finished)} {'has' if len(finished) == 1 else 'have'} finished without it, or joined it "
-            "with another shape"
+            "with a different shape"
         )
 
     def _is_still(self, used: list[float], seconds: float) -> bool:

@@ -304,7 +304,7 @@ class ForkedRanks:
             self._ran_at = time.monotonic()
         elif time.monotonic() - self._ran_at > _STOPPED:
             self._awaited.clear()
-            said = f"{self._server} was stopped by a signal, and forks no rank; the next world has another one"
+            said = f"{self._server} was stopped by a signal and cannot fork ranks; the next world starts a new one"
             events.append(("error", said))
             _discard(self._server)
         if not alive:

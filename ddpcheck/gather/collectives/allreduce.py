@@ -136,7 +136,7 @@ def _tensors_of(function: str, params: object) -> list[torch.Tensor]:
     if isinstance(params, torch.Tensor):  # its rows, of which none has a gradient
         raise WrongTypeError(f"{takes}, and not a single one ({kind}); put it in a list.")
     if isinstance(params, Mapping):
-        raise WrongTypeError(f"{takes}, and not a mapping ({kind}), whose keys are no tensors; pass its .values().")
+        raise WrongTypeError(f"{takes}, not a mapping ({kind}), whose keys are not tensors; pass its .values().")
     if not isinstance(params, Iterable):
         raise WrongTypeError(f"{takes}; got {params!r}.")
     tensors = []
@@ -181,13 +181,13 @@ def _check_same(like: Sequence[torch.Tensor], device: torch.device, group: Any) 
     count, last, fewest, first = most.tolist()
     if count != -fewest:
         raise UsageError(
-            f"The ranks hand over different tensors to be averaged: {-fewest} on one and {count} on another "
-            f"({len(like)} on rank {get_dist_info(group)[0]}); hand over the same in the same order on every rank."
+            f"The ranks pass different tensors: {-fewest} on one and {count} on another ({len(like)} on rank "
+            f"{get_dist_info(group)[0]}); pass the same tensors in the same order on every rank."
         )
     if last != -first:
         raise UsageError(
-            f"The ranks hand over {count} tensors each to be averaged, but of other shapes or dtypes at the "
-            "same place; hand over the same in the same order on every rank."
+            f"The ranks pass {count} tensors each, but with different shapes or dtypes at the same place; pass the same "
+            "tensors in the same order on every rank."
         )
 
 

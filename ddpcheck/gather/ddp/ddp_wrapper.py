@@ -156,7 +156,7 @@ def compare_options(mine: dict[str, str]) -> None:
     this_rank.set_collective("")
     differing = {name for options in everyone for name in options if options.get(name) != everyone[0].get(name)}
     if differing and not are_harmless(differing, everyone):
-        raise OptionsDifferError("DistributedDataParallel is constructed with other options on another rank", everyone)
+        raise OptionsDifferError("DistributedDataParallel has different options on another rank", everyone)
 
 
 def wrapper_attributes(wrapper: nn.Module) -> dict[str, str]:

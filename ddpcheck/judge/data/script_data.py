@@ -71,9 +71,9 @@ def judge_split(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     return script_rows.finding_on_loader(
         "DDP516",
         passes[0][0],
-        "The ranks have split the dataset differently: "
-        f"{lone} of the {wording.counted(len(subsets[0]), 'sample')} of rank 0's part are not in every other rank's, "
-        "so that what one rank trains on, another one holds back.",
+        f"The ranks have split the dataset differently: {lone} of the {wording.counted(len(subsets[0]), 'sample')} of "
+        "rank 0's part are not in the part of every other rank, so one rank trains on samples that another one holds "
+        "out.",
         line=passes[0][0].split or passes[0][0].location,
         ranks=wording.minority_ranks([tuple(sorted(subset)) for subset in subsets]) if len(subsets) > 2 else (),
         evidence=[
@@ -184,8 +184,8 @@ def judge_later_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
             *(f"rank {rank} begins it with samples {_first(one.indices)}" for rank, one in enumerate(epochs[1][:3])),
             _taken(first),
         ],
-        fix="Gather or reduce over all ranks what the sampler orders or weights samples by (the losses of all ranks, "
-        "say), or broadcast its order, before each rank takes its part.",
+        fix="Gather or reduce over all ranks the values by which the sampler orders or weights samples (such as "
+        "losses), or broadcast its order, before each rank takes its part.",
     )
 
 
@@ -296,7 +296,7 @@ def judge_inputs(
         location=line or forward,
         severity=Severity.WARNING if others else None,  # may be a warm-up
         evidence=[
-            f"their bits are equal on {'all' if every else 'these'} ranks, and others in other steps",
+            f"their bits are equal on {'all' if every else 'these'} ranks, and change from step to step",
             *differ[:1],
             *_likewise([ranks for ranks, _ in more]),
         ],

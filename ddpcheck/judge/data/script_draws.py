@@ -47,7 +47,7 @@ def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]], *, same_data: boo
     when = "before and after" if alike else "before"
     fix = "Seed with seed + rank before the loop over the data, after the model has been constructed"
     if one.workers and one.worker_seed < 0:
-        fix = "Have the workers seed with what they get from the loader and the rank, in worker_init_fn"
+        fix = "In worker_init_fn, seed each worker from its loader seed and the rank"
     elif one.workers:
         fix += "; or give the loader a generator that is seeded with seed + rank"
     if one.restored_by:
@@ -142,7 +142,9 @@ def judge_added_noise(draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequ
             "The training step adds random numbers to its samples, and every rank adds the same ones to other "
             f"samples, in {counted(len(known), 'step')} that were looked at.",
             location=line,
-            evidence=["what is added to the batches of the loader is the same on every rank, and another in each step"],
+            evidence=[
+                "the noise added to the batches of the loader is the same on every rank, and changes from step to step"
+            ],
             related={"forward called": steps[0][0].location},
             fix=_FIX,
         )
@@ -232,11 +234,11 @@ def judge_streams(
             "DDP505",
             ("forward",),
             f"Rank {rank} trains on samples that rank {ahead} has drawn before: both choose them by the same random "
-            "numbers, of which one rank has drawn more.",
+            "numbers, and one rank has drawn more of these.",
             ranks=(rank,),
             location=line,
             evidence=[
-                f"rank {ahead} has evaluated on what rank {rank} is given in {format_steps(places)}, in that order"
+                f"rank {ahead} has evaluated on what rank {rank} is given in {format_steps(places)}, in the same order"
             ],
             related={"forward called": inputs[rank][0].location},
             fix="Seed the generator by which samples are chosen with seed + rank.",
@@ -260,8 +262,8 @@ def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
                 return one_finding(
                     "DDP505",
                     ("forward",),
-                    f"Rank {rank} is given what rank {ahead} is given {counted(lag, 'step')} later: the ranks go "
-                    "through the same samples, one behind the other.",
+                    f"Rank {rank} is given what rank {ahead} is given {counted(lag, 'step')} later: the ranks iterate "
+                    "over the same samples, one behind the other.",
                     location=inputs[rank][0].location,
                     severity=Severity.WARNING,
                     evidence=[f"in {format_steps(steps)}; others were not compared with that many later"],

@@ -48,12 +48,13 @@ def judge_files(uses: Sequence[Sequence[FileUsed]], empty: Collection[str] = ())
             found[line] = one_finding(
                 "DDP512",
                 (name,),
-                f"Rank {other_rank} reads {name} while rank {rank} may still write it: no collective comes between.",
+                f"Rank {other_rank} reads {name} while rank {rank} may still write it: no collective is between the "
+                "two.",
                 ranks=(other_rank,),
                 location=other.location,
                 severity=None if use.by_torch else Severity.WARNING,
                 evidence=[f"rank {rank} writes it at {use.location}", f"the file is {use.path}"],
-                fix="Call dist.barrier() on every rank after the one has written it and before the others read it.",
+                fix="Call dist.barrier() on every rank after it is written and before the others read it.",
             )
     return [finding for findings in found.values() for finding in findings] + _judge_devices(uses)
 

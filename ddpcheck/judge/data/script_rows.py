@@ -22,8 +22,8 @@ FEWEST_ROWS = 8  # rows that tell samples apart
 
 
 _SPLIT_STREAM = (
-    "Split the stream in the dataset's __iter__ by rank and world size, and by get_worker_info() where the loader has "
-    "workers; where it shuffles before, with the same seed on every rank."
+    "Split the stream in the dataset's __iter__ by rank and world size, and by get_worker_info() if the loader has "
+    "workers; if it shuffles before the split, use the same seed on every rank."
 )
 
 
@@ -57,11 +57,12 @@ def judge_rows(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> li
     return finding_on_loader(
         "DDP516",
         first[0],
-        f"{message}: each has put its part together from another order or another split of the data.",
+        f"{message}: each rank has built its part from a different order or split of the data.",
         line=first[0].split,
         severity=Severity.WARNING,
-        evidence=["the datasets of the ranks hold other samples, or hold them in another order"] * others,
-        fix="Sort what is listed, and shuffle or split with the same seed on every rank, before each takes its part.",
+        evidence=["the datasets of the ranks have different samples, or a different order"] * others,
+        fix="Sort the listed items, and shuffle or split with the same seed on every rank, before each rank takes its "
+        "part.",
     )
 
 
@@ -259,7 +260,7 @@ def judge_labels(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         one,
         f"The same samples have other labels on other ranks: {len(apart)} of {len(common)} that were compared.",
         line=one.split,
-        evidence=["each label of one rank stands for one other label of the other"],
+        evidence=["each label of one rank corresponds to one different label of the other"],
     )
 
 

@@ -32,7 +32,7 @@ def judge_tables(
     return one_finding(
         "DDP516",
         names,
-        f"{names[0].removesuffix(OF_A_LIST)} has the same {len(values[0])} texts on every rank, in another order."
+        f"{names[0].removesuffix(OF_A_LIST)} has the same {len(values[0])} texts on every rank, in a different order."
         if names[0].endswith(OF_A_LIST)
         else f"{names[0]} has the same {len(values[0])} keys on every rank, and gives them other values.",
         ranks=minority_ranks(spelled) if len(values) > 2 else (),

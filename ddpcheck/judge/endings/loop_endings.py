@@ -66,8 +66,8 @@ _FIX_OF_LOADER = (
     "shards that are made by hand, cut each to the length of the shortest one."
 )
 _JOIN = (
-    " Or enter `with Join([model]):` around the loop, so that a rank that has ended takes part in the averages of the "
-    "others."
+    " Or enter `with Join([model]):` around the loop, so that a rank that has left the loop still answers the "
+    "reductions of the others."
 )
 
 
@@ -208,8 +208,8 @@ def _left(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> l
 
 
 _FIX_OF_CONDITION = (
-    "Let all ranks leave the loop in the same pass: all_reduce what its condition reads (a count, a metric, the time "
-    "that is left), so that it is the same on every rank."
+    "Let all ranks leave the loop in the same pass: all_reduce the values that its condition reads (a count, a metric, "
+    "the remaining time), so that they are the same on every rank."
 )
 
 FIX_OF_EXIT = (

@@ -64,8 +64,8 @@ def _reason(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
         (
             "addresses",
             {one.rank: one.address for one in waiting},
-            "Pass the same init_method, or set the same MASTER_ADDR and MASTER_PORT, on every rank; a free port is for "
-            "one process to choose, before it starts the others.",
+            "Pass the same init_method, or set the same MASTER_ADDR and MASTER_PORT, on every rank; if the port is "
+            "chosen at run time, one process chooses it before it starts the others.",
         ),
     ):
         if len(set(values.values())) > 1:
@@ -94,13 +94,13 @@ def _reason(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
         return (
             f"All ranks wait in init_process_group for a store at {address}, which none of them serves: under "
             f"torchrun they take the one at {agent}, of its agent, for all there is.",
-            "Leave init_method, rank and world_size out, or pass init_method='env://': torchrun says where to meet.",
+            "Leave init_method, rank and world_size out, or pass init_method='env://': torchrun sets the address.",
             (),
         )
     return (
         f"All {counted(len(waiting), 'rank')} wait in init_process_group, and do not meet at {address}.",
-        "See whether rank 0 can serve that address and the others reach it: host name, port, firewall, and the network "
-        "interface (GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME).",
+        "Check that rank 0 can serve that address and that the others can reach it: host name, port, firewall, and the "
+        "network interface (GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME).",
         (),
     )
 

@@ -169,8 +169,8 @@ def _fix_of_exception(facts: FailureFacts, others: Sequence[RankFailure]) -> str
     """The advice on a rank that has raised; empty, for that of the rule, where others have failed after it."""
     if facts.finished and all(map(follows_from_another_rank, facts.failures)):
         return (
-            f"Look at what {format_ranks(facts.finished)} did not do before the end of the script: the line that "
-            "raised was still waiting for it. Let every send have its recv, and every rank make the same calls."
+            f"Check what {format_ranks(facts.finished)} did not do before the end of the script: the line that raised "
+            "was still waiting for it. Let every send have its recv, and every rank make the same calls."
         )
     return "" if others else "Fix the exception shown."
 

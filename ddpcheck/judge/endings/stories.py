@@ -189,8 +189,8 @@ def _of_exit(facts: EndingFacts, left: Position, stays: Position, where: str) ->
         evidence=calls_there(left, stays)
         if stays.call
         else [f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks],
-        fix="End the script on every rank in the same place: all_reduce what decides it before the test, and let each "
-        "rank call destroy_process_group() at its end.",
+        fix="End the script on every rank at the same place: all_reduce the condition before the test, and call "
+        "destroy_process_group() on each rank at its end.",
     )
 
 
@@ -317,8 +317,8 @@ def _fix_of_call(call: Call | None, what: str, where: str, branch: Block | None)
         return f"Make the backward pass at {where} on every rank{out}, or compute it without the wrapper, in no_sync."
     if call.operation == "new_group":
         return (
-            f"Call new_group at {where} on every rank of the job, also on those that are not in the group{out}; with "
-            "use_local_synchronization=True its members alone call it."
+            f"Call new_group at {where} on every rank of the job, including those that are not in the group{out}; with "
+            "use_local_synchronization=True only its members call it."
         )
     return f"Call {call.operation} at {where} on every rank{out}, equally often and in the same order, or on none."
 

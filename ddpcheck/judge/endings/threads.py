@@ -64,8 +64,8 @@ def _of_thread(
         ranks=ranks,
         location=Location.parse(where or one.waits_in.rpartition(" ")[2]),
         evidence=evidence,
-        fix=f"Mend what raises{f' at {where}' if where else ''}. And have a thread hand what it raises to who waits "
-        "for it: concurrent.futures does (future.result() raises it again); Python only prints it.",
+        fix=f"Fix the exception{f' at {where}' if where else ''}. Also pass the exception of a thread to the code that "
+        "waits for it: concurrent.futures does (future.result() raises it again); Python only prints it.",
     )
 
 

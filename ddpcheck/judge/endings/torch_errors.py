@@ -121,7 +121,7 @@ def _overwritten(facts: RaisedFacts, text: str) -> list[Finding]:
     return facts.one_finding(
         "DDP311",
         names or ("backward",),
-        f"What backward needs was overwritten after the forward pass had read it{which}{how}.",
+        f"A tensor that backward needs was overwritten after the forward pass had read it{which}{how}.",
         fix=fix,
     )
 
@@ -159,8 +159,8 @@ def _not_finished(facts: RaisedFacts, text: str) -> list[Finding]:
     return facts.one_finding(
         "DDP101",
         names or ("parameters",),
-        f"{who} had no part in the backward pass before: DDP has waited for what did not come, and raises at its next "
-        "forward.",
+        f"{who} did not contribute to the previous backward pass: DDP still waits for the gradient, and raises at its "
+        "next forward.",
         location=made or Location.parse(facts.first.location),
     )
 
@@ -203,7 +203,7 @@ def _timed_out(facts: RaisedFacts, text: str) -> list[Finding]:
             facts.first.message,
         ],
         fix=f"Give the others that time: {where_set}(timeout=...) longer than what {format_ranks(late)} "
-        f"{plural_verb('does', 'do', late)} there; or let all ranks do a part of it; or do it outside of training.",
+        f"{plural_verb('does', 'do', late)} there; or split the work over all ranks; or do it outside of training.",
     )
 
 
@@ -237,8 +237,8 @@ def _given_shards(facts: RaisedFacts, text: str) -> list[Finding]:
         return facts.one_finding(
             "DDP521",
             ("state",),
-            "The optimizer's state has plain tensors where its parameters are shards (DTensor): it is that of whole "
-            "parameters, or was made before fully_shard was called.",
+            "The optimizer's state has plain tensors for parameters that are shards (DTensor): it belongs to whole "
+            "parameters, or was created before fully_shard was called.",
             fix="Load the state of whole parameters on all ranks by set_optimizer_state_dict(model, optimizer, state, "
             "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict; and construct "
             "the optimizer after fully_shard.",
@@ -253,19 +253,19 @@ def _given_shards(facts: RaisedFacts, text: str) -> list[Finding]:
         return facts.one_finding(
             "DDP401",
             ("DistributedDataParallel",),
-            "DistributedDataParallel is given parameters that are DTensors, as parallelize_module makes them, and no "
-            "dimension of their mesh to average over.",
+            "DistributedDataParallel is given DTensor parameters, as parallelize_module creates them, and no dimension "
+            "of their mesh to average over.",
             fix='Give it device_mesh=mesh["dp"], the dimension of replicas: '
             'init_device_mesh(..., mesh_dim_names=("dp", "tp")).',
         )
     return facts.one_finding(
         "DDP501",
         ("forward",),
-        "An operation is given a plain tensor and a shard (DTensor): outside of the forward of a module that "
-        "fully_shard was called on, each rank has its shards of the parameters only.",
-        fix="Call the module, and not its forward or another method of it; or name that method in "
-        "torch.distributed.fsdp.register_fsdp_forward_method(module, name). What is computed of parameters beside it "
-        "takes parameter.full_tensor(), before forward.",
+        "An operation mixes a plain tensor and a shard (DTensor): outside of the forward of a module that fully_shard "
+        "was called on, each rank has only its shards of the parameters.",
+        fix="Call the module, not its forward or another of its methods; or register that method with "
+        "torch.distributed.fsdp.register_fsdp_forward_method(module, name). Other computations on parameters use "
+        "parameter.full_tensor(), before forward.",
     )
 
 
@@ -304,7 +304,7 @@ def _no_shard(facts: RaisedFacts, text: str) -> list[Finding]:
 
 
 _CASTS = {
-    "output_dtype=torch.": "what a part returns is cast to output_dtype, on its way to others too",
+    "output_dtype=torch.": "the outputs of a part are cast to output_dtype, also as inputs of other parts",
     "cast_forward_inputs=False": "its inputs are not cast (cast_forward_inputs=False)",
 }
 
@@ -315,7 +315,7 @@ def _other_dtype(facts: RaisedFacts, _text: str) -> list[Finding]:
         policies = made.context.sharded.policies if made.context.sharded is not None else {}
         if not any("param_dtype=torch." in text for text in policies.values()):
             continue
-        why = "what it is given is made in forward, or by a part without parameters"
+        why = "its input is created in forward, or by a part without parameters"
         if len(policies) > 1:
             why = "not every part has the same policy"
         for option, words in _CASTS.items():
@@ -324,15 +324,15 @@ def _other_dtype(facts: RaisedFacts, _text: str) -> list[Finding]:
         return facts.one_finding(
             "DDP401",
             ("mp_policy",),
-            "A layer is given tensors of another dtype than fully_shard gathers its parameters in (param_dtype of "
-            f"mp_policy), and {why}.",
+            "The inputs of a layer have a dtype that differs from the one in which fully_shard gathers its parameters "
+            f"(param_dtype of mp_policy), and {why}.",
             location=made.location or Location.parse(facts.first.location),
             evidence=[
                 f"raised at {facts.first.location}",
                 facts.first.message,
                 *(f"{name}: {text}" for name, text in [*policies.items()][:3]),
             ],
-            fix="Give each call of fully_shard, that of the root too, the same MixedPrecisionPolicy, and leave "
+            fix="Give each call of fully_shard, including that of the root, the same MixedPrecisionPolicy, and leave "
             "cast_forward_inputs at its default; or cast the inputs of the layer.",
         )
     return []
@@ -344,8 +344,8 @@ def _whole_into_shards(facts: RaisedFacts, how: str) -> list[Finding]:
         ("parameters",),
         f"Whole tensors are {how} parameters that fully_shard has sharded: each rank has a part of each (DTensor).",
         fix="Load whole values before fully_shard; or after it, on all ranks, by set_model_state_dict(model, values, "
-        "options=StateDictOptions(full_state_dict=True)), with broadcast_from_rank0=True where rank 0 alone has them. "
-        "For a single parameter: distribute_tensor(value, parameter.device_mesh, parameter.placements).",
+        "options=StateDictOptions(full_state_dict=True)), with broadcast_from_rank0=True if only rank 0 has them. For "
+        "a single parameter: distribute_tensor(value, parameter.device_mesh, parameter.placements).",
     )
 
 

@@ -194,7 +194,7 @@ def judge_waits(
         findings += _of_devices(graph, ranks)
     if ranks := sorted(graph.stopped.difference(explained)):
         fix = (
-            f"Look at the stacks of {format_ranks(ranks)} (py-spy dump --native --pid PID): a lock, native code that "
+            f"Inspect the stacks of {format_ranks(ranks)} (py-spy dump --native --pid PID): a lock, native code that "
             "holds the GIL, data loading, a file system, or a branch that other ranks do not take. If a process is "
             "gone, its log says why."
         )
@@ -264,8 +264,8 @@ def _of_late(graph: WaitGraph) -> list[Finding]:
         if late := sorted(rank for rank, seconds in delays.items() if seconds >= first.timeout / 2):
             who = format_ranks(late)
             fix = (
-                f"See what {who} did before (loading data, saving a checkpoint, evaluating, compiling), and let all "
-                "ranks do as much; or allow for it: init_process_group(timeout=...)."
+                f"Check what {who} did before (loading data, saving a checkpoint, evaluating, compiling), and split "
+                "the work equally over all ranks; or increase the timeout: init_process_group(timeout=...)."
             )
             cause = f"{who} came {delays[late[0]]:.0f} s late to {graph.words(first)} (timeout: {first.timeout:.0f} s)"
             return _hang(graph, late, cause, fix, call=first)

@@ -78,8 +78,8 @@ def explain_by_overwritten_parameters(facts: WrapperErrorFacts) -> list[Finding]
     return facts.known.names.one_finding(
         "DDP311",
         names,
-        f"{'One of ' if len(names) > 1 else ''}{join_names(names, most=4)} was overwritten after the forward "
-        f"pass had read it, and backward needs what was there, in {first.place or 'the step'}.",
+        f"{'One of ' if len(names) > 1 else ''}{join_names(names, most=4)} was overwritten after the forward pass had "
+        f"read it, and backward needs the previous value, in {first.place or 'the step'}.",
         ranks=facts.raised_on,
         evidence=[first.message],
         fix="Write it after the backward passes that need it (weight decay, say, in the optimizer), or read a clone.",
@@ -95,11 +95,11 @@ def explain_by_shards_in_the_loss(facts: WrapperErrorFacts) -> list[Finding]:
         "DDP501",
         ("forward",),
         "The loss uses parameters outside of the forward of a module that fully_shard was called on, where each rank "
-        "has its shard only.",
+        "has only its shard.",
         ranks=facts.raised_on,
         location=Location.parse(first.location),
         evidence=[first.message],
-        fix="Call the module, and not its forward or another method of it; or name that method in "
+        fix="Call the module, not its forward or another of its methods; or register that method with "
         "torch.distributed.fsdp.register_fsdp_forward_method(module, name).",
     )
 
@@ -137,7 +137,7 @@ SENTENCES = {  # of torch, with the code and the message for each
         "DDP509",
         "A second backward pass of an earlier step has brought gradients after its reduction, and DDP waits for them",
     ),
-    _IN_PLACE: ("DDP311", "What backward needs was overwritten after the forward pass"),
+    _IN_PLACE: ("DDP311", "A tensor that backward needs was overwritten after the forward pass"),
     "Expected to have finished reduction": (
         "DDP302",
         "A parameter that takes part without the wrapper did not under it",

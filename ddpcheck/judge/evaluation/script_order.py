@@ -106,7 +106,7 @@ def _finding(
         "DDP804",
         ("cross_entropy",),
         f"The targets on {format_ranks(wrong)} are {first} to {last}, rows of another rank among the {one.classes} "
-        f"that all_gather has brought together: those of rank {wrong[0]} begin at {one.own}.",
+        f"that all_gather returns: the rows of rank {wrong[0]} begin at {one.own}.",
         ranks=wrong,
         location=one.loss or line or one.location,
         evidence=[

@@ -183,7 +183,7 @@ def judge_lone_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequen
                     (key.rpartition(".")[2] or key,),
                     f"{format_ranks(ranks).capitalize()} alone {'evaluates' if len(ranks) == 1 else 'evaluate'}, and "
                     f"the sampler splits the {one.loader.size} samples between {counted(parts, 'rank')}: rank {rank} "
-                    f"has {value:.6g} of {one.samples} of them, and the others are on no rank.",
+                    f"has {value:.6g} of {one.samples} of them, and the remaining samples are on no rank.",
                     ranks=ranks,
                     location=one.loader.made or one.loader.location,
                     evidence=[

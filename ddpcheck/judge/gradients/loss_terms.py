@@ -84,7 +84,7 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
             if term.count not in ("", "samples"):
                 why = f"{term.count}: {' and '.join(f'{count:g}' for count in term.counts)} on the ranks; {why}"
             elif not term.count and by_sample:
-                why += "; no count in the batch fits: what is counted is made in the step, by a mask drawn at random "
+                why += "; no count in the batch fits: the counted elements are chosen in the step, by a random mask "
                 why += "for example"
         reasons.setdefault(what, why)
     (first, reason), *others = reasons.items()
@@ -121,7 +121,7 @@ def judge_coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm] = ()) ->
     if coupling.line:
         how.append(f"samples first meet at {coupling.line}")
     if not module and any(term.coupled for term in terms):
-        how.append("when what the model computes for some samples changes, the gradients of the others change too")
+        how.append("if the outputs of the model for some samples change, the gradients of other samples change as well")
     where = next((term.location for term in terms if term.coupled and term.location), None)
     return facts.one_finding(
         "DDP304",

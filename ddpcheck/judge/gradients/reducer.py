@@ -166,7 +166,7 @@ def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
         names,
         f"The gradients of {join_names(facts.known.names.subjects(names))} differ between "
         f"{' and between '.join(map(format_ranks, models[:2]))}, which compute one model together (tensor "
-        "parallelism): each rank has that of what it computes alone.",
+        "parallelism): each rank has the gradient of its own part.",
         steps=unless_all(sorted({step for name in names for step in facts.unequal[name]}), facts.step_count),
         evidence=[_losses_apart(facts), *_evidence_between_ranks(facts)],
         fix=PLAN_ADVICE,
@@ -183,8 +183,8 @@ def explain_by_losses_of_parts(facts: ReducerFacts) -> list[Finding]:
         f"{apart}: the gradients of {counted(len(facts.mismatched), 'parameter')} are those of their sum.",
         subjects=("loss",),
         location=facts.known.loss_location,
-        fix="Have the plan of parallelize_module put together what the loss is computed of "
-        "(output_layouts=Replicate()), or compute the loss of the DTensor, under loss_parallel().",
+        fix="Replicate the inputs of the loss in the plan of parallelize_module (output_layouts=Replicate()), or "
+        "compute the loss of the DTensor under loss_parallel().",
     )
 
 
@@ -197,7 +197,7 @@ def _losses_apart(facts: ReducerFacts) -> str:
         if len(known) == len(model) and max(known) - min(known) > _ANOTHER_LOSS * max(map(abs, known)):
             shown = " and ".join(f"{one:.6g}" for one in known[:4])
             ranks = capitalized(format_ranks(model))
-            return f"{ranks} compute one model together, and another loss each, {shown} in step {step}"
+            return f"{ranks} compute one model together, and each a different loss, {shown} in step {step}"
     return ""
 
 
@@ -277,8 +277,8 @@ def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
         if facts.known.wrapper.comm_hook
         else "Leave out set_gradient_divide_factor, or give it the number of ranks."
         if facts.known.wrapper.sharded
-        else "Average once: what wraps the model, or a hook on its parameters, scales gradients that are averaged "
-        "already, or adds them up.",
+        else "Average once: the wrapper of the model, or a hook on its parameters, scales gradients that are already "
+        "averaged, or adds them up.",
     )
 
 
@@ -293,7 +293,7 @@ def explain_by_wrap_hooks(facts: ReducerFacts) -> list[Finding]:
     names = list(facts.mismatched)
     return facts.mismatch(
         "DDP310",
-        f"{capitalized(hooks[0].description)}, registered while wrapping, is in the way of gradients: what the wrapper "
+        f"{capitalized(hooks[0].description)}, registered while wrapping, changes gradients: those that the wrapper "
         f"left in .grad of {counted(len(names), 'parameter')} is not the average of the ranks' own.",
         *(f"in the way of gradients: {hook}" for hook in hooks[:3]),
         location=hooks[0].location or known.names.location(names),
@@ -311,8 +311,8 @@ def explain_by_overwritten_buffers(facts: ReducerFacts) -> list[Finding]:
         return []
     return facts.mismatch(
         "DDP311",
-        f"DDP broadcasts {join_names(buffers)} before each of {forwards} forwards, which overwrites what the backward "
-        "of the forwards before it needs.",
+        f"DDP broadcasts {join_names(buffers)} before each of {forwards} forwards, which overwrites values that the "
+        "backward of the earlier forwards needs.",
         subjects=buffers,
         location=facts.known.names.location(buffers),
     )
@@ -343,8 +343,8 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
             "DDP302",
             "The model that is split over ranks leaves other gradients of "
             f"{counted(len(facts.mismatched), 'parameter')} than the model that is not, averaged over the ranks.",
-            fix="Compare the plan of parallelize_module with what forward does: its layouts say which inputs and "
-            "outputs of a layer are whole, and which are parts.",
+            fix="Compare the plan of parallelize_module with forward: its layouts define which inputs and outputs of a "
+            "layer are replicated, and which are sharded.",
         )
     return facts.mismatch(
         "DDP302",

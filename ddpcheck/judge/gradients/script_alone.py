@@ -172,7 +172,8 @@ def judge_alone(
             local = [name for name in local if not all(name in are_scaled(local, one) for one in of_ranks)] or local
             how = f"{plural_verb('has', 'have', local)} another gradient on each rank after the collectives of a step"
             fix = (
-                "all_reduce every gradient, and change it after that in the same way on every rank, random numbers too."
+                "all_reduce every gradient, and change it afterwards in the same way on every rank, including random "
+                "numbers."
             )
         return _alone(
             "DDP503" if later else "DDP501",
@@ -232,8 +233,8 @@ def _parted_for_good(steps: Sequence[Steps], together: Sequence[bool]) -> list[F
         f"{met[-1]}.",
         location=last[0].location,
         evidence=[f"{counted(len(together) - met[-1], 'step')} went by since then"],
-        fix="Average the parameters to the end of the training, and from the same values on every rank: what a rank "
-        "keeps of the last average has to be renewed on all ranks.",
+        fix="Average the parameters to the end of the training, and from the same values on every rank: values that a "
+        "rank keeps from the last average have to be renewed on all ranks.",
     )
 
 
@@ -317,7 +318,7 @@ def judge_taken(taken: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:
             "the wrapper has averaged no backward pass",
         ],
         fix="Call loss.backward(), whose gradients DDP averages into .grad; or all_reduce each gradient that "
-        "torch.autograd.grad gives, and divide it by the world size, before it is used.",
+        "torch.autograd.grad returns, and divide it by the world size, before it is used.",
     )
 
 

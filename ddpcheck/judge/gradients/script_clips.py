@@ -32,7 +32,10 @@ Used = Sequence[tuple[OptimizerStep, ReplicaCaptured]]
 _FEWEST_STEPS = 3
 _EXACT = 64  # numbers of a sketch up to which it has one for each element, so that its norm is the gradient's
 _TOLERANCE = 1e-3
-_ALIKE = "Clip, scale, mask and add noise in the same way on every rank; share first what is decided from local data."
+_ALIKE = (
+    "Clip, scale, mask and add noise in the same way on every rank; all_reduce the values first that depend on local "
+    "data."
+)
 
 
 def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Finding]:
@@ -157,7 +160,7 @@ def judge_clips(clips: Clips, steps: Sequence[Sequence[Steps]]) -> list[Finding]
     return one_finding(
         "DDP310",
         (first[0].by,),
-        f"{first[0].by} finds other gradients on each rank: it clips what is averaged later.",
+        f"{first[0].by} sees different gradients on each rank: it clips gradients that are averaged later.",
         location=first[0].location,
         evidence=[f"rank {rank}: a norm of {one.norm:.6g}" for rank, one in enumerate(first[:4])],
         fix=f"Call {first[0].by} after the gradients have been averaged, and before the optimizer's step.",
@@ -187,8 +190,8 @@ def judge_changed(changes: Sequence[Sequence[GradientsChanged]]) -> list[Finding
     return one_finding(
         "DDP310",
         (first[0].by or "gradients",),
-        f"{what} changes the gradients after each micro-batch, {each}; those of the next micro-batch are added to what "
-        "is left.",
+        f"{what} changes the gradients after each micro-batch, {each}; those of the next micro-batch are added to the "
+        "changed ones.",
         location=first[0].location,
         evidence=[f"rank {rank}: their norm times {one.factor:.4g}" for rank, one in enumerate(first[:4])],
         severity=Severity.ERROR if found is apart else Severity.WARNING,
@@ -233,8 +236,8 @@ def judge_scaled_by_hooks(
             return one_finding(
                 "DDP303",
                 sorted(parameters),
-                f"A hook multiplies the gradients of each rank by {words}, and DDP averages over the ranks: what the "
-                f"optimizer uses is {factor:.4g} times the gradient of the mean.",
+                f"A hook multiplies the gradients of each rank by {words}, and DDP averages over the ranks: the "
+                f"optimizer uses {factor:.4g} times the gradient of the mean.",
                 location=next((one.location for of_rank in hooked for one in of_rank if one.location), None),
                 evidence=[f"in all {len(steps)} steps that were compared, on every rank"],
                 fix="Remove the hook: DDP already averages the gradients.",
@@ -310,8 +313,8 @@ def _finding_of_hooks(
 ) -> list[Finding]:
     changes = [of_rank.get(names[0], _AS_IT_WAS) for of_rank in first]
     what = {
-        "scaled": "multiplies each rank's own gradient by another factor",
-        "masked": "sets other elements of the gradient to zero on each rank",
+        "scaled": "multiplies each rank's own gradient by a different factor",
+        "masked": "sets different elements of the gradient to zero on each rank",
         "limited": "limits the elements of each rank's own gradient",
     }[why]
     number = {"scaled": "times {0:.4g}", "masked": "a different mask", "limited": "cut off at {0:.4g}"}[why]
@@ -320,7 +323,7 @@ def _finding_of_hooks(
     return one_finding(
         "DDP310",
         names,
-        f"A hook {what} before the gradients are averaged: the average is not what the hook would leave of the "
+        f"A hook {what} before the gradients are averaged: the average differs from the result of the hook on the "
         "gradient of the global batch.",
         steps=steps[:1],
         location=next((one.location for of_rank in hooked for one in of_rank if one.location is not None), None),

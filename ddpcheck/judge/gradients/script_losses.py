@@ -148,14 +148,14 @@ def _judge_shared(passes: Losses) -> list[Finding]:
     if not all(lines):
         return []
     total, line, besides = next(filter(None, lines))
-    what, lost = ("A term of the loss", "it has {} of its weight beside the other terms")
+    what, lost = ("A term of the loss", "it has {} of its weight relative to the other terms")
     if not besides:
         what, lost = "The loss", "gradients are {} of those of the mean"
     return one_finding(
         "DDP303",
         ("loss",),
         f"{what} of each rank is a sum, divided by a number that is summed over all ranks, and DDP averages over the "
-        f"ranks once more: {lost.format(f'1/{len(passes[0])}')}.",
+        f"ranks again: {lost.format(f'1/{len(passes[0])}')}.",
         location=line,
         evidence=[f"in all {len(passes)} backward passes that were compared; in the first of them by {total:g}"],
         severity=Severity.WARNING,
@@ -186,7 +186,7 @@ def _judge_counted_again(passes: Losses, together: int, *, summed: bool) -> list
     if times not in sizes - {1} or any(abs(by * (1 if summed else models) / times - 1) > _TOLERANCE for by in divided):
         return []
     first = passes[0][0]
-    again = "" if summed else ", and DDP averages over the models once more"
+    again = "" if summed else ", and DDP averages over the models again"
     return one_finding(
         "DDP303",
         ("loss",),

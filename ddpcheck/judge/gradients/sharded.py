@@ -36,7 +36,7 @@ def why_not_updated(item: ShardedStep) -> str:
 
 
 _SWITCHES = {
-    "set_requires_gradient_sync": "no gradient of what it is set on is reduced",
+    "set_requires_gradient_sync": "no gradient of its module is reduced",
     "set_requires_all_reduce": "gradients are reduced within each shard group, and not between the replicas",
 }
 
@@ -69,11 +69,11 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
         "DDP306",
         names,
         f"The optimizer's step {step} on shards leaves other values in {counted(len(names), 'parameter')} than the "
-        "same step on the whole parameters and gradients: each rank updates its shard as if there were no others.",
+        "same step on the whole parameters and gradients: each rank updates its shard without the others.",
         location=updated_at or facts.known.names.location(names),
         steps=unless_all(sorted({step for step, _ in wrong}), facts.step_count),
         evidence=["errors are in proportion to the update of the whole", *map(str, worst_first(by_name.values())[:3])],
-        fix="Compute norms, means and the like of the DTensor, or all_reduce those of the shards over the shard group.",
+        fix="Compute norms and means of the DTensor, or all_reduce those of the shards over the shard group.",
     )
 
 
@@ -88,8 +88,8 @@ def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
         return one_finding(
             "DDP306",
             ("gradients",),
-            "The gradients of the shards are scaled after their reduction, by another factor on each rank: what it is "
-            "computed from is that of a shard, and not of the whole.",
+            "The gradients of the shards are scaled after their reduction, by a different factor on each rank: it is "
+            "computed from a shard, not from the whole.",
             steps=(first.count,),
             location=first.norm_at or first.location,
             related={"optimizer steps": first.location},
@@ -125,8 +125,8 @@ def state_of_one_rank(
         "DDP521",
         keys,
         f"Every rank has the same {join_names(keys)} for its part of each of "
-        f"{counted(len({name.rpartition(': ')[0] for name in held[0]}), 'parameter')}, where each should have "
-        "another part: the optimizer's state is that of one rank.",
+        f"{counted(len({name.rpartition(': ')[0] for name in held[0]}), 'parameter')}, where each should have a "
+        "different part: the optimizer's state is that of one rank.",
         steps=tuple(steps),
         location=where,
         evidence=evidence,

@@ -72,7 +72,7 @@ def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
         "DDP310",
         f"{cause} changes the local gradient of {join_names(subjects)} before it is averaged, and the result is "
         f"{facts.largest_error:.2g} away from that of the global batch.",
-        "a loss twice as large does not give gradients twice as large: what happens in backward is not linear"
+        "a loss twice as large does not give gradients twice as large: backward is not linear"
         if nonlinear
         else "the losses are those of the same shards without a process group; only the gradients are not",
         *(f"in the way of gradients: {hook}" for hook in known.hooks[:3]),
@@ -92,8 +92,8 @@ def _explain_by_micro_batches(facts: SingleProcessFacts) -> list[Finding]:
         return []
     return facts.one_finding(
         "DDP514",
-        "The loss accumulates gradients over micro-batches and does not divide by their number, which is another "
-        f"on a rank: the gradient is {ratio:.4g} times the global batch's.",
+        "The loss accumulates gradients over micro-batches and does not divide by their number, which differs on a "
+        f"rank: the gradient is {ratio:.4g} times the global batch's.",
         f"{alone} backward passes in the single process, {here} on a rank",
         location=facts.known.loss_location,
     )
@@ -127,9 +127,8 @@ def _explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
     if known.local.losses and _are_close(known.local.losses, [analysis.global_loss] * len(known.local.losses)):
         return facts.one_finding(
             "DDP303",
-            f"Every gradient is {known.factor(ratio)} times the global batch's: each rank computes "
-            "the loss of the whole batch, its gradient comes back to the rank's own samples only, and "
-            f"{named} averages.",
+            f"Every gradient is {known.factor(ratio)} times the global batch's: each rank computes the loss of the "
+            f"whole batch, its gradient reaches the rank's own samples only, and {named} averages.",
             f"every rank's loss is {analysis.global_loss:.4g}, that of the global batch",
             *(f"gathered by {call}" for call in known.local.calls[:2]),
             location=known.loss_location,
@@ -195,9 +194,8 @@ def _explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[F
             )
         return facts.one_finding(
             "DDP309",
-            f"The forward pass calls {calls[0]}, {alike}: every gradient is "
-            f"{facts.known.factor(ratio)} times the global batch's, since {facts.known.wrapper.named} averages what is "
-            "to be summed.",
+            f"The forward pass calls {calls[0]}, {alike}: every gradient is {facts.known.factor(ratio)} times the "
+            f"global batch's, since {facts.known.wrapper.named} averages gradients that should be summed.",
             subjects=(first.operation,),
             location=Location.parse(first.location),
             severity=Severity.WARNING,
@@ -246,7 +244,7 @@ def fix_without_gradient(calls: Sequence[Call]) -> str:
     functions = join_names([f"torch.distributed.nn.functional.{name}" for name in dict.fromkeys(instead)])
     advice = f"Use {functions} instead, through which gradients come back from all ranks."
     if any("gather" in name for name in names):
-        advice += " The local tensor, put back into what was gathered, gets the gradient of this rank's loss alone."
+        advice += " The local tensor, put back among the gathered ones, gets only the gradient of this rank's loss."
     if any("reduce" in name for name in names):
         advice += " Reduce a number that is only logged on a detached copy."
     return advice
@@ -282,8 +280,7 @@ def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
         )
     return facts.one_finding(
         "DDP303",
-        f"{capitalized(factor)}: what it is divided by is counted over all ranks, or scaled by the world size, and "
-        f"{averages}.",
+        f"{capitalized(factor)}: its divisor is counted over all ranks, or scaled by the world size, and {averages}.",
         *others,
         location=off[0].location or facts.known.loss_location,
     )

@@ -24,12 +24,12 @@ _OF_SIZES = (
     "compiled: `torch.compile(model, dynamic=True)`, or `torch._dynamo.mark_dynamic(x, dim)`."
 )
 _OF_VALUES = (
-    "Have the value change on every rank or on none, or keep it in a tensor: what a compiled function reads of Python "
-    "is a constant of the code, which is compiled again for another value."
+    "Change the value on every rank or on none, or keep it in a tensor: a Python value that a compiled function reads "
+    "is a constant of its code, which is compiled again for each value."
 )
 _OF_GRAPHS = (
-    "Take the same branch on every rank: what a compiled function reads of the rank is a constant of the code. What "
-    "only one rank needs belongs outside of it."
+    "Take the same branch on every rank: the rank is a constant in a compiled function. Move code that only one rank "
+    "needs out of it."
 )
 
 
@@ -121,8 +121,8 @@ def _other_graphs(one: FunctionCompiled, graphs: Sequence[Mapping[str, int]]) ->
     return make_finding(
         "DDP522",
         (_named(one),),
-        f"For inputs of the same shapes, {_named(one)} ({one.defined}) is compiled to other operations on some ranks: "
-        f"they have another number of {join_names(names)}.",
+        f"For inputs of the same shapes, {_named(one)} ({one.defined}) is compiled to different operations on some "
+        f"ranks: they have a different number of {join_names(names)}.",
         ranks=ranks,
         location=one.defined,
         evidence=[

@@ -153,7 +153,7 @@ def _out_of_step(of_ranks: Steps) -> list[Finding]:
         "different numbers of collectives, and its options already belong to another step.",
         location=of_ranks[0].location,
         evidence=[f"collectives of all ranks: {one}" for one in group_by_value([one.collectives for one in of_ranks])],
-        fix="Leave the loop, or skip what is in it, on all ranks or on none: all_reduce the decision.",
+        fix="Leave the loop, or skip its body, on all ranks or on none: all_reduce the decision.",
     )
 
 
@@ -365,11 +365,11 @@ def judge_reduced_in_place(
         }
         alike = alike and all(len(uses) > place for uses in of_ranks)
         severity, evidence, fix = None, [f"{one.elements} elements"], ""
-        what = f"Backward comes through a tensor that {one.operation} has overwritten"
+        what = f"Backward passes through a tensor that {one.operation} has overwritten"
         if scaled:
             what = (
                 f"The loss is reduced by {one.operation} and divided by the world size before backward: autograd sees "
-                "the division only, and DDP averages once more."
+                "the division only, and DDP averages again."
             )
             evidence = [f"the gradient of it is {one.factor:.6g}"]
             fix = "Reduce a detached copy: logged = loss.detach().clone(); dist.all_reduce(logged)."

@@ -26,8 +26,8 @@ def judge_shifts(paces: Sequence[WrapperPace]) -> list[Finding]:
         paces,
         lambda run: run.forwards,
         "forward passes without a backward",
-        "The ranks skip the backward pass of different steps: from then on a reduction averages the gradient of one "
-        "step with that of another step of the other ranks.",
+        "The ranks skip the backward pass of different steps: from then on a reduction averages gradients of different "
+        "steps.",
         None,
     ) or _shifts(
         paces,
@@ -137,7 +137,7 @@ def judge_unheld(
         location=made,
         evidence=[
             f"{len(left)} of {counted(len(moved), 'parameter')} with gradients",
-            "what the optimizer holds has no gradient in any step: it is of another model" if not held else "",
+            "the optimizer's parameters have no gradient in any step: they are of another model" if not held else "",
         ],
         severity=Severity.WARNING,
     )
@@ -163,6 +163,6 @@ def judge_unmoved(steps: Sequence[Sequence[OptimizerStep]], moved: Mapping[str, 
         location=first.location,
         evidence=[f"{len(left)} of the {len(held)} parameters that it holds and that get gradients", "on every rank"],
         severity=Severity.WARNING,
-        fix=f"Where ranks share the work of {kind}, each parameter has to be updated on a rank, and its update has to "
-        "come to all: let every rank take its own share, by its rank, and wait for the last collective.",
+        fix=f"If ranks share the work of {kind}, each parameter has to be updated on one rank, and the update has to "
+        "reach all ranks: let every rank take its share by its rank, and wait for the last collective.",
     )

@@ -145,7 +145,7 @@ def judge_apart_meshes(
         severity=Severity.WARNING,
         location=made,
         evidence=[f"all parameters were equal before step {min(by_step)}, and different before step {max(by_step)}"],
-        fix="Give fully_shard a mesh of all ranks: of one dimension, or of two, of which the first one replicates "
+        fix="Give fully_shard a mesh of all ranks: of one dimension, or of two, the first of which replicates "
         '(init_device_mesh(..., mesh_dim_names=("replicate", "shard"))).',
     )
 

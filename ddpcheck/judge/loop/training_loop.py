@@ -138,7 +138,7 @@ def _judge_discarded(ledgers: _Ledgers) -> list[Finding]:
     )
 
 
-BY_FLAG = "whether a backward pass is averaged was decided in its forward, by require_backward_grad_sync"
+BY_FLAG = "require_backward_grad_sync in forward decides if the backward pass is averaged"
 """Evidence of a DDP502 that no `no_sync()` has caused."""
 
 
@@ -170,7 +170,7 @@ def _judge_unreduced(ledgers: _Ledgers) -> list[Finding]:
         "DDP502",
         ("no_sync",),
         f"{several} after the reduction of the step: what the last {kind} added was never averaged, and every rank "
-        "steps on its own."
+        "steps on its own gradients."
         if len(unreduced) < len(of_step)
         else "No gradient of the step is averaged: DDP was not to synchronise after any of its forward passes.",
         ranks=_ranks(found, ledgers),
@@ -184,8 +184,8 @@ def _judge_unreduced(ledgers: _Ledgers) -> list[Finding]:
         fix="Have the forward of the last micro-batch before a step run outside of no_sync, with "
         "require_backward_grad_sync set to True before it."
         if called is None
-        else "Have the forward of the last micro-batch before a step run outside of no_sync(): what decides on it at "
-        f"{called} has to agree with what decides on the step{at_step}.",
+        else "Have the forward of the last micro-batch before a step run outside of no_sync(): the condition at "
+        f"{called} has to agree with that of the step{at_step}.",
     )
 
 

@@ -20,12 +20,12 @@ SPARSE_ADVICE = (
     "sparse=False: for a sparse table that is unused, find_unused_parameters=True makes DDP raise."
 )
 UNDER_SHARDING = (
-    "fully_shard reduces the gradients of a group that a rank has: where the ranks have others, gloo aborts, and nccl "
-    "waits or adds up the wrong numbers"
+    "fully_shard reduces the gradients of a group that exist on a rank: if they differ between ranks, gloo aborts, and "
+    "nccl waits or adds up the wrong numbers"
 )
 ADVICE_UNDER_SHARDING = (
-    "all_reduce what decides on the branch, or call set_reduce_scatter_unused_params(True) on the module that "
-    "fully_shard has returned (where this torch has it)."
+    "all_reduce the condition of the branch, or call set_reduce_scatter_unused_params(True) on the module that "
+    "fully_shard returned (if this torch has it)."
 )
 
 
@@ -181,7 +181,7 @@ def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
     do = "reduce" if use.facts.wrapper.sharded else "wait for"
     message = _describe_first([absence for absence in partial if step in absence.steps], step, use.facts.names, do)
     if use.all_at_once:
-        evidence = ["what the loss is made of there depends on no parameter, as a constant for an empty batch does"]
+        evidence = ["the loss depends on no parameter there, such as a constant for an empty batch"]
         message = (
             f"No parameter has a part in the loss of {format_ranks(partial[0].ranks)} in step {step}, while the "
             f"other ranks {do} the gradients."

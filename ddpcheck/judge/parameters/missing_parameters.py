@@ -84,7 +84,7 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
     taking_turns = end.cause == "unused" and facts.others_take_turns(group)
     if taking_turns:
         more.append(
-            "others of the same list take part in some steps or on some ranks only: more steps may tell (--steps)"
+            "others of the same list contribute in some steps or on some ranks only: check more steps (--steps)"
         )
     mildest = Severity.WARNING if steps > 1 and not taking_turns else Severity.NOTE
     return facts.names.one_finding(
@@ -337,7 +337,7 @@ def judge_opaque_output(facts: ParameterFacts) -> list[Finding]:
         "DDP112",
         (output_type,),
         f"forward returns an object of class {output_type}, in which DDP finds no tensor: "
-        f"{'static_graph' if static else 'find_unused_parameters'}=True works from what it finds there.",
+        f"{'static_graph' if static else 'find_unused_parameters'}=True depends on the tensors that DDP finds.",
         evidence=(
             "with static_graph=True DDP looks into tensors, lists, tuples, dicts and registered pytree nodes only, not "
             "into dataclasses or subclasses of dict: no gradient is averaged"
@@ -361,7 +361,7 @@ def judge_hidden_parameters(facts: ParameterFacts) -> list[Finding]:
         evidence=(
             "they are used in a re-entrant checkpoint, which hides them from the search for unused parameters"
             if any(item.reentrant for item in facts.evidence)
-            else "they reach the loss by another way than what forward returned",
+            else "they reach the loss without the output of forward",
         ),
     )
 

@@ -88,7 +88,7 @@ def _judge_compiled(compiled: Sequence[frozenset[str]]) -> list[Finding]:
         [name or "(the model)" for name in names],
         f"torch.compile compiles {join_names([name or 'the model' for name in names])} on {format_ranks(ranks)} only.",
         ranks=unless_all(ranks, len(compiled)),
-        evidence=["the keys of its state_dict have another prefix there, and what is compiled may round otherwise"],
+        evidence=["the keys of its state_dict have a different prefix there, and compiled code may round differently"],
         severity=Severity.WARNING,
         fix="Compile it on every rank, or on none.",
     )
@@ -147,7 +147,7 @@ def _judge_tensors(
         return one_finding(
             order_code,
             moved,
-            f"The {noun}s are registered in another order on {format_ranks(ranks)}; DDP pairs them by position.",
+            f"The {noun}s are registered in a different order on {format_ranks(ranks)}; DDP pairs them by position.",
             ranks=ranks,
             evidence=told_by_rank({f"{noun} number {place}": [order[place] for order in orders]}),
         )
@@ -227,8 +227,8 @@ def _judge_state(state: Sequence[tuple[tuple[str, tuple[int, ...], int], ...]]) 
     return one_finding(
         "DDP216",
         names,
-        f"{join_names(names)}, which the model holds and has not registered, "
-        f"{plural_verb('differs', 'differ', names)} between ranks; DDP never synchronises what is not registered.",
+        f"{join_names(names)}, which the model holds and has not registered, {plural_verb('differs', 'differ', names)} "
+        "between ranks; DDP never synchronises unregistered tensors.",
         ranks=minority_of_any(differing.values()),
         evidence=[f"{name}: {_compare_shapes([v[0] for v in values])}" for name, values in differing.items()],
     )
@@ -364,10 +364,10 @@ def judge_batches(batches: Sequence[tuple[int, ...]], step: int) -> list[Finding
     return one_finding(
         "DDP516",
         (f"batch({step})",),
-        f"batch({step}) makes another global batch on {format_ranks(ranks)}, and the same one each time it is "
+        f"batch({step}) returns a different global batch on {format_ranks(ranks)}, and the same one each time it is "
         "called, so the ranks do not train on parts of one batch.",
         ranks=ranks,
-        evidence=["what ranks do not share: the hash seed, on which the order of a set depends, and their number"],
+        evidence=["inputs that differ between ranks: the hash seed, on which the order of a set depends, and the rank"],
     )
 
 

@@ -93,8 +93,8 @@ def judge_hand_split(same: Sequence[WatchedWrapper], world_size: int) -> list[Fi
         "DDP301",
         names,
         f"{join_names(names)} {plural_verb('begins', 'begin', names)} with the same values on "
-        f"{format_ranks(of_models[0])}, which compute one model together, and {plural_verb('gets', 'get', names)} "
-        "another gradient on each: that of a part of the model.",
+        f"{format_ranks(of_models[0])}, which compute one model together, and {plural_verb('gets', 'get', names)} a "
+        "different gradient on each: that of a part of the model.",
         ranks=tuple(sorted(itertools.chain(*of_models))),
         location=line,
         evidence=["the ranks put the model together there, by a collective in a function of autograd"],

@@ -63,12 +63,10 @@ def judge_values(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelS
         "DDP208",
         names,
         f"{join_names(names)} {plural_verb('begins', 'begin', names)} with other values on {format_ranks(ranks)}, "
-        "which compute one model together (tensor parallelism): nothing makes what is not split the same.",
+        "which compute one model together (tensor parallelism): nothing makes replicated parameters the same.",
         ranks=ranks,
         location=split.location,
-        evidence=[
-            "parallelize_module hands out rank 0's values of what its plan names, and leaves all other modules alone"
-        ],
+        evidence=["parallelize_module broadcasts rank 0's values of the modules in its plan, and no others"],
         fix="Seed the construction of the model equally on these ranks, or broadcast the parameters within their "
         "group.",
     )
@@ -84,8 +82,8 @@ def judge_scaled_apart(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list
     return one_finding(
         "DDP306",
         ("gradients",),
-        f"The gradients are scaled by another factor on each of {format_ranks(ranks)}, which compute one model "
-        "together: the norm that it is computed from is that of a rank's own parts.",
+        f"The gradients are scaled by a different factor on each of {format_ranks(ranks)}, which compute one model "
+        "together: each factor is computed from the norm of the rank's own parts.",
         ranks=ranks,
         steps=(first.count,),
         location=first.norm_at or first.location,
@@ -94,8 +92,8 @@ def judge_scaled_apart(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list
             f"rank {rank}: {factor:.6g} times those of rank {ranks[0]}"
             for rank, factor in zip(ranks, factors, strict=True)
         ],
-        fix="all_reduce the squares of the norms of what is split over the group of tensor parallelism, and count "
-        "what is not split once; or keep DTensors, of which clip_grad_norm_ takes the norm of the whole.",
+        fix="all_reduce the squared norms of the sharded parameters over the tensor-parallel group, and count "
+        "replicated ones once; or keep DTensors, for which clip_grad_norm_ computes the norm of the whole.",
     )
 
 
@@ -149,7 +147,7 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
         steps=(of_ranks[0].count,),
         location=seeded or split.location or of_ranks[0].location,
         evidence=[
-            "torch's random numbers are in another state on these ranks before each step, and are drawn in each"
+            "the state of torch's generator differs between these ranks before each step, and each step draws from it"
             if drawn
             else "such as its own part of the sequence, if replicated layers work on a part",
         ],
@@ -207,8 +205,8 @@ def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[S
             f"{max(told):.6g}",
         ],
         related={"optimizer steps": first.location},
-        fix="Add up over the group of tensor parallelism the squares of the norms of what is split only, and those of "
-        "the rest once.",
+        fix="Add up the squared norms of sharded parameters over the tensor-parallel group, and count replicated ones "
+        "once.",
     )
 
 
@@ -246,7 +244,7 @@ def judge_batches(
         ]
         mine = [tuple(of_rank.indices[:size]) for of_rank in known]
         if any(tuple(each.indices[:size]) in mine for of_rank in others for each in of_rank if each.trains):
-            evidence.append("ranks that compute another replica of it take the same samples as one of them")
+            evidence.append("ranks of another replica take the same samples as one of them")
     else:
         steps = [of_ranks for of_ranks in zip(*inputs, strict=False) if len({one.step for one in of_ranks}) == 1]
         other = [of_ranks for of_ranks in steps if len({one.samples for one in of_ranks}) > 1]
@@ -257,14 +255,14 @@ def judge_batches(
     return one_finding(
         "DDP516",
         (subject,),
-        f"{format_ranks(ranks).capitalize()} compute one model together (tensor parallelism), and are given other "
-        "samples: parts of what is computed from several batches are put together.",
+        f"{format_ranks(ranks).capitalize()} compute one model together (tensor parallelism), and are given different "
+        "samples: the model combines parts that were computed from different batches.",
         ranks=ranks,
         location=where,
         evidence=[*evidence, f"the model is split at {split.location}" if split.location else ""],
         fix="Give the sampler the size of the data dimension of the mesh and this rank's place in it: "
         'DistributedSampler(data, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()); and seed by '
-        "that place what draws batches.",
+        "that place the generator that draws batches.",
     )
 
 

@@ -30,8 +30,8 @@ def judge_repeated(everyone: Sequence[ReplicaCaptured]) -> list[Finding]:
     return one_finding(
         "DDP521",
         names,
-        f"Every rank has the same shard of {counted(len(names), 'parameter')}, where each should have another part: "
-        f"{plural_verb('it is', 'they are', names)} one part, {count} times.",
+        f"Every rank has the same shard of {counted(len(names), 'parameter')}, where each should have a different "
+        f"part: {plural_verb('it is', 'they are', names)} one part, {count} times.",
         steps=(everyone[0].step,),
         evidence=[
             "a file with the shards of one rank that every rank loads leaves them so, and so do values that each "
@@ -209,7 +209,7 @@ def judge_buffers(facts: ReplicaFacts) -> list[Finding]:
     them = plural_verb("it", "them", names)
     saved = "" if known.wrapper.not_saved.issuperset(names) else ", and a checkpoint keeps rank 0's"
     consequence = (
-        f"the next forward overwrites {them} with rank 0's, so what the other ranks computed is discarded"
+        f"the next forward overwrites {them} with rank 0's, so the values of the other ranks are discarded"
         if known.broadcasts_buffers
         else f"nothing synchronises {them}{saved}"
     )

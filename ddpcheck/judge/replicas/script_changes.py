@@ -58,7 +58,7 @@ def at_the_seed(finding: Finding, first: Sequence[OptimizerStep]) -> Finding:
     seeds = [one.seed for one in first]
     if finding.code != "DDP208" or None in seeds or len(set(seeds)) < 2 or first[0].seeded is None:
         return finding
-    told = f"the model is made under another seed on each rank: {'; '.join(group_by_value(seeds))}"
+    told = f"the model is created under a different seed on each rank: {'; '.join(group_by_value(seeds))}"
     found = replace(finding, evidence=(*finding.evidence, told))
     return found.relocated(first[0].seeded)
 
@@ -130,7 +130,7 @@ def judge_written_alone(changes: Changes, kept: Sequence[Mapping[str, int]]) -> 
 def replaced_after_sharding(names: Sequence[str], where: Location | None, *, later: bool) -> list[Finding]:
     """The finding on parameters that were replaced; `later`: not before the first forward pass, which fails on them."""
     was, them = plural_verb("was", "were", names), plural_verb("it", "them", names)
-    gathers = f"fully_shard gathers {them} no more: the first forward pass fails on what is no DTensor"
+    gathers = f"fully_shard gathers {them} no longer: the first forward pass fails on a plain tensor"
     if later:
         gathers = f"fully_shard still gathers the old {plural_verb('one', 'ones', names)}, and puts {them} back"
     return one_finding(
@@ -252,7 +252,10 @@ def _at_values(finding: Finding, changes: Changes, *, after_forward: bool) -> Fi
     return finding
 
 
-_BY_HAND = "Write the same values on every rank (all_reduce what decides on them), or dist.broadcast them from rank 0."
+_BY_HAND = (
+    "Write the same values on every rank (all_reduce the values that they depend on), or dist.broadcast them from rank "
+    "0."
+)
 
 
 def _order(how: str) -> int:

@@ -72,13 +72,13 @@ def _finding_of_statistic(looks: Sequence[Sequence[RunningStatistic]], apart: fl
         "DDP217",
         (one.name,),
         f"{one.name} is a running statistic of each rank's own samples, and the inputs of the wrapped module are "
-        "normalised by it: the ranks train one model on inputs of another scale each.",
+        "normalised by it: the ranks train one model on differently scaled inputs.",
         location=one.location,
         evidence=[
-            f"it differs between ranks by {apart:.2g} of what inputs are divided by, after "
+            f"it differs between ranks by {apart:.2g} of the divisor of the inputs, after "
             f"{counted(one.forward, 'call')} of forward",
-            f"before {counted(len(fitting), 'call')} of forward it has moved towards the mean of the samples that "
-            "are given, and it is subtracted from them",
+            f"before {counted(len(fitting), 'call')} of forward it moved towards the mean of the given samples, and it "
+            "is subtracted from them",
         ],
         severity=Severity.WARNING,
         fix="Reduce the sums and the count of each batch over all ranks (dist.all_reduce) before they are added to the "
@@ -307,5 +307,5 @@ def _finding(looks: Sequence[Sequence[StateHeld]], first: int, written: _Written
         steps=(one.count,),
         location=one.location,
         evidence=evidence,
-        fix="all_reduce what the buffer is computed from, or gather it.",
+        fix="all_reduce or gather the values that the buffer is computed from.",
     )

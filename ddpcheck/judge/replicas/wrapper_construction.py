@@ -67,7 +67,7 @@ def judge_order(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding]:
             return one_finding(
                 "DDP403",
                 ("DistributedDataParallel",),
-                f"Wrapper number {number + 1} of the ranks is not the same: {'; '.join(group_by_value(told))}. The "
+                f"Wrapper number {number + 1} differs between ranks: {'; '.join(group_by_value(told))}. The "
                 "constructors of DDP wait for each other, and pair up in the order in which each rank calls them.",
                 ranks=unless_all(parted, len(together)),
                 location=together[parted[0]].location,
@@ -180,9 +180,9 @@ def explain_order(finding: Finding, together: Sequence[WrapperBegun]) -> Reason 
         inside = any(not path or name.startswith(f"{path}.") for name in finding.subjects)
         if inside and all(path in one.from_sets for one in together):
             return Reason(
-                f"the modules in {path or 'the model'} stand, on every rank, in the order in which that process goes "
-                "through a set of their names: it depends on the seed of Python's hashes, which each process draws",
-                fix="Go through sorted(...) of the set, or through a list, where the modules are made.",
+                f"the modules in {path or 'the model'} stand, on every rank, in the order in which the process "
+                "iterates over a set of their names: it depends on Python's hash seed, which each process draws",
+                fix="Iterate over sorted(...) of the set, or over a list, to create the modules.",
             )
     return None
 

@@ -122,7 +122,7 @@ def timeline_view(timeline: CollectiveTimeline) -> dict[str, Any]:
     shown = groups[:MOST_GROUPS]
     others = [log.rank for group in groups[MOST_GROUPS:] for log in group.logs]
     said = f"{' | '.join(group.name for group in shown)}: ranks that called the same share a column."
-    said += f" {format_ranks(others)} did otherwise still, and are left off." if others else ""
+    said += f" {format_ranks(others)} differ from these, and are left out." if others else ""
     at_end = group_by((log for log in timeline.ranks if log.at_end), lambda log: log.at_end)
     last = max((group.end for group in shown), default=0)
     start = max(min((group.log.first for group in shown), default=0), last - _MOST, 0)

@@ -151,7 +151,7 @@ class Tally:
         if not self.steps or self.held or self.differ:
             return ""
         if self.untold:
-            return "rounding may be as large as the gradients themselves, so that nothing can be told"
+            return "rounding may be as large as the gradients themselves, so nothing can be decided"
         return "every gradient was zero or missing, so nothing was compared"
 
     def equal(self, what: str, of_steps: int) -> str:

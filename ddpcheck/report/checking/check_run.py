@@ -183,7 +183,7 @@ class CheckRun(CheckWorlds):
         with self._phase("parity", f"{words}: the single process"):
             result = self._settle_single(begun or run_single()) if wanted else None
             if isinstance(result, str):
-                self.state.single.skipped = f"in a single process, the recipe makes another model: {result}"
+                self.state.single.skipped = f"in a single process, the recipe builds a different model: {result}"
             elif result is not None:
                 self._check_batch([local[0].batch, result.batch, result.batch_again], step)
                 self.state.add_single(step, result)

@@ -108,7 +108,7 @@ def place_of_recipe(model: str, output: str | None = None) -> Path:
         raise UsageError(f"{place} cannot be imported by the name {file.stem!r}; name it as pkg.module:{attribute}")
     path = Path(output) if output else Path(place).with_name(f"check_{file.stem}.py")
     if path.resolve().parent != file.parent:
-        raise UsageError(f"{path} must lie beside {place}, from where the model can be imported")
+        raise UsageError(f"{path} must be in the folder of {place}, from where the model can be imported")
     return path
 
 

@@ -147,9 +147,9 @@ def _title(view: GraphView, report: Report) -> Iterator[str]:
     if not report.findings:
         yield "no findings"
     if any(node.kind == "stop" for node in view.nodes):
-        yield "octagon: the end of a path; what was computed before it gets no gradient through it"
+        yield "octagon: the end of a path; no gradient passes through it"
     if not view.autograd and not all(view.edges.values()):
-        yield "dashed arrow: data only, no gradient comes back"
+        yield "dashed arrow: data only, no gradient flows back"
 
 
 def _group(parameters: Sequence[MarkedParameter], depth: int) -> dict[tuple[str, Mark], list[MarkedParameter]]:
@@ -171,7 +171,7 @@ def summary(view: GraphView, report: Report) -> str:
     marked = f"{counted(len(view.parameters), 'anomalous parameter')} ({codes})" if codes else "no anomalous parameters"
     for check in report.checks:
         if check.name == "parameters" and check.status == "skipped" and not codes:
-            marked = f"whether parameters are anomalous is not known ({check.detail})"
+            marked = f"it is not known which parameters are anomalous ({check.detail})"
     return f"{'autograd graph' if view.autograd else counted(len(modules), 'module')} drawn, {marked}"
 
 

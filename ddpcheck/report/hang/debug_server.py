@@ -138,7 +138,7 @@ class DebugServer:
         return text
 
     def _something_else(self, why: str) -> UsageError:
-        return UsageError(f"what answers at {self.address} is no debug server of torch: {why}")
+        return UsageError(f"what answers at {self.address} is not a debug server of torch: {why}")
 
     def _get(self, path: str) -> tuple[int, bytearray]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=_SECONDS)

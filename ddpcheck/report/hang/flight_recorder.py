@@ -134,8 +134,8 @@ def _as_of_torch(
             groups[group] = configured[name]
     if not is_whole and (len(counts) > 1 or len(configured) > 1 or any(is_p2p for _, is_p2p in counts)):
         raise UsageError(
-            f"{where} lacks earlier calls, and torchcomms numbers those of all process groups together: what is left "
-            "cannot be lined up; TORCHCOMM_FR_BUFFER_SIZE says how many are kept"
+            f"{where} lacks earlier calls, and torchcomms numbers the calls of all process groups together: the rest "
+            "cannot be aligned; TORCHCOMM_FR_BUFFER_SIZE sets how many calls are kept"
         )
     return entries, groups
 
@@ -365,4 +365,4 @@ class _PlainData(pickle.Unpickler):
         raise _NotPlainError(f"holds {f'{module}.{name}'[:80]}, and not plain data alone; it was not loaded")
 
     def persistent_load(self, _identity: object, /) -> NoReturn:
-        raise _NotPlainError("holds a reference to another file, and not plain data alone; it was not loaded")
+        raise _NotPlainError("holds a reference to another file, not only plain data; it was not loaded")

@@ -174,7 +174,7 @@ def _error(seen: RanksSeen, findings: Sequence[Finding]) -> ReportError | None:
     """Why no verdict can be given on a job whose ranks do not all answer."""
     if findings or not seen.missing:
         return None
-    said = f"{said_of_missing(seen.missing)}; the other ranks do not part, and what these wait for is not known"
+    said = f"{said_of_missing(seen.missing)}; the other ranks do not diverge, and it is not known what these wait for"
     return ReportError(said, EXIT_TARGET)
 
 
@@ -210,4 +210,4 @@ def _call_sites(seen: RanksSeen) -> CheckResult:
     if without:
         detail = f"no lines of the program in the dumps of {format_ranks(without)}"
         return CheckResult("call sites", "skipped", detail=detail)
-    return CheckResult("call sites", "passed", detail="the lines that call what pairs up are compared as well")
+    return CheckResult("call sites", "passed", detail="the lines of paired calls match as well")

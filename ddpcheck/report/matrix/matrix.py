@@ -266,7 +266,9 @@ def _on_needs(defaults: MatrixRow, fine: Sequence[MatrixRow], *, said: bool) -> 
         either = " or ".join(filter(None, (", ".join(enough[:-1]), enough[-1])))
         yield Advice("needs", f"It needs {either}{why}")
         if defaults.code in _NEVER_TRAINED:
-            yield Advice("needs", f"That keeps DDP going and trains nothing more. To mend it: {defaults.what_to_do}")
+            yield Advice(
+                "needs", f"It avoids the error of DDP, but trains nothing more. To fix that: {defaults.what_to_do}"
+            )
 
 
 def _on_wrong(tried: Sequence[MatrixRow], fine: Sequence[MatrixRow]) -> Iterator[Advice]:

@@ -282,7 +282,7 @@ def _split(one: _Prepared, reference: nn.Module) -> tuple[str, tuple[Difference,
     """Why the batch cannot be made in micro-batches, or how far these are from it without DDP."""
     state = rank_state()
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training for part in state.module.modules()):
-        return "BatchNorm normalises by the statistics of a batch, and a micro-batch has others", ()
+        return "BatchNorm normalises by the statistics of a batch, and those of a micro-batch differ", ()
     try:
         size = batch_size(one.batch)
     except TargetError as error:

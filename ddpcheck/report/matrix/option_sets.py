@@ -98,7 +98,7 @@ def further_option_sets(facts: ModelFacts, base: DdpOptions, graphs: Sequence[Dd
     option_sets = [OptionSet(graph.plus(gradient_as_bucket_view=True)) for graph in (base, *graphs)]
     if not {"forward_sync_buffers", "broadcast_buffers"} & set(base.arguments):
         none = "" if facts.buffers else "the model has no buffers"
-        same = "all ranks build the same buffers, so it does what forward_sync_buffers does"
+        same = "all ranks build the same buffers, so it has the effect of forward_sync_buffers"
         alike = same if "forward_sync_buffers" in facts.known and not facts.buffers_differ else ""
         option_sets.append(OptionSet(base.plus(forward_sync_buffers=False), none))
         option_sets.append(OptionSet(base.plus(broadcast_buffers=False), none or alike))
@@ -130,7 +130,9 @@ def _why_skipping_is_unsafe(facts: ModelFacts) -> str:
         odd = [rank for rank, names in by_rank.items() if names != by_rank[first]]
         if odd:
             who = f"{format_ranks(odd)} and rank {first} leave out different parameters in {format_steps([step])}"
-            return f"{who}; one skips an all-reduce in which the other waits, once a bucket holds no others"
+            return (
+                f"{who}; one rank skips an all-reduce in which the other waits, if a bucket holds no other parameters"
+            )
     return ""
 
 

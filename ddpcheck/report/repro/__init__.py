@@ -60,7 +60,7 @@ def write_reproduction(report: Report, target: str, directory: str | Path, *, fi
     for path, text in ((folder / place, text) for place, text in files.items()):
         there = path.read_bytes().decode(errors="replace") if path.is_file() else ""
         if path.exists() and there != text and not any(mark in there[:4000] for mark in _MARKS):
-            raise UsageError(f"{path} is there already, and ddpcheck did not write it; choose another folder")
+            raise UsageError(f"{path} already exists, and ddpcheck did not write it; choose another folder")
     for path, text in ((folder / place, text) for place, text in files.items()):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

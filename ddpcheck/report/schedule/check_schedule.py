@@ -186,7 +186,7 @@ class _Simulation:
         if self.error is not None:
             return Verdict(lacking="not reached")
         if self.unsettled:
-            changes = "what ranks call still changes with what the others send"
+            changes = "the calls of ranks still change with the data that others send"
             return Verdict(lacking=f"not known: {changes}, after {_MOST_ROUNDS} rounds")
         counts = [Counter(one.call.operation for one in schedule) for schedule in self.schedules.values()]
         sums = sorted({sum(count.values()) for count in counts})
@@ -199,8 +199,8 @@ class _Simulation:
 
     def _notes(self) -> list[str]:
         notes = [
-            "each rank was alone: it received what a root had sent, small tensors as the others had sent them, and "
-            "else what it had sent itself; send and recv are not followed"
+            "each rank ran alone: it received the data of a root, small tensors of the others, and otherwise its own "
+            "data; send and recv are not followed"
         ]
         if 0 < self.shards < self.asked.world_size:
             parts = (

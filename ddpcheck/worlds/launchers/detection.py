@@ -36,8 +36,8 @@ def first_host(nodes: str) -> str:
     whole = re.match(r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?=,|$)", nodes)
     if whole is None:
         raise UsageError(
-            f"The first machine of SLURM's list of nodes {nodes!r} cannot be told; export MASTER_ADDR, the machine of "
-            "rank 0."
+            f"The first machine in SLURM's list of nodes {nodes!r} cannot be determined; export MASTER_ADDR, the "
+            "machine of rank 0."
         )
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", whole[0])
 

@@ -164,8 +164,8 @@ def _check_options(options: dict[str, Any]) -> None:
     if unknown := [name for name in options if name not in taken]:
         theirs = [name for name in taken if name not in (*_OURS, "backend", "timeout") and name[0] != "_"]
         raise UsageError(
-            f"init_dist takes no argument {', '.join(unknown)}; beside launcher, backend, timeout and port it takes "
-            f"those of torch.distributed.init_process_group: {', '.join(theirs)}."
+            f"init_dist takes no argument {', '.join(unknown)}; besides launcher, backend, timeout and port it takes "
+            f"the arguments of torch.distributed.init_process_group: {', '.join(theirs)}."
         )
 
 
@@ -358,7 +358,7 @@ class _Meeting:
         except StoreGoneError as error:
             raise DdpcheckError(
                 f"The store that the ranks met on has ended while rank {self._launch.rank} set up the process group; "
-                "see what the output of rank 0 says."
+                "see the output of rank 0."
             ) from error
         return found
 

@@ -167,7 +167,7 @@ def open_store(
         number = LauncherStore(store, f"ddpcheck/{job}").next(f"joined/{launch.rank}")
     except StoreGoneError as error:
         raise DdpcheckError(
-            f"The store of rank 0 has ended just as rank {launch.rank} came; see what the output of rank 0 says."
+            f"The store of rank 0 ended when rank {launch.rank} arrived; see the output of rank 0."
         ) from error
     return LauncherStore(store, f"ddpcheck/{job}/{number}"), met
 
@@ -216,7 +216,7 @@ def _at_address(launch: LauncherEnv, timeout: float) -> Store:
         what = "keep a store" if keep else "reach the store of rank 0"
         raise DdpcheckError(
             f"Rank {launch.rank} could not {what} at {address}:{port} within {timeout:g} s "
-            f"({str(error).splitlines()[0][:200]}); see whether MASTER_ADDR and MASTER_PORT are right."
+            f"({str(error).splitlines()[0][:200]}); check MASTER_ADDR and MASTER_PORT."
         ) from error
 
 
