@@ -186,8 +186,8 @@ def _check_same(like: Sequence[torch.Tensor], device: torch.device, group: Any) 
         )
     if last != -first:
         raise UsageError(
-            f"The ranks pass {count} tensors each, but with different shapes or dtypes at the same place; pass the same "
-            "tensors in the same order on every rank."
+            f"The ranks pass {count} tensors each, but with different shapes or dtypes at the same place; pass the "
+            "same tensors in the same order on every rank."
         )
 
 

@@ -210,4 +210,4 @@ def _call_sites(seen: RanksSeen) -> CheckResult:
     if without:
         detail = f"no lines of the program in the dumps of {format_ranks(without)}"
         return CheckResult("call sites", "skipped", detail=detail)
-    return CheckResult("call sites", "passed", detail="the lines of paired calls match as well")
+    return CheckResult("call sites", "passed", detail="no fault in the lines of calls that pair up")
