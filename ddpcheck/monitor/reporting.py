@@ -53,7 +53,7 @@ def as_text(finding: Finding) -> str:
         lines.append(f"  in {format_steps(finding.steps)}")
     lines += [f"  {one}" for one in finding.related]
     lines += [f"  {fact.replace(_OF_DDP, _IN_SHORT)}" for fact in finding.evidence]
-    lines.append(f"  what to do: {finding.what_to_do}")
+    lines.append(f"  fix: {finding.what_to_do}")
     return "\n".join(lines)
 
 

@@ -11,7 +11,6 @@ from ddpcheck.render import Renderer, parts
 
 MOST_FINDINGS = 100
 _MOST_NAMES = 12
-_LABELS = {"fix": "What to do"}
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~&@-])")
 
 
@@ -60,7 +59,7 @@ def _finding(finding: Finding) -> Iterator[str]:
         elif fact.kind == "evidence":
             yield "\n" + "\n".join(f"- {escaped(line)}" for line in fact.lines)
         else:
-            label = f"**{_LABELS.get(fact.label, fact.label)}:** " if fact.label else ""
+            label = f"**{fact.label}:** " if fact.label else ""
             yield from (f"\n{label}{escaped(line)}" for line in fact.lines)
 
 

@@ -33,11 +33,10 @@ def facts_of(finding: Finding) -> list[Fact]:
     return [fact for fact in facts if fact.lines]
 
 
-def plain_facts(finding: Finding, fix: str = "fix") -> list[str]:
+def plain_facts(finding: Finding) -> list[str]:
     """The facts as lines without markup, but for the subjects, which programs get in a field of their own."""
-    labels = {"fix": fix}
     return [
-        f"{labels.get(fact.kind, fact.label)}: {line}" if fact.label else line
+        f"{fact.label}: {line}" if fact.label else line
         for fact in facts_of(finding)
         if fact.kind != "subjects"
         for line in fact.lines
@@ -76,11 +75,11 @@ class Mark(NamedTuple):
 
 
 STATUSES = {
-    "passed": Mark("✓", "ok", "green", "held", "ok"),
+    "passed": Mark("✓", "ok", "green", "passed", "ok"),
     "warned": Mark("~", "warn", "yellow", "warning", "warning"),
     "failed": Mark("✗", "FAIL", "red", "failed", "error"),
     "ignored": Mark("·", "ign", "dim", "ignored", "muted"),
-    "skipped": Mark("-", "skip", "dim", "not made", "warning"),
+    "skipped": Mark("-", "skip", "dim", "not checked", "warning"),
     "error": Mark("!", "STOP", "bold red", "stopped", "error"),
 }
 """Of checks."""

@@ -77,7 +77,7 @@ def _result(finding: Finding, index: int, target: str, accepted: AcceptedFinding
         "ruleId": finding.code,
         "ruleIndex": index,
         "level": _LEVELS[finding.severity],
-        "message": {"text": "\n".join(filter(None, plain_facts(finding, fix="What to do")))},
+        "message": {"text": "\n".join(filter(None, plain_facts(finding)))},
         "locations": [_location(location)],
         "partialFingerprints": {"ddpcheckFinding/v1": _fingerprint(finding)},
         "properties": {"subjects": list(finding.subjects), "ranks": list(finding.ranks), "steps": list(finding.steps)},

@@ -66,7 +66,7 @@ def test_both_spellings_explain_rules_and_give_their_version(command: list[str])
     done = run(command, "explain", "ddp101", "hang")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("DDP101 unused-parameter (error)\n") and "DDP402 hang" in done.stdout
-    for part in ("Why it matters", "What to do", "Example", "    self.head = nn.Linear(8, 2)"):
+    for part in ("Why it matters", "Fix", "Example", "    self.head = nn.Linear(8, 2)"):
         assert part in done.stdout
     assert re.match(r"ddpcheck 0\..* \(torch 2\..*, Python 3\..*\)\n", run(command, "--version").stdout)
 
@@ -243,7 +243,7 @@ def test_options_reach_the_check(stub_check) -> None:
         (["--select", "DDP7"], "--select: no rule matches 'DDP7'"),
         (["--format", "yaml"], "there is no format 'yaml'; the formats are text, json"),
         (["--format", "htlm"], "there is no format 'htlm'; did you mean 'html'?"),
-        (["-o", "report.pdf"], "cannot tell a format from the name 'report.pdf'"),
+        (["-o", "report.pdf"], "cannot determine the format from the name 'report.pdf'"),
         (["-o", "missing/report.json"], "cannot write missing/report.json: No such file or directory"),
         (["-o", ".", "--format", "json"], "cannot write .: Is a directory"),
     ],

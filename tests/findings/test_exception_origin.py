@@ -190,7 +190,7 @@ def test_a_missing_gradient_that_cannot_be_explained_is_told_without_its_cause(s
         "import ddpcheck.gather.autograd.gradient_paths as p; p.PathRecorder.explain = None", unused=True
     )
     assert_bug(report, "'NoneType' object is not callable", "ddpcheck/gather/autograd/gradient_paths.py:")
-    assert codes(report) == ["DDP102"] and "why could not be told" in report.findings[0].message
+    assert codes(report) == ["DDP102"] and "the cause is unknown" in report.findings[0].message
     assert any("why gradients are missing: not known" in note for note in report.world["notes"])
     assert status(report, "parity") == "passed"
 

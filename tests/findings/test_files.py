@@ -57,7 +57,7 @@ def test_a_link_may_be_named_and_is_no_own_file(tmp_path: Path) -> None:
 def test_a_file_of_somebody_else_is_no_own_file(tmp_path: Path) -> None:
     (path := tmp_path / "theirs").write_bytes(b"x")
     os.chown(path, 65534, 65534)
-    with pytest.raises(OSError, match="no file of this user"):
+    with pytest.raises(OSError, match="not a file of this user"):
         read_file(path, own=True)
 
 

@@ -134,7 +134,7 @@ def test_a_torn_report_is_told_or_shown(data: st.DataObject, kind: str, tmp_path
         ),
         ({"timing": {"total": "1"}}, "Expected `float`, got `str` - at `$.timing"),
         ({"timing": {"total": True}}, "Expected `float`, got `bool` - at `$.timing"),
-        ({"timing": {"total": 10**400}}, "0... is no number in JSON, or too large"),
+        ({"timing": {"total": 10**400}}, "0... is not a number in JSON, or too large"),
         ({"target": "t" * 99, "world": 3}, "Expected `object`, got `int` - at `$.world`"),
         ({"world": {"notes": 3}}, "world.notes must be a list of strings"),
         ({"schema_version": True}, "schema_version True"),
@@ -147,8 +147,8 @@ def test_the_sentence_names_the_place(change: dict[str, Any], sentence: str, tmp
 
 def test_what_is_no_number_and_what_is_too_deep_are_refused(tmp_path: Path) -> None:
     text = json.dumps(SAVED["report"])
-    assert "NaN is no number in JSON, or too large" in render(text.replace("30.0", "NaN"), tmp_path)[2]
-    assert "1e999 is no number in JSON, or too large" in render(text.replace("30.0", "1e999"), tmp_path)[2]
+    assert "NaN is not a number in JSON, or too large" in render(text.replace("30.0", "NaN"), tmp_path)[2]
+    assert "1e999 is not a number in JSON, or too large" in render(text.replace("30.0", "1e999"), tmp_path)[2]
     assert "nested too deeply" in render("[" * 100_000, tmp_path)[2]
 
 

@@ -36,8 +36,8 @@ def test_no_rule_explains_itself_and_each_relation_is_told_from_both_ends() -> N
     list(graphlib.TopologicalSorter(always).static_order())  # which raises where there is a circle
     for rule in RULE_LIST:
         for code in {code for one in rule.explains for code in one.codes}:
-            assert code in dict(sections_of(rule))["What may come of it"]
-            assert rule.code in dict(sections_of(RULES[code]))["What it may come of"]
+            assert code in dict(sections_of(rule))["Possible consequences"]
+            assert rule.code in dict(sections_of(RULES[code]))["Possible root causes"]
 
 
 def test_a_rule_explains_known_ones_in_known_cases() -> None:

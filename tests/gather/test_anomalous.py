@@ -266,7 +266,7 @@ def test_blocks_that_are_skipped_by_chance_are_one_finding_that_says_who_skipped
 def test_heads_that_take_turns_are_one_finding_with_each_ones_steps() -> None:
     both = [(head, rank, step) for step, head in ((0, 1), (1, 0), (2, 1)) for rank in (0, 1)]
     finding = only(judge(blocks_missing(*both)))
-    assert finding.code == "DDP105" and "each in steps of its own" in finding.message
+    assert finding.code == "DDP105" and "each in different ones" in finding.message
     assert "steps 0 and 2: blocks.1.weight did not contribute on any rank" in finding.evidence
 
 
@@ -275,7 +275,7 @@ def test_a_block_that_no_step_took_is_a_note_where_others_of_its_list_take_turns
     evidence = blocks_missing(*never, (1, 0, 0), (1, 1, 0))
     (first,) = [finding for finding in judge(evidence, FINDS_UNUSED) if finding.code == "DDP101"]
     assert (first.subjects, first.severity) == (BLOCKS[:1], Severity.NOTE)
-    assert any("more steps may tell" in fact for fact in first.evidence)
+    assert any("check more steps" in fact for fact in first.evidence)
     assert {finding.code: finding.severity for finding in judge(evidence)}["DDP101"] is Severity.ERROR
     assert only(judge(blocks_missing(*never), FINDS_UNUSED)).severity is Severity.WARNING
 

@@ -172,7 +172,7 @@ def test_the_example_ends_well_without_ddpcheck_and_is_told_its_fault_with_it(wo
     assert world.run(run_example, "language_model.py") == [None, None]
     for error, said in world.run(run_example, "language_model_checked.py"):
         assert error == "FindingsError" and said.startswith("DDP514 accumulation-scale") and "in step 0" in said
-        assert said.partition("  what to do")[0] in PAGE.read_text(encoding="utf-8")
+        assert said.partition("  fix: ")[0] in PAGE.read_text(encoding="utf-8")
     assert added("accelerate/language_model") == [
         "from ddpcheck.integrations.accelerate import watch",
         "watched = watch(accelerator, model)",

@@ -567,7 +567,7 @@ def test_backward_passes_of_two_wrappers_that_meet() -> None:
     finding = only(judge([*step, call("b", 43, **WRAPPER_2)], [*step, call("b", 46)]))
     assert (finding.code, finding.ranks, finding.location) == ("DDP403", (0,), Location("train.py", 42))
     assert "in the branch at train.py:42, and rank 1 does not in the same pass" in finding.message
-    assert "all_reduce what decides it" in finding.fix
+    assert "all_reduce the condition" in finding.fix
 
 
 @pytest.mark.parametrize(("last", "rank", "line"), [(46, 0, 42), (43, 1, 44)], ids=["the first", "the second"])
@@ -615,7 +615,7 @@ def test_an_exception_that_waits_for_a_collective_in_finally() -> None:
     place = place_of_handling("ValueError", Location("train.py", 6), "odd: 3")
     finding = only(judge([backward(1), backward(2)], [backward(1), call("|", 16, place=place)]))
     assert (finding.code, finding.ranks, finding.location) == ("DDP401", (1,), Location("train.py", 6))
-    assert "Rank 1 raised ValueError: odd: 3, at train.py:6, and comes to barrier at train.py:16" in finding.message
+    assert "Rank 1 raised ValueError: odd: 3, at train.py:6, and reaches barrier at train.py:16" in finding.message
     rank_0, rank_1 = [call("r", 13, place=place)], [call("c", 15, place=place)]
     assert only(judge(rank_0, rank_1)).code == "DDP403"  # both handle it
 
@@ -630,7 +630,7 @@ def test_a_loop_that_each_rank_ends_by_a_count_of_its_own() -> None:
     passes = [call("b", 62)] * 3
     finding = only(judge([*passes, call("|", 63)], [*passes, call("b", 62)]))
     assert (finding.code, finding.location) == ("DDP405", Location("train.py", 61))
-    assert "while tokens < limit" in finding.evidence[0] and "what its condition reads" in finding.fix
+    assert "while tokens < limit" in finding.evidence[0] and "the values that its condition reads" in finding.fix
 
 
 @pytest.mark.parametrize("odd", [0, 1])

@@ -236,8 +236,8 @@ def test_a_parameter_that_is_missing_is_told_where_its_path_ends(
         ("detach()", "Do without detach()."),
         (".data", "Do without .data."),
         ("torch.no_grad()", "Run it outside of torch.no_grad()"),
-        ("argmax(), which is not differentiable", "in place of argmax()"),
-        ("nn.Parameter(), a new leaf", "in place of nn.Parameter()"),
+        ("argmax(), which is not differentiable", "instead of argmax()"),
+        ("nn.Parameter(), a new leaf", "instead of nn.Parameter()"),
         ("a re-entrant checkpoint of which no input requires grad", "Pass use_reentrant=False"),
     ],
 )

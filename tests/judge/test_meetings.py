@@ -28,7 +28,7 @@ def waits(rank: int, world_size: int = 2, address: str = AT, agent: str = "") ->
             (),
             "All 2 ranks wait in init_process_group, and do not meet at node",
         ),
-        ([waits(0)], (), "1 process waits in init_process_group, and the world size is 2: rank 1 is not there"),
+        ([waits(0)], (), "1 process waits in init_process_group, and the world size is 2: rank 1 is missing"),
         (
             [waits(0, address="tcp://node:7", agent=AT), waits(1, address="tcp://node:7", agent=AT)],
             (),
@@ -52,7 +52,7 @@ TIMED_OUT = "DistStoreError: wait timeout after 5000ms"
 @pytest.mark.parametrize(
     ("error", "started", "code", "words"),
     [
-        (TIMED_OUT, 2, "DDP402", "the world size is 2: rank 1 is not there."),
+        (TIMED_OUT, 2, "DDP402", "the world size is 2: rank 1 is missing."),
         (TIMED_OUT, 0, "DDP401", "Rank 0 raised DistStoreError: wait timeout after 5000ms, in init_process_group."),
         ("ValueError: no backend glo", 2, "DDP401", "Rank 0 raised ValueError: no backend glo, in init_process_group."),
     ],

@@ -183,7 +183,7 @@ def test_losses_that_differ_within_a_model_are_told_before_the_factor_that_they_
     for judge, facts in ((judge_reducer, WrapperFacts()), (judge_sharded, ShardedFacts(is_ddp=False))):
         (found,) = judge(evidence, JudgeContext(Names(), facts, world_size=2, models=MODELS))
         assert found.code == told
-        assert ("another loss each, 0.4 and 0.3 in step 0" if told == "DDP302" else "2 (the number of models)") in (
+        assert ("each a different loss, 0.4 and 0.3 in step 0" if told == "DDP302" else "2 (the number of models)") in (
             found.message
         )
 

@@ -122,7 +122,7 @@ def test_a_wrapper_that_is_never_called_is_bypassed_where_gradients_differ() -> 
     assert only(judge_reducer(two_ranks(**parts), known)).location == Location("loss.py", 3)
     own = replace(KNOWN, wrapper=WrapperFacts(is_ddp=False), wrapper_class="Averaging")
     finding = only(judge_reducer(two_ranks(gradients={"a": 7, "b": 8, "c": 9}), own))
-    assert finding.code == "DDP301" and "Averaging, which is no DistributedDataParallel" in finding.evidence[0]
+    assert finding.code == "DDP301" and "Averaging, not a DistributedDataParallel" in finding.evidence[0]
 
 
 def test_a_wrapper_that_calls_the_module_twice_is_no_bypass() -> None:
@@ -255,7 +255,7 @@ def test_samples_that_are_not_coupled_are_weighed_otherwise() -> None:
 
 def test_a_batch_that_decides_which_parameters_take_part_explains_it_all() -> None:
     finding = only(judge_single(off("a"), terms=(WEIGHED, SUM), other_parameters=("a",)))
-    assert (finding.code, finding.subjects) == ("DDP304", ("a",)) and "Which parts of the model" in finding.message
+    assert (finding.code, finding.subjects) == ("DDP304", ("a",)) and "The parts of the model" in finding.message
     elsewhere = judge_single(off("a"), terms=(UNKNOWN,), other_parameters=("a",), against_shards=Fit(0.7, 0.4))
     assert only(elsewhere).code == "DDP312"
 
@@ -609,7 +609,11 @@ def test_independent_findings_stay_and_repeated_ones_go() -> None:
     ("operations", "said", "not_said"),
     [
         (["all_reduce"], ["functional.all_reduce instead", "detached copy"], ["put back", "all_gather"]),
-        (["all_gather"], ["functional.all_gather instead", "put back", "this rank's loss alone"], ["detached copy"]),
+        (
+            ["all_gather"],
+            ["functional.all_gather instead", "put back", "only the gradient of this rank's loss"],
+            ["detached copy"],
+        ),
         (["all_gather_into_tensor", "all_gather"], ["functional.all_gather instead"], [" and torch"]),
         (["reduce_scatter_tensor", "broadcast"], ["functional.reduce_scatter and torch.dis", "nal.broadcast"], []),
     ],

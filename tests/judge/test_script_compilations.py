@@ -53,7 +53,7 @@ def test_ranks_that_reach_the_limit_of_recompilations_alone() -> None:
     limit = [*AGAIN, compiled(SIZE, step=4, given_up=True)]
     (finding,) = judge_recompilations(trained_functions([AGAIN, limit]))
     assert (finding.code, finding.ranks, finding.location) == ("DDP522", (1,), Location("train.py", 40))
-    assert "compiled 4 times on rank 1, and 4 times on rank 0. There torch gives up" in finding.message
+    assert "compiled 4 times on rank 1, and 4 times on rank 0. Torch then stops compiling it" in finding.message
     assert f"in step 1: {SIZE}" in finding.evidence and "mark_dynamic" in finding.fix
     assert judge_recompilations(trained_functions([limit, limit])) == []
 
@@ -79,4 +79,4 @@ def test_other_operations_for_the_same_inputs(
 ) -> None:
     found = judge_compilations(ranks)
     assert [one.ranks for one in found] == ([] if told is None else [told])
-    assert all("another number of relu and sigmoid" in one.message for one in found)
+    assert all("a different number of relu and sigmoid" in one.message for one in found)

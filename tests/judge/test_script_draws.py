@@ -242,7 +242,7 @@ def test_samples_beside_the_state_of_a_recurrent_network(own: Callable[[int, int
     tokens = targets(7, 8, 9, 7, rows=40, elements=40)  # the first batch again, in another epoch
     tokens += [replace(one, step=4) for one in targets(6, rows=16, elements=16)]  # a shorter one, the last of an epoch
     findings = judge_same_targets([tokens, tokens], inputs, [[], []])
-    assert ["the same on each, too" in one.message for one in findings] == [True] * found
+    assert ["also the same on each rank" in one.message for one in findings] == [True] * found
     each_its_own = [tokens, targets(4, 5, 6, 4, 5, rows=40, elements=40)]
     assert not judge_same_targets(each_its_own, inputs, [[], []])
 

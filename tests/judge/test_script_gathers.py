@@ -51,8 +51,8 @@ def test_parameters_that_get_no_gradient_are_told_after_one_step() -> None:
     one = GatheredConstant(0, "all_gather", LINE, 8, ("0/head.weight", "0/head.bias"))
     (finding,) = judge_gathers([[one], [one]])
     assert (finding.code, finding.subjects, finding.location) == ("DDP309", ("head.weight", "head.bias"), LINE)
-    missing = make_finding("DDP102", ["head.weight", "head.bias"], "What they made does not reach the loss.")
-    other = make_finding("DDP102", ["body.weight"], "What it made does not reach the loss.")
+    missing = make_finding("DDP102", ["head.weight", "head.bias"], "The result of head does not reach the loss.")
+    other = make_finding("DDP102", ["body.weight"], "The result of body.weight does not reach the loss.")
     assert [one.code for one in find_causes([missing, finding]).findings] == ["DDP309"]
     assert [one.code for one in find_causes([other, finding]).findings] == ["DDP102", "DDP309"]
     assert not judge_gathers([[one], []])

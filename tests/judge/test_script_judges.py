@@ -173,7 +173,7 @@ def test_samples_that_ranks_share(passes: list[list[LoaderPass]], found: list[st
 def test_groups_of_ranks_each_of_which_takes_the_same_samples() -> None:
     (finding,) = judge_loaders([[epoch(part)] for part in (EVEN, EVEN, ODD, ODD)])
     assert finding.ranks == () and finding.message.startswith("Ranks 0 and 1 take the same samples")
-    assert "likewise ranks 2 and 3, with samples of their own" in finding.evidence
+    assert "likewise ranks 2 and 3, with different samples" in finding.evidence
     (finding,) = judge_loaders([[epoch(part)] for part in (EVEN, ODD, ODD)])
     assert finding.ranks == (1, 2) and "likewise" not in str(finding.evidence)
 
@@ -358,7 +358,7 @@ def test_some_ranks_are_given_the_same_inputs_or_all_are_for_a_while() -> None:
     assert of_some.ranks == (1, 2, 3) and of_some.message.startswith("The forward passes of ranks 1 to 3 are given")
     pairs = [given(1, 2, 3), given(7, 8, 9), given(1, 2, 3), given(7, 8, 9), given(4, 5, 6)]
     (of_pairs,) = judge_inputs(dict(enumerate(pairs)))
-    assert of_pairs.ranks == (0, 1, 2, 3) and "likewise ranks 1 and 3, with samples of their own" in of_pairs.evidence
+    assert of_pairs.ranks == (0, 1, 2, 3) and "likewise ranks 1 and 3, with different samples" in of_pairs.evidence
     assert not judge_inputs(dict(enumerate(pairs[:2])))
     (for_a_while,) = judge_inputs({0: given(1, 2, 3, 8), 1: given(1, 2, 3, 4)})
     assert for_a_while.ranks == () and "in the first 3 steps" in for_a_while.message
@@ -1198,7 +1198,7 @@ def test_parameters_in_no_group_of_shards() -> None:
     (name,) = steps[0][0].alone
     assigned = ModuleChanged(0, "module", "head", (name,), Location("train.py", 77))
     (found,) = judge_alone(steps, [], wrapped=True, sharded_at=LINE, assigned=[assigned])
-    assert found.location == assigned.location and "in the place of a module that was sharded" in found.evidence[0]
+    assert found.location == assigned.location and "and replaces a sharded module" in found.evidence[0]
     (found,) = judge_alone(steps, [], wrapped=True, sharded_at=LINE, assigned=[replace(assigned, names=("other",))])
     assert found.location == LINE
 

@@ -214,7 +214,7 @@ def test_the_line_is_the_first_that_makes_another_number(
 
 def test_statistics_of_each_rank_are_named() -> None:
     single = WatchedRank(RankStarted(0, 1, "gloo"), [*ALONE, ParityEnded(4, 4, splits_statistics=True)], [])
-    assert what_held(Comparison([rank(ALIKE), rank(ALIKE, 1)], single)).endswith("by themselves in both (DDP304)")
+    assert what_held(Comparison([rank(ALIKE), rank(ALIKE, 1)], single)).endswith("separately in both (DDP304)")
 
 
 def test_runs_without_steps_and_numbers_have_no_tick() -> None:
@@ -278,7 +278,7 @@ def test_what_is_saved_is_compared_by_names_shapes_and_values() -> None:
 
     whole = saved({"bank": (16, 2), "head": (4,)})
     for entry, said in (
-        (saved({"bank": (8, 2), "head": (4,)}), "bank (of another shape)"),
+        (saved({"bank": (8, 2), "head": (4,)}), "bank (different shapes)"),
         (saved({"head": (4,)}), "bank (missing)"),
         (saved({"bank": (16, 2), "head": (4,)}, 2.0), "bank and head (other values)"),
     ):
@@ -366,7 +366,7 @@ def test_what_was_left_out_on_purpose_is_said() -> None:
         of_ranks = [WatchedRank(RankStarted(n, 2, "gloo"), [*ALIKE, end], []) for n in (0, 1)]
         return Comparison(of_ranks, rank(ALONE, 0, 1))
 
-    assert what_held(compare(batch=4)).endswith("; with batches of 4 samples at most, as --check-parity-batch says")
+    assert what_held(compare(batch=4)).endswith("; with batches of at most 4 samples (--check-parity-batch)")
     assert lacking(compare(full_at=3, why_full="No space left on device")) == (
         "samples are recorded for 3 backward passes only: No space left on device"
     )

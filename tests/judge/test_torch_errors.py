@@ -136,9 +136,9 @@ def test_whole_tensors_that_are_given_to_shards_are_no_call_past_forward() -> No
     ("policies", "words"),
     [
         ({"mp_policy": "(param_dtype=torch.bfloat16, cast_forward_inputs=False)"}, "its inputs are not cast"),
-        ({"mp_policy": "(param_dtype=torch.bfloat16, output_dtype=torch.float32)"}, "is cast to output_dtype"),
+        ({"mp_policy": "(param_dtype=torch.bfloat16, output_dtype=torch.float32)"}, "are cast to output_dtype"),
         ({"mp_policy": "()", "mp_policy of block": "(param_dtype=torch.bfloat16)"}, "not every part has the same"),
-        ({"mp_policy": "(param_dtype=torch.bfloat16)"}, "made in forward"),
+        ({"mp_policy": "(param_dtype=torch.bfloat16)"}, "created in forward"),
     ],
 )
 def test_a_layer_that_gets_another_dtype_than_its_parameters(policies: dict[str, str], words: str) -> None:

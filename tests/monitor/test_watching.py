@@ -1393,7 +1393,7 @@ def test_a_comparison_does_not_wait_for_a_rank_that_has_stopped(rank, failing):
                 raise ValueError("no such file")
         return
     said = r"stopped with ValueError at .*test_watching.py:\d+" if failing else "closed its watch"
-    with pytest.warns(UserWarning, match=rf"rank 1 has {said}; rank 0 has met nobody at .*test_watching.py"):
+    with pytest.warns(UserWarning, match=rf"rank 1 has {said}; rank 0 met no other rank at .*test_watching.py"):
         assert watch.compare() == []
 
 

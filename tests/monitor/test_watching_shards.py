@@ -75,7 +75,7 @@ def test_one_part_that_is_never_reduced_is_told_unless_it_is_frozen(frozen: bool
     model.get_submodule("body").set_requires_gradient_sync(False)
     found = train(model, 20)
     assert [one.code for one in found] == ([] if frozen else ["DDP502"])
-    assert all("of what it is set on" in one.message for one in found)
+    assert all("of its module" in one.message for one in found)
 
 
 @ON_RANKS
@@ -192,7 +192,7 @@ def test_a_part_that_no_group_holds_is_told(grouped: bool) -> None:
 
 @pytest.mark.ddp(world_size=1, timeout=60)
 def test_what_cannot_be_watched_is_told() -> None:
-    with pytest.raises(ddpcheck.UsageError, match="under fully_shard that is a shard on each rank"):
+    with pytest.raises(ddpcheck.UsageError, match="under fully_shard each rank has only a shard"):
         ddpcheck.watch(sharded(), check_parity_every=1)
     with pytest.raises(ddpcheck.UsageError, match=r"or one that fully_shard has sharded; there is none for Net$"):
         ddpcheck.watch(Net())

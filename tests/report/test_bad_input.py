@@ -226,7 +226,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "model returns None": ("def model(): return None\n", ["model() returned None", "must return a torch.nn.Module"]),
     "model returns a class": ("def model(): return nn.Linear\n", ["model() returned the class Linear"]),
     "batch returns no tensor": ("def batch(step): return [1, 'two']\n", ["batch(0) returned", "without any tensor"]),
-    "optimizer returns none": ("def optimizer(p): return 3\n", ["optimizer(parameters)", "no torch optimizer"]),
+    "optimizer returns none": ("def optimizer(p): return 3\n", ["optimizer(parameters)", "not a torch optimizer"]),
     "optimizer needs a closure": (
         "def optimizer(p): return torch.optim.LBFGS(p)\n",
         ["type LBFGS, whose step() needs a closure", "leave optimizer out"],

@@ -154,7 +154,7 @@ model = lambda: Net(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     )
     found = variants_of(path)
     assert [(row.verdict, row.code) for row in found.values()] == [*[("wrong", "DDP514")] * 2, ("incomplete", "")]
-    assert "no mean over samples" in found[SYNCED].reason
+    assert "not a mean over samples" in found[SYNCED].reason
     assert found[COMPILED].reason == "torch.compile has compiled nothing of it"
 
 

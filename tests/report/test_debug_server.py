@@ -157,12 +157,12 @@ def test_a_rank_that_waits_and_one_that_has_run_to_its_end(capsys: pytest.Captur
         (
             [recorder([entry(1), OPEN], [entry(1)]), recorder([entry(1), entry(2), entry(3, ended=False)], [entry(1)])],
             [page([IN_BARRIER, IN_BARRIER])] * 2,
-            "rank 0 was at train.py:7, and got on",
+            "rank 0 was at train.py:7, and made progress",
         ),
         (
             [recorder([entry(1), OPEN], [entry(1)])] * 2,
             [page([IN_BARRIER, AT_WORK]), page([IN_BARRIER, AT_WORK.replace("line 9", "line 8")])],
-            "rank 1 was at train.py:8, and got on",
+            "rank 1 was at train.py:8, and made progress",
         ),
     ],
     ids=["at work", "collectives", "another line"],

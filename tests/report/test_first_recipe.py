@@ -132,7 +132,7 @@ def test_what_cannot_be_guessed_is_left_open(here: Path) -> None:
         ("Needs", "3) + f(4", "--args: expected arguments of the constructor"),
         ("Needs", "3 4", "--args: expected arguments of the constructor"),
         ("Imge", "", "has no attribute 'Imge'; did you mean 'Image'?"),
-        ("NoModule", "", "NoModule is a class that is no torch.nn.Module"),
+        ("NoModule", "", "NoModule is a class, but not a torch.nn.Module"),
         ("MODELS", "", "has no attribute 'MODELS'"),
     ],
 )
@@ -159,7 +159,7 @@ def test_the_recipe_lies_where_the_model_can_be_imported_from(here: Path) -> Non
     assert place_of_recipe("pkg.net:Net") == Path("check_net.py")
     assert place_of_recipe("sub/net.py:Net", "sub/mine.py") == Path("sub/mine.py")
     for model, output, words in (
-        ("sub/net.py:Net", "mine.py", "must lie beside sub/net.py"),
+        ("sub/net.py:Net", "mine.py", "must be in the folder of sub/net.py"),
         ("sub/net.py", None, "names no class; write sub/net.py:Net"),
         ("json.py:Net", None, "cannot be imported by the name 'json'"),
         ("nte.py:Net", None, "no such file: nte.py"),
@@ -177,7 +177,7 @@ def test_a_recipe_is_written_once_and_checked(here: Path, capsys) -> None:
     assert "    return Needs(3, outputs=2)\n" in written.read_text()
     written.write_text("mine")
     assert cli.main(["init", "models_of_init.py:Image"]) == 2 and written.read_text() == "mine"
-    assert "is there already; --force overwrites it" in capsys.readouterr().err
+    assert "already exists; --force overwrites it" in capsys.readouterr().err
     assert cli.main(["init", "models_of_init.py:Imge"]) == 2
     assert "has no attribute 'Imge'; did you mean 'Image'?" in capsys.readouterr().err
     assert cli.main(["init", "models_of_init.py:Odd", "--args", "2, 2", "--force"]) == 3

@@ -374,7 +374,7 @@ def test_lost_entries_of_torchcomms_are_lined_up_in_a_single_group_alone(
     assert report_on_hang(write(tmp_path, ring, later, pg_config=config("main"))).findings == ()
     for calls, groups in ((["main all_reduce"], ["main", "tp"]), (["main send"], ["main"])):
         code = cli.main(["hang", write(tmp_path, of_comms(*calls, first=7), ring, pg_config=config(*groups))])
-        assert code == 2 and "what is left cannot be lined up" in capsys.readouterr().err
+        assert code == 2 and "the rest cannot be aligned" in capsys.readouterr().err
 
 
 def test_json_of_torchcomms_without_entries_is_a_rank_that_has_called_nothing(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ class _Foreign:
         ("rank_0", pickle.dumps({"entries": [{"a": 1}]}), "can read (KeyError: 'profiling_name')"),
         ("rank_0", pickle.dumps({"entries": [], "rank": _Foreign()}), "it holds builtins.print, and not plain data"),
         ("rank_0", pickle.dumps({"entries": [], "rank": "x"}), "its rank is 'x'"),
-        ("notes.txt", b"", "no file in"),
+        ("notes.txt", b"", "no Flight Recorder dumps in"),
         ("", b"", "it is empty"),
     ],
 )

@@ -166,7 +166,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, list[tuple[str, str,
         {"model": lambda: nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 4))},
         {},
         "clean",
-        [("parameters", "passed", "every trainable parameter takes part")],
+        [("parameters", "passed", "every trainable parameter contributed to the loss")],
     ),
     "dropout": (
         {"model": lambda: nn.Sequential(nn.Linear(8, 4), nn.Dropout())},
@@ -335,7 +335,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, list[tuple[str, str,
         {"model": Choosy, **FIND_UNUSED},
         {},
         "clean",
-        [("parameters", "passed", "0 of 4 parameters take part in each of 3 steps on every rank, and find_unused")],
+        [
+            (
+                "parameters",
+                "passed",
+                "0 of 4 parameters contributed to the loss in each of 3 steps on every rank; find_unused",
+            )
+        ],
     ),
     "unused in a step": (
         LATE,

@@ -111,7 +111,7 @@ def test_what_is_no_file(refused: Refused, tmp_path: Path, make: Callable[[Path]
     make(folder / "rank_1")
     make(saved := tmp_path / "report.json")
     for words in (("hang", folder), ("render", saved), ("diff", saved, saved), ("report", "x.py", "--baseline", saved)):
-        assert "it is no regular file" in refused(*words)
+        assert "it is not a regular file" in refused(*words)
     make(tmp_path / "pyproject.toml")
     assert "cannot read pyproject.toml: " in refused("hang", folder)
 
@@ -145,7 +145,7 @@ def test_a_record_of_ranks_that_cannot_be(refused: Refused, tmp_path: Path, star
     rank = {"started": {"backend": "gloo", **started}, "entries": [], "counts": []}
     record = {"kind": "run", "script": "x.py", "ending": {}, "source": {}, "ranks": [rank]}
     (tmp_path / "run.json").write_text(json.dumps(record))
-    assert "is no whole run" in refused("render", tmp_path / "run.json")
+    assert "is incomplete" in refused("render", tmp_path / "run.json")
 
 
 # A server that is none

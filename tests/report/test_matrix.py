@@ -103,7 +103,7 @@ def test_options_are_added_to_what_the_model_needs_and_none_is_tried_twice() -> 
         (ModelFacts(), "forward_sync_buffers=False", "no buffers"),
         (ModelFacts(buffers=1), "broadcast_buffers=False", "the same buffers"),
         (ModelFacts(gradient_bytes=340), "bucket_cap_mb=1", "(340 bytes) fit into one bucket"),
-        (ModelFacts(own_hook="mine"), "fp16_compress_hook", "a hook of its own (mine)"),
+        (ModelFacts(own_hook="mine"), "fp16_compress_hook", "a hook (mine)"),
         (ModelFacts(bits=16), "fp16_compress_hook", "no more than 16 bits"),
         (ModelFacts(), "bf16_compress_hook", "only with nccl"),
         (ModelFacts(), "find_unused_parameters=True, skip_all_reduce_unused_params=True", "nothing to skip"),
@@ -179,7 +179,7 @@ def test_an_option_that_only_keeps_ddp_going_comes_with_what_would_mend_it() -> 
     unused = Finding("DDP101", ("head",), "No operation reads head.", Severity.ERROR)
     rows = (row("stops", unused, own=True), row(find_unused_parameters=True), row(static_graph=True))
     assert "It needs find_unused_parameters=True or static_graph=True." in said(advise(rows), "needs")
-    assert "trains nothing more. To mend it: Use the parameter" in said(advise(rows), "needs")
+    assert "trains nothing more. To fix that: Use the parameter" in said(advise(rows), "needs")
 
 
 def test_a_fault_that_no_option_mends_is_called_so() -> None:

@@ -21,16 +21,16 @@ def clock(monkeypatch) -> list[float]:
 def test_a_phase_that_takes_long_names_the_ranks_that_it_waits_for(clock: list[float]) -> None:
     shown: list[str] = []
     progress = PhaseProgress(shown.append)
-    progress("parameters, step 1 of 3: each rank by itself")
+    progress("parameters, step 1 of 3: each rank alone")
     for seconds, running in ((1.0, {0, 1}), (2.5, {0, 1}), (2.9, {0, 1}), (3.1, {1}), (9.0, set())):
         clock[0] = 100.0 + seconds
         progress.wait_for(frozenset(running))
     progress("reducer, step 1 of 3")
     progress.wait_for(frozenset({1}))
     assert shown == [
-        "parameters, step 1 of 3: each rank by itself",
-        "parameters, step 1 of 3: each rank by itself: 2 s, waiting for ranks 0 and 1",
-        "parameters, step 1 of 3: each rank by itself: 3 s, waiting for rank 1",
+        "parameters, step 1 of 3: each rank alone",
+        "parameters, step 1 of 3: each rank alone: 2 s, waiting for ranks 0 and 1",
+        "parameters, step 1 of 3: each rank alone: 3 s, waiting for rank 1",
         "reducer, step 1 of 3",
     ]
 

@@ -344,7 +344,7 @@ def test_only_what_ddpcheck_wrote_is_overwritten(tmp_path: Path) -> None:
     script = write_reproduction(small_report(target), target, out)
     assert write_reproduction(small_report(target), target, out) == script
     script.write_text("mine")
-    with pytest.raises(UsageError, match="is there already, and ddpcheck did not write it; choose another folder"):
+    with pytest.raises(UsageError, match="already exists, and ddpcheck did not write it; choose another folder"):
         write_reproduction(small_report(target), target, out)
     assert script.read_text() == "mine"
 

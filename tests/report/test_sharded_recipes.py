@@ -518,7 +518,7 @@ def test_layers_that_wrap_replaces_before_sharding_are_in_the_reference_too() ->
 def test_layers_that_wrap_adds_after_sharding_are_refused_in_a_sentence() -> None:
     report = ddpcheck.check(recipe(grown_after), steps=1)
     assert report.error is not None and report.exit_code() == 3
-    assert "changes the layers of the module beside fully_shard" in report.error.message
+    assert "changes the layers of the module in addition to fully_shard" in report.error.message
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ def running(tmp_path: Path, mode: str) -> Iterator[Path]:
         (
             "writes",
             1,
-            r"it goes on: rank(s 0 and 1 were| 0 was) at train.py:\d+, and got on, after \d+ steps",
+            r"it is still running: rank(s 0 and 1 were| 0 was) at train.py:\d+, and made progress, after \d+ steps",
             "DDP306",
         ),
     ],
@@ -120,12 +120,12 @@ def test_the_run_that_is_meant(
         assert cli.main(["live", *arguments]) == 2
         return capsys.readouterr().err
 
-    assert "no run of " in said() and f"looked for {tmp_path}/{FOLDER}*" in said()
-    assert f"{tmp_path} is no folder of a run that goes on" in said(str(tmp_path))
+    assert f"({tmp_path}/{FOLDER}*)" in said() and "no active `ddpcheck run` of user " in said()
+    assert f"{tmp_path} is not the folder of an active `ddpcheck run`" in said(str(tmp_path))
     for name in ("a", "b"):
         folder = tmp_path / f"{FOLDER}{name}"
         folder.mkdir()
         (folder / SCRIPT).write_text(f"{name}.py --epochs 3")
-        assert f"no rank that lives has left a log in {folder}" in said(str(folder))
+        assert f"no live rank has a log in {folder}" in said(str(folder))
         RankLog(folder, RankStarted(0, 2, "gloo"))
-    assert f"2 runs go on; name the folder of one: {tmp_path}/{FOLDER}a (a.py --epochs 3); " in said()
+    assert f"2 active runs; name the folder of one: {tmp_path}/{FOLDER}a (a.py --epochs 3); " in said()

@@ -116,7 +116,7 @@ TRACE = """[rank0]: Traceback (most recent call last):
         (Script(Ending(139, {0: -11})), "it was ended by signal 11", 1),
         (Script(Ending(4, hang=Hang(5, {0: DUMP}))), "it made no progress for 5 s, and was stopped at a.py:3", 1),
         (Script(Ending(4, hang=Hang(60, {}))), "it has not ended within 60 s, and was stopped", 1),
-        (Script(Ending(), joins=False), "no optimizer has stepped in it: a script may start processes of its own", 1),
+        (Script(Ending(), joins=False), "no optimizer has stepped in it: the script may start its own processes", 1),
         (Script(Ending(), "", WatchingFailed("", "Samples", ("parity",), 0, "KeyError: 3")),
          "Samples of ddpcheck has failed in it: KeyError: 3", 1),
     ],
@@ -292,7 +292,7 @@ def test_smaller_batches_are_those_of_both_runs(tmp_path: Path) -> None:
     done, (status, detail) = ran(tmp_path, "", "--check-parity-batch=3")
     assert "rows of the last batch: 3" in done.stdout and "(up to 6 samples)" in done.stderr
     assert status == "passed" and detail.startswith("gradients of 8 steps equal")
-    assert detail.endswith("with batches of 3 samples at most, as --check-parity-batch says")
+    assert detail.endswith("with batches of at most 3 samples (--check-parity-batch)")
 
 
 def started(folder: Path, *words: str) -> subprocess.Popen[str]:

@@ -191,7 +191,7 @@ def test_the_check_lines_say_what_is_compared_of_shards(shards: bool, tmp_path: 
     assert checks["ranks"] == ("passed", "2 ranks (gloo), Linear (3 steps)")
     for name in ("parameters", "replicas", "reducer", "loop", "optimizers", "data"):
         assert checks[name][0] == "passed", checks
-    assert ("state and gradients of 1 optimizer" in checks["optimizers"][1]) is not shards
+    assert ("state and gradients of 1 optimizer match" in checks["optimizers"][1]) is not shards
     assert ("values before fully_shard" in checks["replicas"][1]) is shards
     assert report["status"] == "clean"
 

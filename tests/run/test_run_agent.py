@@ -174,7 +174,7 @@ def test_a_rank_that_waits_in_vain_for_its_own_timeout_tells_for_whom(tmp_path: 
     (tmp_path / "train.py").write_text(UNMET)
     ended = run(DDPCHECK, str(tmp_path / "train.py"))
     assert ended.returncode == 1 and "DDP402 hang" in ended.stderr, ended.stderr
-    assert "the world size is 2: rank 1 is not there." in " ".join(ended.stderr.split())
+    assert "the world size is 2: rank 1 is missing." in " ".join(ended.stderr.split())
 
 
 def test_a_report_on_an_earlier_start_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

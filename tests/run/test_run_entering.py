@@ -105,7 +105,7 @@ dist.destroy_process_group()
     ("how", "code", "words"),
     [
         ("elsewhere", 4, "All ranks wait in init_process_group for a store at tcp://localhost:"),
-        ("one", 4, "1 process waits in init_process_group, and the world size is 2: rank 1 is not there."),
+        ("one", 4, "1 process waits in init_process_group, and the world size is 2: rank 1 is missing."),
         ("late", 0, ""),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_folder_that_somebody_has_prepared_is_passed_by(temporary: Path, make:
         taken = temporary / f"{FOLDER}0-77-123-{number}"
         shutil.rmtree(taken, ignore_errors=True)
         make(taken)
-    with pytest.raises(UsageError, match=r"somebody else has made .*TMPDIR"):
+    with pytest.raises(UsageError, match=r"another user created .*TMPDIR"):
         shared_folder("0-77-123")
 
 

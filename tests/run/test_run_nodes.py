@@ -240,8 +240,6 @@ def test_the_ranks_of_a_node_that_dies_are_named(dies: int, ranks: str, tmp_path
     left = ended[1 - dies]
     assert left.code == 1 and left.codes == []
     assert left.checks["ranks"]["detail"] == f"2 of 4 ranks: {ranks} left no log here, so the ranks were not compared"
-    assert left.checks["replicas"]["detail"] == f"not compared with {ranks}, of which nothing is here"
-    note = (
-        "the logs of node 1 were not taken: they have not come within 6 s" if dies else "the first node has not taken"
-    )
+    assert left.checks["replicas"]["detail"] == f"not compared with {ranks}, which left no log here"
+    note = "the logs of node 1 were not accepted: they have not come within 6 s" if dies else "node 0 did not accept"
     assert note in left.said

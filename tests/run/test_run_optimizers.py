@@ -55,7 +55,7 @@ for _ in range(12):
 dist.destroy_process_group()
 """
 OWN = "noop_hook leaves each rank its own gradients, and the script averages them"
-COMPARED = "gradients against the average of the ranks' own, compared"
+COMPARED = "gradients equal the average of the ranks' own, compared"
 
 
 def checks_of(folder: Path, how: str) -> tuple[dict[str, tuple[str, str]], list[tuple[object, object]]]:

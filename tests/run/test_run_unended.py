@@ -112,7 +112,7 @@ def test_the_report_on_ranks_that_did_not_end_is_that_on_the_run(tmp_path: Path)
     assert (report.findings, report.checks, report.exit_code()) == (plain.findings, plain.checks, 0)
     (note,) = report.world["notes"]
     assert note.startswith(
-        "ranks 0 and 1 have run all of the script, did not end for 61 s, and then ddpcheck ended them"
+        "ranks 0 and 1 have run all of the script, but did not exit for 61 s, so ddpcheck ended them"
     )
 
 
@@ -244,7 +244,7 @@ def test_a_rank_that_was_stopped_is_told_and_left(tmp_path: Path) -> None:
 def test_torchs_deadlock_at_the_end_is_told_and_the_run_is_clean() -> None:
     ended = run(DDPCHECK, "--check-timeout=4", str(ROOT / "tests" / "run_unended.py"))
     assert (ended.returncode, ended.stdout) == (0, "last line\n"), ended.stderr
-    assert "note: rank 0 has run all of the script, did not end for " in ended.stderr
+    assert "note: rank 0 has run all of the script, but did not exit for " in ended.stderr
     assert "ddpcheck: clean: 2 ranks (gloo), Linear (0 steps), Linear (12 steps)" in ended.stderr
 
 
@@ -286,7 +286,7 @@ def test_a_thread_that_uses_the_group_of_the_main_thread(own: bool, tmp_path: Pa
     ("seen", "living", "why"),
     [
         (Hang(3.0, {}), (0, 1), "all ranks wait for each other"),
-        (Hang(3.0, {}), (1,), "rank 1 waits for a rank that does not come"),
+        (Hang(3.0, {}), (1,), "rank 1 waits for a rank that does not arrive"),
         (Unended(3.0, (0, 1)), (0, 1), "ranks 0 and 1 have run to the end of the script, and not ended"),
     ],
 )

@@ -441,7 +441,7 @@ def test_fails_with_a_sentence(session: Session, name: str, words: str) -> None:
     ("name", "words"),
     [
         ("test_not_marked", "The fixture 'rank' has a value on ranks only; mark test_not_marked with @pytest.mark.ddp"),
-        ("test_both", "The body of a test that uses ddp_world runs in the parent, where there is no 'rank'"),
+        ("test_both", "The body of a test that uses ddp_world runs in the parent, which has no 'rank'"),
         ("test_rank_by_the_back_door", "a fixture that uses it must name it as an argument"),
         ("test_unit", "not on test_inner.py::TestUnit::test_unit"),
     ],

@@ -170,7 +170,7 @@ def test_many_worlds_in_more_workers_than_cores(trial: Trial, tmp_path: Path, co
     assert len(innerpytest.names(done, "passed")) == count + 3, printed
     assert "rank 1: AssertionError: on purpose" in done["test_fails"].text
     assert "rank 0 did not finish within 4 s: rank 0 is in test_hangs at test_trouble.py" in done["test_hangs"].text
-    sentence = "breakpoint() on a rank needs pytest at a terminal of its own; run it without pytest-xdist (-n 0)"
+    sentence = "breakpoint() on a rank needs pytest in a terminal; run it without pytest-xdist (-n 0)"
     assert sentence in done["test_stops"].text
     shared = [line.split() for line in (tmp_path / "shared").read_text().splitlines()]
     servers = {server for server, _, _ in shared}

@@ -527,7 +527,7 @@ def test_ranks_that_say_where_they_are_have_as_long_for_each_part_of_their_work(
             assert world.run(work, timeout=3) == [5, 5]
             assert time.monotonic() - start > 3
         else:
-            assert "rank 1 did not get on for 3 s" in str(fails(world, work, timeout=3))
+            assert "rank 1 made no progress for 3 s" in str(fails(world, work, timeout=3))
 
 
 def test_a_named_collective_beats_a_guessed_one() -> None:
@@ -621,7 +621,7 @@ def test_a_collective_that_a_finished_rank_has_skipped_ends_the_run_at_once() ->
     for how, error in side_by_side(skip_on_rank_1, ways).items():
         assert isinstance(error, HangError), how
         assert str(error).startswith(
-            "rank 0 waits in a collective, and rank 1 has finished without it, or joined it with another shape: rank 0 "
+            "rank 0 waits in a collective, and rank 1 has finished without it, or joined it with a different shape: rank 0 "
         )
         assert {one.kind for one in error.failures} == {"stuck"} and list(error.results) == [1]
 

@@ -249,7 +249,7 @@ def test_ranks_that_hand_over_different_tensors_are_told_so_on_all(rank: int, si
         with pytest.raises(UsageError, match=words):
             average(params)
     other = [nn.Parameter(torch.ones(2 + rank))]
-    with pytest.raises(UsageError, match="1 tensors each to be averaged, but of other shapes or dtypes"):
+    with pytest.raises(UsageError, match="1 tensors each, but with different shapes or dtypes"):
         allreduce_params(other)
 
 
@@ -413,7 +413,7 @@ def test_what_ranks_are_asked_for_must_not_differ(rank: int, ddp_port: int) -> N
 def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(rank: int, ddp_port: int) -> None:
     leave_the_world(variables_of("mpi", rank, str(ddp_port)))
     if rank == 0:
-        with pytest.raises(HangError, match=r"Rank 1 of 2 did not come to init_dist within 0.3 s; see whether mpirun"):
+        with pytest.raises(HangError, match=r"Rank 1 of 2 did not call init_dist within 0.3 s; check that mpirun"):
             init_dist(timeout=0.3)
 
 
@@ -574,7 +574,7 @@ def test_the_first_host_is_read_from_the_list(nodes: str, first: str) -> None:
     if first:
         assert detection.first_host(nodes) == first
         return
-    with pytest.raises(UsageError, match="cannot be told; export MASTER_ADDR"):
+    with pytest.raises(UsageError, match="cannot be determined; export MASTER_ADDR"):
         detection.first_host(nodes)
 
 

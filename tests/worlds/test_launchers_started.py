@@ -250,7 +250,7 @@ def test_a_rank_that_never_comes_is_named_in_time(tmp_path: Path, mpirun: list[s
     assert sorted(answers) in ([0, 2], [0], [2]), "mpirun ends all ranks when the first one fails"
     for one in answers.values():
         kind, said = one["error"]
-        assert kind == "HangError" and said.startswith("Rank 1 of 3 did not come to init_dist within 15 s; see ")
+        assert kind == "HangError" and said.startswith("Rank 1 of 3 did not call init_dist within 15 s; check ")
 
 
 # --- SLURM -----------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def sections_of(rule: Rule) -> tuple[tuple[str, str], ...]:
     consequences, causes = ", ".join(consequences_of(rule)), ", ".join(causes_of(rule))
     return (
         ("Why it matters", rule.why),
-        ("What to do", rule.fix),
+        ("Fix", rule.fix),
         ("How it is detected", rule.detected),
         ("When to ignore it", rule.ignore),
         *([("Possible consequences", f"{consequences}. {_AS_EVIDENCE}")] if consequences else ()),

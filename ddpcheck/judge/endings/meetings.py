@@ -85,9 +85,9 @@ def _reason(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
         wait = plural_verb("waits", "wait", waiting)
         return (
             f"{counted(len(waiting), 'process')} {wait} in init_process_group, and the world size is {size}: "
-            f"{format_ranks(missing)} {plural_verb('is', 'are', missing)} not there.",
+            f"{format_ranks(missing)} {plural_verb('is', 'are', missing)} missing.",
             "Call init_process_group in every process, and start as many as world_size says; or leave world_size and "
-            "rank out: torchrun gives them.",
+            "rank out: torchrun sets them.",
             (),
         )
     if agent and address not in (agent, f"tcp://{agent}"):

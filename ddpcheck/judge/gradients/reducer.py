@@ -166,7 +166,7 @@ def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
         names,
         f"The gradients of {join_names(facts.known.names.subjects(names))} differ between "
         f"{' and between '.join(map(format_ranks, models[:2]))}, which compute one model together (tensor "
-        "parallelism): each rank has the gradient of its own part.",
+        "parallelism): each rank has the gradient of its part.",
         steps=unless_all(sorted({step for name in names for step in facts.unequal[name]}), facts.step_count),
         evidence=[_losses_apart(facts), *_evidence_between_ranks(facts)],
         fix=PLAN_ADVICE,

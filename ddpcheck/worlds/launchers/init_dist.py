@@ -184,7 +184,7 @@ def _join(launch: LauncherEnv, asked: str, seconds: float, as_told: bool, option
         own, master = route(address, port)
         machine = this_machine()
         seat = RankDevices(machine, launch.local_rank, _visible_gpus(machine), asked, master)
-        told = meeting.gather("come to init_dist", json.dumps(asdict(seat)), met)
+        told = meeting.gather("call init_dist", json.dumps(asdict(seat)), met)
         seats = [RankDevices(**{**one, "gpus": tuple(one["gpus"])}) for one in map(json.loads, told)]
         if launch.rank == 0 and not launch.agent and (as_told or not launch.one_machine):
             _kept.append(store)  # or a rank that is early for the next would find the store of this one about to end
