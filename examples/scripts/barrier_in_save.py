@@ -18,7 +18,7 @@ EXPECT = {
     "code": "DDP403",
     "ranks": [0],
     "line": "dist.barrier()  # until the file is there",
-    "cause": "Rank 0 comes to barrier",
+    "cause": "Rank 0 reaches barrier",
 }
 FIXED = "--fixed" in sys.argv
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-EXPECT = {"code": "DDP202", "ranks": [1], "line": "self.heads = ", "cause": "goes through a set of their names"}
+EXPECT = {"code": "DDP202", "ranks": [1], "line": "self.heads = ", "cause": "iterates over a set of their names"}
 FIXED = "--fixed" in sys.argv
 
 TASKS = {"depth": 1, "normals": 3, "edges": 2, "segments": 7, "poses": 6, "lines": 4, "corners": 5}

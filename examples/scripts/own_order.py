@@ -1,4 +1,4 @@
-"""The loader has no DistributedSampler, and each rank goes through all samples in an order of its own.
+"""The loader has no DistributedSampler, and each rank goes through all samples each in a different order.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/own_order.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/own_order.py [--fixed]
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-EXPECT = {"code": "DDP505", "subjects": ["Samples"], "cause": "in an order of its own", "line": "DataLoader(data"}
+EXPECT = {"code": "DDP505", "subjects": ["Samples"], "cause": "each in a different order", "line": "DataLoader(data"}
 FIXED = "--fixed" in sys.argv
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-EXPECT = {"code": "DDP516", "subjects": ["Samples"], "cause": "another order", "line": "DataLoader(data"}
+EXPECT = {"code": "DDP516", "subjects": ["Samples"], "cause": "a different order", "line": "DataLoader(data"}
 FIXED = "--fixed" in sys.argv
 
 

@@ -165,7 +165,7 @@ def test_values_that_differ_from_the_start_are_told_at_the_seed_if_that_differs(
     finding = make_finding("DDP208", ("w",), "", location=STEP)
     apart = [step(0, rank, seed=rank, seeded=SEEDS) for rank in (0, 1)]
     found = at_the_seed(finding, apart)
-    assert found.location == SEEDS and "rank 0: 0; rank 1: 1" in found.evidence[-1] and "Seed" in found.what_to_do
+    assert found.location == SEEDS and "rank 0: 0; rank 1: 1" in found.evidence[-1] and "seed" in found.what_to_do
     assert at_the_seed(finding, [replace(one, seed=0) for one in apart]) is finding
     assert at_the_seed(finding, [apart[0], replace(apart[1], seed=None)]) is finding
     assert at_the_seed(finding, [replace(one, seeded=None) for one in apart]) is finding
@@ -233,8 +233,8 @@ def test_a_parameter_that_is_missing_is_told_where_its_path_ends(
 @pytest.mark.parametrize(
     ("reason", "advice"),
     [
-        ("detach()", "Do without detach()."),
-        (".data", "Do without .data."),
+        ("detach()", "Remove detach()."),
+        (".data", "Remove .data."),
         ("torch.no_grad()", "Run it outside of torch.no_grad()"),
         ("argmax(), which is not differentiable", "instead of argmax()"),
         ("nn.Parameter(), a new leaf", "instead of nn.Parameter()"),

@@ -205,7 +205,7 @@ OWN = [{"evaluate.correct": 300.0}, {"evaluate.correct": 200.0}]
 def test_what_one_rank_shows_of_its_own_samples_is_reported(how: str) -> None:
     (found,) = judged(strided(800), size=800, numbers=OWN, shown=[prints(0.75, how=how), []])
     assert (found.code, found.subjects, found.ranks, found.location) == ("DDP802", ("correct",), (0,), LINE)
-    assert "0.75" in found.message and "rank 1 has 0.5, and all ranks together 0.625" in found.message
+    assert "0.75" in found.message and "rank 1 has 0.5, and all ranks together have 0.625" in found.message
 
 
 def test_a_rank_that_shows_the_metric_of_each_rank_is_silent() -> None:
@@ -222,7 +222,7 @@ def test_several_metrics_of_an_own_shard_are_one_finding_and_a_reduced_one_is_no
     reduced = [[call(220.2)], [call(290.9)]]
     (found,) = judged(strided(800), size=800, numbers=own, given=reduced, shown=[prints(0.7575, 0.32575, 0.5505), []])
     assert found.subjects == ("correct", "total")
-    assert any(one.startswith("also total: Rank 0 has 0.32575 printed") for one in found.evidence)
+    assert any(one.startswith("also total: Rank 0 printed 0.32575") for one in found.evidence)
 
 
 @pytest.mark.parametrize("shown", [6100 / 3900, math.exp(6100 / 3900)], ids=["a token", "perplexity"])
@@ -672,7 +672,7 @@ def test_targets_that_name_the_rows_of_rank_0_on_every_rank_are_reported() -> No
     of_loss = [[LossDifferentiated(0, 0, (), None, Location("train.py", 7))] for _ in uses]
     (found,) = judge_targets(uses, of_loss)
     assert found.location == Location("train.py", 7) and f"gathered at {LINE}" in found.evidence
-    assert "those of rank 1 begin at 4" in found.message
+    assert "the rows of rank 1 begin at 4" in found.message
     (found,) = judge_targets([[replace(one, loss=LOOP) for one in of_rank] for of_rank in uses], of_loss)
     assert found.location == LOOP
 

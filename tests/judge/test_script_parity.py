@@ -114,10 +114,10 @@ def test_gradients_that_are_not_finite_in_both_runs_are_equal() -> None:
 
 def test_other_samples_or_another_model_are_not_compared() -> None:
     other = compared(steps(6, 2), steps(3, 2, samples=12.0))
-    assert judge_parity(other) == [] and "other samples" in lacking(other)
+    assert judge_parity(other) == [] and "different samples" in lacking(other)
     wider = [ParityStep(**{**_fields(step), "elements": (9, 1)}) for step in steps(6, 2, samples=16.0)]
     model = compared(steps(3, 2), wider)
-    assert judge_parity(model) == [] and "another model" in lacking(model)
+    assert judge_parity(model) == [] and "a different model" in lacking(model)
 
 
 def _fields(step: ParityStep) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def test_runs_without_steps_and_numbers_have_no_tick() -> None:
 def test_other_check_lines_are_confirmed_by_what_is_equal() -> None:
     equal = compared([*ALIKE, shown("0.25", 4)], [*ALONE, shown("0.25", 4)])
     assert confirmed(equal) == {
-        "loss": "gradients of 4 steps are those of a single process",
+        "loss": "gradients of 4 steps equal those of a single process",
         "evaluation": "1 shown number equal to those of a single process",
     }
     assert confirmed(compared([*ALIKE, shown("0.50", 4)], [*ALONE, shown("0.25", 4)])) == {}
@@ -280,7 +280,7 @@ def test_what_is_saved_is_compared_by_names_shapes_and_values() -> None:
     for entry, said in (
         (saved({"bank": (8, 2), "head": (4,)}), "bank (different shapes)"),
         (saved({"head": (4,)}), "bank (missing)"),
-        (saved({"bank": (16, 2), "head": (4,)}, 2.0), "bank and head (other values)"),
+        (saved({"bank": (16, 2), "head": (4,)}, 2.0), "bank and head (different values)"),
     ):
         (found,) = judge_parity(compared([*ALIKE, entry], [*ALONE, whole], [*ALONE, whole]))
         assert said in found.message and found.location == SAVES and found.severity is Severity.WARNING

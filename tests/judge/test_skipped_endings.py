@@ -28,7 +28,7 @@ def test_a_batch_that_a_rank_skips(numbers: Sequence[int], batches: Sequence[int
     rank_1 = [*map(backward, numbers, batches), call("|", 16)]
     finding = only(judge(rank_0, rank_1))
     assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), Location("train.py", line))
-    assert words in finding.message and f"by the `continue` at train.py:{line}" in finding.message
+    assert words in finding.message and f"(`continue` at train.py:{line})" in finding.message
 
 
 def of_loader(batches: int, *, exhausted: bool) -> list[LoaderPass]:
@@ -57,7 +57,7 @@ def test_the_last_batch_that_a_rank_skips(forwards: int, line: int, words: str) 
     rank_0 = [backward(n, n) for n in (1, 2, 3)]
     finding = only(judge(rank_0, rank_1, passes={0: of_loader(3, exhausted=False)}))
     assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), Location("train.py", line))
-    assert f"Rank 1 skips {words}" in finding.message and "Join" not in finding.what_to_do
+    assert f"Rank 1 skipped {words}" in finding.message and "Join" not in finding.what_to_do
     assert "rank 1: 3 batches" in finding.evidence
 
 

@@ -621,7 +621,8 @@ def test_a_collective_that_a_finished_rank_has_skipped_ends_the_run_at_once() ->
     for how, error in side_by_side(skip_on_rank_1, ways).items():
         assert isinstance(error, HangError), how
         assert str(error).startswith(
-            "rank 0 waits in a collective, and rank 1 has finished without it, or joined it with a different shape: rank 0 "
+            "rank 0 waits in a collective, and rank 1 has finished without it, or joined it with a different shape: "
+            "rank 0 "
         )
         assert {one.kind for one in error.failures} == {"stuck"} and list(error.results) == [1]
 

@@ -293,7 +293,7 @@ def _decided_alone(facts: EndingFacts, stays: Position, leaves: Position, block:
         )
     )
     if block.kind == "try":
-        by_itself = f"the `{block.word}` at {block.head} may have caught an exception, and skips it"
+        by_itself = f"the `{block.word}` at {block.head} may have caught an exception that is not known, and skipped it"
         fix = (
             f"Have the `{block.word}` at {block.head} print the traceback and raise the exception again: torchrun then "
             f"ends all ranks. Or catch it at the raising line, so that this rank reaches {named(call)} nevertheless."

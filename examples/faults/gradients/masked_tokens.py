@@ -15,7 +15,7 @@ EXPECT = {
     "subjects": ["loss"],
     "ranks": [],
     "severity": "error",
-    "cause": "by a mask drawn at random",
+    "cause": "by a random mask",
 }
 MASK = 30
 

@@ -14,7 +14,7 @@ EXPECT = {
     "subjects": ["0.weight", "0.bias", "2.weight", "2.bias"],
     "ranks": [],
     "severity": "error",
-    "cause": "Passthrough, which is no DistributedDataParallel",
+    "cause": "Passthrough, not a DistributedDataParallel",
 }
 
 
