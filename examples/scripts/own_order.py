@@ -1,4 +1,4 @@
-"""The loader has no DistributedSampler, and each rank goes through all samples each in a different order.
+"""The loader has no DistributedSampler, and each rank goes through all samples in its own order.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/own_order.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/own_order.py [--fixed]
