@@ -184,7 +184,7 @@ def _story(
 ) -> list[Finding]:
     """What one rank did and the others did not; what the numbers of their collectives say is evidence of it."""
     at_end = ranks_at_end(ranks, ending, source)
-    numbers = [f"by the collectives of the ranks: {one.message}" for one in judged if one.code == "DDP403"][:1]
+    numbers = [one.message for one in judged if one.code == "DDP403"][:1]
     return [
         replace(story, evidence=(*filter(None, story.evidence), *numbers), tags=(*story.tags, *judged[0].tags))
         for story in judge_endings(at_end, _blocks(ranks, at_end, source))

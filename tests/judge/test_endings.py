@@ -277,7 +277,7 @@ def test_a_rank_that_has_left_the_loop_around_a_loader_of_which_another_begins_a
     goes_on = [*same, backward(3, line=loop + 2, at=loop + 2)]
     finding = only(judge(goes_on, [*same, call("|", loop + 3)], passes=both))
     assert (finding.code, finding.ranks, finding.location) == ("DDP405", (1,), Location("train.py", loop))
-    assert "the loop goes on while not told" in finding.evidence and "condition" in finding.fix
+    assert "the loop runs while not told" in finding.evidence and "condition" in finding.fix
 
 
 def test_a_rank_that_has_left_the_loop_by_its_break() -> None:
@@ -464,7 +464,7 @@ def test_a_rank_that_exits_is_the_cause_where_the_other_loses_it_in_what_is_in_n
     lost = RankAtEnd(0, (backward(1),), doing="raised RuntimeError", lines=("train.py:6",), ended=True)
     finding = only(judge(lost, gone))
     assert (finding.code, finding.ranks, finding.location) == ("DDP404", (1,), Location("train.py", 13))
-    assert "calls os._exit at train.py:13 while rank 0 goes on" in finding.message
+    assert "calls os._exit at train.py:13 while rank 0 continues" in finding.message
 
 
 def test_a_rank_that_has_ended_before_a_wrapper_that_another_one_constructs() -> None:

@@ -30,7 +30,7 @@ from tests.render.test_render import COUPLED, REPORT, UNUSED
 HANG = Finding(
     "DDP403",
     ("barrier",),
-    "Collective number 3 of the ranks does not match.",
+    "Collective number 3 differs between the ranks.",
     Severity.ERROR,
     location=Location("/home/me/my script.py", 9),
     evidence=("rank 0, collective number 3: barrier() at train.py:9", "rank 1, collective number 3: none"),

@@ -114,7 +114,7 @@ def test_where_operations_part_after_lines_the_lines_are_the_reason() -> None:
     assert finding.location == line("x")
     clean = logs_of("ABC", "ABC")
     clean[1][2] = reduce(clean[1][2])
-    assert "number 2 of the ranks does not match" in only(judge_partings(clean)).message
+    assert "number 2 differs between the ranks" in only(judge_partings(clean)).message
 
 
 def test_a_rank_at_work_may_still_come() -> None:
@@ -226,7 +226,7 @@ def test_other_operations_sizes_and_dtypes(tmp_path: Path, other: dict[str, Any]
     reduce = entry(2, "gloo:all_reduce")
     finding = only(report_on_hang(write(tmp_path, [entry(1), reduce], [entry(1), other])).findings)
     assert finding.message.startswith("Rank 0 comes to all_reduce") and words in finding.message
-    assert any("Collective number 1 of the ranks does not match" in one for one in finding.evidence)
+    assert any("Collective number 1 differs between the ranks" in one for one in finding.evidence)
 
 
 def test_what_differs_rightly_between_ranks(tmp_path: Path) -> None:

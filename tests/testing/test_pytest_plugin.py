@@ -330,7 +330,7 @@ def test_collectives_that_do_not_match_are_told_with_what_each_rank_called(inner
     done.assert_outcomes(failed=3)
     shape = "rank {0}, collective number 1: all_reduce(float32 of shape (5, {1})) at *test_*.py:4"
     shapes = "; ".join(shape.format(rank, 4 + rank) for rank in (0, 1)).replace("(", "[(]")
-    done.stdout.fnmatch_lines([f"DDP403: Collective number 1 of the ranks does not match: {shapes}; *"])
+    done.stdout.fnmatch_lines([f"DDP403: Collective number 1 differs between the ranks: {shapes}; *"])
     done.stdout.fnmatch_lines(["E *DDP403: *float64 of shape [(]4,)* *int32 of shape [(]4,)*"])
     assert "DDP403" not in done.stdout.str().partition("test_error_of_its_own _")[2].partition("short test")[0]
 

@@ -76,7 +76,7 @@ def judge_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     return finding_on_loader(
         "DDP505",
         one,
-        f"Each of the {one.workers} workers of the loader goes through the whole stream, so every sample is taken "
+        f"Each of the {one.workers} workers of the loader iterates over the whole stream, so every sample is taken "
         f"{one.workers} times{', and by every rank' if by_all else ''}.",
         severity=Severity.ERROR if by_all else Severity.WARNING,
         evidence=[f"of the {len(one.rows)} samples of the first pass, {len(set(one.rows))} differ by their contents"],

@@ -49,7 +49,7 @@ def judge_collectives(
         else:
             minority = tuple(there[index] for index in minority_ranks([_signature(call) for call in calls]))
             differing = calls[there.index(minority[0])]
-            message = f"Collective number {place} of the ranks does not match."
+            message = f"Collective number {place} differs between the ranks."
         findings += one_finding(
             "DDP403",
             sorted({call.operation for call in calls}),
@@ -133,14 +133,14 @@ def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
             one_finding(
                 "DDP407",
                 (call.operation,),
-                f"{format_ranks(ranks).capitalize()} {plural_verb('puts', 'put', ranks)} what goes into "
-                f"{call.operation}{f' at {call.location}' if call.location else ''} together in another order than the "
+                f"{format_ranks(ranks).capitalize()} {plural_verb('packs', 'pack', ranks)} the elements for "
+                f"{call.operation}{f' at {call.location}' if call.location else ''} in a different order from the "
                 "rest.",
                 ranks=ranks,
                 location=Location.parse(call.location),
                 evidence=(
                     "given the same samples and random numbers, every rank sends the same "
-                    f"{len(usual)} numbers, and {format_ranks(ranks)} in another order",
+                    f"{len(usual)} numbers, but {format_ranks(ranks)} in a different order",
                     f"element {place}: {usual[place]:.6g}; on {format_ranks(ranks[:1])}: {here[place]:.6g}, "
                     f"which is element {usual.index(here[place])} elsewhere",
                 ),

@@ -191,11 +191,11 @@ def _left(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> l
         "DDP405",
         (named(stays.call),),
         f"{format_ranks(gone).capitalize()} left the loop at {loop.head}{how}{after}{and_told(facts, gone)}; "
-        f"{format_ranks(others)} {plural_verb('goes', 'go', others)} on in it{and_told(facts, others)}.",
+        f"{format_ranks(others)} {plural_verb('continues', 'continue', others)} it{and_told(facts, others)}.",
         ranks=gone if len(gone) <= len(others) else others,
         location=where or Location(loop.path, loop.line),
         evidence=[
-            f"the loop goes {'on while' if loop.word == 'while' else 'over'} {loop.over}" if loop.over else "",
+            f"the loop {'runs while' if loop.word == 'while' else 'iterates over'} {loop.over}" if loop.over else "",
             *ways,
             *calls_there(left, stays),
         ],

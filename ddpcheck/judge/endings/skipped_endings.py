@@ -101,7 +101,7 @@ def _dropped(facts: EndingFacts, ahead: Sequence[int], at: Mapping[int, Backward
         "DDP405",
         (first.dataset or "batches",),
         f"{format_ranks(gone).capitalize()} left the loop at {first.location}{how} in batch {first.batches}, and "
-        f"{format_ranks(others)} {plural_verb('goes', 'go', others)} on in it: {told(facts, list(gone))}, "
+        f"{format_ranks(others)} {plural_verb('continues', 'continue', others)} it: {told(facts, list(gone))}, "
         f"{told(facts, others)}.",
         ranks=list(gone),
         location=where or first.location,

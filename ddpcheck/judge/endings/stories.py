@@ -183,7 +183,7 @@ def _of_exit(facts: EndingFacts, left: Position, stays: Position, where: str) ->
         "DDP404",
         ("exit",),
         f"{format_ranks(gone).capitalize()} {plural_verb(*verbs, gone)} {called} while "
-        f"{format_ranks(others)} {plural_verb('goes', 'go', others)} on: {told(facts, others)}.",
+        f"{format_ranks(others)} {plural_verb('continues', 'continue', others)}: {told(facts, others)}.",
         ranks=gone if len(gone) < len(facts.ranks) else (),
         location=Location.parse(where),
         evidence=calls_there(left, stays)

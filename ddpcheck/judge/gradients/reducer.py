@@ -293,9 +293,9 @@ def explain_by_wrap_hooks(facts: ReducerFacts) -> list[Finding]:
     names = list(facts.mismatched)
     return facts.mismatch(
         "DDP310",
-        f"{capitalized(hooks[0].description)}, registered while wrapping, changes gradients: those that the wrapper "
-        f"left in .grad of {counted(len(names), 'parameter')} is not the average of the ranks' own.",
-        *(f"in the way of gradients: {hook}" for hook in hooks[:3]),
+        f"{capitalized(hooks[0].description)}, registered while wrapping, changes gradients: under the wrapper, those "
+        f"of {counted(len(names), 'parameter')} are not the average of the ranks' own.",
+        *(f"on the path of gradients: {hook}" for hook in hooks[:3]),
         location=hooks[0].location or known.names.location(names),
     )
 
@@ -348,8 +348,8 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
         )
     return facts.mismatch(
         "DDP302",
-        f"What {'fully_shard' if sharded else 'the wrapper'} left in .grad of "
-        f"{counted(len(facts.mismatched), 'parameter')} is not the average of the ranks' own gradients.",
+        f"Under {'fully_shard' if sharded else 'the wrapper'}, the gradients of "
+        f"{counted(len(facts.mismatched), 'parameter')} are not the average of the ranks' own gradients.",
         fix="" if sharded or facts.known.wrapper.is_ddp else _AVERAGE_ALL,
     )
 

@@ -75,7 +75,7 @@ def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
         "a loss twice as large does not give gradients twice as large: backward is not linear"
         if nonlinear
         else "the losses are those of the same shards without a process group; only the gradients are not",
-        *(f"in the way of gradients: {hook}" for hook in known.hooks[:3]),
+        *(f"on the path of gradients: {hook}" for hook in known.hooks[:3]),
         subjects=subjects,
         location=where or known.names.location(names),
     )

@@ -77,7 +77,7 @@ class _Unequal:
             _MESSAGES[self.code],
             steps=(first,),
             evidence=(
-                f"targets (tokens, say) by micro-batch: {'; '.join(numbers)}",
+                f"targets (such as tokens) by micro-batch: {'; '.join(numbers)}",
                 f"a target counts up to {self.factor:.3g} times as much as another",
             ),
             fix=_FIX,

@@ -169,10 +169,10 @@ def _judge_unreduced(ledgers: _Ledgers) -> list[Finding]:
     return one_finding(
         "DDP502",
         ("no_sync",),
-        f"{several} after the reduction of the step: what the last {kind} added was never averaged, and every rank "
-        "steps on its own gradients."
+        f"{several} after the reduction of the step: the gradients of the last {kind} were never averaged, and every "
+        "rank steps on its own."
         if len(unreduced) < len(of_step)
-        else "No gradient of the step is averaged: DDP was not to synchronise after any of its forward passes.",
+        else "No gradient of the step is averaged: every forward pass of it ran with synchronisation off.",
         ranks=_ranks(found, ledgers),
         location=Location.parse(set_at or called or step.location or unreduced[-1].backward.location),
         evidence=[

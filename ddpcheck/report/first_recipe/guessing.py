@@ -103,7 +103,7 @@ def guess_inputs(model: nn.Module) -> Guess:
     names = _arguments(model)
     taken = [of(module) for module in model.modules() for kind, of in _OF_LAYERS.items() if isinstance(module, kind)]
     layers = [samples for samples in map(tuple, taken) if samples]
-    tried, first = 0, "no layer tells what goes in"
+    tried, first = 0, "no layer determines the shape of its input"
     for samples in itertools.islice(_combinations(model, names, layers), MOST_TRIES):
         inputs = tuple(Input(name, *sample) for name, sample in zip(names, samples, strict=True))
         tried += 1

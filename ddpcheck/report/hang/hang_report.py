@@ -121,7 +121,7 @@ def _judge_group(
         for rank in members
     ]
     lines = {line for rank in ranks for call in rank.calls for line in lines_of(call)}
-    numbers = [f"by the collectives of the ranks: {finding.message}" for finding in found]
+    numbers = [finding.message for finding in found]
     stories = judge_endings(ranks, blocks_of_lines(lines))
     stories = [replace(story, evidence=(*story.evidence, *numbers), tags=found[0].tags) for story in stories]
     if not stories and all(graph.open_calls.get(rank) for rank in set(group.members).difference(coming)):
