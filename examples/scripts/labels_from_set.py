@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-EXPECT = {"code": "DDP516", "subjects": ["numbers"], "cause": "gives them other values"}
+EXPECT = {"code": "DDP516", "subjects": ["numbers"], "cause": "with different values"}
 FIXED = "--fixed" in sys.argv
 
 

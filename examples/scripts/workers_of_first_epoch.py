@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
-EXPECT = {"code": "DDP506", "subjects": ["Samples"], "cause": "keep the copy", "line": "DataLoader("}
+EXPECT = {"code": "DDP506", "subjects": ["Samples"], "cause": "keep their first copy", "line": "DataLoader("}
 FIXED = "--fixed" in sys.argv
 
 

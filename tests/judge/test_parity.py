@@ -316,7 +316,7 @@ def test_the_factor_of_a_gather_whose_function_hands_back_the_own_part() -> None
     world = {"against_shards": Fit(0.8, 0.3), "terms_residual": 1e-9, "terms": (RIGHT, replace(RIGHT, ratio=0.5))}
     finding = only(judge_single(off("a"), known=with_local(calls=(gather,)), **world))
     assert finding.code == "DDP303" and finding.location == Location("model.py", 5)
-    assert "hands back the rank's own part" in finding.message
+    assert "returns the rank's own part" in finding.message
 
 
 def test_what_is_wrong_beside_batch_statistics_is_told_beside_them() -> None:

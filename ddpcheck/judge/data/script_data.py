@@ -176,9 +176,9 @@ def judge_later_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
     return script_rows.finding_on_loader(
         "DDP505",
         first,
-        f"In the first epoch the ranks take parts of the dataset; in the next one they share {shared[0]} of the "
-        f"{size} samples that each takes, and {first.size - len(second)} of {first.size} are on no "
-        "rank: the order is not made from the same numbers on every rank.",
+        f"In the first epoch the ranks take disjoint parts of the dataset; in the next one they share {shared[0]} of "
+        f"the {size} samples that each takes, and {first.size - len(second)} of {first.size} are on no rank: the order "
+        "is not drawn from the same random numbers on every rank.",
         severity=Severity.WARNING,
         evidence=[
             *(f"rank {rank} begins it with samples {_first(one.indices)}" for rank, one in enumerate(epochs[1][:3])),

@@ -105,7 +105,7 @@ def judge_step_draws(
     return one_finding(
         "DDP510",
         ("training step",),
-        "The training step draws random numbers for its samples, and every rank draws the same ones for other "
+        "The training step draws random numbers for its samples, and every rank draws the same ones for different "
         f"samples, in {counted(len({other.step for other in repeated}), 'step')} that were looked at.",
         location=one.seeded or one.location or given[0][0][0].location,
         evidence=[
@@ -139,7 +139,7 @@ def judge_added_noise(draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequ
         return one_finding(
             "DDP510",
             ("training step",),
-            "The training step adds random numbers to its samples, and every rank adds the same ones to other "
+            "The training step adds random numbers to its samples, and every rank adds the same ones to different "
             f"samples, in {counted(len(known), 'step')} that were looked at.",
             location=line,
             evidence=[

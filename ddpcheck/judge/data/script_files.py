@@ -37,7 +37,7 @@ def judge_files(uses: Sequence[Sequence[FileUsed]], empty: Collection[str] = ())
             found[line] = one_finding(
                 "DDP512",
                 (name,),
-                f"{format_ranks(ranks).capitalize()} write {name} at the same time: no collective keeps them apart.",
+                f"{format_ranks(ranks).capitalize()} write {name} at the same time: no collective separates them.",
                 ranks=() if len(ranks) == len(uses) else ranks,
                 location=use.location,
                 evidence=[f"the file is {use.path}"],

@@ -146,8 +146,8 @@ def judge_stale_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
     return finding_on_loader(
         "DDP506",
         one,
-        f"The program changes {join_names(sorted(changed))} of the dataset from epoch to epoch, and the workers of the "
-        "loader keep the copy that they were started with: every epoch has the samples of the first.",
+        f"The program changes {join_names(sorted(changed))} of the dataset from epoch to epoch, but the persistent "
+        "workers of the loader keep their first copy: every epoch has the samples of the first.",
         line=one.stay_at,
         evidence=["persistent_workers=True: workers are started once, and the dataset is copied to them then"],
         fix="Set persistent_workers=False, or keep the epoch in shared memory: a tensor after share_memory_().",
@@ -258,7 +258,7 @@ def judge_labels(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     return finding_on_loader(
         "DDP516",
         one,
-        f"The same samples have other labels on other ranks: {len(apart)} of {len(common)} that were compared.",
+        f"The same samples have different labels on different ranks: {len(apart)} of {len(common)} that were compared.",
         line=one.split,
         evidence=["each label of one rank corresponds to one different label of the other"],
     )
@@ -286,8 +286,8 @@ def judge_other_values(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
             return finding_on_loader(
                 "DDP516",
                 first[0],
-                f"The same samples have other values on other ranks, the same ones in every epoch: {len(apart)} of "
-                f"{len(common)} that ranks {other} and {number} have both taken.",
+                "The same samples have different values on different ranks, the same ones in every epoch: "
+                f"{len(apart)} of {len(common)} that ranks {other} and {number} have both taken.",
                 severity=Severity.WARNING,
                 evidence=[f"on all ranks {same}", "no random numbers are drawn for them"],
                 tags=(OTHER_VALUES,),

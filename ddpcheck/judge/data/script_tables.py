@@ -34,7 +34,7 @@ def judge_tables(
         names,
         f"{names[0].removesuffix(OF_A_LIST)} has the same {len(values[0])} texts on every rank, in a different order."
         if names[0].endswith(OF_A_LIST)
-        else f"{names[0]} has the same {len(values[0])} keys on every rank, and gives them other values.",
+        else f"{names[0]} has the same {len(values[0])} keys on every rank, with different values.",
         ranks=minority_ranks(spelled) if len(values) > 2 else (),
         location=by_name[0][names[0]].location,
         evidence=[f"{key}: {value}" for value in group_by_value([of_rank[key] for of_rank in values])],

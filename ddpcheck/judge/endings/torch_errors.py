@@ -82,7 +82,7 @@ def _marked_twice(facts: RaisedFacts, text: str) -> list[Finding]:
     return facts.one_finding(
         "DDP406",
         named or ("backward",),
-        f"DDP took a gradient to be complete, and it came again in the same backward pass{how}.",
+        f"A gradient that DDP had marked ready arrived again in the same backward pass{how}.",
         location=where,
         fix=fix,
     )
@@ -131,7 +131,7 @@ def _graph_changed(facts: RaisedFacts, _text: str) -> list[Finding]:
     return facts.one_finding(
         "DDP513",
         ("backward",),
-        "The graph is not the one that DDP recorded in the first step, and static_graph=True says that it stays so.",
+        "The graph differs from the one that DDP recorded in the first step, which static_graph=True does not allow.",
     )
 
 
@@ -140,7 +140,8 @@ def _undefined(facts: RaisedFacts, _text: str) -> list[Finding]:
     return one_finding(
         "DDP509",
         ("backward",),
-        "A second backward pass of an earlier step has brought gradients after its reduction, and DDP waits for them.",
+        "A second backward pass of an earlier step delivered gradients after the reduction of that step, and DDP waits "
+        "for them.",
         ranks=unless_all(facts.ranks, len(facts.logs)),
         location=Location.parse(facts.first.location),
         evidence=[facts.first.message],
@@ -276,8 +277,8 @@ def _mixed_norms(facts: RaisedFacts) -> list[Finding]:
     return facts.one_finding(
         "DDP521",
         shards or ("gradients",),
-        f"One norm is taken of gradients that are split over the ranks{split}, which are DTensors, and of gradients "
-        f"that each rank has whole{others}, which are plain tensors.",
+        f"One norm is computed over gradients that are split over the ranks{split}, which are DTensors, and over whole "
+        f"gradients{others}, which are plain tensors.",
         fix="Take the norm of each kind by get_total_norm, that of the DTensors with .full_tensor(); put the two "
         "together (the root of the sum of their squares), and give that to clip_grads_with_norm_ for each kind.",
     )

@@ -26,7 +26,7 @@ def judge_summed_again(steps: Sequence[Sequence[OptimizerStep]], world_size: int
     return one_finding(
         "DDP303",
         ("all_reduce",),
-        f"DDP has averaged the gradients, and an all_reduce sums them over the ranks once more: they are {world_size} "
+        f"DDP has averaged the gradients, and an all_reduce sums them over the ranks again: they are {world_size} "
         "times those of the mean.",
         location=first.summed_at,
         evidence=[

@@ -329,8 +329,8 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
     if facts.known.own_hook:
         return facts.mismatch(
             "DDP302",
-            f"The communication hook {hook} leaves something else in .grad than the average of the ranks' own "
-            "gradients, the same on every rank.",
+            f"The communication hook {hook} leaves gradients that are the same on every rank, but not the average of "
+            "the ranks' own.",
             subjects=(hook,),
             location=None,
             severity=Severity.NOTE,
@@ -341,8 +341,8 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
     if facts.known.models and not facts.known.wrapper.comm_hook:
         return facts.mismatch(
             "DDP302",
-            "The model that is split over ranks leaves other gradients of "
-            f"{counted(len(facts.mismatched), 'parameter')} than the model that is not, averaged over the ranks.",
+            f"With the model split over ranks, the gradients of {counted(len(facts.mismatched), 'parameter')} differ "
+            "from those of the unsplit model, averaged over the ranks.",
             fix="Compare the plan of parallelize_module with forward: its layouts define which inputs and outputs of a "
             "layer are replicated, and which are sharded.",
         )
@@ -400,8 +400,8 @@ def judge_compiled(evidence: Sequence[CompiledStep], known: JudgeContext) -> lis
             return known.names.one_finding(
                 "DDP302",
                 list(wrong),
-                f"Under torch.compile the wrapper leaves other gradients for {len(wrong)} of {count} parameters, in "
-                f"step {step}, than the average of the ranks' own, which it leaves without torch.compile.",
+                f"Under torch.compile the gradients of {len(wrong)} of {count} parameters, in step {step}, are not the "
+                "average of the ranks' own; without torch.compile they are.",
                 steps=(step,),
                 evidence=[*map(str, sorted(wrong.values(), key=lambda item: -item.error)[:3])],
             )

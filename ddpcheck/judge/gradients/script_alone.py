@@ -269,8 +269,8 @@ def _averaged_late(names: Sequence[str], steps: Sequence[Steps], late: Location)
     return one_finding(
         "DDP501",
         names,
-        f"The gradients of {join_names(names)} are all_reduced after the optimizer's step that uses them: every rank "
-        "steps by its own.",
+        f"The gradients of {join_names(names)} are all_reduced only after the optimizer's step that uses them: every "
+        "rank steps with its own.",
         location=late,
         evidence=[_PARTED],
         related={"optimizer steps": steps[0][0].location},
@@ -309,8 +309,8 @@ def judge_taken(taken: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:
     return one_finding(
         "DDP501",
         ("torch.autograd.grad",),
-        "Gradients of the wrapped module are taken with torch.autograd.grad, and DDP averages those of backward() "
-        f"only: every rank moves {join_names(apart)} by its own.",
+        "Gradients of the wrapped module are computed with torch.autograd.grad, and DDP averages those of backward() "
+        f"only: every rank updates {join_names(apart)} by its own.",
         location=first.location,
         evidence=[
             "the values were the same on all ranks when the first gradients were taken, and are not any more",
@@ -331,8 +331,8 @@ def judge_reduced_alike(steps: Sequence[Steps], line: Location | None = None) ->
     return one_finding(
         "DDP505",
         ("gradients",),
-        "Every rank has the same gradients already before they are averaged: the ranks compute on the same samples, "
-        "with the same random numbers; so together they do the work of one.",
+        "Every rank has the same gradients even before they are averaged: the ranks use the same samples and the same "
+        "random numbers, so together they do the work of one.",
         location=line or known[0][0].location,
         evidence=[f"their bits are equal on all ranks in all {len(known)} steps that were compared"],
     )

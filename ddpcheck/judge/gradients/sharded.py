@@ -68,8 +68,8 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
     return facts.known.names.one_finding(
         "DDP306",
         names,
-        f"The optimizer's step {step} on shards leaves other values in {counted(len(names), 'parameter')} than the "
-        "same step on the whole parameters and gradients: each rank updates its shard without the others.",
+        f"The optimizer's step {step} on shards changes {counted(len(names), 'parameter')} differently from the same "
+        "step on the whole parameters and gradients: each rank updates its shard without the others.",
         location=updated_at or facts.known.names.location(names),
         steps=unless_all(sorted({step for step, _ in wrong}), facts.step_count),
         evidence=["errors are in proportion to the update of the whole", *map(str, worst_first(by_name.values())[:3])],

@@ -271,8 +271,8 @@ def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
     if gathers and all(_is_one_over_world(facts, term.ratio) for term in off):
         return facts.one_finding(
             "DDP303",
-            f"{capitalized(factor)}: the function that calls {gathers[0]} hands back the rank's own part of the "
-            f"gradient and not the sum of all, or the term is divided by the world size, and {averages}.",
+            f"{capitalized(factor)}: the function that calls {gathers[0]} returns the rank's own part of the gradient "
+            f"instead of the sum over ranks, or the term is divided by the world size, and {averages}.",
             *others,
             location=Location.parse(gathers[0].location) or off[0].location,
             fix="Add up the gradients of all ranks in the backward of that function, as "
@@ -360,7 +360,7 @@ def judge_repeat(differences: Mapping[int, Sequence[Difference]], step: int) -> 
     return one_finding(
         "DDP308",
         ("loss",),
-        f"The same step run twice on {format_ranks(ranks)} gave other gradients, so comparisons mean nothing.",
+        f"The same step run twice on {format_ranks(ranks)} gave different gradients, so comparisons mean nothing.",
         ranks=unless_all(ranks, len(differences)),
         steps=(step,),
         evidence=[str(worst), "the generators of torch, numpy and random had the same seed both times"],

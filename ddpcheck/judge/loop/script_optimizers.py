@@ -60,7 +60,7 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
                 one_finding(
                     "DDP507",
                     names,
-                    f"The learning rate was the same on every rank, and is not any more in step {first.count} of the "
+                    f"The learning rate was the same on every rank until it differs in step {first.count} of the "
                     "optimizer.",
                     ranks=finding.ranks,
                 )[0],
@@ -213,7 +213,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             "DDP306",
             keys,
             f"The optimizer's {join_names(keys)} {plural_verb('differs', 'differ', keys)} between ranks in its step "
-            f"{of_ranks[0].count}, so that equal gradients move the parameters apart.",
+            f"{of_ranks[0].count}, so equal gradients make the parameters diverge.",
             ranks=tuple(restored) or ranks,
             steps=(of_ranks[0].count,),
             location=next(iter(restored.values()), (reordered and of_ranks[0].made) or of_ranks[0].location),
@@ -339,8 +339,8 @@ def judge_zeroed(zeroed: Sequence[GradientsZeroed]) -> list[Finding]:
         for finding in one_finding(
             "DDP517",
             ("zero_grad",),
-            f"zero_grad throws away gradients that no step has used: it is called {one.times} times before each "
-            "optimizer step.",
+            f"zero_grad discards gradients that no step has used: it is called {one.times} times before each optimizer "
+            "step.",
             location=one.location,
             evidence=["each time the gradients were not zero"],
         )

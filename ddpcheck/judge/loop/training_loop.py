@@ -29,8 +29,8 @@ def judge_values_changed(start: Sequence[Mapping[str, int]], now: Sequence[Mappi
     return one_finding(
         "DDP515",
         names,
-        f"The values of {join_names(names)} were changed on {format_ranks(changed)} after the wrapper had "
-        "synchronised them; nothing brings the ranks together again.",
+        f"The values of {join_names(names)} were changed on {format_ranks(changed)} after the wrapper had synchronised "
+        "them; nothing makes the ranks equal again.",
         ranks=unless_all(changed, len(now)),
     )
 
@@ -130,7 +130,7 @@ def _judge_discarded(ledgers: _Ledgers) -> list[Finding]:
     return one_finding(
         "DDP517",
         ("zero_grad",),
-        f"zero_grad throws away the gradients of {join_names(first.ended_by.discarded)} before any step has used them.",
+        f"zero_grad discards the gradients of {join_names(first.ended_by.discarded)} before any step has used them.",
         ranks=_ranks(found, ledgers),
         steps=_steps(found, ledgers),
         location=Location.parse(first.ended_by.location),

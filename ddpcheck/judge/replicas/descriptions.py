@@ -386,8 +386,8 @@ def judge_programs(facts: SingleProcessFacts) -> list[Finding]:
     rank = ranks[0]
     return facts.one_finding(
         "DDP516",
-        f"On {format_ranks(ranks)} the model or the loss computes something else from the same samples than a "
-        "single process does, and than the other ranks do from theirs.",
+        f"On {format_ranks(ranks)} the model or the loss gives a different result from that of a single process on the "
+        "same samples; on the other ranks it does not.",
         f"the loss on the shard of rank {rank} is {losses[rank]:.4g} there, and {alone[rank]:.4g} without it",
         ranks=ranks,
         severity=Severity.WARNING if facts.known.wrapper.find_unused_parameters else None,

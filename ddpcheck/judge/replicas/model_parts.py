@@ -45,8 +45,8 @@ def judge_unheld_parts(steps: Sequence[PartSteps], ranks: Sequence[int], split: 
                 "DDP504",
                 first.unheld,
                 f"The optimizer holds none of the {counted(len(first.unheld), 'parameter')} that "
-                f"{plural_verb('is', 'are', first.unheld)} split over {format_ranks(ranks)}: it has those of before, "
-                "which are in no module any more.",
+                f"{plural_verb('is', 'are', first.unheld)} split over {format_ranks(ranks)}: it has the previous ones, "
+                "which are no longer in a module.",
                 location=first.made or first.location,
                 related={"model split": split.location, "optimizer steps": first.location},
                 fix="Call parallelize_module before the optimizer is constructed.",
@@ -62,7 +62,7 @@ def judge_values(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelS
     return one_finding(
         "DDP208",
         names,
-        f"{join_names(names)} {plural_verb('begins', 'begin', names)} with other values on {format_ranks(ranks)}, "
+        f"{join_names(names)} {plural_verb('begins', 'begin', names)} with different values on {format_ranks(ranks)}, "
         "which compute one model together (tensor parallelism): nothing makes replicated parameters the same.",
         ranks=ranks,
         location=split.location,
@@ -197,8 +197,8 @@ def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[S
     return one_finding(
         "DDP306",
         ("gradients",),
-        f"Gradients are clipped by a norm that counts each parameter which is not split {size} times, once for each "
-        "rank of tensor parallelism: it is not that of the model.",
+        f"Gradients are clipped by a norm that counts each replicated parameter {size} times, once for each rank of "
+        "tensor parallelism: it is not that of the model.",
         location=first.norm_at or first.location,
         evidence=[
             f"in {len(clipped)} steps that norm is {limit:.6g}, and that of the gradients from {min(told):.6g} to "

@@ -260,8 +260,8 @@ def judge_new_state(facts: ReplicaFacts) -> list[Finding]:
     return one_finding(
         "DDP216",
         names,
-        f"{join_names(names)} is made in the forward pass, on each rank with other values, and kept without being "
-        "registered; DDP never synchronises it.",
+        f"{join_names(names)} is made in the forward pass, with different values on each rank, and kept without "
+        "being registered; DDP never synchronises it.",
         evidence=["it stays the same from step to step, and the gradients are not those of the global batch"],
         severity=Severity.ERROR,
     )
@@ -275,7 +275,7 @@ def judge_unregistered_state(facts: ReplicaFacts) -> list[Finding]:
     return one_finding(
         "DDP216",
         names,
-        f"{join_names(names)} is held by the model without being registered and drifts apart between ranks; "
-        "DDP never synchronises it.",
+        f"{join_names(names)} is held by the model without being registered and diverges between ranks; DDP never "
+        "synchronises it.",
         location=facts.known.names.location(names),
     )

@@ -119,7 +119,7 @@ def judge_written_alone(changes: Changes, kept: Sequence[Mapping[str, int]]) -> 
         "DDP515",
         alone,
         f"{join_names(alone)} {plural_verb('is', 'are', alone)} written after fully_shard on {format_ranks(on)} only, "
-        "which has its own part of the whole: the other parts are those of before.",
+        "which has only its own shard: the other shards keep their previous values.",
         ranks=on,
         location=first.location,
         evidence=[f"{first.how} writes the shards there, before the first forward pass"],
@@ -147,8 +147,8 @@ def _stepped_in_backward(finding: Finding, step: ModuleChanged) -> Finding:
     return make_finding(
         "DDP310",
         finding.subjects,
-        f"A hook calls {step.how} while backward runs, before DDP has averaged the gradients: every rank steps by its "
-        "own.",
+        f"A hook calls {step.how} while backward runs, before DDP has averaged the gradients: every rank steps with "
+        "its own.",
         steps=finding.steps,
         location=step.location,
         related={"noticed": finding.location},

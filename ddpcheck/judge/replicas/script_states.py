@@ -200,8 +200,8 @@ def _finding_of_statistics(uses: Mapping[int, StateUsed], apart: float) -> list[
     return one_finding(
         "DDP214",
         (one.name,),
-        f"{one.name} is evaluated with other running statistics of BatchNorm on each rank: every rank has estimated "
-        "them again from its own part of the data, and the parameters are the same.",
+        f"{one.name} is evaluated with different running statistics of BatchNorm on each rank: every rank has "
+        "recomputed them from its own part of the data, while the parameters are the same.",
         location=one.estimated_at or one.location,
         evidence=[
             f"running means are up to {apart:.2g} standard deviations apart",
@@ -232,8 +232,8 @@ def _finding_of_use(
     return one_finding(
         "DDP306",
         (one.name,),
-        f"{one.name} is evaluated with other weights on each rank: "
-        + ("what was loaded into it" if one.loaded else "what was kept of the weights")
+        f"{one.name} is evaluated with different weights on each rank: "
+        + ("the state loaded into it" if one.loaded else "the copy of the weights")
         + " is not the same on every rank.",
         ranks=on,
         location=where,
@@ -287,7 +287,7 @@ def _finding(looks: Sequence[Sequence[StateHeld]], first: int, written: _Written
         return one_finding(
             "DDP306",
             (one.name,),
-            f"{one.name}, a copy of parameters of a wrapped module or made as that is, is not the same on every rank.",
+            f"{one.name}, a copy of a wrapped module's parameters or created like it, is not the same on every rank.",
             ranks=on or ranks,
             steps=(one.count,),
             location=where or one.location,
