@@ -1,4 +1,4 @@
-"""Rank 0 saves with a barrier of its own, and pairs it up with the last barrier of the others.
+"""Rank 0 saves with an extra barrier, which pairs up with the last barrier of the others.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/barrier_on_rank_0.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/barrier_on_rank_0.py [--fixed]

@@ -1,4 +1,4 @@
-"""A rank clamps weights by a test of its own samples: from then on the replicas are apart.
+"""A rank clamps weights after a test on only its samples: from then on the replicas differ.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/clamped_on_one_rank.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/clamped_on_one_rank.py [--fixed]

@@ -1,4 +1,4 @@
-"""Each micro-batch is clipped for itself, before the gradients of the step are averaged.
+"""Each micro-batch is clipped separately, before the gradients of the step are averaged.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/clips_each_micro_batch.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/clips_each_micro_batch.py [--fixed]

@@ -1,4 +1,4 @@
-"""Each rank keeps the records of its own part, as copies, and a DistributedSampler takes a part of these.
+"""Each rank keeps copies of its part of the records, and a DistributedSampler splits these again.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/copies_split_again.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/copies_split_again.py [--fixed]

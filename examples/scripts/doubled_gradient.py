@@ -1,4 +1,4 @@
-"""A hook multiplies what DDP has averaged: a leftover of gradients that were divided by hand.
+"""A hook multiplies gradients that DDP has averaged: a leftover of gradients that were divided by hand.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/doubled_gradient.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/doubled_gradient.py [--fixed]

@@ -1,4 +1,4 @@
-"""Each rank has an expert of its own, and clips by the norm of its gradients: those of all ranks are scaled apart.
+"""Each rank has a rank-local expert, and clips by the norm of its gradients: the ranks scale gradients differently.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/experts_clipped_apart.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/experts_clipped_apart.py [--fixed]

@@ -1,4 +1,4 @@
-"""The criterion has weights of its own, which the optimizer trains and no wrapper averages.
+"""The criterion has weights that the optimizer trains and no wrapper averages.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/head_outside.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/head_outside.py [--fixed]

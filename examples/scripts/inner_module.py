@@ -1,4 +1,4 @@
-"""The loop calls the module inside of the wrapper: nothing is averaged, and nobody says so.
+"""The loop calls the module inside of the wrapper: nothing is averaged, and nothing is raised.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/inner_module.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/inner_module.py [--fixed]

@@ -1,4 +1,4 @@
-"""A parameter is added after wrapping: it trains on each rank by itself.
+"""A parameter is added after wrapping: each rank trains it separately.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/late_parameter.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/late_parameter.py [--fixed]

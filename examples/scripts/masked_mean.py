@@ -1,4 +1,4 @@
-"""Each rank divides its loss by the number of its own samples that count, and the numbers differ.
+"""Each rank divides its loss by the number of its samples that count, and the numbers differ.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/masked_mean.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/masked_mean.py [--fixed]

@@ -1,4 +1,4 @@
-"""The losses of four micro-batches are added up, and nobody divides them by four.
+"""The losses of four micro-batches are added up, and not divided by four.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/micro_batches_not_divided.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/micro_batches_not_divided.py [--fixed]

@@ -1,4 +1,4 @@
-"""The loader has no DistributedSampler, and shuffles alike on every rank: all train on the same samples.
+"""The loader has no DistributedSampler, and shuffles in the same way on every rank: all train on the same samples.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/no_sampler.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/no_sampler.py [--fixed]

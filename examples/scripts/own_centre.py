@@ -1,4 +1,4 @@
-"""The criterion keeps a running centre of what the model gives, each rank of its own samples.
+"""The criterion keeps a running centre of the outputs of the model, on each rank of only its samples.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/own_centre.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/own_centre.py [--fixed]

@@ -1,4 +1,4 @@
-"""The inputs are normalised by a running mean and variance, which each rank keeps of its own samples.
+"""The inputs are normalised by a running mean and variance of only the samples of the rank.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/own_normaliser.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/own_normaliser.py [--fixed]

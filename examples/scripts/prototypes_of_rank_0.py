@@ -1,4 +1,4 @@
-"""Each rank averages the features of its own samples by class, and rank 0 saves its averages as those of all samples.
+"""Each rank averages the features of its samples by class, and rank 0 saves its averages as those of all samples.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/prototypes_of_rank_0.py
 ddpcheck run --check-parity --standalone --nproc-per-node 2 examples/scripts/prototypes_of_rank_0.py [--fixed]

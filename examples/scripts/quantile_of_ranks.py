@@ -1,4 +1,4 @@
-"""A quantile of the errors of each rank is averaged over the ranks, which is no quantile of all errors.
+"""A quantile of the errors of each rank is averaged over the ranks, which is not the quantile of all errors.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/quantile_of_ranks.py
 ddpcheck run --check-parity --standalone --nproc-per-node 2 examples/scripts/quantile_of_ranks.py [--fixed]

@@ -1,4 +1,4 @@
-"""Rank 1 initialises its head anew in the middle: from then on it trains another model.
+"""Rank 1 re-initialises its head in the middle: from then on it trains a different model.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/reset_on_one_rank.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/reset_on_one_rank.py [--fixed]

@@ -1,4 +1,4 @@
-"""Every rank seeds alike, so that the noise of its samples is the same as that of the others'.
+"""Every rank uses the same seed, so the noise of its samples is the same as that of the others'.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/same_augmentation.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/same_augmentation.py [--fixed]

@@ -1,4 +1,4 @@
-"""Every rank seeds alike, so that the workers of its loader draw the same noise as those of the others.
+"""Every rank uses the same seed, so the workers of its loader draw the same noise as those of the others.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/same_augmentation_in_workers.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/same_augmentation_in_workers.py [--fixed]

@@ -1,4 +1,4 @@
-"""Every rank seeds alike, and the training step draws noise and noise levels: the same on every rank.
+"""Every rank uses the same seed, and the training step draws noise and noise levels: the same on every rank.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/same_noise.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/same_noise.py [--fixed]

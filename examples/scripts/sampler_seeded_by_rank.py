@@ -1,4 +1,4 @@
-"""Each rank's sampler has a seed of its own: it takes its part of an order that no other rank has.
+"""Each rank's sampler has a different seed: it takes its part of an order that no other rank has.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/sampler_seeded_by_rank.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/sampler_seeded_by_rank.py [--fixed]

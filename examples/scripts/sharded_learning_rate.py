@@ -1,4 +1,4 @@
-"""A rank steps with another learning rate: its shards move by other steps than those of the others.
+"""A rank steps with a different learning rate: its shards make other updates from those of the others.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/sharded_learning_rate.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/sharded_learning_rate.py [--fixed]

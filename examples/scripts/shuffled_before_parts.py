@@ -1,4 +1,4 @@
-"""Each rank shuffles the list of all samples in an order of its own, and takes its part of that.
+"""Each rank shuffles the list of all samples in a different order, and takes its part of that.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/shuffled_before_parts.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/shuffled_before_parts.py [--fixed]

@@ -1,4 +1,4 @@
-"""The split into training and validation is drawn anew on each rank, from a seed of its own.
+"""The split into training and validation is drawn on each rank, from a different seed.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/split_by_rank.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/split_by_rank.py [--fixed]

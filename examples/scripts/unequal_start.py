@@ -1,4 +1,4 @@
-"""Gradients are averaged by hand, and each rank starts from weights of its own.
+"""Gradients are averaged by hand, and each rank starts from different weights.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/unequal_start.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/unequal_start.py [--fixed]

@@ -1,4 +1,4 @@
-"""The dataset is told of each epoch, and workers that stay keep the copy of the first.
+"""The dataset gets the number of each epoch, and persistent workers keep the copy of the first.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/workers_of_first_epoch.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/workers_of_first_epoch.py [--fixed]

@@ -69,7 +69,7 @@ def test_a_reduction_that_was_left_switched_off_is_told_at_the_call() -> None:
 def test_a_reduction_that_was_switched_on_again_is_not_the_cause() -> None:
     finding = only(judge_sharded(steps(0, 0, found=MISSING, events=(OFF, ON)), KNOWN))
     assert finding.code == "DDP302"
-    assert finding.message.startswith("What fully_shard left") and "communication hook" not in finding.fix
+    assert finding.message.startswith("Under fully_shard, the gradients of") and "communication hook" not in finding.fix
 
 
 def test_replicas_that_were_not_reduced_with_each_other_differ() -> None:

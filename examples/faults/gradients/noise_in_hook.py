@@ -1,4 +1,4 @@
-"""A hook adds noise of its own on every rank to the local gradient.
+"""A hook adds different noise on every rank to the local gradient.
 
 The noise that is left after averaging shrinks with the number of ranks: the privacy or the exploration that it is
 there for is no longer what was configured.

@@ -1,4 +1,4 @@
-"""The optimizer adds noise of its own on every rank.
+"""The optimizer adds different noise on every rank.
 
 Gradients are equal and updates are not, so the parameters part after the first step and never meet again.
 """

@@ -1,4 +1,4 @@
-"""A codebook behind a straight-through estimator without a loss of its own.
+"""A codebook behind a straight-through estimator that has no loss.
 
 The estimator hands the gradient past the codebook to the encoder. Only a codebook loss moves the code vectors.
 """

@@ -1,4 +1,4 @@
-"""A loss function with parameters of its own outside the model.
+"""A loss function with parameters outside the model.
 
 The criterion is not wrapped: each rank has centres of its own, and trains them with its own shard.
 """

@@ -1,4 +1,4 @@
-"""A parameter that forward builds anew.
+"""A parameter that forward builds again.
 
 nn.Parameter(...) makes a new leaf: the gradient goes to it, and not to the parameter that DDP and the optimizer know.
 """

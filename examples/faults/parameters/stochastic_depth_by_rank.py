@@ -1,4 +1,4 @@
-"""Stochastic depth drawn on every rank for itself.
+"""Stochastic depth drawn on every rank separately.
 
 Each rank skips other blocks: a rank that uses one waits for the gradient of the rank that skipped it.
 """

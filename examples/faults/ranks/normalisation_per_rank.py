@@ -1,4 +1,4 @@
-"""Each rank normalises with statistics of its own files, held as numbers.
+"""Each rank normalises with statistics of only its files, held as numbers.
 
 Plain numbers are neither broadcast nor compared. Every rank trains on another input distribution, and only rank 0's
 numbers are in the checkpoint's configuration.

@@ -1,4 +1,4 @@
-"""A collective stands in a branch that depends on the data.
+"""A collective is in a branch that depends on the data.
 
 In the second step the batch of one rank holds an outlier and that of the other does not. Only one of them enters the
 collective.

@@ -1,4 +1,4 @@
-"""A layer stands in two re-entrant checkpoints.
+"""A layer is in two re-entrant checkpoints.
 
 Each checkpoint runs a backward of its own, so the gradient of the layer arrives twice. DDP takes the first to be all
 there is and raises at the second: marked ready only once.

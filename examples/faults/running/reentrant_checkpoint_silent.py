@@ -1,4 +1,4 @@
-"""A layer stands in two re-entrant checkpoints, and DDP says nothing.
+"""A layer is in two re-entrant checkpoints, and DDP says nothing.
 
 Nothing that is trained comes before the checkpoints. DDP reduces the layer's gradient when the first part of it has
 arrived and adds the second part, unreduced, afterwards (pytorch#109191).

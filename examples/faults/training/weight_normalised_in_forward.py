@@ -1,4 +1,4 @@
-"""Each forward pass puts a normalised weight, as a new parameter, in the place of the old one.
+"""Each forward pass replaces the weight by a normalised one, as a new parameter.
 
 DDP keeps to the parameter that it has seen; the new ones are never averaged, and no optimizer holds them.
 """
