@@ -135,7 +135,8 @@ def status_of(verdict: Verdict, told: Sequence[Told], kept: Sequence[Finding]) -
             return "warned", said
         return ("ignored", f"ignored: {hidden}") if hidden else ("failed", f"{verdict.differing}, cause unknown")
     if verdict.lacking:
-        return "skipped", f"{verdict.held}; {verdict.lacking}" if verdict.held else verdict.lacking
+        held = _without_buffers(verdict.held) if told else verdict.held
+        return "skipped", f"{held}; {verdict.lacking}" if held else verdict.lacking
     if worst is Severity.WARNING:
         return "warned", said
     if hidden:
@@ -151,4 +152,9 @@ def _listed(told: Sequence[Told], verdict: Verdict) -> str:
     if not codes or verdict.differing:
         return f"{codes}: {verdict.differing}" if codes else ""
     stands = bool(verdict.held) and all(finding.code in OF_BUFFERS for finding, _ in told)
-    return f"{codes}; {verdict.held}" if stands else codes
+    return f"{codes}; {_without_buffers(verdict.held)}" if stands else codes
+
+
+def _without_buffers(held: str) -> str:
+    """What held, in words, if buffers did not."""
+    return held.replace(", buffers and", " and").replace(" and buffers", "")

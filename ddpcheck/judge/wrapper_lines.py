@@ -76,8 +76,8 @@ def judge_all_of_wrappers(facts: ScriptFacts) -> Verdicts:
             said = said if made else ""
             if heading == "replicas" and any(facts.hook_that_leaves_own(one.number) for one in facts.wrappers):
                 said = said.replace(", parameters, buffers and gradients", " and buffers")
-            if heading == "replicas" and any(finding.code in OF_BUFFERS for finding in own):
-                said = said.replace(", buffers and", " and").replace(" and buffers", "")
+            if heading == "replicas" and any(finding.code not in OF_BUFFERS for finding in own):
+                said = ""
         if heading == "reducer" and any(sharded) and not all(map(_has_own, captured)):
             said, lacking = said if any(map(_has_own, captured)) else "", lacking or _NOT_REDUCED
         verdicts[heading] = Verdict(own, "" if missing else said, lacking) if facts.steps else Verdict(own)

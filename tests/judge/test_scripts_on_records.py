@@ -206,3 +206,19 @@ def test_a_fault_of_a_script_is_missed_without_any_one_of_the_judges() -> None:
             if name.startswith(OF_SCRIPTS) and not any(name in found[run] and is_missed(run) for run in FAULTS):
                 idle.add(name)
     assert idle <= BY_HAND, "each needs a script in examples/scripts, or a test on evidence made by hand"
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "words"),
+    [
+        ("no_sampler", "parameters", "every trainable parameter contributed to the loss in 64 steps"),
+        ("healthy_shards", "parameters", "except those that may be unused"),
+        ("healthy_shards", "reducer", "equal the average or sum of the ranks' own"),
+        ("own_centre", "replicas", "DDP214; modules, parameters and gradients match between ranks"),
+        ("branch_by_step", "optimizers", "options of 1 optimizer match between ranks in"),
+    ],
+)
+def test_a_line_says_that_more_holds_only_if_it_does(name: str, line: str, words: str) -> None:
+    (run,) = [one for one in RUNS if str(one) == name]
+    (said,) = [check.detail for check in report_on(run).checks if check.name == line]
+    assert words in said

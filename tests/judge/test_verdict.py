@@ -10,7 +10,7 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.script_table import HEADINGS, ROWS
-from ddpcheck.judge.verdict import Judged, Row, Verdict, Verdicts, judge_all
+from ddpcheck.judge.verdict import Judged, Row, Verdict, Verdicts, judge_all, status_of
 
 
 def finding(code: str, *subjects: str) -> Finding:
@@ -94,3 +94,13 @@ def test_a_row_of_the_table_names_rules_and_check_lines_that_there_are(one: Row[
     assert set(one.headings) <= set(HEADINGS)
     assert {*one.codes, *one.yields, *one.unless} <= RULES.keys()
     assert set(one.yields) <= set(one.codes) and len(set(one.codes)) == len(one.codes)
+
+
+def test_what_held_names_no_buffers_if_they_differ() -> None:
+    buffers = finding("DDP214", "mean")
+    held, codes = "modules, parameters, buffers and gradients match", "DDP214; modules, parameters and gradients match"
+    assert status_of(Verdict(held=held), [(buffers, buffers)], [buffers])[1] == codes
+    assert status_of(Verdict(held=held), [(buffers, buffers)], []) == ("ignored", f"ignored: {codes}")
+    lacking = Verdict(held=held, lacking="in part")
+    assert status_of(lacking, [], [])[1] == f"{held}; in part"
+    assert status_of(lacking, [(buffers, buffers)], [])[1] == "modules, parameters and gradients match; in part"
