@@ -325,7 +325,7 @@ def test_a_wrapper_that_is_no_ddp_has_one_row() -> None:
     matrix = matrix_of(broken("gradients/wrapper_without_reduction"))
     [own] = matrix.rows
     assert (own.verdict, own.code, own.title) == ("wrong", "DDP301", "as the recipe wraps it")
-    assert any("no DistributedDataParallel" in note for note in matrix.world["notes"])
+    assert any("not a DistributedDataParallel" in note for note in matrix.world["notes"])
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def test_ranks_that_do_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
         (
             {"/fr_trace_json": b"<h1>Something else</h1>"},
             2,
-            "is no debug server of torch: /fr_trace_json gives another",
+            "is not a debug server of torch: /fr_trace_json gives another",
         ),
         ({"/fr_trace_json": page([])}, 2, "has no answers of ranks"),
         ({"/fr_trace_json": page(["{}", "{}"])[:-40]}, 2, "is not whole"),
@@ -403,7 +403,7 @@ class TestOnTorchsServer:
             code, report = hang(capsys, address)
         assert code == 4 and "all_reduce" in report.findings[0].message
 
-    @pytest.mark.parametrize(("what", "words"), [("steps", "got on"), ("tokenises", "and in no collective")])
+    @pytest.mark.parametrize(("what", "words"), [("steps", "made progress"), ("tokenises", "and in no collective")])
     def test_a_job_that_works(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, words: str) -> None:
         with job(tmp_path, what) as address:
             code, report = hang(capsys, address)

@@ -225,7 +225,7 @@ def test_all_ranks_in_one_collective_do_not_part(tmp_path: Path, capsys: pytest.
 def test_other_operations_sizes_and_dtypes(tmp_path: Path, other: dict[str, Any], words: str) -> None:
     reduce = entry(2, "gloo:all_reduce")
     finding = only(report_on_hang(write(tmp_path, [entry(1), reduce], [entry(1), other])).findings)
-    assert finding.message.startswith("Rank 0 comes to all_reduce") and words in finding.message
+    assert finding.message.startswith("Rank 0 reaches all_reduce") and words in finding.message
     assert any("Collective number 1 differs between the ranks" in one for one in finding.evidence)
 
 

@@ -66,7 +66,7 @@ def test_a_rank_that_works_while_others_spin_is_no_hang(tmp_path: Path, how: str
 @pytest.mark.slow
 def test_a_wait_for_an_asynchronous_collective_hangs_and_is_told(tmp_path: Path) -> None:
     code, ((rule, _, _, message),) = found(tmp_path, "skips a handle", "gloo")
-    assert (code, rule) == (4, "DDP403") and "Rank 0 comes to all_reduce" in message
+    assert (code, rule) == (4, "DDP403") and "Rank 0 reaches all_reduce" in message
     assert "waits in wait() at tests/run_busy.py:" in (tmp_path / "gloo.json").read_text()
 
 
