@@ -24,7 +24,7 @@ from ddpcheck.run.check_options import Once, add_display_options
 EPILOG = """\
 exit codes: 0 no findings; 1 findings at or above --fail-on; 2 wrong usage or configuration, or a bug in ddpcheck;
 3 the target could not be imported, built or run; 4 a hang or a deadline; 130 interrupted by Ctrl-C, 143 ended by
-SIGTERM. Where torchrun, mpirun or srun has started several, rank 0 has this exit code and the others 0.
+SIGTERM. On ranks that torchrun, mpirun or srun started, rank 0 has this exit code and the others 0.
 """
 
 TARGET_HELP = """\

@@ -54,13 +54,13 @@ def sections_of(rule: Rule) -> tuple[tuple[str, str], ...]:
         ("Fix", rule.fix),
         ("How it is detected", rule.detected),
         ("When to ignore it", rule.ignore),
-        *([("Possible consequences", f"{consequences}. {_AS_EVIDENCE}")] if consequences else ()),
+        *([("Possible consequences", f"{consequences}: {_AS_EVIDENCE}")] if consequences else ()),
         *([("Possible root causes", f"{causes}. {_INSTEAD}")] if causes else ()),
     )
 
 
-_AS_EVIDENCE = "They are reported as evidence of this finding, not as separate findings."
-_INSTEAD = "If one of them explains this finding, it is reported instead, with this finding as evidence."
+_AS_EVIDENCE = "reported as evidence of this finding, not separately."
+_INSTEAD = "If found, the cause is reported instead, with this finding as evidence."
 
 
 def find_rule(text: str) -> Rule:

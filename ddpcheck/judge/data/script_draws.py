@@ -238,7 +238,7 @@ def judge_streams(
             ranks=(rank,),
             location=line,
             evidence=[
-                f"rank {ahead} has evaluated on what rank {rank} is given in {format_steps(places)}, in the same order"
+                f"rank {ahead} has evaluated on the samples of rank {rank} in {format_steps(places)}, in the same order"
             ],
             related={"forward called": inputs[rank][0].location},
             fix="Seed the generator by which samples are chosen with seed + rank.",
@@ -262,8 +262,8 @@ def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
                 return one_finding(
                     "DDP505",
                     ("forward",),
-                    f"Rank {rank} is given what rank {ahead} is given {counted(lag, 'step')} later: the ranks iterate "
-                    "over the same samples, one behind the other.",
+                    f"Rank {rank} gets the samples that rank {ahead} gets {counted(lag, 'step')} later: the ranks "
+                    "iterate over the same samples, one behind the other.",
                     location=inputs[rank][0].location,
                     severity=Severity.WARNING,
                     evidence=[f"in {format_steps(steps)}; others were not compared with that many later"],
