@@ -31,8 +31,8 @@ _FEWEST_FACTORS = 2
 _FIXES = {
     "gradients": "Check the divisor of the loss, and the values that it takes from other samples of its batch: each "
     "rank has only its own samples, and DDP averages the gradients of the ranks' losses.",
-    "saved": "Gather the state of all ranks (dist.all_gather) before rank 0 saves it, and make it independent of the "
-    "number of ranks.",
+    "saved": "Make the saved state independent of the number of ranks: gather what each rank has a part of "
+    "(dist.all_gather), and update averages and counters by the steps and samples of all ranks.",
     "schedule": "Give the schedule the number of steps that the ranks make, and step it once for each of them.",
     "steps": "Let the ranks decide together, by the value of a single process, such as the mean over all samples.",
     "samples": "Split the samples of an epoch between the ranks once: by the sampler, or by the dataset.",
@@ -292,8 +292,8 @@ def what_held(comparison: Comparison) -> str:
     if shown:
         said.append(f"{counted(len(shown), 'shown number')} equal")
     saves = saved_states(comparison.ranks[0]).keys() & saved_states(comparison.single).keys()
-    if saves:
-        said.append(counted(len(saves), "saved state"))
+    if saves and not any(_of_saved(comparison)):
+        said.append(f"{counted(len(saves), 'saved state')} equal")
     batch = max((end.batch for rank in comparison.ranks for end in entries_of(rank, ParityEnded)), default=0)
     if said and batch:
         said.append(f"with batches of at most {batch} samples (--check-parity-batch)")

@@ -123,7 +123,7 @@ def report_on_script(
         )
     if (launched := max((rank.started.launched for rank in ranks), default=0)) > 1:
         notes.append(
-            f"torchrun has started the script {launched} times, and each of them starts ranks of its own: leave "
+            f"torchrun has started the script {launched} times, and each process starts its own ranks: leave "
             "--nproc-per-node out"
         )
     if notes:

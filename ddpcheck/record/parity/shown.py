@@ -36,7 +36,7 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w]*[A-Za-z
 _LONGEST = 4096  # characters of a text
 _MOST_SHOWN = 4096
 _MOST_SAVED = 16
-_MOST_TENSORS = 512
+_MOST_TENSORS = 4096
 _FEW = 64
 
 
