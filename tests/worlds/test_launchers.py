@@ -282,7 +282,7 @@ def test_nothing_happens_at_world_size_one() -> None:
     ("given", "words"),
     [
         (lambda model: model, r"and not a module \(Linear\); pass its .parameters\(\)\."),
-        (lambda model: model.state_dict(), r"and not a mapping \(OrderedDict\), .*; pass its .values\(\)\."),
+        (lambda model: model.state_dict(), r"not a mapping \(OrderedDict\), .*; pass its .values\(\)\."),
         (lambda model: model.named_parameters(), r"number 0 \(from 0\) is a tuple; pass .parameters\(\) instead of"),
         (lambda model: model.weight, r"and not a single one \(Parameter\); put it in a list\."),
         (lambda model: [model.weight, None], r"number 1 \(from 0\) is a NoneType\."),
@@ -473,7 +473,7 @@ def test_a_rank_that_cannot_set_the_group_up_says_so_to_the_others(
         (["mpi"], {"timeout": 0}, "timeout must be a number of seconds above 0"),
         (["slurm"], {"port": 70000}, "port must be a whole number from 1 to 65535"),
         (["slurm"], {"rank": 1, "store": None}, "init_dist sees to store, rank itself; leave that out"),
-        (["mpi"], {"fooo": 1}, "init_dist takes no argument fooo; .* those of .*init_process_group: .*device_id"),
+        (["mpi"], {"fooo": 1}, "init_dist takes no argument fooo; .* the arguments of .*init_process_group: .*device_id"),
     ],
 )
 def test_a_wrong_argument_is_refused_before_anything_is_waited_for(
