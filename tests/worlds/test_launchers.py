@@ -473,7 +473,11 @@ def test_a_rank_that_cannot_set_the_group_up_says_so_to_the_others(
         (["mpi"], {"timeout": 0}, "timeout must be a number of seconds above 0"),
         (["slurm"], {"port": 70000}, "port must be a whole number from 1 to 65535"),
         (["slurm"], {"rank": 1, "store": None}, "init_dist sees to store, rank itself; leave that out"),
-        (["mpi"], {"fooo": 1}, "init_dist takes no argument fooo; .* the arguments of .*init_process_group: .*device_id"),
+        (
+            ["mpi"],
+            {"fooo": 1},
+            "init_dist takes no argument fooo; .* the arguments of .*init_process_group: .*device_id",
+        ),
     ],
 )
 def test_a_wrong_argument_is_refused_before_anything_is_waited_for(
