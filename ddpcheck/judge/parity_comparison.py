@@ -55,7 +55,13 @@ class Quantity:
     @property
     def is_equal(self) -> bool:
         """Return if there is no more than noise between both, and noise is small."""
-        return not self.differs and (self.difference <= EQUAL or self.noise <= SMALL)
+        noise = MULTIPLE * self.noise if self.noise <= SMALL else 0.0
+        return not self.differs and self.difference <= max(EQUAL, noise)
+
+    @property
+    def is_padded(self) -> bool:
+        """Return if samples that an evaluation repeats may be all that is between both."""
+        return not self.differs and self.difference > max(EQUAL, MULTIPLE * self.noise)
 
     @property
     def ratio(self) -> float:

@@ -345,6 +345,12 @@ def lacking(comparison: Comparison) -> str:
     decided = {shown.source for shown in evaluated if shown.quantity.differs or shown.quantity.is_equal}
     numbers = [shown.quantity for shown in evaluated if shown.source not in decided]  # not in any of the epochs
     numbers = [number for number in numbers if not _SLOWEST < number.noise < _FASTEST]
+    if padded := [number for number in numbers if number.is_padded]:
+        said.append(
+            f"{counted(len(padded), 'shown number')} not decided: evaluations on ranks repeat {comparison.padding:.0%} "
+            "of the samples"
+        )
+    numbers = [number for number in numbers if not number.is_padded]
     if numbers and comparison.has_same_samples:
         noise = max(number.noise for number in numbers)
         said.append(f"{counted(len(numbers), 'shown number')} not decided: noise changes them by {noise:.1g}")

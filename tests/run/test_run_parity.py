@@ -182,6 +182,26 @@ for number, (x, y) in enumerate(loader(8)):
     optimizer.step()
 """
 
+# Means over batches depend on their size: all ranks evaluate the same samples, and rank 0 others.
+WHOLE = """
+model = DistributedDataParallel(nn.Linear(6, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=5e-2)
+shared, alone = (DataLoader(TensorDataset(X[:n], Y[:n]), 4) for n in (21, 33))
+
+@torch.no_grad()
+def mean(batches):
+    return sum(nn.functional.mse_loss(model.module(x), y).item() for x, y in batches) / len(batches)
+
+for x, y in loader(8):
+    optimizer.zero_grad()
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+error = mean(shared)
+if rank == 0:
+    print(f"error {error:.5f} other {mean(alone):.5f}")
+dist.barrier()
+"""
+
 # The average of the weights that is saved is that of another number of steps on more ranks.
 SAVED = """
 model = DistributedDataParallel(nn.Linear(6, 1))
@@ -312,6 +332,7 @@ def parity_line(made: dict[str, Any]) -> tuple[str, str]:
         pytest.param(WRITTEN, 6, id="written", marks=pytest.mark.slow),
         pytest.param(IN_BACKWARD, 24, id="in_backward", marks=pytest.mark.slow),
         pytest.param(VIEWS, 6, id="views", marks=pytest.mark.slow),
+        pytest.param(WHOLE, 6, id="whole", marks=pytest.mark.slow),
         pytest.param(OWN_ORDER, 4, id="own_order", marks=pytest.mark.slow),
     ],
 )

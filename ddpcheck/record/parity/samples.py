@@ -271,7 +271,18 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
             self.is_smaller |= smaller is not None
             return smaller
         sizes = self._reader.get(key)
-        return (sizes[0] if self._turns > 1 else sum(sizes)) if sizes else None
+        whole = kind is data.DataLoader and self._is_taken_whole(key, named.get("dataset", next(iter(arguments), ())))
+        return (sizes[0] if self._turns > 1 or whole else sum(sizes)) if sizes else None
+
+    def _is_taken_whole(self, key: str, dataset: Any) -> bool:
+        """Return if the ranks that evaluate with a loader take all of its samples: one of them, or each."""
+        assert self._reader is not None
+        ended = self._reader.get(f"{key} pass 0 ended")
+        if not ended or self._reader.count(f"{key} pass 0 trains"):
+            return False
+        with contextlib.suppress(Exception):  # a stream has no length
+            return len(ended) < self._reader.world_size or all(rows == len(dataset) for _, rows in ended)
+        return False
 
     def _begins(self, loader: Any) -> Any:
         if os.getpid() != self._process:
