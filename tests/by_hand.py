@@ -70,6 +70,20 @@ def a_layer_that_is_unfrozen(*, averages: bool) -> None:
     train_later(model, list(body[2].parameters()), averages=averages)
 
 
+def all_forwards_under_no_sync(*, averages: bool) -> None:
+    """DDP averages nothing, and the script does or nobody does."""
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for _ in range(12):
+        x, y = batch()
+        optimizer.zero_grad()
+        with model.no_sync():
+            (model(x) - y).square().mean().backward()
+        if averages:
+            average(list(model.parameters()))
+        optimizer.step()
+
+
 def files_of_all_ranks(*, empty: bool) -> None:
     """Every rank opens the same file to write it."""
     folder = Path(tempfile.gettempdir()) / f"by_hand_{os.environ['TORCHELASTIC_RUN_ID']}"
@@ -104,12 +118,14 @@ def running_totals(*, again: bool) -> None:
 HEALTHY: dict[str, Callable[[], None]] = {
     "adapter": lambda: an_adapter_that_is_added(averages=True),
     "unfrozen": lambda: a_layer_that_is_unfrozen(averages=True),
+    "no_sync": lambda: all_forwards_under_no_sync(averages=True),
     "touched": lambda: files_of_all_ranks(empty=True),
     "totals": lambda: running_totals(again=False),
 }
 FAULTY: dict[str, Callable[[], None]] = {
     "local_adapter": lambda: an_adapter_that_is_added(averages=False),
     "local_unfrozen": lambda: a_layer_that_is_unfrozen(averages=False),
+    "local": lambda: all_forwards_under_no_sync(averages=False),
     "written": lambda: files_of_all_ranks(empty=False),
     "again": lambda: running_totals(again=True),
 }

@@ -74,7 +74,7 @@ def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
     for wrapper in facts.wrappers:
         findings = _judge_wrapper(facts, wrapper)
         if facts.averages_by_hand(wrapper.number):
-            findings = [finding for finding in findings if finding.code not in ("DDP301", "DDP501")]
+            findings = [finding for finding in findings if finding.code not in ("DDP301", "DDP501", "DDP502")]
         if sums_rightly(wrapper):
             findings = [finding for finding in findings if finding.code != "DDP303"]
         if wrapper.made.by_library:  # advice on its options is for somebody else than who wrote the script
