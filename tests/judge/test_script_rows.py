@@ -390,6 +390,10 @@ def test_what_a_dataset_holds_of_its_samples(tmp_path: Path) -> None:
     assert names(Data(pairs)) == ["held.0held.0", "held.0first.0", "first.0held.0", "first.0first.0"]
     assert set(fingerprints(x.tolist())) == {".0"} and not fingerprints(Data(x), 4)
     assert fingerprints(Data(x))["first.0"] == fingerprints(Data(x.clone()))["first.0"]
+    part = torch.utils.data.Subset(torch.utils.data.TensorDataset(x), [*range(7, -1, -1)])  # its indices are no samples
+    assert list(fingerprints(part)) == ["tensors.0"] and not fingerprints(
+        torch.utils.data.Subset(Data(object()), [0] * 8)
+    )
     assert not set(fingerprints(Data(x + 1))["first.0"]) & set(fingerprints(Data(x))["first.0"])
     photos = [tmp_path / f"{number}.png" for number in range(8)]
     for number, photo in enumerate(photos):

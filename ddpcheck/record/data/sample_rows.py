@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
@@ -111,6 +111,9 @@ def samples_of(dataset: Any, size: int, depth: int = 2) -> tuple[dict[str, tuple
     And whether some of these are the samples themselves: rows of many numbers, or files that are there. Datasets
     beneath are looked into; a loader may be given a list, too.
     """
+    if type(dataset) is Subset:  # its indices are places, and no samples
+        whole: Any = dataset.dataset
+        return samples_of(whole, _length_of(whole), depth - 1) if depth else ({}, False)
     held = {"": dataset} if isinstance(dataset, list) else getattr(dataset, "__dict__", {})
     found: dict[str, tuple[int, ...]] = {}
     whole = False
@@ -142,6 +145,13 @@ def _file_of(value: Any) -> tuple[str, int] | None:
             status = os.stat(first)
             return (os.fspath(first), status.st_size) if stat.S_ISREG(status.st_mode) else None
     return None
+
+
+def _length_of(dataset: Any) -> int:
+    """Return the number of samples; 0 if the dataset does not say."""
+    with contextlib.suppress(Exception):
+        return len(dataset)
+    return 0
 
 
 def _length(value: Any) -> int:
