@@ -130,7 +130,7 @@ def test_the_causes_are_told_apart_with_their_lines(faulty, of_mmengine):
     unused, outside = told(faulty, "DDP101"), told(faulty, "DDP102")
     assert unused.subjects == ("unused.weight", "unused.bias") and "No operation" in unused.message
     assert outside.subjects == ("not_in_loss.weight", "not_in_loss.bias")
-    assert "made at tests/mmruns.py:" in outside.message and "does not reach the loss" in outside.message
+    assert "at tests/mmruns.py:" in outside.message and "does not reach the loss" in outside.message
     for finding in (unused, outside):
         assert finding.location is not None and finding.location.path == "tests/mmruns.py"
     assert "module.unused.weight with shape torch.Size([1, 8]) is not in the computational graph" in of_mmengine[0][0]

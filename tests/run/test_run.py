@@ -95,7 +95,7 @@ def test_a_healthy_script_gives_its_own_output_and_exit_code(ending: str) -> Non
     if ending in ("plain", "workers", "spawn"):
         assert watched.stderr.endswith("ddpcheck: clean: 2 ranks (gloo), Sequential (12 steps)\n")
     else:
-        assert f"it ended with exit code {ENDINGS[ending]}" in watched.stderr
+        assert f"it exited with code {ENDINGS[ending]}" in watched.stderr
         assert "clean" not in watched.stderr
         assert ("DDP401" if ending == "raises" else "no findings") in watched.stderr
     if ending == "raises":  # torchrun's page says <N/A>
