@@ -87,7 +87,7 @@ class Sharpened(Trainer):
 
 options = TrainingArguments("out", num_train_epochs=2, per_device_train_batch_size=8, per_device_eval_batch_size=8,
     use_cpu=True, report_to=[], logging_steps=2, eval_strategy="epoch", disable_tqdm=True, learning_rate=5e-3)
-trainer = Sharpened(model, options, train_dataset=Data(100), eval_dataset=Data(50))
+trainer = Sharpened(model, options, train_dataset=Data(100), eval_dataset=Data(64))
 trainer.train()
 """
 

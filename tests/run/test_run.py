@@ -85,7 +85,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", dict.fromkeys(["exit", *one_of(2, ENDINGS)]))
+@pytest.mark.parametrize("ending", dict.fromkeys(["exit", *one_of(3, ENDINGS)]))
 def test_a_healthy_script_gives_its_own_output_and_exit_code(ending: str) -> None:
     ranks = 1 if ending == "spawn" else 2
     watched = run(DDPCHECK, PROGRAM, ending, ranks=ranks)
@@ -249,7 +249,7 @@ ONE_OF_EACH_CODE = first_of_each(SCRIPTS, lambda script: [expected_of(FOLDER / f
 
 
 @pytest.mark.parametrize(
-    "script", share(dict.fromkeys(["barrier_in_save", *one_of(5, ONE_OF_EACH_CODE)]), ["barrier_in_save"])
+    "script", share(dict.fromkeys(["barrier_in_save", *one_of(10, ONE_OF_EACH_CODE)]), ["barrier_in_save"])
 )
 def test_the_fault_of_a_script_is_found(tmp_path: Path, script: str) -> None:
     code, report = report_on(tmp_path, script, "--check-timeout", "3")
