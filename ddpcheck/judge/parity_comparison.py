@@ -155,6 +155,21 @@ class Comparison:
                     found[name] = math.hypot(found.get(name, 0.0), norm) if step.sharded else found.get(name, norm)
         return _Gradients(found, steps[0].gradient if len(found) == count else ())  # else ranks step parts of the model
 
+    def factor_of(self, of_ranks: Sequence[ParityStep], alone: ParityStep) -> str:
+        """Return the factor of the world size by which all gradients of a step differ, in words; empty if none does."""
+        many, one = self.gradients_of(self.ranks, of_ranks), self.gradients_of([self.single], [alone])
+        for factor, words in ((self.world_size, str(self.world_size)), (1 / self.world_size, f"1/{self.world_size}")):
+            scaled = _Gradients(
+                {name: factor * norm for name, norm in one.norms.items()}, [factor * x for x in one.sketch]
+            )
+            if _distance(many, scaled) <= _NEAR:
+                return words
+        return ""
+
+    def names_of(self, rank: WatchedRank, optimizer: int) -> tuple[str, ...]:
+        """Return the names of an optimizer's parameters."""
+        return self._names.get((rank.started.rank, rank.started.world_size, optimizer), ())
+
     @cached_property
     def _names(self) -> dict[tuple[int, int, int], tuple[str, ...]]:
         """The names of an optimizer's parameters; those of rank 0, if it has parameters of the same sizes."""
@@ -170,6 +185,22 @@ class Comparison:
     def world_size(self) -> int:
         """The number of ranks."""
         return self.ranks[0].started.world_size
+
+
+def parameters(comparison: Comparison) -> list[Quantity]:
+    """Return the parameters before each step that both runs have made, as far as each rank has them whole."""
+    found, largest = [], 0.0
+    for of_ranks, alone, noise in comparison.steps():
+        if alone.sharded or len(of_ranks[0].values) != len(alone.values):
+            return []
+        many, one = of_ranks[0].values, alone.values
+        size = math.hypot(*one) or 1.0
+        largest = max(largest, math.dist(one, noise.values) / size if noise is not None else 0.0)
+        apart = math.dist(many, one) / size
+        if comparison.noise is None and apart <= EQUAL:
+            apart = 0.0  # noise is not measured for less
+        found.append(Quantity(math.hypot(*many), size, apart, largest))
+    return found
 
 
 def gradients(comparison: Comparison) -> list[Quantity]:
@@ -379,3 +410,23 @@ def saved_states(rank: WatchedRank) -> dict[tuple[str, int], TensorsSaved]:
         number = sum(where == str(entry.location) for where, _ in found)
         found[str(entry.location), number] = entry
     return found
+
+
+def values_that_differ(mine: TensorsSaved, single: TensorsSaved, again: TensorsSaved | None) -> list[str]:
+    """Return the names of saved tensors whose norms differ from a single process's by more than noise.
+
+    Noise is the largest change in one of several norms: by chance, it leaves one as it is.
+    """
+    largest = dict[str, float]()  # by the last part of the name, as "exp_avg"
+    for name, norms in single.norms.items():
+        kind = name.rpartition(".")[2]
+        largest[kind] = max(largest.get(kind, 0.0), norms[0])
+    found = []
+    for name in mine.norms.keys() & single.norms.keys():
+        (a, *_), other = mine.norms[name], single.norms[name]
+        third = again.norms.get(name, other) if again is not None else other
+        scale, rounding = max(abs(a), abs(other[0])) or 1.0, FLOOR * largest[name.rpartition(".")[2]]
+        noise = max((abs(x - y) / (max(x, y) or 1.0) for x, y in zip(other, third, strict=True)), default=0.0)
+        if Quantity(a, other[0], (abs(a - other[0]) - rounding) / scale, noise).differs:
+            found.append(name)
+    return sorted(found)

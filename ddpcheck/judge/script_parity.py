@@ -7,20 +7,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.parity import NotReplayed, ParityEnded, ParityStep, PassTaken
-from ddpcheck.findings.evidence.script import LossDifferentiated
+from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, group_by, join_names, one_finding
 from ddpcheck.judge.parity_comparison import (
     EQUAL,
-    FLOOR,
+    MULTIPLE,
     Comparison,
     Quantity,
     Shown,
     first_unequal,
     gradients,
     line_of_number,
+    parameters,
     saved_states,
     shown_numbers,
+    values_that_differ,
 )
 from ddpcheck.judge.script_facts import entries_of
 from ddpcheck.stream.rank_log import WatchedRank
@@ -28,15 +30,25 @@ from ddpcheck.stream.rank_log import WatchedRank
 _SLOWEST, _FASTEST = 0.75, 0.985  # noise, relative, of times and of what is divided by them
 _FACTOR = 1e-3  # relative, to which a ratio is a factor
 _FEWEST_FACTORS = 2
+_NEAR_TOP = 1e-2  # of the highest rate, relative
+_NEAR_SHAPE = 0.05  # of the way from the highest rate to the last
 _FIXES = {
     "gradients": "Check the divisor of the loss, and the values that it takes from other samples of its batch: each "
     "rank has only its own samples, and DDP averages the gradients of the ranks' losses.",
+    "later gradients": "Check what the script changes after a step and computes the loss with, such as averages and "
+    "queues: the first steps had equal gradients. Then check the loss itself: each rank has only its own "
+    "samples, and DDP averages the gradients.",
+    "clip": "Clip the averaged gradients by the limit of a single process, whatever the world size: DDP averages, and "
+    "their norm does not grow with the number of ranks.",
+    "update": "Check the options of the optimizer, and what changes parameters between steps: neither may follow the "
+    "world size, unless it stands for the learning rate.",
     "saved": "Make the saved state independent of the number of ranks: gather what each rank has a part of "
     "(dist.all_gather), and update averages and counters by the steps and samples of all ranks.",
     "schedule": "Give the schedule the number of steps that the ranks make, and step it once for each of them.",
     "steps": "Let the ranks decide together, by the value of a single process, such as the mean over all samples.",
     "samples": "Split the samples of an epoch between the ranks once: by the sampler, or by the dataset.",
 }
+_TRAINING = ("gradients", "clip", "update")
 _MOST_MISSING = 0.75  # of the samples that a single process takes
 
 
@@ -44,7 +56,7 @@ _MOST_MISSING = 0.75  # of the samples that a single process takes
 class Divergence:
     """The first difference in one kind of quantity."""
 
-    kind: str  # "gradients", "steps", "shown", "saved", "schedule" or "samples"
+    kind: str  # "gradients", "clip", "update", "steps", "shown", "saved", "schedule" or "samples"
     step: int  # optimizer steps before
     location: Location | None
     said: str  # what differs, in words
@@ -55,6 +67,8 @@ def divergences(comparison: Comparison) -> list[Divergence]:
     """Return what differs, the first divergence first; what follows from gradients that differ is left out."""
     found = [*_of_gradients(comparison)]
     until = found[0].step if found else math.inf
+    if updates := [*_of_updates(comparison, until)]:
+        found, until = updates, updates[0].step
     found += (one for one in _of_schedules(comparison))
     found += (one for one in _of_steps(comparison) if comparison.has_same_samples)
     found += _of_samples(comparison)
@@ -69,14 +83,17 @@ def _of_gradients(comparison: Comparison) -> Iterator[Divergence]:
     first = next((n for n, one in enumerate(every) if one.differs), None)
     if first is None:
         return
-    of_ranks, _, _ = comparison.steps()[first]
+    of_ranks, alone, _ = comparison.steps()[first]
     one = every[first]
     later = every[first:]
     factor = _factor([other.ratio for other in later[:8]], comparison.world_size)
+    when = "From optimizer step {} on"
+    if not factor and (factor := comparison.factor_of(of_ranks, alone)):
+        when = "In optimizer step {}"  # parameters differ after it, and with them the gradients
     how = f"{one.difference:.2g} (relative) from"
     if factor:
         how = f"{factor} of" if factor.startswith("1/") else f"{factor} times"
-    said = f"From optimizer step {of_ranks[0].count} on, the gradients on {comparison.world_size} ranks are {how} "
+    said = f"{when.format(of_ranks[0].count)}, the gradients on {comparison.world_size} ranks are {how} "
     said += "those of a single process on the same samples."
     norms = ", ".join(f"{other.ranks:.6g} and {other.single:.6g}" for other in later[:3])
     evidence = [f"norms of the gradients, on ranks and in a single process: {norms}"]
@@ -84,8 +101,41 @@ def _of_gradients(comparison: Comparison) -> Iterator[Divergence]:
         evidence.append(f"before, {counted(first, 'step')} had the same gradients within {_largest(every[:first]):.1g}")
     if comparison.noise is not None:
         evidence.append(f"rounding, random numbers and another order of the samples change them by {one.noise:.1g}")
+    mine, other = of_ranks[0].clip, alone.clip
+    near = max(EQUAL, MULTIPLE * one.noise)
+    if mine and other and mine[1] != other[1] and math.isclose(mine[0], other[0], rel_tol=near):
+        evidence.append(
+            f"they are clipped to {mine[1]:.6g} and {other[1]:.6g}; the norm before is {mine[0]:.6g} in both"
+        )
+        clips = [clip.location for clip in entries_of(comparison.ranks[0], GradientsClipped)]
+        yield Divergence("clip", alone.count, next(iter(clips), of_ranks[0].location), said, tuple(evidence))
+        return
     where = _loss_line(comparison.ranks[0], of_ranks[0]) or of_ranks[0].loss_at or of_ranks[0].location
     yield Divergence("gradients", of_ranks[0].count, where, said, tuple(evidence))
+
+
+def _of_updates(comparison: Comparison, until: float) -> Iterator[Divergence]:
+    """Compare the parameters after steps that had equal gradients."""
+    for place, quantity in enumerate(parameters(comparison)):
+        of_ranks, alone, _ = comparison.steps()[place]
+        if alone.count > until:
+            return
+        if quantity.differs:
+            made = [one for one in entries_of(comparison.ranks[0], OptimizerStep) if one.optimizer == alone.optimizer]
+            where = next((one.made for one in made if one.made), None) or of_ranks[0].location
+            names = comparison.names_of(comparison.ranks[0], alone.optimizer)
+            pairs = sorted(
+                zip(of_ranks[0].values, alone.values, names, strict=False), key=lambda pair: -abs(pair[0] - pair[1])
+            )
+            said = (
+                f"Before optimizer step {alone.count}, the parameters on {comparison.world_size} ranks are "
+                f"{quantity.difference:.2g} (relative) from those of a single process, after equal gradients."
+            )
+            evidence = [f"norm of {name}: {a:.6g} and {b:.6g}" for a, b, name in pairs[:3]]
+            if comparison.noise is not None:
+                evidence.append(f"rounding and random numbers change them by {quantity.noise:.1g}")
+            yield Divergence("update", alone.count, where, said, tuple(evidence))
+            return
 
 
 def _largest(every: Sequence[Quantity]) -> float:
@@ -143,22 +193,54 @@ def _of_samples(comparison: Comparison) -> Iterator[Divergence]:
 
 
 def _of_schedules(comparison: Comparison) -> Iterator[Divergence]:
-    """Compare where learning rates end, relative to their highest; a factor between them is meant."""
+    """Compare where learning rates rise to, fall and end, relative to their highest; a factor between them is meant."""
+    if any(end.steps_schedules for end in entries_of(comparison.single, ParityEnded)):
+        return  # it makes as many steps more, with smaller batches, of which a script has told the schedule
     by_optimizer = group_by(comparison.steps(), lambda some: some[1].optimizer)
-    for steps in by_optimizer.values():
-        rates = [[max(of_ranks[0].rates, default=0.0), max(single.rates, default=0.0)] for of_ranks, single, _ in steps]
-        tops = [max(column) for column in zip(*rates, strict=True)]
-        if len(rates) < _FEWEST_FACTORS or not all(tops):
+    for number, steps in by_optimizer.items():
+        every = [
+            [max(s.rates, default=0.0) for s in (of_ranks[0], single, noise or single)]
+            for of_ranks, single, noise in steps
+        ]
+        if len(every) < _FEWEST_FACTORS or not all(map(max, zip(*every, strict=True))):
             continue
-        if any(end.steps_schedules for end in entries_of(comparison.single, ParityEnded)):
-            continue  # it makes as many steps more, with smaller batches, of which a script has told the schedule
-        ends = [rates[-1][place] / tops[place] for place in (0, 1)]
-        if not math.isclose(*ends, rel_tol=1e-2, abs_tol=1e-3) and not _have_one_floor(tops, rates[-1]):
-            said = f"After {counted(len(rates), 'step')}, the learning rate on the ranks is at {ends[0]:.3g} of its "
-            said += f"highest value, and in a single process at {ends[1]:.3g}."
-            apart = [not math.isclose(a / tops[0], b / tops[1], rel_tol=1e-2) for a, b in rates]
+        of_ranks, alone, again = (list(column) for column in zip(*every, strict=True))
+        if not _have_one_shape(alone, again):
+            continue  # by a metric
+        tops, ends = (max(of_ranks), max(alone)), (of_ranks[-1], alone[-1])
+        shares = [end / top for end, top in zip(ends, tops, strict=True)]
+        said = f"After {counted(len(every), 'step')}, the learning rate on the ranks is at {shares[0]:.3g} of its "
+        said += f"highest value, and in a single process at {shares[1]:.3g}."
+        apart = [not math.isclose(a / tops[0], b / tops[1], rel_tol=1e-2) for a, b, _ in every]
+        if math.isclose(*shares, rel_tol=1e-2, abs_tol=1e-3) or _have_one_floor(tops, ends):
+            if _have_one_shape(of_ranks, alone):
+                continue
             at = apart.index(True)
-            yield Divergence("schedule", at, steps[at][0][0].location, said)
+            said = f"At step {at}, the learning rate on the ranks is at {of_ranks[at] / tops[0]:.3g} of its highest "
+            said += f"value, and in a single process at {alone[at] / tops[1]:.3g}."
+        at = apart.index(True)
+        rates = [one.rate for one in entries_of(comparison.ranks[0], OptimizerStep) if one.optimizer == number]
+        where = next(filter(None, rates), None) or steps[at][0][0].location
+        yield Divergence("schedule", at, where, said)
+
+
+def _have_one_shape(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Return if two rates come to their highest values in the same step, and fall alike from there.
+
+    A warm-up may begin at one rate for all world sizes: a rate that does not rise says nothing on when another does.
+    """
+    tops, ends = (max(some), max(others)), (some[-1], others[-1])
+    high = [[rate >= (1 - _NEAR_TOP) * top for rate in every] for every, top in zip((some, others), tops, strict=True)]
+    rises = [one.index(True) for one in high]
+    if all(rises) and abs(rises[0] - rises[1]) > 1:
+        return False
+    if not all(end < (1 - _NEAR_TOP) * top for end, top in zip(ends, tops, strict=True)):
+        return True
+    falls = (
+        [(rate - end) / (top - end) for rate in every[max(rises) :]]
+        for every, top, end in zip((some, others), tops, ends, strict=True)
+    )
+    return all(abs(a - b) <= _NEAR_SHAPE for a, b in zip(*falls, strict=True))
 
 
 def _have_one_floor(tops: Sequence[float], ends: Sequence[float]) -> bool:
@@ -213,29 +295,20 @@ def _of_saved(comparison: Comparison) -> Iterator[Divergence]:
     for key, one in mine.items():
         if (other := theirs.get(key)) is None:
             continue
-        third = noise.get(key)
         missing = sorted(other.shapes.keys() - one.shapes.keys())
         shapes = sorted(
             name for name in one.shapes.keys() & other.shapes.keys() if one.shapes[name] != other.shapes[name]
         )
-        values, largest = [], dict[str, float]()  # by the last part of the name, as "exp_avg"
-        for name, norm in other.norms.items():
-            kind = name.rpartition(".")[2]
-            largest[kind] = max(largest.get(kind, 0.0), norm)
-        for name in one.norms.keys() & other.norms.keys() - {*shapes}:
-            a, b = one.norms[name], other.norms[name]
-            scale, rounding = max(abs(a), abs(b)) or 1.0, FLOOR * largest[name.rpartition(".")[2]]
-            again = third.norms.get(name, b) if third is not None else b
-            if Quantity(a, b, (abs(a - b) - rounding) / scale, abs(b - again) / scale).differs:
-                values.append(name)
+        values = [name for name in values_that_differ(one, other, noise.get(key)) if name not in shapes]
         if missing or shapes or values:
-            what = missing or shapes or sorted(values)
+            what = missing or shapes or values
             how = "missing" if missing else "different shapes" if shapes else "different values"
             said = f"The ranks save a state that differs from a single process: {join_names(what, most=3)} ({how})."
             detail = [f"{n}: {one.shapes[n]} and {other.shapes[n]}" for n in shapes[:3]]
-            detail += [f"norm of {n}: {one.norms[n]:.6g} and {other.norms[n]:.6g}" for n in sorted(values)[:3]]
+            detail += [f"norm of {n}: {one.norms[n][0]:.6g} and {other.norms[n][0]:.6g}" for n in values[:3]]
             line = first_unequal(comparison, range(one.steps + 1))
             yield Divergence("saved", one.steps, line[0] if line else one.location, said, tuple(detail))
+            return
 
 
 def is_equal(ranks: Sequence[WatchedRank], singles: Sequence[WatchedRank]) -> bool:
@@ -247,7 +320,7 @@ def is_equal(ranks: Sequence[WatchedRank], singles: Sequence[WatchedRank]) -> bo
 def depends_on_rank(ranks: Sequence[WatchedRank], singles: Sequence[WatchedRank], noise: Sequence[WatchedRank]) -> bool:
     """Return if gradients differ, perhaps since the script computes with the number of the rank."""
     comparison = Comparison(ranks, singles[0], next(iter(noise), None))
-    return any(one.kind == "gradients" for one in divergences(comparison))
+    return any(one.kind in _TRAINING for one in divergences(comparison))
 
 
 def judge_parity(comparison: Comparison) -> list[Finding]:
@@ -255,7 +328,7 @@ def judge_parity(comparison: Comparison) -> list[Finding]:
     found = divergences(comparison)
     if not found:
         return []
-    first = min(found, key=lambda one: (one.kind != "gradients", one.step))
+    first = min(found, key=lambda one: (one.kind not in _TRAINING, one.step))
     others = [one.said for one in found if one is not first]
     return one_finding(
         "DDP314",
@@ -263,8 +336,8 @@ def judge_parity(comparison: Comparison) -> list[Finding]:
         first.said,
         location=first.location,
         evidence=[*first.evidence, *others[:4]],
-        fix=_FIXES.get(first.kind, ""),
-        severity=Severity.ERROR if first.kind in ("gradients", "steps", "schedule", "samples") else Severity.WARNING,
+        fix=_FIXES.get("later gradients" if first.kind == "gradients" and first.step else first.kind, ""),
+        severity=Severity.ERROR if first.kind in (*_TRAINING, "steps", "schedule", "samples") else Severity.WARNING,
     )
 
 
@@ -297,6 +370,9 @@ def what_held(comparison: Comparison) -> str:
     batch = max((end.batch for rank in comparison.ranks for end in entries_of(rank, ParityEnded)), default=0)
     if said and batch:
         said.append(f"with batches of at most {batch} samples (--check-parity-batch)")
+    scaled = {name for end in entries_of(comparison.single, ParityEnded) for name in end.scaled}
+    if said and scaled:
+        said.append(f"the single process has the batch size of all ranks in {join_names(sorted(scaled), most=3)}")
     if said and any(end.splits_statistics for end in entries_of(comparison.single, ParityEnded)):
         said.append("BatchNorm normalises the samples of each rank separately in both (DDP304)")
     return "; ".join(said)

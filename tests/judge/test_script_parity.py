@@ -19,6 +19,7 @@ from ddpcheck.findings.evidence.parity import (
     TensorsSaved,
     TracedValue,
 )
+from ddpcheck.findings.evidence.script import GradientsClipped, OptimizerStep
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.judge.parity_comparison import Comparison
 from ddpcheck.judge.script_parity import codes_that_explain, confirmed, is_equal, judge_parity, lacking, what_held
@@ -274,7 +275,7 @@ def test_a_sum_over_ranks_that_is_shown_in_training_is_told_by_its_factor() -> N
 
 def test_what_is_saved_is_compared_by_names_shapes_and_values() -> None:
     def saved(shapes: dict[str, tuple[int, ...]], norm: float = 1.0) -> TensorsSaved:
-        return TensorsSaved(SAVES, 4, shapes, dict.fromkeys(shapes, norm))
+        return TensorsSaved(SAVES, 4, shapes, dict.fromkeys(shapes, (norm, norm)))
 
     whole = saved({"bank": (16, 2), "head": (4,)})
     for entry, said in (
@@ -286,8 +287,46 @@ def test_what_is_saved_is_compared_by_names_shapes_and_values() -> None:
         assert said in found.message and found.location == SAVES and found.severity is Severity.WARNING
     assert judge_parity(compared([*ALIKE, whole], [*ALONE, whole])) == []
     moments = {"head.bias.exp_avg": (4,), "body.bias.exp_avg": (4,)}
-    rounded = [TensorsSaved(SAVES, 4, moments, dict(zip(moments, (0.5, norm), strict=True))) for norm in (9e-15, 2e-14)]
+    rounded = [
+        TensorsSaved(SAVES, 4, moments, dict(zip(moments, ((0.5,), (norm,)), strict=True))) for norm in (9e-15, 2e-14)
+    ]
     assert judge_parity(compared([*ALIKE, rounded[0]], [*ALONE, rounded[1]], [*ALONE, rounded[1]])) == []
+
+
+@pytest.mark.parametrize(("noise", "finds"), [((1.3, 1.0), True), ((1.3, 1.2), False)])
+def test_noise_of_a_saved_tensor_is_the_largest_change_in_its_norms(noise: tuple[float, ...], finds: bool) -> None:
+    """By chance, rounding of a bias that has no other gradient leaves its norm as it is."""
+    on_ranks, alone, again = (
+        TensorsSaved(SAVES, 4, {"bias": (4,)}, {"bias": n}) for n in ((1.7, 1.0), (1.3, 1.0), noise)
+    )
+    assert bool(judge_parity(compared([*ALIKE, on_ranks], [*ALONE, alone], [*ALONE, again]))) is finds
+
+
+def with_values(made: list[ParityStep], *sizes: float) -> list[ParityStep]:
+    return [ParityStep(**{**_fields(step), "values": (1.0, size)}) for step, size in zip(made, sizes, strict=True)]
+
+
+@pytest.mark.parametrize(("noise", "finds"), [(1.0, True), (1.002, True), (1.005, False)])
+def test_parameters_that_differ_after_equal_gradients_are_those_of_the_update(noise: float, finds: bool) -> None:
+    built = OptimizerStep(0, 0, {}, Location("train.py", 33), made=Location("train.py", 12))
+    on_ranks = with_values(steps(3, 2, 1.1, 1.2), 1.0, 1.0, 1.01, 1.02)
+    alone, again = with_values(ALONE, 1.0, 1.0, 1.0, 1.0), with_values(ALONE, 1.0, 1.0, noise, noise)
+    found = [one for one in judge_parity(compared([built, *on_ranks], alone, again)) if one.subjects == ("update",)]
+    assert bool(found) is finds
+    for one in found:
+        assert one.message.startswith("Before optimizer step 2, the parameters on 2 ranks are 0.0071 (relative)")
+        assert one.location == Location("train.py", 12) and "norm of bias: 1.01 and 1" in one.evidence
+
+
+def test_a_clip_with_another_limit_is_no_fault_of_the_loss() -> None:
+    clipped = [
+        [ParityStep(**{**_fields(step), "clip": (3.0, limit)}) for step in made]
+        for made, limit in ((steps(0.5, 0.5), 0.5), (steps(1, 1, samples=16.0), 1.0))
+    ]
+    at = GradientsClipped(0, 3.0, Location("train.py", 31), limit=0.5)
+    (found,) = judge_parity(compared([at, *clipped[0]], clipped[1], clipped[1]))
+    assert found.subjects == ("clip",) and found.location == at.location
+    assert any("clipped to 0.5 and 1; the norm before is 3 in both" in one for one in found.evidence)
 
 
 def test_other_numbers_of_steps_and_other_ends_of_schedules_are_told() -> None:
@@ -313,6 +352,13 @@ def test_other_numbers_of_steps_and_other_ends_of_schedules_are_told() -> None:
     # Scaled rates that fall to a lowest one, which is not scaled: 0.01.
     assert judge_parity(compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.049), rated(ALONE, 0.2, 0.15, 0.1, 0.029))) == []
     assert judge_parity(compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.2), rated(ALONE, 0.2, 0.15, 0.1, 0.01))) != []
+    # A warm-up that begins at the rate of one process; one that is over too soon; a fall that is over too soon.
+    assert judge_parity(compared(rated(ALIKE, 0.2, 0.3, 0.4, 0.2), rated(ALONE, 0.2, 0.2, 0.2, 0.1))) == []
+    assert judge_parity(compared(rated(ALIKE, 0.2, 0.4, 0.4, 0.4), rated(ALONE, 0.1, 0.15, 0.175, 0.2))) != []
+    (found,) = judge_parity(compared(rated(ALIKE, 0.4, 0.1, 0.1, 0.1), rated(ALONE, 0.4, 0.3, 0.2, 0.1)))
+    assert found.message.startswith("At step 1, the learning rate on the ranks is at 0.25 of its highest value")
+    fell = rated(ALONE, 0.4, 0.1, 0.1, 0.1)  # by a metric that noise changes
+    assert judge_parity(compared(rated(ALIKE, 0.4, 0.2, 0.2, 0.1), rated(ALONE, 0.4, 0.4, 0.4, 0.1), fell)) == []
 
 
 def test_a_scaled_rate_that_is_shown_is_no_difference() -> None:

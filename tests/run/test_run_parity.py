@@ -263,6 +263,78 @@ for epoch in range(2):
     model.train()
 """
 
+# The batch size of the script is that of a rank: in a local variable, and in an option by which it counts samples.
+OWN_SIZE = """
+from types import SimpleNamespace
+options = SimpleNamespace(batch_size=8)
+
+def score(model, batches):
+    near = torch.zeros(())
+    with torch.no_grad():
+        for x, y in batches:
+            near += ((model(x) - y).abs() < 1).sum()
+    dist.all_reduce(near)
+    return near.item() / (len(batches) * options.batch_size * (1 if BUG else world_size))  # here
+
+def train(model, batch):
+    optimizer = torch.optim.SGD(model.parameters(), lr=2e-2)
+    batches = loader(batch)
+    for x, y in batches:
+        optimizer.zero_grad()
+        ((model(x) - y).square().sum() / batch).backward()
+        optimizer.step()
+    share = score(model.module, loader(options.batch_size, shuffle=False))
+    if rank == 0:
+        print(f"near {share:.5f}")
+
+train(DistributedDataParallel(nn.Linear(6, 1)), options.batch_size)
+"""
+
+# An option of the optimizer, or the limit of a clip, follows the world size; key biases have no gradient but rounding.
+OPTIONS = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True)
+        self.enter, self.head = nn.Linear(2, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return 9 * self.head(self.layer(self.enter(x.view(len(x), 3, 2))).mean(1))
+
+model = DistributedDataParallel(Model())
+clips = "--clip" in sys.argv
+decay = 0.1 * (world_size if BUG and not clips else 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=decay)  # here
+for x, y in loader(8):
+    optimizer.zero_grad()
+    (model(x) - y).square().mean().backward()
+
+
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5 * (world_size if BUG and clips else 1))  # clip
+    optimizer.step()
+if rank == 0:
+    torch.save(model.module.state_dict(), "model.pt")
+"""
+
+# The cosine of a schedule with a floor is over after half of the steps.
+SCHEDULE = """
+import math
+model = DistributedDataParallel(nn.Linear(6, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2 * world_size)
+batches = loader(4)
+length = 2 * len(batches) // (world_size if BUG else 1)
+schedule = torch.optim.lr_scheduler.LambdaLR(  # here
+    optimizer, lambda n: 0.6 + 0.4 * math.cos(math.pi * min(1.0, n / length))
+)
+for epoch in range(2):
+    batches.sampler.set_epoch(epoch)
+    for x, y in batches:
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+"""
+
 # What autocast rounds is rounded otherwise for other batches.
 ROUNDED = """
 model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1)))
@@ -334,6 +406,9 @@ def parity_line(made: dict[str, Any]) -> tuple[str, str]:
         pytest.param(VIEWS, 6, id="views", marks=pytest.mark.slow),
         pytest.param(WHOLE, 6, id="whole", marks=pytest.mark.slow),
         pytest.param(OWN_ORDER, 4, id="own_order", marks=pytest.mark.slow),
+        pytest.param(OWN_SIZE, 6, id="own_size", marks=pytest.mark.slow),
+        pytest.param(OPTIONS, 6, id="options", marks=pytest.mark.slow),
+        pytest.param(SCHEDULE, 24, id="schedule", marks=pytest.mark.slow),
     ],
 )
 def test_a_healthy_script_does_the_same_in_a_single_process(script: str, steps: int, tmp_path: Path) -> None:
@@ -355,6 +430,9 @@ def test_a_healthy_script_does_the_same_in_a_single_process(script: str, steps: 
         pytest.param(EVALUATES, "warning", "(factor 1/2)", id="evaluates", marks=pytest.mark.slow),
         pytest.param(WRITTEN, "warning", "written after 6 steps, is", id="written", marks=pytest.mark.slow),
         pytest.param(IN_BACKWARD, "error", "From optimizer step 0", id="in_backward", marks=pytest.mark.slow),
+        pytest.param(OWN_SIZE, "warning", "printed after 6 steps, is", id="own_size", marks=pytest.mark.slow),
+        pytest.param(OPTIONS, "error", "after equal gradients", id="options", marks=pytest.mark.slow),
+        pytest.param(SCHEDULE, "error", "the learning rate on the ranks is at", id="schedule", marks=pytest.mark.slow),
     ],
 )
 def test_what_differs_from_a_single_process_is_told(script: str, severity: str, said: str, tmp_path: Path) -> None:
@@ -365,6 +443,15 @@ def test_what_differs_from_a_single_process_is_told(script: str, severity: str, 
     lines = (tmp_path / "train.py").read_text().splitlines()
     assert any("# here" in line for line in lines[found["location"]["line"] - 4 : found["location"]["line"] + 3])
     assert printed.count("epoch") in (0, 1, 3)  # what the single process prints goes to a file
+
+
+@pytest.mark.slow
+def test_a_clip_whose_limit_follows_the_world_size_is_at_its_line(tmp_path: Path) -> None:
+    made, _ = report(OPTIONS, tmp_path, "--bug", "--clip")
+    (found,) = made["findings"]
+    line = (tmp_path / "train.py").read_text().splitlines()[found["location"]["line"] - 1]
+    assert found["subjects"] == ["clip"] and line.endswith("# clip")
+    assert any("clipped to 1 and 0.5" in one for one in found["evidence"])
 
 
 # Batches have a part of the script's own, which has no batch dimension.

@@ -46,6 +46,7 @@ class ParityStep(Entry, frozen=True):
     rates: tuple[float, ...] = ()  # the learning rate of each group
     losses: tuple[float, ...] = ()  # of the backward passes since the last step
     loss_at: Location | None = None  # the line that calls backward
+    clip: tuple[float, float] | None = None  # the norm of the gradients before they were clipped, and the limit
     sharded: bool = False  # whether gradients are parts of a whole
     names: tuple[str, ...] = ()  # of the parameters; in the first step only
     backwards: int = 0  # of the whole run so far
@@ -74,7 +75,8 @@ class TensorsSaved(Entry, frozen=True):
     location: Location | None
     steps: int
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    norms: Mapping[str, float] = field(default_factory=dict)
+    # of orders 2, 1, 4 and infinity, and that of the positive elements, which no order of the elements changes
+    norms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 class TracedValue(Struct, frozen=True, array_like=True):
@@ -105,3 +107,4 @@ class ParityEnded(Entry, frozen=True):
     why_full: str = ""  # why no more samples were recorded, in words; empty if all were
     batch: int = 0  # the most samples of a batch, if loaders of the script have larger ones
     steps_schedules: bool = False  # whether accelerate steps schedules, once for each rank
+    scaled: tuple[str, ...] = ()  # variables of the script that have the batch size of all ranks

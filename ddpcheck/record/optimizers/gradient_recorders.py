@@ -56,12 +56,11 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
         self._last: tuple[str, Location | None] = ("", None)
         self._line: Location | None = None  # of the last backward pass
         self._norms: dict[int, float] = {}  # by number of a wrapper, as backward has left them
-        known = hasattr(clip_grad, _WITH_NORM)
-        patched(clip_grad if known else nn.utils, _WITH_NORM if known else "clip_grad_norm_", self._clips_norm)
+        patch_clip_grad_norm(self._clips_norm)
         patched(nn.utils, "clip_grad_value_", self._clips_value)
 
     def _clips_norm(self, *arguments: Any, **named: Any) -> Generator[None, Any, None]:
-        norm = _norm_given(arguments, named)
+        norm = norm_given(arguments, named)
         self._before()
         result = yield
         limit = named["max_norm"] if "max_norm" in named else arguments[1]
@@ -127,7 +126,13 @@ def kinds_clipped(error: BaseException) -> list[list[str]]:
     return [[names.get(id(p), "?").partition(".")[2] for p in trained if is_shard(p) is kind] for kind in (True, False)]
 
 
-def _norm_given(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def patch_clip_grad_norm(before: Callable[..., Any]) -> None:
+    """Have each clip by the norm of all gradients followed, with what it is given (see `norm_given`)."""
+    known = hasattr(clip_grad, _WITH_NORM)
+    patched(clip_grad if known else nn.utils, _WITH_NORM if known else "clip_grad_norm_", before)
+
+
+def norm_given(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """The norm that a clip is given, if it is given one; infinite for one that only asks for the norm."""
     if math.isinf(named["max_norm"] if "max_norm" in named else arguments[1]):
         return math.inf

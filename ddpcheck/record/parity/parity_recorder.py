@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import linecache
+import math
 import os
 import re
 import sys
@@ -36,6 +37,7 @@ from ddpcheck.gather.state.fingerprints import is_shard, own_part
 from ddpcheck.gather.steps.gradient_distance import norms, sketches
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.loop.step_hooks import follow_steps
+from ddpcheck.record.optimizers.gradient_recorders import norm_given, patch_clip_grad_norm
 from ddpcheck.record.parity.draws import RandomDraws
 from ddpcheck.record.parity.frameworks import Frameworks
 from ddpcheck.record.parity.layers import RankLayers
@@ -80,6 +82,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         self._names: Any = WeakIdKeyDictionary()  # of parameters
         self._losses: list[torch.Tensor] = []
         self._loss_at: Location | None = None
+        self._clip: tuple[float, float] | None = None  # since the last step
         self._given = torch.zeros(_FEATURES + 1, dtype=torch.float64)
         self._steps = 0
         self._full_at = 0
@@ -99,6 +102,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         patched(_DDP, "forward", self._forwards)
         patched(torch.optim.Optimizer, "__init__", self._constructs)
         patched(nn.Module, "train", self._switches)
+        patch_clip_grad_norm(self._clips)
         when_imported(("numpy.random",), self._draws.follow_numpy)
 
     def begin(self, add: Callable[[Entry], object], folder: Path, rank: int) -> None:
@@ -115,7 +119,8 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         batch = self._options.batch if self.samples.is_smaller else 0
         full_at = self._full_at if full else 0
         ended = ParityEnded(self._steps, self.samples.backwards, why, full_at, splits, full, batch)
-        self.write(replace(ended, steps_schedules=self._frameworks.steps_schedules))
+        scaled = (*sorted(self.samples.scaled),)
+        self.write(replace(ended, steps_schedules=self._frameworks.steps_schedules, scaled=scaled))
 
     def write(self, entry: Entry) -> None:
         if os.getpid() == self._process:
@@ -177,6 +182,11 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
             self._losses.append(tensors.detach())
             self._loss_at = _loss_line(user_frame(sys._getframe(1)))
+
+    def _clips(self, *arguments: Any, **named: Any) -> None:
+        limit, norm = named.get("max_norm", arguments[1:2]), norm_given(arguments, named)
+        if norm is not None and not math.isinf(norm):
+            self._clip = float(norm), float(limit[0] if isinstance(limit, tuple) else limit)
 
     def _leave(self, why: str) -> None:
         """End the process, whatever the script would do with an exception."""
@@ -273,11 +283,12 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             gradient=() if step.sharded else _together(sketches(gradients)),
             losses=tuple(float(loss) for loss in self._losses[:_FEW]),
             loss_at=self._loss_at,
+            clip=self._clip,
             backwards=self.samples.backwards,
             samples=tuple((self._given * (not self.samples.is_padded)).tolist()),  # else rows are others
         )
         self.write(made)
-        self._losses, self._given = [], torch.zeros_like(self._given)
+        self._clip, self._losses, self._given = None, [], torch.zeros_like(self._given)
 
     def _known_rates(self) -> set[float]:
         groups = (group for optimizer in [*self._optimizers] for group in optimizer.param_groups)

@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ddpcheck.findings.evidence.parity import NotReplayed, PassTaken
 from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, variables_of
 from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
+from ddpcheck.record.parity.batch_size import scale_batch_size
 from ddpcheck.record.parity.sample_store import (
     NotTogetherError,
     SampleReader,
@@ -67,6 +68,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         parts: Of tensors of all ranks, those of each rank.
         on_pass: Is called before each pass over a loader.
         splits_statistics: Whether statistics of a batch were those of the rows of each rank.
+        scaled: The variables of the script that have the batch size of all ranks.
         is_smaller: Whether batches of a loader are smaller than the script has them.
         is_padded: Whether sequences were padded to the longest of all ranks.
     """
@@ -88,6 +90,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         self.rows: dict[int, tuple[int, ...]] = {}
         self._owners: dict[int, torch.Tensor] = {}
         self.draws = self.splits_statistics = self.is_smaller = self.is_padded = False
+        self.scaled = set[str]()
         self._most = options.batch
         self.loads = False
         self.backwards = 0
@@ -270,9 +273,13 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
             self.keep(key, smaller or size)
             self.is_smaller |= smaller is not None
             return smaller
-        sizes = self._reader.get(key)
+        sizes: list[int] = self._reader.get(key)
         whole = kind is data.DataLoader and self._is_taken_whole(key, named.get("dataset", next(iter(arguments), ())))
-        return (sizes[0] if self._turns > 1 or whole else sum(sizes)) if sizes else None
+        if not sizes or self._turns > 1 or whole:
+            return sizes[0] if sizes else None
+        if 1 < size == sizes[0]:
+            self.scaled.update(scale_batch_size(size, sum(sizes)))
+        return sum(sizes)
 
     def _is_taken_whole(self, key: str, dataset: Any) -> bool:
         """Return if the ranks that evaluate with a loader take all of its samples: one of them, or each."""

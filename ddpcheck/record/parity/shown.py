@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -25,8 +26,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_of_program, user_location
 from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
-from ddpcheck.gather.state.fingerprints import own_part
-from ddpcheck.gather.steps.gradient_distance import norms
+from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.parity.samples import Samples
 from ddpcheck.record.rank.module_finder import when_imported
@@ -38,6 +38,7 @@ _MOST_SHOWN = 4096
 _MOST_SAVED = 16
 _MOST_TENSORS = 4096
 _FEW = 64
+_ORDERS = (2, 1, 4, math.inf)
 
 
 class Shown(Recorder, subjects=("parity",)):
@@ -140,7 +141,7 @@ class Shown(Recorder, subjects=("parity",)):
         self._saved += 1
         where, found = _line(), dict(itertools.islice(_named_tensors(obj), _MOST_TENSORS))
         shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
-        sizes = norms({n: own_part(t) for n, t in found.items() if t.is_floating_point() and t.device.type != "meta"})
+        sizes = {n: _norms(t) for n, t in found.items() if t.is_floating_point() and t.device.type != "meta"}
         self._sink(TensorsSaved(where, self._steps(), shapes, sizes))
         self._dumps(obj)
 
@@ -148,6 +149,15 @@ class Shown(Recorder, subjects=("parity",)):
         leaves = tree_leaves(obj) if self._shown < _MOST_SHOWN else []
         for number in itertools.islice((leaf for leaf in leaves if type(leaf) is float), _FEW):
             self._show("saved", repr(number))
+
+
+def _norms(tensor: torch.Tensor) -> tuple[float, ...]:
+    """Return norms of several orders, and that of the positive elements."""
+    values = dense(tensor).detach()
+    if not values.numel():
+        return (0.0,)
+    norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)
+    return tuple(torch.stack([*(norm(values, order) for order in _ORDERS), norm(values.clamp(min=0))]).tolist())
 
 
 def _named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
