@@ -356,14 +356,17 @@ def codes_that_explain(found: Finding, others: Sequence[Finding]) -> list[str]:
 def what_held(comparison: Comparison) -> str:
     """Return what was compared and is equal, in words."""
     every = [one for one in gradients(comparison) if one.is_equal]
-    shown = [one for one in _evaluated(comparison) if one.quantity.is_equal] if comparison.has_same_samples else []
+    numbers = _evaluated(comparison) if comparison.has_same_samples else []
+    shown = [one for one in numbers if one.quantity.is_equal]
+    undecided = [one for one in numbers if not one.quantity.is_equal and not one.quantity.differs and not one.is_local]
     said = []
     if every:
         said.append(
             f"gradients of {counted(len(every), 'step')} equal those of a single process within {_largest(every):.1g}"
         )
     if shown:
-        said.append(f"{counted(len(shown), 'shown number')} equal")
+        rest = f" ({len(undecided)} not decided)" if undecided else ""
+        said.append(f"{counted(len(shown), 'shown number')} equal{rest}")
     saves = saved_states(comparison.ranks[0]).keys() & saved_states(comparison.single).keys()
     if saves and not any(_of_saved(comparison)):
         said.append(f"{counted(len(saves), 'saved state')} equal")
@@ -379,8 +382,9 @@ def what_held(comparison: Comparison) -> str:
 
 
 def _evaluated(comparison: Comparison) -> list[Shown]:
-    """Return the numbers that are shown after an evaluation, without those of epochs and steps."""
-    return [one for one in shown_numbers(comparison) if one.entry.evaluates and "." in one.entry.numbers[one.place]]
+    """Return the numbers that are shown after an evaluation, without those of epochs, steps and saved options."""
+    shown = (one for one in shown_numbers(comparison) if one.entry.evaluates and one.entry.how != "saved")
+    return [one for one in shown if "." in one.entry.numbers[one.place]]
 
 
 def confirmed(comparison: Comparison) -> dict[str, str]:
