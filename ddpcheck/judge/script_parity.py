@@ -358,7 +358,7 @@ def what_held(comparison: Comparison) -> str:
     every = [one for one in gradients(comparison) if one.is_equal]
     numbers = _evaluated(comparison) if comparison.has_same_samples else []
     shown = [one for one in numbers if one.quantity.is_equal]
-    undecided = [one for one in numbers if not one.quantity.is_equal and not one.quantity.differs and not one.is_local]
+    undecided = [one for one in numbers if not one.is_local and _is_undecided(one.quantity)]
     said = []
     if every:
         said.append(
@@ -379,6 +379,11 @@ def what_held(comparison: Comparison) -> str:
     if said and any(end.splits_statistics for end in entries_of(comparison.single, ParityEnded)):
         said.append("BatchNorm normalises the samples of each rank separately in both (DDP304)")
     return "; ".join(said)
+
+
+def _is_undecided(number: Quantity) -> bool:
+    """Return if a number, which is no time, may be equal or not."""
+    return not number.differs and not number.is_equal and not _SLOWEST < number.noise < _FASTEST
 
 
 def _evaluated(comparison: Comparison) -> list[Shown]:
@@ -423,8 +428,8 @@ def lacking(comparison: Comparison) -> str:
         )
     evaluated = [shown for shown in shown_numbers(comparison) if shown.entry.evaluates and not shown.is_local]
     decided = {shown.source for shown in evaluated if shown.quantity.differs or shown.quantity.is_equal}
-    numbers = [shown.quantity for shown in evaluated if shown.source not in decided]  # not in any of the epochs
-    numbers = [number for number in numbers if not _SLOWEST < number.noise < _FASTEST]
+    # not in any of the epochs
+    numbers = [s.quantity for s in evaluated if s.source not in decided and _is_undecided(s.quantity)]
     if padded := [number for number in numbers if number.is_padded]:
         said.append(
             f"{counted(len(padded), 'shown number')} not decided: evaluations on ranks repeat {comparison.padding:.0%} "
