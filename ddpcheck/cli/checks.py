@@ -17,7 +17,6 @@ from ddpcheck.findings.report import Report
 from ddpcheck.recipe.target import load_object
 from ddpcheck.render import FORMATS, MATRIX_FORMATS
 from ddpcheck.report.first_recipe.first_recipe import place_of_recipe
-from ddpcheck.report.graph.dot import draw, lay_out, picture_format, summary
 from ddpcheck.report.matrix.matrix import Matrix
 from ddpcheck.report.repro import command_for, prepare, why_none, write_reproduction
 from ddpcheck.report.settings import Settings, load_settings, misspelled_variables
@@ -113,11 +112,15 @@ def _reproduce(report: Report, target: str, folder: Path, progress: Progress) ->
 def run_graph(arguments: argparse.Namespace, hosts: Leader | None) -> int:
     """Check a recipe and draw the graph of its loss."""
     settings = command_settings(arguments, RUN_SETTINGS, hosts)
+    autograd = arguments.view == "autograd"
+    needed = ("graphviz", "torchviz", "distutils") if autograd else ("graphviz",)  # setuptools has distutils
+    if missing := [name for name in needed if find_spec(name) is None]:
+        way_out = "install its extra `graph` (pip install graphviz torchviz setuptools)"
+        raise UsageError(f"`ddpcheck graph` needs {missing[0]}, which is not installed: {way_out}")
+    from ddpcheck.report.graph.dot import draw, lay_out, picture_format, summary
+
     path = None if arguments.output in (None, "-") else arguments.output
     form = picture_format(path)
-    autograd = arguments.view == "autograd"
-    if autograd and find_spec("torchviz") is None:
-        raise UsageError("--view autograd needs torchviz, which is not installed: pip install torchviz graphviz")
     with OutputFile(path) as file, Progress(sys.stderr) as progress:
         from ddpcheck.report.graph.trace_graph import trace_graph
 

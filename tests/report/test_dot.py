@@ -14,8 +14,8 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.rules.rule import Severity
-from ddpcheck.report.graph.dot import COLOURS, DARK, draw, lay_out, picture_format, summary
-from ddpcheck.report.graph.drawing_data import GraphView, MarkedParameter, ModuleFact, Node
+from ddpcheck.report.graph.dot import draw, lay_out, picture_format, summary
+from ddpcheck.report.graph.drawing_data import COLOURS, DARK, GraphView, MarkedParameter, ModuleFact, Node
 from tests.dotsource import Dot, parse
 
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's dot is not installed")

@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 from ddpcheck import cli
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.rules import RULES
+from ddpcheck.report.calls import MODULES
 from ddpcheck.report.graph import trace_graph as trace_graph
-from ddpcheck.report.graph.dot import COLOURS
+from ddpcheck.report.graph.drawing_data import COLOURS
 from tests.dotsource import Dot, parse
 from tests.faultsuite.cases import FAULTS, ROOT
 
@@ -327,6 +330,26 @@ def test_without_dot_a_picture_is_refused_with_the_way_out(
     assert cli.main(["graph", broken("parameters/unused"), "-o", "x.svg"]) == 2
     said = capsys.readouterr().err
     assert "needs the `dot` executable of Graphviz" in said and "-o graph.dot" in said and said.count("\n") == 1
+
+
+@pytest.mark.usefixtures("no_check")
+@pytest.mark.parametrize(
+    ("package", "options"),
+    [("graphviz", []), ("graphviz", ["-o", "x.dot"]), ("torchviz", ["--view", "autograd"])],
+)
+def test_without_its_packages_the_extra_is_named(
+    package: str, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert cli.main(["graph", broken("parameters/unused"), *options]) == 2
+    said = f"ddpcheck: error: `ddpcheck graph` needs {package}, which is not installed: install its extra `graph` ("
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_ranks_do_without_the_packages_of_pictures() -> None:
+    code = "import sys; sys.modules.update(graphviz=None, torchviz=None)\nimport ddpcheck.report.graph.trace_graph"
+    done = [sys.executable, "-c", f"{code}, {', '.join(MODULES)}"]
+    assert subprocess.run(done, cwd=ROOT, timeout=120).returncode == 0
 
 
 def test_without_a_file_dot_source_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:

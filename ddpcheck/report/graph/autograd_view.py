@@ -13,8 +13,7 @@ import torch
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.rules import RULES
-from ddpcheck.report.graph.dot import COLOURS, DARK
-from ddpcheck.report.graph.drawing_data import Mark
+from ddpcheck.report.graph.drawing_data import Mark, colour
 
 MOST_NODES = 3_000  # Graphviz takes minutes to lay out more
 _FRAMES_PER_NODE = 4  # of Python, in torchviz's recursion
@@ -38,15 +37,10 @@ def draw_autograd(
         ends: Where the paths of some of them end, by name.
 
     Raises:
-        UsageError: torchviz cannot be imported, or the graph has more than `MOST_NODES` nodes.
+        UsageError: The graph has more than `MOST_NODES` nodes.
     """
-    try:
-        from torchviz import make_dot
-    except ImportError as error:
-        raise UsageError(
-            f"--view autograd needs torchviz, which cannot be imported: {error} (pip install torchviz graphviz; on "
-            "Python 3.12 or later also setuptools)"
-        ) from None
+    from torchviz import make_dot
+
     count = _count_nodes([*losses.values()])
     if count > MOST_NODES:
         raise UsageError(
@@ -61,7 +55,7 @@ def draw_autograd(
         tensor = tensors.get(name)
         key, shape = (name, "") if tensor is None else (str(id(tensor)), str(tuple(tensor.shape)))
         label = "\n".join(filter(None, (name, shape, f"{code} {RULES[code].name}", where)))
-        drawn.node(key, label, fillcolor=COLOURS[code], fontcolor="white" if code in DARK else "black")
+        drawn.node(key, label, **colour(code))
         if end := ends.get(name):
             label = f"{end.reason}\nat {end.location}" if end.location else end.reason
             if label not in stops:

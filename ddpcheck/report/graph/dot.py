@@ -6,56 +6,42 @@ import math
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePath
+
+from graphviz import Digraph, escape, nohtml
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import counted, group_by, join_names, printable
-from ddpcheck.report.graph.drawing_data import GraphView, Mark, MarkedParameter, ModuleFact, Node, module_of, prefixes
+from ddpcheck.report.graph.drawing_data import GraphView, MarkedParameter, ModuleFact, Node, colour, module_of, prefixes
 
 MOST_LINES = 6  # names in one node
 MOST_PARAMETER_NODES = 16  # above which the parameters of several modules share a node
-
-# The palette of Okabe and Ito, which people with any kind of colour blindness can tell apart
-# (https://jfly.uni-koeln.de/color/), and the name of the rule is on every node: no reader needs the colour.
-COLOURS: Mapping[str, str] = {
-    "DDP101": "#E69F00",
-    "DDP102": "#F0E442",
-    "DDP103": "#D55E00",
-    "DDP104": "#0072B2",
-    "DDP105": "#56B4E9",
-    "DDP106": "#009E73",
-    "DDP107": "#BBBBBB",
-    "DDP108": "#CC79A7",
-    "DDP110": "#000000",
-    "DDP111": "#5D3A9B",
-}
-DARK = ("DDP104", "DDP110", "DDP111")  # with white text
-
 _TIMES = "\u00d7"
-_HEAD = """digraph ddpcheck {
-graph [fontname="Helvetica,Arial,sans-serif" fontsize=11 labeljust=l labelloc=t nodesep=0.3 ranksep=0.35 pad=0.3
-label="%s\\l"]
-node [fontname="Helvetica,Arial,sans-serif" fontsize=11 shape=box style="rounded,filled" fillcolor=white height=0.3]
-edge [color="#555555" arrowsize=0.6]"""
-_CLUSTER = 'graph [style="rounded,filled" color="#C4C4C4" fillcolor="#0000000A" label="%s"]'
-_PLAIN = ' fillcolor="#F4F4F4"'
+_FONT = {"fontname": "Helvetica,Arial,sans-serif", "fontsize": "11"}
+_GRAPH = {**_FONT, "labeljust": "l", "labelloc": "t", "nodesep": "0.3", "ranksep": "0.35", "pad": "0.3"}
+_NODE = {**_FONT, "shape": "box", "style": "rounded,filled", "fillcolor": "white", "height": "0.3"}
+_EDGE = {"color": "#555555", "arrowsize": "0.6"}
+_CLUSTER = {"style": "rounded,filled", "color": "#C4C4C4", "fillcolor": "#0000000A"}
+_PLAIN = {"fillcolor": "#F4F4F4"}
+_STOP = {"style": "filled", "color": "#B00020", "fillcolor": "#FFF1F0", "fontcolor": "#B00020", "margin": "0.05,0.02"}
 _LOOK = {
-    "input": f" shape=cds{_PLAIN}",
-    "loss": f" shape=doubleoctagon{_PLAIN}",
-    "stop": ' shape=octagon style=filled color="#B00020" fillcolor="#FFF1F0" fontcolor="#B00020" margin="0.05,0.02"',
+    "input": {"shape": "cds", **_PLAIN},
+    "loss": {"shape": "doubleoctagon", **_PLAIN},
+    "stop": {"shape": "octagon", **_STOP},
 }
 
 
 def draw(view: GraphView, report: Report) -> str:
     """The dot source of a graph; the same graph gives the same text."""
+    title = _text(_title(view, report), end="\\l") + "\\l"
     if view.autograd:
-        title = _text(_title(view, report), end="\\l")
-        head, _, body = view.autograd.partition("{\n")
-        return f'{head}{{\n\tgraph [labelloc=t labeljust=l fontname=monospace label="{title}\\l"]\n{body}'
-    return "\n".join(_Drawing(view).lines(_title(view, report))) + "\n"
+        look = {"labelloc": "t", "labeljust": "l", "fontname": "monospace", "label": title}
+        body = view.autograd.splitlines(keepends=True)[1:-1]  # without the braces
+        return str(Digraph(graph_attr=look, body=body).source)
+    return _Drawing(view).source(title)
 
 
 class _Drawing:
@@ -68,45 +54,45 @@ class _Drawing:
         clusters |= {node.module for node in view.nodes if node.kind == "stop" and node.module is not None}
         self.clusters = clusters.union(*(prefixes(module)[:-1] for module in (*count, *clusters)))
         self.ids: dict[str, int] = {}
-        self.content: dict[str | None, list[str]] = {None: [], "": []}  # by cluster, in order of their first nodes
+        drawing = Digraph("ddpcheck", graph_attr=_GRAPH, node_attr=_NODE, edge_attr=_EDGE)
+        self.content: dict[str | None, Digraph] = {None: drawing}  # by cluster, in order of their first nodes
 
-    def lines(self, title: Iterable[str]) -> Iterator[str]:
+    def source(self, title: str) -> str:
         for node in self.view.nodes:
-            plain = _PLAIN if node.module is None or node.module in self.clusters else ""
-            self._add(node.key, node.module, self._label(node), _LOOK.get(node.kind, plain))
-        edges = [(*ends, "" if gradient else "style=dashed") for ends, gradient in self.view.edges.items()]
+            plain = _PLAIN if node.module is None or node.module in self.clusters else {}
+            self._add(node.key, node.module, self._label(node), **_LOOK.get(node.kind, plain))
+        edges = [(*ends, {} if gradient else {"style": "dashed"}) for ends, gradient in self.view.edges.items()]
         for (module, (code, where)), parameters in self.groups.items():
             names = [f"{' = '.join(each.names)}  {_TIMES.join(map(str, each.shape))}".rstrip() for each in parameters]
             more = f"and {len(names) - MOST_LINES} more" if len(names) > MOST_LINES else ""
-            look = f' style=filled fillcolor="{COLOURS[code]}" fontcolor={"white" if code in DARK else "black"}'
             key = f"parameter {names[0]}"
-            self._add(key, module, [RULES[code].name, where, *names[:MOST_LINES], more], look)
+            label = (RULES[code].name, where, *names[:MOST_LINES], more)
+            self._add(key, module, label, style="filled", **colour(code))
             readers = dict.fromkeys(reader for parameter in parameters for reader in parameter.readers)
-            edges += [(key, reader, "penwidth=1.5") for reader in readers]
-        yield _HEAD % _text(title, end="\\l")
-        yield from self.content[None]
-        yield from self._cluster("")
+            edges += [(key, reader, {"penwidth": "1.5"}) for reader in readers]
+        drawing = self._cluster(None)
+        drawing.graph_attr["label"] = title
         for source, target, look in edges:
             begin, end = self.ids[source], self.ids[target]
-            back = " constraint=false" if begin > end and not look.startswith("p") else ""  # to what runs again
-            yield f"n{begin} -> n{end} [{look}{back}]"
-        yield "}"
+            back = {"constraint": "false"} if begin > end and "penwidth" not in look else {}  # to what runs again
+            drawing.edge(f"n{begin}", f"n{end}", **look, **back)
+        return str(drawing.source)
 
-    def _add(self, key: str, module: str | None, label: Iterable[str], look: str) -> None:
+    def _add(self, key: str, module: str | None, label: Iterable[str], **look: str) -> None:
         self.ids[key] = number = len(self.ids) + 1
         around = module if module is None or module in self.clusters else module_of(module)
         for path in prefixes(around or ""):
-            self.content.setdefault(path, [])
-        self.content[around].append(f'n{number} [label="{_text(label)}"{look}]')
+            if path not in self.content:
+                text = _text(["  ".join(filter(None, self._describe(path)))])
+                self.content[path] = Digraph(f"cluster_{len(self.content)}", graph_attr={**_CLUSTER, "label": text})
+        self.content[around].node(f"n{number}", _text(label), **look)
 
-    def _cluster(self, path: str) -> Iterator[str]:
-        yield f"subgraph cluster_{list(self.content).index(path)} {{"
-        yield _CLUSTER % _text(["  ".join(filter(None, self._describe(path)))])
-        yield from self.content[path]
+    def _cluster(self, path: str | None) -> Digraph:
+        """The subgraph of a module, with those inside it after its nodes; that of `None` is the drawing."""
         for inner in self.content:
-            if inner and module_of(inner) == path:
-                yield from self._cluster(inner)
-        yield "}"
+            if inner is not None and path == (module_of(inner) if inner else None):
+                self.content[path].subgraph(self._cluster(inner))
+        return self.content[path]
 
     def _label(self, node: Node) -> Sequence[str]:
         if node.end is not None:
@@ -152,16 +138,16 @@ def _title(view: GraphView, report: Report) -> Iterator[str]:
         yield "dashed arrow: data only, no gradient flows back"
 
 
-def _group(parameters: Sequence[MarkedParameter], depth: int) -> dict[tuple[str, Mark], list[MarkedParameter]]:
+def _group(marked: Sequence[MarkedParameter], depth: int) -> dict[tuple[str, tuple[str, str]], list[MarkedParameter]]:
     """Parameters of one module with which the same is wrong, or of an outer one if these are too many."""
-    groups = group_by(parameters, lambda each: (prefixes(each.module)[: depth + 1][-1], each.mark))
-    return groups if depth == 0 or len(groups) <= MOST_PARAMETER_NODES else _group(parameters, depth - 1)
+    groups = group_by(marked, lambda each: (prefixes(each.module)[: depth + 1][-1], each.mark))
+    return groups if depth == 0 or len(groups) <= MOST_PARAMETER_NODES else _group(marked, depth - 1)
 
 
 def _text(lines: Iterable[str], end: str = "\\n") -> str:
-    """Lines for a label in quotes, in which dot finds no markup of its own; empty ones are left out."""
-    shown = (printable(line).replace("\\", "\\\\").replace('"', '\\"').replace("&", "&amp;") for line in lines if line)
-    return end.join(shown)
+    """Lines for a label in which dot finds no markup of its own; empty ones are left out."""
+    text: str = nohtml(end.join(escape(printable(line)).replace("&", "&amp;") for line in lines if line))
+    return text
 
 
 def summary(view: GraphView, report: Report) -> str:

@@ -102,3 +102,25 @@ def fold(
             for path, first in shown.items():
                 shown[path] = next((p for p in prefixes(first)[depth:-1] if p not in kept), first)
     return shown
+
+
+# The palette of Okabe and Ito, which people with any kind of colour blindness can tell apart
+# (https://jfly.uni-koeln.de/color/), and the name of the rule is on every node: no reader needs the colour.
+COLOURS: Mapping[str, str] = {
+    "DDP101": "#E69F00",
+    "DDP102": "#F0E442",
+    "DDP103": "#D55E00",
+    "DDP104": "#0072B2",
+    "DDP105": "#56B4E9",
+    "DDP106": "#009E73",
+    "DDP107": "#BBBBBB",
+    "DDP108": "#CC79A7",
+    "DDP110": "#000000",
+    "DDP111": "#5D3A9B",
+}
+DARK = ("DDP104", "DDP110", "DDP111")  # with white text
+
+
+def colour(code: str) -> dict[str, str]:
+    """Return the attributes of a node for a parameter with this finding."""
+    return {"fillcolor": COLOURS[code], "fontcolor": "white" if code in DARK else "black"}

@@ -12,8 +12,7 @@ from ddpcheck.harness import World
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import check
 from ddpcheck.report.checking.check_worlds import CollectiveMismatchWatch
-from ddpcheck.report.graph.dot import COLOURS
-from ddpcheck.report.graph.drawing_data import GraphView, Mark
+from ddpcheck.report.graph.drawing_data import COLOURS, GraphView, Mark
 from ddpcheck.worlds.launchers.leader import Leader
 
 if TYPE_CHECKING:
