@@ -11,6 +11,7 @@ from ddpcheck.render import Renderer, parts
 
 MOST_FINDINGS = 100
 _MOST_NAMES = 12
+_PROSE = re.compile(r"(`[^`]*`)|([|*_`<>\[\]\\])")
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~&@-])")
 
 
@@ -70,6 +71,11 @@ def _names(names: Sequence[str]) -> str:
 def escaped(text: str) -> str:
     """A text without meaning in Markdown."""
     return _SPECIAL.sub(r"\\\1", printable(text))
+
+
+def prose(text: str) -> str:
+    """Text of a rule as Markdown: between backticks is code, all else is plain."""
+    return _PROSE.sub(lambda found: found[1] or f"\\{found[2]}", text)
 
 
 def code_span(text: str) -> str:

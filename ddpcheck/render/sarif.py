@@ -11,10 +11,11 @@ from typing import Any
 from urllib.parse import quote
 
 from ddpcheck.findings.report import AcceptedFinding, Finding, Location, Report, Severity
-from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.rules import RULES, sections_of
 from ddpcheck.findings.selection import fingerprint
 from ddpcheck.findings.wording import PARAMETER_MADE, counted
 from ddpcheck.render import Renderer
+from ddpcheck.render.markdown import prose
 from ddpcheck.render.parts import plain_facts, sorted_findings
 
 MOST_RESULTS = 5000  # that GitHub shows of a run ("SARIF support for code scanning", in GitHub's documentation)
@@ -56,7 +57,10 @@ def _rule(code: str) -> dict[str, Any]:
         "name": rule.name,
         "shortDescription": {"text": rule.summary},
         "fullDescription": {"text": f"{rule.summary} {rule.why}"},
-        "help": {"text": rule.fix},
+        "help": {
+            "text": "\n\n".join(f"{heading}: {text}" for heading, text in sections_of(rule)),
+            "markdown": "\n\n".join(f"**{heading}**\n\n{prose(text)}" for heading, text in sections_of(rule)),
+        },
         "defaultConfiguration": {"level": _LEVELS[rule.severity]},
     }
 

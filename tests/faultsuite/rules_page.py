@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpcheck.findings.rules import FAMILIES, RULES, Rule, address_of, sections_of
+from ddpcheck.render.markdown import prose
 from tests.faultsuite.cases import ROOT, Case, all_cases
 from tests.faultsuite.scripts_page import SCRIPTS, options_of
 from tests.faultsuite.table import cell
@@ -61,10 +62,10 @@ def _page(rule: Rule, cases: Sequence[Case], plain: dict[str, str], scripts: Seq
         WRITTEN,
         f"# {rule.code}: {rule.name}",
         "",
-        f"*{rule.severity.value.capitalize()}.* {_prose(rule.summary)}",
+        f"*{rule.severity.value.capitalize()}.* {prose(rule.summary)}",
     ]
     for heading, text in sections_of(rule):
-        lines += ["", f"## {heading}", "", _prose(text)]
+        lines += ["", f"## {heading}", "", prose(text)]
     if rule.example:
         lines += ["", "## Example", "", "```python", rule.example.rstrip(), "```"]
     if cases:
@@ -93,12 +94,6 @@ def _page(rule: Rule, cases: Sequence[Case], plain: dict[str, str], scripts: Seq
         lines += ["", "## Public reports", "", "Threads on this defect, or on the message that it brings about:", ""]
         lines += [f"- [{report}]({address_of(report)})" for report in rule.reports]
     return "\n".join(lines) + "\n"
-
-
-def _prose(text: str) -> str:
-    """Text of a rule as Markdown: what is between backticks is code, and all else is plain."""
-    parts = text.split("`")
-    return "".join(f"`{part}`" if number % 2 else cell(part) for number, part in enumerate(parts))
 
 
 def _code(case: Case) -> str:

@@ -288,7 +288,7 @@ def test_a_matrix_shows_each_combination_and_what_to_do() -> None:
         "stops",
         "find_unused_parameters=True",
         "1.50 (1.40 to 1.60)",
-        "What to change",
+        "Fix",
         "rounded by 1.0e-03",
     ):
         assert words in text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import html
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft4Validator
 
+from ddpcheck.cli import main
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.figures import ParameterPath, PathStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, RelatedLocation, Report, ReportError
+from ddpcheck.findings.rules import RULES, sections_of
 from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.monitor.reporting import as_text
@@ -25,6 +29,7 @@ from ddpcheck.render import FORMATS, MATRIX_FORMATS, Medium, format_for, rendere
 from ddpcheck.render.github import MOST_OF_A_KIND
 from ddpcheck.render.parts import Fact, facts_of
 from ddpcheck.render.sarif import MOST_RESULTS
+from tests.faultsuite.cases import ROOT
 from tests.render.test_render import COUPLED, REPORT, UNUSED
 
 HANG = Finding(
@@ -148,6 +153,28 @@ def test_a_check_that_stopped_is_told_in_each_format() -> None:
     assert junit(stopped).get("errors") == "1"
     assert rendered("github", stopped).startswith("::error title=ddpcheck::The model raised.\n")
     assert "**Stopped:** The model raised." in rendered("markdown", stopped)
+
+
+# The texts of rules
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_the_page_of_a_rule_explain_sarif_and_html_say_the_same(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = replace(REPORT, findings=(Finding(code, ("x",), "It is.", Severity.ERROR, fix="Another fix."),))
+    (rule,) = sarif(report)["tool"]["driver"]["rules"]
+    assert main(["explain", code]) == 0
+    page = (ROOT / "docs" / "rules" / f"{code}.md").read_text(encoding="utf-8")
+    written = {
+        "explain": capsys.readouterr().out,
+        "page": re.sub(r"\\(?=\W|_)", "", page),
+        "text": rule["help"]["text"],
+        "markdown": re.sub(r"\\(?=\W|_)", "", rule["help"]["markdown"]),
+        "html": html.unescape(re.sub("<[^>]*>", "", rendered("html", report))),
+    }
+    for heading, text in sections_of(RULES[code]):
+        for name, shown in written.items():
+            said = " ".join(shown.split())
+            assert heading in said and " ".join(text.split()) in said, (name, heading)
 
 
 # JUnit

@@ -14,6 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ddpcheck.findings.report import Document, Report
+from ddpcheck.findings.rules import sections_of
 from ddpcheck.findings.wording import capitalized, counted, format_ranks, format_steps, limited, printable, shortened
 from ddpcheck.render import Renderer, in_ascii, parts
 from ddpcheck.render.page.charts import chart_view
@@ -164,7 +165,7 @@ def _templates() -> Environment:
     made.filters.update(
         counted=counted, fitted=fitted, ranks=format_ranks, sentence=capitalized, short=shortened, steps=format_steps
     )
-    made.globals.update(say=parts, css=Markup((folder / "page.css").read_text("utf-8")))
+    made.globals.update(say=parts, sections_of=sections_of, css=Markup((folder / "page.css").read_text("utf-8")))
     made.globals["ui"] = made.get_template("parts.html").module
     return made
 
