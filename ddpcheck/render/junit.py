@@ -63,9 +63,6 @@ def _case_of_finding(target: str, finding: Finding, skipped: str = "") -> Elemen
         _child(case, "failure", finding.message, text).set("type", finding.code)
     else:
         _child(case, "system-out", text=f"{finding.severity.value}: {text}")
-    if finding.location:
-        case.set("file", _clean(finding.location.path))
-        case.set("line", str(finding.location.line))
     return case
 
 

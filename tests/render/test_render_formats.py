@@ -6,6 +6,8 @@ import functools
 import html
 import json
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,9 +75,31 @@ def sarif(report: Report) -> dict[str, Any]:
     return dict(run)
 
 
+COUNTS = {"tests", "failures", "errors", "skipped"}
+JUNIT: dict[str, tuple[set[str], set[str], set[str]]] = {
+    "testsuites": (set(), set(), {"testsuite"}),
+    "testsuite": ({"name", *COUNTS, "time"}, set(), {"testcase"}),
+    "testcase": ({"name", "classname", "time"}, set(), {"skipped", "error", "failure", "system-out"}),
+    "failure": ({"type"}, {"message"}, set()),
+    "error": (set(), {"message", "type"}, set()),
+    "skipped": (set(), {"message"}, set()),
+    "system-out": (set(), set(), set()),
+}
+"""By element: required attributes, others, and children; Jenkins's xunit plugin refuses a file that has more."""
+
+
 def junit(report: Report) -> ElementTree.Element:
-    suite = ElementTree.fromstring(rendered("junit", report)).find("testsuite")
-    assert suite is not None
+    """The suite of a report as JUnit XML, which is valid."""
+    document = ElementTree.fromstring(rendered("junit", report))
+    for element in document.iter():
+        required, others, children = JUNIT[element.tag]
+        assert required <= {*element.keys()} <= required | others, element.tag
+        assert {child.tag for child in element} <= children, element.tag
+        assert re.fullmatch(r"\d+\.\d{3}", element.get("time", "0.000"))
+        assert all(element.get(key, "0").isdecimal() for key in COUNTS)
+    (suite,) = document
+    for kind, count in (("testcase", "tests"), ("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
+        assert suite.get(count) == str(sum(1 for _ in suite.iter(kind)))
     return suite
 
 
@@ -128,6 +152,20 @@ def test_each_format_shows_where_a_finding_was_noticed_beside_the_line_to_edit()
     assert (places, result["relatedLocations"][0]["message"]) == ([25], {"text": "parameter made"})
     assert Report.from_json(report.to_json()).findings == report.findings
     assert "parameter made at model.py:25" in as_text(moved)
+
+
+@pytest.mark.skipif(shutil.which("sarif") is None, reason="sarif-tools is not installed")
+def test_sarif_tools_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "report.sarif"
+    path.write_text(rendered("sarif", replace(REPORT, findings=(UNUSED, HANG, COUPLED))), encoding="utf-8")
+    done = subprocess.run(["sarif", "summary", path], capture_output=True, text=True, timeout=120, check=True)
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert [line for line in lines if line in ("error: 2", "warning: 1", "note: 0")] == [
+        "error: 2",
+        "warning: 1",
+        "note: 0",
+    ]
+    assert {line.split()[1] for line in lines if line.startswith("- ")} == {"DDP101", "DDP403", "DDP304"}
 
 
 def test_a_fingerprint_stays_where_lines_and_numbers_change() -> None:
