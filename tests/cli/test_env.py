@@ -8,6 +8,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+from jinja2 import Environment, StrictUndefined
 
 from ddpcheck import __version__, cli
 from ddpcheck.cli.arguments import make_parser
@@ -57,14 +59,29 @@ def test_the_text_for_agents_names_commands_options_and_keys_that_there_are(caps
     assert {f"DDP{code[3]}xx" for code in RULES} == set(re.findall(r"DDP\dxx", text))
 
 
-def test_the_conda_recipe_needs_what_the_package_needs() -> None:
-    text = (ROOT / "recipe" / "meta.yaml").read_text(encoding="utf-8")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    names = {"torch": "pytorch", "msgspec": "msgspec-python"}  # as conda-forge has them
-    for requirement in project["dependencies"]:
-        name, version = requirement.split(">=")
-        assert f"- {names.get(name, name)} >={version}\n" in text
-    assert f'version = "{__version__}"' in text and f"python {project['requires-python']}\n" in text
+def test_the_conda_recipe_renders_and_needs_what_the_package_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    template = (ROOT / "recipe" / "meta.yaml").read_text(encoding="utf-8")
+    found = yaml.safe_load(Environment(undefined=StrictUndefined).from_string(template).render(PYTHON="python"))
+    configuration = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project, build = configuration["project"], configuration["build-system"]["requires"]
+    conda = {"torch": "pytorch"}  # as conda-forge has it
+    needed = [f"python{project['requires-python']}", *project["dependencies"]]
+    needed = [f"{conda.get(name, name)} >={version}" for name, version in (one.split(">=") for one in needed)]
+    assert found["requirements"]["run"] == needed
+    assert found["requirements"]["host"] == [needed[0], "pip", *(one.replace(">=", " >=") for one in build)]
+    assert found["package"] == {"name": project["name"], "version": __version__}
+    assert found["build"]["entry_points"] == [f"{name} = {at}" for name, at in project["scripts"].items()]
+    assert found["build"]["noarch"] == "python" and found["build"]["script"].startswith(
+        "python -m pip install . --no-deps"
+    )
+    assert found["about"]["license"] == project["license"] and (ROOT / found["about"]["license_file"]).is_file()
+    assert (ROOT / "recipe" / found["source"]["path"]).resolve() == ROOT
+    for command in found["test"]["commands"]:
+        try:
+            assert cli.main(command.split()[1:]) == 0
+        except SystemExit as ended:  # of --version
+            assert ended.code in (0, None)
+    assert project["name"] in found["test"]["imports"] and "DDP101" in capsys.readouterr().out
 
 
 def test_env_as_text_and_as_json(capsys, monkeypatch) -> None:
