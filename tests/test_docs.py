@@ -21,7 +21,8 @@ from ddpcheck import cli
 from ddpcheck.cli.arguments import make_parser
 from ddpcheck.report.settings import Settings
 from ddpcheck.run.check_options import add_check_options
-from tests.faultsuite.table import endings
+from tests.faultsuite.noise import noise, programs
+from tests.faultsuite.table import endings, noise_row
 from tests.readme import DOCS, README, ROOT, pages
 
 PAGES = [page for page in pages() if page.parent.name != "rules"]
@@ -171,6 +172,16 @@ def test_the_comparison_is_that_of_the_pages_that_it_counts() -> None:
         f"lists {len(rows)} scripts .* {silent} ended with exit code 0 .* {waiting} waited .* {counts['after']} raised"
     )
     assert re.search(words.replace(" ", r"\s"), page, re.DOTALL), words
+
+
+@pytest.mark.slow
+def test_the_noise_is_that_of_the_records() -> None:
+    assert f"<!-- noise -->\n{noise()}\n<!-- end -->" in (DOCS / "comparison.md").read_text(encoding="utf-8")
+
+
+def test_noise_is_findings_beside_the_first() -> None:
+    assert noise_row("x", [1, 3, 0, 1], [0, 2]) == "| x | 4 | 3 | 2 | 1 of 2 |"
+    assert programs("| a | x | one: **DDP403 at a.py:3; DDP507 at b.py:4**, 2 s<br>two: not found |") == [2, 0]
 
 
 MEASURED = re.findall(r"^\| \[.*?\]\((.*?)\) .*\| (.*?) \|$", (DOCS / "measured.md").read_text("utf-8"), re.MULTILINE)

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import argparse
 import platform
-import re
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from multiprocessing import get_context
-from pathlib import Path
 
 from tests.faultsuite.cases import ROOT, all_cases
 from tests.faultsuite.recorded import forget_others, write_evidence
 from tests.faultsuite.runs import faults_in, faults_in_twin, run_case
-from tests.faultsuite.table import comparison, endings, faults_page
+from tests.faultsuite.table import comparison, endings, faults_page, put
 
 WORKERS = 2  # cases at a time; each has two ranks, which wait for each other most of the time
 
@@ -57,14 +55,6 @@ def main() -> int:
         forget_others(cases)
     print(f"{len(rows)} faults in {time.perf_counter() - begun:.0f} s, {wrong} not as expected", file=sys.stderr)
     return 1 if wrong else 0
-
-
-def put(page: Path, mark: str, table: str) -> None:
-    """Put a table into the place that a page has for it."""
-    place = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- end -->)", re.DOTALL)
-    text, count = place.subn(rf"\g<1>{table}\n\g<2>", page.read_text(encoding="utf-8"))
-    assert count == 1, f"{page.name} has no place for the table"
-    page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

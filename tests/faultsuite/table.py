@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import RULES
@@ -74,6 +75,13 @@ def comparison(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def noise_row(name: str, faults: Sequence[int], healthy: Sequence[int] = ()) -> str:
+    """A row of the table of noise, from the numbers of findings on faults and on healthy programs."""
+    found = [number for number in faults if number]
+    flagged = f"{sum(map(bool, healthy))} of {len(healthy)}" if healthy else "-"
+    return f"| {name} | {len(faults)} | {len(found)} | {sum(found) - len(found)} | {flagged} |"
+
+
 def endings(page: str) -> str:
     """How plain DDP ended, counted by family, from the page of all faults."""
     lines = ["| faults | in silence | raises | hangs | aborts or exits | all |", "|---|---|---|---|---|---|"]
@@ -137,3 +145,11 @@ def shortened(words: str, *, longest: int = _LONGEST) -> str:
 def cell(text: str) -> str:
     """Text that Markdown leaves as it is in a cell of a table."""
     return re.sub(r"([|*_`<>\[\]\\])", r"\\\1", re.sub(r"\s+", " ", text))
+
+
+def put(page: Path, mark: str, table: str) -> None:
+    """Put a table into the place that a page has for it."""
+    place = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- end -->)", re.DOTALL)
+    text, count = place.subn(rf"\g<1>{table}\n\g<2>", page.read_text(encoding="utf-8"))
+    assert count == 1, f"{page.name} has no place for the table"
+    page.write_text(text, encoding="utf-8")
