@@ -60,17 +60,21 @@ def list_pages(app: Sphinx, page: str, source: list[str]) -> None:
     """Put pages below the list that names them, and those that no list names into the guides."""
     if page == "rules":
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\nrules/*\n```\n"
-    if page == "measured":
-        source[0] += "\n".join(["\n```{toctree}", ":hidden:", "", *_measured(source[0]), "```", ""])
+    folder = Path(app.srcdir)
+    listed = {
+        name: _listed((folder / f"{name}.md").read_text(encoding="utf-8")) for name in ("measured", "contributors")
+    }
+    listed["measured"] = [name for name in listed["measured"] if name not in listed["contributors"]]
+    if page in listed:
+        source[0] += "\n".join(["\n```{toctree}", ":hidden:", "", *listed[page], "```", ""])
     if page == "index":
-        measured = _measured((Path(app.srcdir) / "measured.md").read_text(encoding="utf-8"))
-        named = {*source[0].split(), *measured, "index"}
-        others = sorted(path.stem for path in Path(app.srcdir).glob("*.md") if path.stem not in named)
+        named = {*source[0].split(), *listed["measured"], *listed["contributors"], "index"}
+        others = sorted(path.stem for path in folder.glob("*.md") if path.stem not in named)
         source[0] = source[0].replace("\ncommand-line\n", "\n".join(["\ncommand-line", *others, ""]))
 
 
-def _measured(text: str) -> list[str]:
-    """The pages whose figures docs/measured.md lists."""
+def _listed(text: str) -> list[str]:
+    """The pages in the tables of a page."""
     return re.findall(r"^\| \[[^]]*\]\(([\w-]+)\.md\)", text, re.MULTILINE)
 
 
