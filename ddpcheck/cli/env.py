@@ -20,10 +20,7 @@ from ddpcheck.findings.wording import printable
 from ddpcheck.render import Medium
 from ddpcheck.worlds.validation import WorldOptions
 
-PACKAGES = (
-    *("cloudpickle", "rich", "numpy", "pytest", "pytest-xdist", "shtab"),
-    *("lightning", "transformers", "accelerate", "mmengine"),
-)
+PACKAGES = "cloudpickle rich numpy pytest pytest-xdist shtab lightning transformers accelerate mmengine".split()
 _OURS = re.compile(
     r"(DDPCHECK|TORCH|TORCHELASTIC|PYTORCH|NCCL|GLOO|CUDA|MASTER|OMP|MKL|KMP|OMPI_COMM_WORLD|PMI|PYTEST|UCX)_"
     r"|SLURM_(JOB_ID|PROCID|NTASKS|LOCALID|NNODES|NODEID)$"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from ddpcheck.findings.report import Finding, Report, Severity
@@ -23,18 +22,16 @@ class GithubRenderer(Renderer):
 
 
 def _lines(report: Report) -> Iterator[str]:
-    left: Counter[Severity] = Counter()
     room = dict.fromkeys(Severity, MOST_OF_A_KIND)
     if report.error is not None:
         room[Severity.ERROR] -= 1
         yield f"::error title=ddpcheck::{_data(report.error.message)}"
     for finding in sorted_findings(report):
-        if room[finding.severity]:
-            room[finding.severity] -= 1
+        room[finding.severity] -= 1
+        if room[finding.severity] >= 0:
             yield _annotation(finding)
-        else:
-            left[finding.severity] += 1
-    more = ", ".join(f"{counted(number, f'more {severity.value}')} not annotated" for severity, number in left.items())
+    left = [(severity.value, -number) for severity, number in room.items() if number < 0]
+    more = ", ".join(f"{counted(number, f'more {severity}')} not annotated" for severity, number in left)
     yield _data(f"ddpcheck: {'; '.join(filter(None, (report.summary, more)))}")
 
 

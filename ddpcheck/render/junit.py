@@ -29,12 +29,11 @@ class JunitRenderer(Renderer):
             case = _case(report.target, "the whole", 0.0)
             _child(case, "error", report.error.message, report.error.detail)
             cases.append(case)
-        suite = ElementTree.Element(
-            "testsuite", {"name": _clean(f"ddpcheck {report.target}"), "tests": str(len(cases))}
-        )
+        seconds = f"{sum(check.seconds for check in report.checks):.3f}"
+        about = {"name": _clean(f"ddpcheck {report.target}"), "tests": str(len(cases)), "time": seconds}
+        suite = ElementTree.Element("testsuite", about)
         for kind, attribute in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
             suite.set(attribute, str(sum(case.find(kind) is not None for case in cases)))
-        suite.set("time", f"{sum(check.seconds for check in report.checks):.3f}")
         suite.extend(cases)
         suites = ElementTree.Element("testsuites")
         suites.append(suite)

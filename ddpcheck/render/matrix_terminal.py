@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from textwrap import shorten
 
 from rich.console import RenderableType
 
@@ -106,19 +107,16 @@ def _spelled(seconds: float) -> str:
 
 
 def _verdict(row: MatrixRow) -> str:
+    reason = shorten(row.reason, MOST_WORDS, placeholder=" ...")
     if row.verdict == "lossy" and row.error is not None:
         text = f"right, rounded by {row.error:.1e}"
     elif row.verdict == "incomplete":
-        text = f"nothing wrong otherwise: {_shortened(row.reason)}"
+        text = f"nothing wrong otherwise: {reason}"
     elif row.fine:
         text = "right"
     elif row.verdict == "skipped":
         return f"skipped: {row.reason}"
     else:
-        return f"{words(row.verdict, row.code)}: {_shortened(row.reason)}"
+        return f"{words(row.verdict, row.code)}: {reason}"
     warned = [f.code for f in row.findings if f.severity is Severity.WARNING]
     return f"{text}; warns of {', '.join(dict.fromkeys(warned))}" if warned else text
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= MOST_WORDS else text[:MOST_WORDS].rsplit(" ", 1)[0] + " ..."

@@ -45,8 +45,7 @@ def plain_facts(finding: Finding) -> list[str]:
 
 def name_of(code: str) -> str:
     """The name of a rule; empty for one of a newer ddpcheck."""
-    rule = RULES.get(code)
-    return rule.name if rule else ""
+    return RULES[code].name if code in RULES else ""
 
 
 def title_of(finding: Finding) -> str:

@@ -57,10 +57,8 @@ class TerminalRenderer(TextRenderer):
             yield styled(f"and {counted(len(findings) - MOST_FINDINGS, 'more finding')}: see the JSON report")
 
     def _finding(self, finding: Finding) -> Iterable[RenderableType]:
-        style = SEVERITY_STYLES[finding.severity]
-        yield styled(
-            (finding.code, style), " ", (parts.name_of(finding.code), "bold"), "  ", (finding.severity.value, style)
-        )
+        style, name = SEVERITY_STYLES[finding.severity], parts.name_of(finding.code)
+        yield styled((finding.code, style), " ", (name, "bold"), "  ", (finding.severity.value, style))
         yield from facts_in_text(finding, whole=self.medium.whole)
 
     def _accepted(self, report: Report) -> Iterable[RenderableType]:

@@ -38,9 +38,8 @@ def draw(view: GraphView, report: Report) -> str:
     """The dot source of a graph; the same graph gives the same text."""
     title = _text(_title(view, report), end="\\l") + "\\l"
     if view.autograd:
-        look = {"labelloc": "t", "labeljust": "l", "fontname": "monospace", "label": title}
         body = view.autograd.splitlines(keepends=True)[1:-1]  # without the braces
-        return str(Digraph(graph_attr=look, body=body).source)
+        return str(Digraph(graph_attr={**_GRAPH, "label": title}, body=body).source)
     return _Drawing(view).source(title)
 
 
