@@ -33,7 +33,7 @@ def run_completion(arguments: argparse.Namespace, make_parser: Callable[[], argp
     try:
         import shtab
     except ImportError as error:
-        raise UsageError("completion needs the package shtab: pip install 'ddpcheck[completion]'") from error
+        raise UsageError("completion needs the package shtab, which is not installed: pip install shtab") from error
     parser = make_parser()
     _describe(parser, {"file": shtab.FILE, "folder": shtab.DIRECTORY})
     print_out(shtab.complete(parser, arguments.shell).rstrip("\n"))
