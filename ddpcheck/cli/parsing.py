@@ -125,7 +125,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("ddpcheck hang http://node0:25999", "a running job, through its debug server"),
     ),
     "live": (("ddpcheck live", "in another terminal, while `ddpcheck run` is running"),),
-    "graph": (("ddpcheck graph recipe.py -o graph.svg", "a picture; needs Graphviz"),),
+    "graph": (("ddpcheck graph recipe.py -o graph.svg", "a picture; needs the extra `graph`, and Graphviz"),),
     "explain": (("ddpcheck explain DDP101 hang", "by code, prefix of a code or name"),),
     "rules": (("ddpcheck rules --format json", "for programs"),),
     "diff": (
