@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from ddpcheck.consistency import check_consistency
     from ddpcheck.findings.errors import (
         ConfigError,
-        DdpcheckError,
+        DDPCheckError,
         FindingsError,
         HangError,
         RankError,
@@ -77,7 +78,7 @@ __all__ = [
     "master_only",
     "allreduce_grads",
     "allreduce_params",
-    "DdpcheckError",
+    "DDPCheckError",
     "UsageError",
     "ConfigError",
     "TargetError",
@@ -116,7 +117,7 @@ _HOMES = {
     "master_only": "worlds.launchers.init_dist",
     "allreduce_grads": "gather.collectives.allreduce",
     "allreduce_params": "gather.collectives.allreduce",
-    "DdpcheckError": "findings.errors",
+    "DDPCheckError": "findings.errors",
     "UsageError": "findings.errors",
     "ConfigError": "findings.errors",
     "TargetError": "findings.errors",
@@ -126,13 +127,16 @@ _HOMES = {
     "RankFailure": "findings.errors",
 }
 
-
+_RENAMED = {"DdpcheckError": "DDPCheckError"}  # the old names are deprecated
 _MODULES = ("rank", "launch")  # public ones, which `import ddpcheck` is enough for
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
+    if new := _RENAMED.get(name):
+        warnings.warn(f"ddpcheck.{name} is deprecated: use {new}", DeprecationWarning, stacklevel=2)
+        name = new
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_consistency(
-    module: nn.Module, group: dist.ProcessGroup | None = None, *, timeout: float = 30.0
+    module: nn.Module, group: dist.ProcessGroup | None = None, *, timeout: float = 60.0
 ) -> list[Finding]:
     """Compare `module` across the ranks of `group`, before or after it is wrapped; every rank must call this.
 

@@ -22,11 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.findings.errors import DDPCheckError, UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.worlds import starting, validation, wire
 from ddpcheck.worlds.assert_rewriting import rewritten_modules
-from ddpcheck.worlds.launchers.leader import Leader
 from ddpcheck.worlds.rank_processes import RankProcesses
 from ddpcheck.worlds.run_future import RunFuture
 from ddpcheck.worlds.validation import WorldOptions
@@ -40,17 +39,16 @@ Watch = Callable[["World", frozenset[int], frozenset[int]], str | None]
 class World:
     """A number of ranks with a process group.
 
+    `world_size`, `backend`, `device`, `timeout`, `startup_timeout` and `start_method` are attributes, too.
+
     Attributes:
-        world_size: How many ranks.
-        backend: Of their process group.
-        device: `cpu` or `cuda`.
-        timeout: Seconds that a run may take, start-up not included.
-        startup_timeout: Seconds from the making of the world until every rank is ready.
-        start_method: `fork` or `spawn`.
         directory: Scratch directory, removed when the world closes.
         closed: Whether it is closed.
         failed: Whether a run failed; such a world does not run again.
     """
+
+    closed = True  # until there is something to close
+    failed = False
 
     def __init__(
         self,
@@ -65,10 +63,6 @@ class World:
         threads: int | None = None,
         env: Mapping[str, str] | None = None,
         preload: Sequence[str] = (),
-        hash_seeds: bool = False,
-        watch: Watch | None = None,
-        ahead: bool = False,
-        hosts: Leader | None = None,
     ) -> None:
         """Start the ranks, without waiting for them.
 
@@ -76,42 +70,35 @@ class World:
             world_size: How many ranks.
             backend: `gloo` or `nccl`.
             device: `cpu`, or `cuda`: rank r gets GPU r modulo the number of GPUs.
-            timeout: Seconds that a run may take.
-            startup_timeout: Seconds that the start may take.
+            timeout: Seconds that a run may take, start-up not included.
+            startup_timeout: Seconds from the making of the world until every rank is ready.
             start_method: `fork` (from a server that has imported torch; the default on Linux) or `spawn`.
             process_group: `False` for one rank without a process group.
             threads: That torch may use in each rank; by default the cores are shared out.
             env: Environment variables for the ranks, on top of ours.
             preload: Names of modules that every rank needs and that take long to import; they are imported once, in the
                 server that ranks are forked from.
-            hash_seeds: Give odd ranks another hash seed than even ones, as under a launcher, where the order of a set
-                of strings differs from rank to rank; costs a second server. A `PYTHONHASHSEED` of the user's wins.
-            watch: Called every quarter of a second during a run with the world, the ranks that have finished and
-                those that have not; a sentence that it returns ends the run as a `HangError`. Time that it takes is not
-                counted.
-            ahead: Whether nobody needs the ranks yet. They may start late then, with more modules imported.
-            hosts: Processes that a launcher has started, each of which starts one rank; for ddpcheck's own use.
 
         Raises:
             UsageError: When an argument makes no sense.
         """
-        self.closed = True  # until there is something to close
-        self.failed = False
-        self._options = WorldOptions(
-            world_size, backend, device, timeout, startup_timeout, start_method, process_group, threads, env, preload
-        )
+        own = start_method, process_group, threads, env, preload
+        self._open(WorldOptions(world_size, backend, device, timeout, startup_timeout, *own))
+
+    def _open(self, options: WorldOptions) -> None:
+        hosts, world_size = options.hosts, options.world_size
         if hosts is not None and world_size != hosts.world_size:
             raise UsageError(
                 f"world_size={world_size}, but {hosts.launcher} has started {hosts.world_size} ranks; use all of them, "
                 "or run this without a launcher."
             )
+        self._options = options
         self.world_size = world_size
-        self.backend = backend
-        self.device = device
-        self.timeout = timeout
-        self.startup_timeout = startup_timeout
-        self.start_method = self._options.start_method
-        self._watch = watch
+        self.backend = options.backend
+        self.device = options.device
+        self.timeout = options.timeout
+        self.startup_timeout = options.startup_timeout
+        self.start_method = options.start_method
         self._owner = os.getpid()
         self._pending: RunFuture[Any] | None = None
         self._kept: dict[tuple[int, str], bytes] = {}  # files of the ranks, once the world is closed
@@ -120,23 +107,21 @@ class World:
         self.closed = False
         _open_worlds.add(self)
         try:
-            self._start(starting.hash_seeds(world_size, own=hash_seeds), ahead, hosts)
+            configs = [self._config(rank) for rank in range(world_size)]
+            own: starting.Starter = starting.ForkedRanks if self.start_method == "fork" else starting.SpawnedRanks
+            starters = [own] * world_size
+            if hosts is not None:
+                configs = [hosts.settle(config) for config in configs]
+                starters = [hosts.starter(rank, own) for rank in range(world_size)]
+            seeds = starting.hash_seeds(world_size, own=options.hash_seeds)
+            self._processes.start(configs, starters, seeds, options.ahead)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                raise DdpcheckError(
+                raise DDPCheckError(
                     f"A world of {world_size} ranks could not be started: {error.strerror or error}; try fewer ranks."
                 ) from error
             raise
-
-    def _start(self, hash_seeds: Sequence[str], ahead: bool, hosts: Leader | None) -> None:
-        configs = [self._config(rank) for rank in range(self.world_size)]
-        own: starting.Starter = starting.ForkedRanks if self.start_method == "fork" else starting.SpawnedRanks
-        starters = [own] * self.world_size
-        if hosts is not None:
-            configs = [hosts.settle(config) for config in configs]
-            starters = [hosts.starter(rank, own) for rank in range(self.world_size)]
-        self._processes.start(configs, starters, hash_seeds, ahead)
 
     def __enter__(self) -> Self:
         return self
@@ -212,20 +197,20 @@ class World:
             if last is None or last[0] is not payload:
                 last = (payload, wire.pack(("task", self._processes.run, payload, rewritten)))
             self._processes.post(rank, last[1])
-        watch = partial(self._watch, self) if self._watch is not None else None
+        watch = partial(self._options.watch, self) if self._options.watch is not None else None
         self._pending = RunFuture(self, self._processes, timeout, watch)
         return self._pending
 
     def _check_open(self) -> None:
         if self._owner != os.getpid():
-            raise DdpcheckError("This world belongs to the process that made it; make another one in this process.")
+            raise DDPCheckError("This world belongs to the process that made it; make another one in this process.")
         at_work = self._pending is not None and not self._pending.done()  # which may find that it has failed
         if self.failed:
-            raise DdpcheckError("This world has failed in an earlier run and cannot run again; make a new World.")
+            raise DDPCheckError("This world has failed in an earlier run and cannot run again; make a new World.")
         if self.closed or self._processes.sent_off:
-            raise DdpcheckError("This world is closed; make a new World.")
+            raise DDPCheckError("This world is closed; make a new World.")
         if at_work:
-            raise DdpcheckError("This world is still at work; wait for the result of its last start().")
+            raise DDPCheckError("This world is still at work; wait for the result of its last start().")
 
     def _config(self, rank: int) -> wire.RankConfig:
         return wire.RankConfig(
@@ -260,13 +245,12 @@ class World:
         process or its process group starts come too late. `startup_timeout` counts from now.
 
         Raises:
-            DdpcheckError: When the world cannot run, or is running.
+            DDPCheckError: When the world cannot run, or is running.
         """
         self._check_open()
-        self._options = replace(self._options, timeout=timeout, startup_timeout=startup_timeout, env=env)
+        self._options = replace(self._options, timeout=timeout, startup_timeout=startup_timeout, env=env, watch=watch)
         self.timeout = timeout
         self.startup_timeout = startup_timeout
-        self._watch = watch
         self._processes.forget_files()
         self._processes.update_context(starting.process_context(self._options.env))
 
@@ -276,7 +260,7 @@ class World:
         What `ddpcheck.rank.state` holds goes as well. The next run waits for the group, within the start-up timeout.
 
         Raises:
-            DdpcheckError: When the world cannot run, or is running.
+            DDPCheckError: When the world cannot run, or is running.
             UsageError: When the world has no process group.
         """
         self._check_open()
@@ -341,6 +325,13 @@ class World:
             self.close()
         except Exception:  # at the end of the interpreter anything may be missing
             pass
+
+
+def start_world(world_size: int = 2, **options: Any) -> World:
+    """Start a `World` with the options of `WorldOptions`, some of which are for ddpcheck alone."""
+    world = World.__new__(World)
+    world._open(WorldOptions(world_size, **options))
+    return world
 
 
 # --- The end of the process ----------------------------------------------------------------------------------------

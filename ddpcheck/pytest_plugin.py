@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ddpcheck.findings.errors import DdpcheckError
+from ddpcheck.findings.errors import DDPCheckError
 
 if TYPE_CHECKING:
-    from ddpcheck.testing.fixture import DdpWorld
+    from ddpcheck.testing.fixture import DDPWorld
     from ddpcheck.testing.session import Session
 
 _OPTIONS = {
@@ -128,7 +128,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 @pytest.fixture
-def ddp_world(request: pytest.FixtureRequest) -> Iterator[DdpWorld]:
+def ddp_world(request: pytest.FixtureRequest) -> Iterator[DDPWorld]:
     """Real ranks for a test: `ddp_world.run(fn, *args)`, `ddp_world.check(recipe)`, `ddp_world(world_size=4)`."""
     yield from _session(request.config).lend(request.node)
 
@@ -172,7 +172,7 @@ def _session(config: pytest.Config) -> Session:
 
         try:
             session = config.stash[_SESSION] = Session(config, tuple(_OPTIONS), _is_ours)
-        except DdpcheckError as error:
+        except DDPCheckError as error:
             sentence = str(error).replace("--", "--ddp-", 1)
             raise pytest.fail.Exception(f"ddpcheck: {sentence}", pytrace=False) from None
     return session

@@ -24,7 +24,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddpcheck import Finding, FindingWarning
-from ddpcheck.integrations.lightning import DdpCheckCallback
+from ddpcheck.integrations.lightning import DDPCheckCallback
 
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)
@@ -330,7 +330,7 @@ class Unfreezes(callbacks.BaseFinetuning):
 
 
 class Counts(pl.Callback):
-    def __init__(self, callback: DdpCheckCallback) -> None:
+    def __init__(self, callback: DDPCheckCallback) -> None:
         self.callback = callback
         self.averaged = 0
 
@@ -344,7 +344,7 @@ class Run:
     """What came of a fit on this rank."""
 
     trainer: pl.Trainer
-    callback: DdpCheckCallback
+    callback: DDPCheckCallback
     error: BaseException | None
     warned: list[Finding]
     averaged: int  # backward passes
@@ -377,7 +377,7 @@ def fit(
 ) -> Run:
     """Fit `model` on what a Trainer(strategy="ddp", devices=2) makes of 32 samples: 4 steps an epoch."""
     torch.manual_seed(0)
-    callback = DdpCheckCallback(**(check or {}))
+    callback = DDPCheckCallback(**(check or {}))
     counts = Counts(callback)
     given = [*options.pop("callbacks", []), *([callback, counts] if watched else [])]
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}

@@ -29,7 +29,7 @@ from torch import nn
 from ddpcheck.findings.errors import FindingsError
 from ddpcheck.findings.report import Finding
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
-from ddpcheck.integrations.mmengine import CheckedMMDistributedDataParallel, DdpCheckHook
+from ddpcheck.integrations.mmengine import CheckedMMDistributedDataParallel, DDPCheckHook
 from ddpcheck.monitor.reporting import FindingWarning
 
 with contextlib.suppress(ImportError):
@@ -242,7 +242,7 @@ def train(
             raised = error
     if runner is None:
         return Trained((), raised=f"{type(raised).__name__}: {raised}")
-    ours = [hook for hook in runner.hooks if isinstance(hook, DdpCheckHook)]
+    ours = [hook for hook in runner.hooks if isinstance(hook, DDPCheckHook)]
     own = getattr(runner.model, "findings", ())
     module = getattr(runner.model, "module", runner.model)
     saved = sorted((folder / str(rank)).glob("*.pth"))

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ddpcheck.findings.errors import DdpcheckError
+from ddpcheck.findings.errors import DDPCheckError
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.report.checking.check import check
 from ddpcheck.report.repro import write_reproduction
@@ -203,7 +203,7 @@ def main(words: list[str]) -> int:
                 fixed = None
                 if twin:
                     fixed = runner.run(write(report, twin, Path(folder) / f"{number}-fixed", report.findings[0]), size)
-            except DdpcheckError as error:
+            except DDPCheckError as error:
                 broken, fixed = Ran([], [f"{type(error).__name__}: {error}"]), None
             bad = not broken.shows or (fixed is not None and fixed.shows)
             wrong += bad

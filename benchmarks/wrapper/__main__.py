@@ -17,7 +17,7 @@ from benchmarks.wrapper.figures import Measured, Record
 from benchmarks.wrapper.ranks import MMENGINE, SECOND, UNUSED, measure
 from benchmarks.wrapper.table import PAGE, for_page, for_terminal
 from ddpcheck import World
-from ddpcheck.findings.errors import DdpcheckError
+from ddpcheck.findings.errors import DDPCheckError
 
 _RANKS = 2
 _SPARE = 2  # times what models and gradients need
@@ -72,7 +72,7 @@ def _measured(case: Case, seconds: float) -> Measured:
     try:
         with World(_RANKS) as world:
             return Measured(case.key, world.run(measure, case, names, seconds, 6, timeout=_DEADLINE))
-    except DdpcheckError as error:
+    except DDPCheckError as error:
         print(error, file=sys.stderr)
         return Measured(case.key, problem=type(error).__name__, failed=True)
 

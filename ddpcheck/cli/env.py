@@ -15,7 +15,7 @@ from typing import Any
 
 from ddpcheck import __version__
 from ddpcheck.cli.output import print_out, wrapped
-from ddpcheck.findings.errors import EXIT_CLEAN, DdpcheckError
+from ddpcheck.findings.errors import EXIT_CLEAN, DDPCheckError
 from ddpcheck.findings.wording import printable
 from ddpcheck.render import Medium
 from ddpcheck.worlds.validation import WorldOptions
@@ -86,7 +86,7 @@ def _version(package: str) -> str:
 def _start_method() -> str:
     try:
         return WorldOptions(2).start_method or "unknown"
-    except DdpcheckError as error:
+    except DDPCheckError as error:
         return str(error)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from ddpcheck.cli.output import complain, complain_of
 from ddpcheck.cli.run import report_output, show_report
 from ddpcheck.cli.saved import load_report
-from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError
+from ddpcheck.findings.errors import EXIT_HANG, DDPCheckError
 from ddpcheck.report.settings import Settings
 from ddpcheck.run.check_options import examine
 from ddpcheck.run.ending import Ending
@@ -44,7 +44,7 @@ def main() -> None:
     try:
         settings = examine(given)
         known = None if given.check_baseline is None else load_report(given.check_baseline)
-    except DdpcheckError as error:  # the script runs already: it gets its report all the same
+    except DDPCheckError as error:  # the script runs already: it gets its report all the same
         complain(f"{error}; nothing is suppressed or known")
     watch = HangWatch(folder, given.check_timeout, lambda: _end(folder))
     try:

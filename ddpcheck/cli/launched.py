@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ddpcheck.cli.output import complain
-from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_TARGET, EXIT_USAGE, DdpcheckError
+from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_TARGET, EXIT_USAGE, DDPCheckError
 from ddpcheck.report.settings import load_settings
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def on_launched_ranks(
             try:
                 code = run(arguments, hosts)
                 sentence = "ddpcheck did not crash: the report on the target says why"
-            except DdpcheckError as error:
+            except DDPCheckError as error:
                 code, sentence = error.exit_code, f"ddpcheck: error: {error}"
                 raise
             finally:
@@ -60,7 +60,7 @@ def _launch(arguments: argparse.Namespace) -> LauncherEnv | None:
     """The launcher's environment; `None` where the ranks are to be new processes."""
     try:
         launcher = load_settings({"launcher": arguments.launcher}).launcher
-    except DdpcheckError:
+    except DDPCheckError:
         launcher = "auto"  # rank 0 will say what is wrong
     if launcher == "off":
         return None

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Self, TextIO
 
 from ddpcheck.findings.difference import ReportDifference
-from ddpcheck.findings.errors import EXIT_USAGE, DdpcheckError, UsageError
+from ddpcheck.findings.errors import EXIT_USAGE, DDPCheckError, UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.tracebacks import BUG, fold_traceback
@@ -176,7 +176,7 @@ def complain(message: str, detail: str = "", *, kind: str = "error") -> None:
 
 def complain_of(error: Exception) -> int:
     """Print an error that ends a command to standard error; the exit code that it stands for."""
-    if isinstance(error, DdpcheckError):
+    if isinstance(error, DDPCheckError):
         complain(str(error), error.detail)
         return error.exit_code
     if isinstance(error, MemoryError):

@@ -13,7 +13,7 @@ EXIT_TARGET = 3
 EXIT_HANG = 4
 
 
-class DdpcheckError(Exception):
+class DDPCheckError(Exception):
     """Base of all errors that ddpcheck raises on purpose; shown as one sentence, without a traceback.
 
     Attributes:
@@ -28,7 +28,7 @@ class DdpcheckError(Exception):
         self.detail = detail
 
 
-class UsageError(DdpcheckError):
+class UsageError(DDPCheckError):
     """A wrong argument or option: world size 0, an unknown backend, a file that is not there."""
 
 
@@ -40,21 +40,21 @@ class ChoiceError(UsageError, ValueError):
     """An argument that is none of the choices; the message names them."""
 
 
-class ConfigError(DdpcheckError):
+class ConfigError(DDPCheckError):
     """A wrong value in the environment or in `[tool.ddpcheck]`."""
 
 
-class BugError(DdpcheckError):
+class BugError(DDPCheckError):
     """A bug of ddpcheck, which is not the target's fault; `detail` is the whole traceback."""
 
 
-class TargetError(DdpcheckError):
+class TargetError(DDPCheckError):
     """The user's target could not be imported, built or run, for a reason of its own."""
 
     exit_code = EXIT_TARGET
 
 
-class OptionsDifferError(DdpcheckError):
+class OptionsDifferError(DDPCheckError):
     """A rank constructs the wrapper with other options than another, and DDP would stop, hang or abort on it.
 
     Attributes:
@@ -84,7 +84,7 @@ class NonFiniteLossError(TargetError):
     """The loss of a rank is NaN or infinite in a step, so that its gradients cannot be compared."""
 
 
-class FindingsError(DdpcheckError, AssertionError):
+class FindingsError(DDPCheckError, AssertionError):
     """Raised where there are findings; an `AssertionError`, so that a test fails instead of erring.
 
     Attributes:
@@ -145,7 +145,7 @@ class RankFailure:
     cause: str = ""
 
 
-class RankError(DdpcheckError):
+class RankError(DDPCheckError):
     """At least one rank of a world failed.
 
     The first failure by time is the headline; `failures` holds every rank that did not finish, in order of time, and
@@ -168,7 +168,7 @@ class RankError(DdpcheckError):
 
     def raise_cause(self) -> None:
         """Raise what came first instead of this, where that is an error that ddpcheck has raised, or a bug of it."""
-        if self.first is not None and isinstance(self.first.exception, DdpcheckError):
+        if self.first is not None and isinstance(self.first.exception, DDPCheckError):
             raise self.first.exception from self
         if self.first is not None and self.first.bug:
             raise BugError(self.first.bug, detail=self.detail) from self
@@ -180,5 +180,5 @@ class HangError(RankError):
     exit_code = EXIT_HANG
 
 
-for _public in (DdpcheckError, UsageError, ConfigError, TargetError, FindingsError, RankError, HangError):
+for _public in (DDPCheckError, UsageError, ConfigError, TargetError, FindingsError, RankError, HangError):
     _public.__module__ = "ddpcheck"

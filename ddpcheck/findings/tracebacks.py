@@ -23,7 +23,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
 
 import ddpcheck
-from ddpcheck.findings.errors import BugError, DdpcheckError
+from ddpcheck.findings.errors import BugError, DDPCheckError
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import OWN_FOLDER, is_user_file, whole_traceback
 from ddpcheck.findings.stacks import frames_of, location_of
@@ -54,7 +54,7 @@ def is_ours(error: BaseException) -> bool:
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
-        if isinstance(current, DdpcheckError) or not isinstance(current, Exception):
+        if isinstance(current, DDPCheckError) or not isinstance(current, Exception):
             return isinstance(current, BugError)
         run = _innermost_run(current)
         if run and not _is_asked_for(run[0][0]):
@@ -78,7 +78,7 @@ def _code_of_handlers() -> set[CodeType]:
     return {one for one in code if not one.co_filename.startswith(OWN_FOLDER)}
 
 
-def is_misuse(error: DdpcheckError) -> bool:
+def is_misuse(error: DDPCheckError) -> bool:
     """Whether the target has called a public function of ddpcheck that refused; a wrong recipe is not that."""
     run = _innermost_run(error)
     return bool(run) and _is_asked_for(run[0][0]) and not run[0][0].f_code.co_qualname.startswith("Recipe.")

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
-from ddpcheck.findings.errors import DdpcheckError
+from ddpcheck.findings.errors import DDPCheckError
 from ddpcheck.findings.tracebacks import is_of_signal, passes_on
 
 _Given = ParamSpec("_Given")
@@ -101,7 +101,7 @@ class OwnErrors:
     @classmethod
     def take(cls, error: Exception, recorder: Recorder) -> None:
         """Switch a recorder off, or raise an error that is meant for the script: of a signal, or a finding."""
-        if cls.taken_by is None or isinstance(error, DdpcheckError) or is_of_signal(error):
+        if cls.taken_by is None or isinstance(error, DDPCheckError) or is_of_signal(error):
             raise error
         if not recorder.is_off:
             recorder.is_off = True

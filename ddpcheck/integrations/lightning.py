@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddpcheck.consistency import check_consistency as compare_modules
+from ddpcheck.findings.deprecation import renamed
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper
@@ -29,8 +30,10 @@ else:  # the one that the script has imported, where both are installed
     except ModuleNotFoundError:
         pl = importlib.import_module(_NAMES[1])
 
+__getattr__ = renamed(__name__, DdpCheckCallback="DDPCheckCallback")
 
-class DdpCheckCallback(WatchCallback, pl.Callback):
+
+class DDPCheckCallback(WatchCallback, pl.Callback):
     """Finds what is wrong under `DistributedDataParallel` in a run of Lightning's `Trainer`, while it fits.
 
     It works with automatic and manual optimization, with gradient accumulation and with any precision. Where the
@@ -73,7 +76,7 @@ class DdpCheckCallback(WatchCallback, pl.Callback):
             if trainer.world_size > 1:
                 kind = type(trainer.strategy).__name__
                 text = (
-                    f"DdpCheckCallback: {kind} uses neither DistributedDataParallel nor fully_shard; nothing is checked"
+                    f"DDPCheckCallback: {kind} uses neither DistributedDataParallel nor fully_shard; nothing is checked"
                 )
                 warnings.warn(text, stacklevel=2)
             return

@@ -1,4 +1,4 @@
-"""mmengine: `CheckedMMDistributedDataParallel` for `model_wrapper_cfg`, and `DdpCheckHook` for `custom_hooks`.
+"""mmengine: `CheckedMMDistributedDataParallel` for `model_wrapper_cfg`, and `DDPCheckHook` for `custom_hooks`.
 
 A config names them by `custom_imports = dict(imports=["ddpcheck.integrations.mmengine"])`; see docs/mmengine.md.
 """
@@ -19,6 +19,7 @@ from mmengine.model import MMDistributedDataParallel
 from mmengine.registry import HOOKS, MODEL_WRAPPERS
 from torch import nn
 
+from ddpcheck.findings.deprecation import renamed
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import counted
@@ -27,6 +28,7 @@ from ddpcheck.monitor.reporting import as_text
 from ddpcheck.monitor.watch import Watch
 from ddpcheck.monitor.wrapper import CheckedDistributedDataParallel
 
+__getattr__ = renamed(__name__, DdpCheckHook="DDPCheckHook")
 OnFinding = Literal["raise", "warn", "log"] | str | Callable[[Finding], object]
 _LEVELS = {Severity.ERROR: logging.ERROR, Severity.WARNING: logging.WARNING, Severity.NOTE: logging.INFO}
 
@@ -81,8 +83,8 @@ class CheckedMMDistributedDataParallel(CheckedDistributedDataParallel, MMDistrib
     test_step = MMDistributedDataParallel.test_step
 
 
-@HOOKS.register_module()
-class DdpCheckHook(Hook):  # type: ignore[misc]
+@HOOKS.register_module(["DDPCheckHook", "DdpCheckHook"])  # the second one is deprecated
+class DDPCheckHook(Hook):  # type: ignore[misc]
     """Watches the model of any `Runner` while it trains, and compares the ranks before a checkpoint is saved.
 
     The ranks are compared before training, before each validation, at the end of each epoch, and before what a

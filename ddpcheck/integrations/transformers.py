@@ -7,16 +7,19 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ddpcheck.findings.deprecation import renamed
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper
 from ddpcheck.integrations.callback import WatchCallback
 from ddpcheck.monitor.watch import Watch
 
+__getattr__ = renamed(__name__, DdpCheckCallback="DDPCheckCallback")
 
-class DdpCheckCallback(WatchCallback, TrainerCallback):
+
+class DDPCheckCallback(WatchCallback, TrainerCallback):
     """Finds what is wrong under `DistributedDataParallel` in a run of the `Trainer` of transformers.
 
-    `Trainer(..., callbacks=[DdpCheckCallback()])` is all; in a run of one process it does nothing. Steps are the
+    `Trainer(..., callbacks=[DDPCheckCallback()])` is all; in a run of one process it does nothing. Steps are the
     trainer's, counted from 0 where `train` begins.
 
     Args:
@@ -49,7 +52,7 @@ class DdpCheckCallback(WatchCallback, TrainerCallback):
             wrapper = find_wrapper(known["model"])
         except UsageError as error:
             if args.world_size > 1:
-                warnings.warn(f"DdpCheckCallback: {error}; nothing is checked", stacklevel=2)
+                warnings.warn(f"DDPCheckCallback: {error}; nothing is checked", stacklevel=2)
             return
         self._watch = Watch(wrapper, self._options)
         self._compare()

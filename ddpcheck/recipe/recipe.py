@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ddpcheck.findings.errors import DdpcheckError, TargetError, WrongTypeError
+from ddpcheck.findings.errors import DDPCheckError, TargetError, WrongTypeError
 from ddpcheck.findings.source_lines import exception_location, user_traceback
 from ddpcheck.findings.tracebacks import for_target, is_misuse, is_ours
 from ddpcheck.findings.wording import shortened, suggests_names
@@ -156,7 +156,7 @@ def call(what: str, function: Callable[..., Result], *args: Any) -> Result:
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
-        if is_misuse(error) if isinstance(error, DdpcheckError) else not is_ours(error):
+        if is_misuse(error) if isinstance(error, DDPCheckError) else not is_ours(error):
             raise blame(what, error) from error
         raise
 
@@ -174,7 +174,7 @@ def call_loss(recipe: Recipe, model: nn.Module, batch: Any, step: int) -> Any:
     except Exception as error:
         frames = error.__traceback__
         is_wrong_call = frames is not None and frames.tb_next is None  # none of the loss itself
-        if is_misuse(error) if isinstance(error, DdpcheckError) else is_wrong_call:
+        if is_misuse(error) if isinstance(error, DDPCheckError) else is_wrong_call:
             raise blame(f"loss(model, batch) in step {step}", error) from error
         raise
 

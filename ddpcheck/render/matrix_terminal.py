@@ -12,7 +12,7 @@ from ddpcheck.findings.wording import counted, limited
 from ddpcheck.render.parts import VERDICTS, words
 from ddpcheck.render.text_parts import TextRenderer, indented, labelled, styled
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
-from ddpcheck.report.matrix.option_sets import DEFAULTS, DdpOptions
+from ddpcheck.report.matrix.option_sets import DEFAULTS, DDPOptions
 
 MOST_WORDS = 160  # of a reason in the table; the whole of it is in the JSON
 
@@ -85,7 +85,7 @@ def _grouped(rows: Sequence[MatrixRow]) -> list[MatrixRow]:
     ]
     skipped: dict[str, list[str]] = {}
     for row in left_out:
-        rest = DdpOptions({name: value for name, value in row.arguments.items() if name not in common}, row.hook)
+        rest = DDPOptions({name: value for name, value in row.arguments.items() if name not in common}, row.hook)
         skipped.setdefault(row.reason, []).append(row.title if row.label or rest == DEFAULTS else str(rest))
     return [
         *(row for row in rows if row.verdict != "skipped"),

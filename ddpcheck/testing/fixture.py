@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError, WrongTypeError
+from ddpcheck.findings.deprecation import renamed
+from ddpcheck.findings.errors import DDPCheckError, RankError, UsageError, WrongTypeError
 from ddpcheck.report.settings import Settings
 from ddpcheck.testing import marks, rank_side
 from ddpcheck.testing.leases import Lent, WorldLease
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
     from ddpcheck.findings.report import Report
     from ddpcheck.recipe.recipe import Recipe
 
+__getattr__ = renamed(__name__, DdpWorld="DDPWorld")
 _OF_WORLD = ("startup_timeout", "start_method", "process_group", "hash_seeds", "watch")
 _CHECKED = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload", "select", "ignore", "suppress")
 
 
-class DdpWorld:
+class DDPWorld:
     """Real ranks for a test whose body runs in the parent process.
 
     The ranks start with the first `run`, and end with the test. Calling it, as in `ddp_world(world_size=4)`, gives
@@ -48,7 +50,7 @@ class DdpWorld:
         size: int = self._lease.options["world_size"]
         return size
 
-    def __call__(self, **options: Any) -> DdpWorld:
+    def __call__(self, **options: Any) -> DDPWorld:
         """Another world; the options are those of `@pytest.mark.ddp`, and of `ddpcheck.World`.
 
         Raises:
@@ -59,7 +61,7 @@ class DdpWorld:
             marks.check_options(options, "ddp_world", _OF_WORLD)
         except UsageError as error:
             raise error.with_traceback(None) from None
-        return DdpWorld(self._settings, self._rent, {**self._lease.options, **options}, self._keep)
+        return DDPWorld(self._settings, self._rent, {**self._lease.options, **options}, self._keep)
 
     @property
     def world(self) -> Lent:
@@ -91,7 +93,7 @@ class DdpWorld:
             )
         try:
             results, verdict, failed = self._lease.run(rank_side.call, fn, args, kwargs, timeout=timeout)
-        except DdpcheckError as error:
+        except DDPCheckError as error:
             raise _better(error, fn, args, kwargs).with_traceback(None) from None  # our frames help nobody
         if verdict.how == "skipped":
             pytest.skip(verdict.headline)
@@ -117,7 +119,7 @@ class DdpWorld:
         report: Report
         try:
             report = self._lease.ranks.once("ddp_world.check", lambda: check(recipe, **{**ours, **options}))
-        except DdpcheckError as error:
+        except DDPCheckError as error:
             raise error.with_traceback(None) from None
         return self._good_enough(report)
 
@@ -152,7 +154,7 @@ class DdpWorld:
             report = check_script(
                 script, arguments, world_size=world_size or self.world_size, parity=parity, timeout=timeout
             )
-        except DdpcheckError as error:
+        except DDPCheckError as error:
             raise error.with_traceback(None) from None
         return self._good_enough(report)
 
@@ -183,7 +185,7 @@ def _said(verdict: TestOutcome, error: RankError | None) -> RankError:
     return better
 
 
-def _better(error: DdpcheckError, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DdpcheckError:
+def _better(error: DDPCheckError, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DDPCheckError:
     """The error itself; where something cannot be sent, one that names the argument that is to blame."""
     if isinstance(error, UsageError):
         try:

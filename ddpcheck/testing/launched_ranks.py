@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.errors import RankError
-from ddpcheck.harness import Watch, World
+from ddpcheck.harness import Watch, World, start_world
 from ddpcheck.worlds import starting, validation, wire
 from ddpcheck.worlds.launchers.rank_group import RankGroup
 from ddpcheck.worlds.validation import WorldOptions
@@ -118,12 +118,12 @@ class LaunchedWorld:
     """
 
     def __init__(self, session: RankGroup, options: Mapping[str, Any], watch: Watch) -> None:
-        """Take the first ranks of a session; options and `watch` as of `World`, which starts with the first run.
+        """Take the first ranks of a session; options as of `WorldOptions`; the world starts with the first run.
 
         Raises:
             UsageError: An option makes no sense.
         """
-        self._asked = WorldOptions(**{name: value for name, value in options.items() if name != "hash_seeds"})
+        self._asked = WorldOptions(**options)
         self.world_size = self._asked.world_size
         self.failed = False
         self._session = session
@@ -159,7 +159,7 @@ class LaunchedWorld:
         """On rank 0: the results or the error of a run, and what the ranks have left."""
         assert self._session.leader is not None
         if self._world is None:
-            self._world = World(**self._options, watch=self._attend, hosts=self._session.leader.first(contexts))
+            self._world = start_world(**self._options, watch=self._attend, hosts=self._session.leader.first(contexts))
         world, results, error = self._world, [], None
         try:
             results = world.run(fn, *args, timeout=timeout)

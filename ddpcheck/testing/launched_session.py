@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import pytest
 
-from ddpcheck.findings.errors import DdpcheckError, RankError, RankFailure, UsageError
+from ddpcheck.findings.errors import DDPCheckError, RankError, RankFailure, UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.report.settings import Settings
@@ -77,7 +77,7 @@ class InStep:
             return
         try:
             self._settings = marks.settings(self._config, self._options)
-        except DdpcheckError:
+        except DDPCheckError:
             return  # the tests that need it say so
         wanted = any(map(self._is_ours, items)) or any(map(self._may_be_ours, self._uncollected))
         if self._settings.launcher == "off" or not (wanted or self._settings.launcher == "on"):
@@ -89,7 +89,7 @@ class InStep:
             )
         try:
             self._launched = self._config.stash[LAUNCHED] = RankGroup(self._launch, timeout=STARTUP)
-        except DdpcheckError as error:
+        except DDPCheckError as error:
             raise pytest.UsageError(str(error)) from None
         if self._launch.rank:
             launched_ranks.silence_files(self._config, self._launch.rank)

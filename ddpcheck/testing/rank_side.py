@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import pytest
 
-from ddpcheck.findings.errors import DdpcheckError
+from ddpcheck.findings.errors import DDPCheckError
 from ddpcheck.findings.tracebacks import for_target
 from ddpcheck.gather.collectives.collective_log import log_path, record_collectives
 from ddpcheck.testing import remote_pdb
@@ -200,7 +200,7 @@ def _logging(log: io.StringIO, conditions: TestConditions) -> Iterator[None]:
 def _as_pytest_shows(error: BaseException, style: Style) -> Any:
     """An exception as pytest shows it, as an object that can be pickled; `None` if there is none, or it is all ours."""
     info = pytest.ExceptionInfo.from_exception(error)
-    if isinstance(error, DdpcheckError) and not _theirs(info):
+    if isinstance(error, DDPCheckError) and not _theirs(info):
         return None
     try:
         how = "long" if style.traceback == "auto" or style.full else style.traceback

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 import pytest
 
-from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.findings.errors import DDPCheckError, UsageError
 from ddpcheck.testing import marks, rank_fixtures, rank_side
-from ddpcheck.testing.fixture import DdpWorld
+from ddpcheck.testing.fixture import DDPWorld
 from ddpcheck.testing.launched_ranks import LAUNCHED
 from ddpcheck.testing.leases import JoinedRanks, Ranks, Record, WorldLease
 from ddpcheck.testing.outcome import REPORT_FOLDER, as_pytest_shows, keep_report, to_raise
@@ -93,14 +93,14 @@ class Session:
 
     # --- The test --------------------------------------------------------------------------------------------------
 
-    def lend(self, item: pytest.Item) -> Iterator[DdpWorld]:
+    def lend(self, item: pytest.Item) -> Iterator[DDPWorld]:
         """The value of the fixture `ddp_world`."""
         record = item.stash[_RECORD]
         try:
             folder = item.config.getoption(REPORT_FOLDER, None)
             keep = functools.partial(keep_report, folder, item.nodeid, itertools.count(1))
             rent = functools.partial(WorldLease, self._ranks, record)
-            yield DdpWorld(self._settings, rent, self._options(item), keep)
+            yield DDPWorld(self._settings, rent, self._options(item), keep)
         finally:
             with contextlib.ExitStack() as ending:  # every world is given back, also when that fails for one
                 for lease in record.leases:
@@ -162,7 +162,7 @@ class Session:
         add = getattr(report.longrepr, "addsection", lambda *section: report.sections.append(section))
         for title, text in said:
             add(title, text)  # to what gets into a JUnit report, too
-        if not said and record.shown is None and isinstance(error, DdpcheckError) and error.detail:
+        if not said and record.shown is None and isinstance(error, DDPCheckError) and error.detail:
             report.sections.append(("ddpcheck", error.detail))
         if (said or record.shown is not None) and item.config.getoption("usepdb", False):
             call.excinfo = None  # the debugger has been where it happened; here is nothing to be seen

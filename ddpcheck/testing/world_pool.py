@@ -13,14 +13,14 @@ it.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 from collections import deque
 from collections.abc import Hashable, Mapping
+from dataclasses import fields
 from typing import Any
 
-from ddpcheck.findings.errors import DdpcheckError, UsageError
-from ddpcheck.harness import World
+from ddpcheck.findings.errors import DDPCheckError, UsageError
+from ddpcheck.harness import World, start_world
 from ddpcheck.worlds import starting, validation
 
 _EARLY = (  # prefixes of variables that are read when a process, a thread pool or a process group starts
@@ -41,39 +41,32 @@ _EARLY = (  # prefixes of variables that are read when a process, a thread pool 
     "PYTORCH_",
     "TORCH",
 )
-_LATE = ("timeout", "startup_timeout", "env", "watch", "ahead")  # options that a world can take over afterwards
+_LATE = ("timeout", "startup_timeout", "env", "watch")  # options that a world can take over afterwards
 _PATIENCE = 1.0  # seconds for ranks to get their next process group; fresh ones take less
 _CLOSING = 4  # worlds that may be on their way out at the same time
 
 Kind = Hashable  # worlds of one kind can stand in for each other
 
-_SIGNATURE = inspect.signature(World)
 
+def _kind(options: Mapping[str, Any]) -> Kind:
+    """The kind of a world with these options: fixed from its start.
 
-def _kind(options: Mapping[str, Any]) -> Kind | None:
-    """The kind of a world with these options: fixed from its start; `None` where the options make no sense."""
-    try:
-        bound = _SIGNATURE.bind(**options)
-        bound.apply_defaults()
-        asked = bound.arguments
-        own = asked["env"] or {}
-        environment = {**starting.inherited_environment(), **own}
-        early = frozenset(item for item in environment.items() if item[0].startswith(_EARLY))
-        fixed = {name: value for name, value in asked.items() if name not in _LATE}
-        fixed["threads"] = asked["threads"] or validation.threads(asked["world_size"])
-        fixed["preload"] = tuple(asked["preload"])
-        exact = frozenset((name, type(value), value) for name, value in fixed.items())  # 2.0 is not 2, nor True 1
-        kind = (exact, early, frozenset(name for name in own if name.startswith(_EARLY)))
-        hash(kind)
-    except (TypeError, ValueError, AttributeError, ArithmeticError):
-        return None
-    return kind
+    Raises:
+        UsageError: An option makes no sense.
+    """
+    asked = validation.WorldOptions(**options)
+    own = asked.env or {}
+    environment = {**starting.inherited_environment(), **own}
+    early = frozenset(item for item in environment.items() if item[0].startswith(_EARLY))
+    fixed = {field.name: getattr(asked, field.name) for field in fields(asked) if field.name not in _LATE}
+    fixed["threads"] = asked.threads or validation.threads(asked.world_size)
+    return repr(fixed), early, frozenset(name for name in own if name.startswith(_EARLY))
 
 
 class WorldPool:
     """Owns every world that it hands out; one for each test process, not to be shared between threads.
 
-    `options` are those of `World` everywhere, as keywords. A world that was handed out may be closed by whoever has it.
+    `options` are those of `WorldOptions`, as keywords. A world that was handed out may be closed by whoever has it.
     """
 
     def __init__(self) -> None:
@@ -93,9 +86,7 @@ class WorldPool:
         """
         self._enter()
         kind = _kind(options)
-        if kind is None:
-            return World(**options)  # which says what is wrong
-        world = self._prepared(kind, options) or World(**options)
+        world = self._prepared(kind, options) or start_world(**options)
         self._leased[id(world)] = (world, None)
         self._prepare(following)
         return world
@@ -111,15 +102,13 @@ class WorldPool:
         """
         self._enter()
         kind = _kind(options)
-        if kind is None:
-            return World(**options)
         key = (owner, kind)
         idle = self._idle.setdefault(key, [])
         world = None
         while idle and world is None:
             one = idle.pop()
             world = self._updated(one, one.wait_ready(_PATIENCE), options)
-        world = world or self._prepared(kind, options) or World(**options)
+        world = world or self._prepared(kind, options) or start_world(**options)
         self._leased[id(world)] = (world, key)
         return world
 
@@ -135,7 +124,7 @@ class WorldPool:
             return
         try:
             world.reset_process_group()
-        except DdpcheckError:  # it has failed, is closed, or still at work
+        except DDPCheckError:  # it has failed, is closed, or still at work
             self._begin_close(world)
         else:
             self._idle[key].append(world)
@@ -171,25 +160,24 @@ class WorldPool:
     def _updated(self, world: World, usable: bool, options: Mapping[str, Any]) -> World | None:
         if usable:
             try:
-                world.update_options(**{name: options[name] for name in _LATE if name in options and name != "ahead"})
+                world.update_options(**{name: options[name] for name in _LATE if name in options})
                 return world
-            except UsageError:
-                self._begin_close(world)
-                raise
-            except DdpcheckError:
+            except DDPCheckError:
                 pass
         self._begin_close(world)
         return None
 
     def _prepare(self, options: Mapping[str, Any] | None) -> None:
         """Have the world with these options as the spare one, and no other."""
-        kind = None if options is None else _kind(options)
+        kind = None
+        with contextlib.suppress(UsageError):  # the test that needs it will be told
+            kind = None if options is None else _kind(options)
         if self._spare is not None and self._spare[0] != kind:
             self._begin_close(self._spare[1])
             self._spare = None
         if options is not None and kind is not None and self._spare is None:
-            with contextlib.suppress(DdpcheckError):  # the test that needs it will be told
-                self._spare = kind, World(**options, ahead=True)
+            with contextlib.suppress(DDPCheckError):
+                self._spare = kind, start_world(**options, ahead=True)
 
     # --- Ending ------------------------------------------------------------------------------------------------
 

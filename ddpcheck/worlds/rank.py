@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.findings.errors import DDPCheckError, UsageError
 from ddpcheck.findings.tracebacks import for_target
 from ddpcheck.stream.held_file import mapped_file
 from ddpcheck.worlds import compilation, failures, wire
@@ -56,10 +56,10 @@ def current() -> RankContext:
     """Return what this rank knows about itself.
 
     Raises:
-        DdpcheckError: When this process is not a rank.
+        DDPCheckError: When this process is not a rank.
     """
     if _context is None:
-        raise DdpcheckError(
+        raise DDPCheckError(
             "ddpcheck.rank.current() was called outside a rank; call it in a function given to World.run."
         )
     return _context
@@ -246,7 +246,7 @@ def _perform(payload: bytes) -> bytes:
     try:
         function, args, kwargs = wire.loads(payload)  # of `worlds.validation.pack_task`
     except Exception as error:
-        raise DdpcheckError(
+        raise DDPCheckError(
             f"The function or its arguments could not be unpickled on the rank ({type(error).__name__}: {error}); "
             "what they refer to must be importable there."
         ) from error
@@ -254,11 +254,11 @@ def _perform(payload: bytes) -> bytes:
 
 
 def packed_result(result: object) -> bytes:
-    """Pickle what a function has returned; a `DdpcheckError` says that it cannot be."""
+    """Pickle what a function has returned; a `DDPCheckError` says that it cannot be."""
     try:
         return wire.dumps(result)
     except Exception as error:
-        raise DdpcheckError(
+        raise DDPCheckError(
             f"The function returned a {type(result).__qualname__} that cannot be pickled "
             f"({type(error).__name__}: {error}); return plain values or tensors."
         ) from error
@@ -332,7 +332,7 @@ def save_attachment(data: bytes) -> None:
     """Save `data` for the parent, which finds it with `World.attachment` even when this rank dies; the last one counts.
 
     Raises:
-        DdpcheckError: When this process is not a rank.
+        DDPCheckError: When this process is not a rank.
     """
     _save_whole(_path("attachment"), data)
 

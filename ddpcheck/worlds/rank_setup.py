@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
-from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.findings.errors import DDPCheckError, UsageError
 from ddpcheck.worlds import compilation, wire
 
 
@@ -107,7 +107,7 @@ def take_over(config: wire.RankConfig, context: wire.ProcessContext) -> None:
     try:
         os.chdir(context.cwd)
     except OSError as error:
-        raise DdpcheckError(
+        raise DDPCheckError(
             f"The rank could not enter the working directory {context.cwd}: {error.strerror}."
         ) from error
     sys.path[:] = context.path

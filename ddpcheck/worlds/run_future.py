@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError
+from ddpcheck.findings.errors import DDPCheckError, RankError, UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds import failures, wire
@@ -95,7 +95,7 @@ class RunFuture(Generic[Result]):
 
     def _go_on(self, block: bool) -> None:
         if not self.complete and self._world.closed:
-            self._error = DdpcheckError("The world was closed before its run had finished.")
+            self._error = DDPCheckError("The world was closed before its run had finished.")
         wait = 0.0
         try:
             while not self.complete:
@@ -104,7 +104,7 @@ class RunFuture(Generic[Result]):
                 if not block:
                     return
         except BaseException as error:  # Ctrl-C above all: nothing may go on behind our back
-            self._error = error if isinstance(error, Exception) else DdpcheckError("The run was interrupted.")
+            self._error = error if isinstance(error, Exception) else DDPCheckError("The run was interrupted.")
             self._world.close()
             raise
 
@@ -170,7 +170,7 @@ class RunFuture(Generic[Result]):
             try:
                 results.append(wire.loads(rank.answer[1]))
             except Exception as error:
-                self._error = DdpcheckError(
+                self._error = DDPCheckError(
                     f"The result of rank {rank.number} could not be unpickled here ({type(error).__name__}: {error}); "
                     "return plain values or tensors."
                 )

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.findings.errors import DDPCheckError, UsageError
 from ddpcheck.findings.files import process_stat
 from ddpcheck.worlds import wire
 
@@ -267,7 +267,7 @@ class ForkedRanks:
             except OSError as error:  # it has died since we last looked: once more, with another
                 self._socket.close()
                 if attempt == 2:
-                    raise DdpcheckError("The fork server does not stay alive.", detail=self._server.log()) from error
+                    raise DDPCheckError("The fork server does not stay alive.", detail=self._server.log()) from error
                 _discard(self._server)
         self.channel: socket.socket | None = self._socket
 

@@ -8,10 +8,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings.errors import ChoiceError, UsageError, WrongTypeError
 from ddpcheck.worlds import wire
+
+if TYPE_CHECKING:
+    from ddpcheck.worlds.launchers.leader import Leader
 
 MAX_WORLD_SIZE = 1024
 BACKENDS = ("gloo", "nccl")
@@ -52,7 +55,15 @@ def check_modules(modules: Sequence[str]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(slots=True)
 class WorldOptions:
-    """The options of a `World`, which says what each means, or of a world of ranks that a launcher has started.
+    """The options of a `World`, or of a world of ranks that a launcher has started.
+
+    Attributes:
+        hash_seeds: Give odd ranks another hash seed than even ones, as under a launcher, so that the order of a set of
+            strings differs from rank to rank; costs a second server. A `PYTHONHASHSEED` of the user's wins.
+        watch: Called every quarter of a second during a run with the world, the ranks that have finished and those that
+            have not; a sentence that it returns ends the run as a `HangError`. Time that it takes is not counted.
+        ahead: Nobody needs the ranks yet. They may start late then, with more modules imported.
+        hosts: Processes that a launcher has started, each of which starts one rank.
 
     Raises:
         UsageError: An option makes no sense.
@@ -68,6 +79,10 @@ class WorldOptions:
     threads: int | None = None
     env: Mapping[str, str] | None = None
     preload: Sequence[str] = ()
+    hash_seeds: bool = False
+    watch: Callable[..., str | None] | None = None
+    ahead: bool = False
+    hosts: Leader | None = None
 
     def __post_init__(self) -> None:
         check_count("world_size", self.world_size, MAX_WORLD_SIZE)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddpcheck.integrations.lightning import DdpCheckCallback
+from ddpcheck.integrations.lightning import DDPCheckCallback
 
 
 class Classifier(pl.LightningModule):
@@ -44,7 +44,7 @@ if __name__ == "__main__":
     trainer = pl.Trainer(
         strategy="ddp",
         devices=2,
-        callbacks=[DdpCheckCallback()],
+        callbacks=[DDPCheckCallback()],
         accelerator="cpu",
         max_epochs=2,
         logger=False,

@@ -2,4 +2,4 @@
 
 _base_ = "digits_checked.py"
 model = dict(always=True)
-custom_hooks = [dict(type="DdpCheckHook")]
+custom_hooks = [dict(type="DDPCheckHook")]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
 
-from ddpcheck.integrations.transformers import DdpCheckCallback
+from ddpcheck.integrations.transformers import DDPCheckCallback
 
 PAD, MASK, CONTEXT = 0, 1, 64
 LINES = [line for name in sorted(dir(str)) for line in (getattr(str, name).__doc__ or "").splitlines() if line]
@@ -54,7 +54,7 @@ def main() -> None:
         ),
         train_dataset=LINES,
         data_collator=collate,
-        callbacks=[DdpCheckCallback()],
+        callbacks=[DDPCheckCallback()],
     )
     trainer.train()
 

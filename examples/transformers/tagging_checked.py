@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, Trainer, TrainingArguments
 
-from ddpcheck.integrations.transformers import DdpCheckCallback
+from ddpcheck.integrations.transformers import DDPCheckCallback
 
 TEXT = [line[:16].ljust(16) for name in sorted(dir(str)) for line in (getattr(str, name).__doc__ or "").splitlines()]
 
@@ -57,7 +57,7 @@ def main() -> None:
         ),
         train_dataset=TEXT,
         data_collator=collate,
-        callbacks=[DdpCheckCallback()],
+        callbacks=[DDPCheckCallback()],
     )
     trainer.train()
 

@@ -26,7 +26,7 @@ from typing import Any
 from msgspec import NODEFAULT, Struct, structs
 
 from ddpcheck import findings
-from ddpcheck.findings.errors import DdpcheckError, RankFailure
+from ddpcheck.findings.errors import DDPCheckError, RankFailure
 from tests.faultsuite.cases import ROOT
 
 _CLASS = "is"
@@ -42,7 +42,7 @@ _WIDTH = 160
 _NUMBERS = re.compile(r"\[[-+.e0-9, ]*\]")
 
 
-class EvidenceError(DdpcheckError):
+class EvidenceError(DDPCheckError):
     """Recorded evidence is missing, or is not that of today's classes and phases."""
 
 
@@ -54,7 +54,7 @@ def _classes() -> dict[str, type]:
     for name in (*modules, *_OF_SCRIPTS):
         module = importlib.import_module(name)
         for name, item in vars(module).items():
-            if isinstance(item, type) and (_has_fields(item) or issubclass(item, Enum | DdpcheckError)):
+            if isinstance(item, type) and (_has_fields(item) or issubclass(item, Enum | DDPCheckError)):
                 if found.setdefault(name, item) is not item:
                     raise EvidenceError(
                         f"two classes of {item.__module__} and {found[name].__module__} are called {name}"
@@ -192,7 +192,7 @@ def _made(name: str, told: dict[str, Any]) -> Any:
     if issubclass(kind, BaseException):
         error = kind.__new__(kind, *told["args"])
         error.args = told.pop("args")
-        defaults = {"failures": (), "results": {}, "detail": ""} if issubclass(kind, DdpcheckError) else {}
+        defaults = {"failures": (), "results": {}, "detail": ""} if issubclass(kind, DDPCheckError) else {}
         vars(error).update({**defaults, **told})
         return error
     if issubclass(kind, Enum):

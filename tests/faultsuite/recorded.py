@@ -18,13 +18,14 @@ import msgspec
 from ddpcheck.findings.errors import RankError
 from ddpcheck.findings.report import Report
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
-from ddpcheck.harness import World
+from ddpcheck.harness import World, start_world
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import decided
 from ddpcheck.report.checking.check_report import report_of
 from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckOptions
 from ddpcheck.worlds.run_future import RunFuture
+from ddpcheck.worlds.validation import WorldOptions
 from tests.faultsuite.cases import ROOT, Case
 from tests.faultsuite.evidence import Encoder, EvidenceError, decode, dumped, fields_of, fields_that_differ, with_fields
 
@@ -33,7 +34,7 @@ COMMAND = "python -m tests.faultsuite.record"
 TWINS = ("broken", "fixed")
 
 
-def run_check(case: Case, twin: str, *, make_world: Callable[..., Any] = World) -> Report:
+def run_check(case: Case, twin: str, *, make_world: Callable[..., Any] = start_world) -> Report:
     """`ddpcheck.check` of one of the two recipes of a case, in such worlds."""
     asked = decided(CheckOptions(**case.options), case.target(twin))
     return report_of(CheckRun(asked.target, asked, progress=lambda _text: None, make_world=make_world).run())
@@ -77,7 +78,7 @@ class RecordingWorld(World):
 
     def __init__(self, world_size: int, **options: Any) -> None:
         self.phases: list[Phase] = []
-        super().__init__(world_size, **options)
+        self._open(WorldOptions(world_size, **options))
 
     def start(self, call: Callable[[], Any], /, **options: Any) -> Any:
         self.phases.append(Phase(spelled(call)))

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ddpcheck.findings.errors import HangError, RankError
 from ddpcheck.findings.report import Report
-from ddpcheck.harness import World
+from ddpcheck.harness import World, start_world
 from ddpcheck.report.checking.check import check
 from tests.faultsuite.cases import Case
 from tests.faultsuite.recorded import evidence_text, record
@@ -63,7 +63,7 @@ def run_plain(case: Case, twin: str, tool: str) -> Heard:
 
     target, expected = f"{case.path}:{twin}", case.expected
     begun = time.perf_counter()
-    with World(expected.world_size, timeout=HANG, hash_seeds=True, preload=PRELOAD.get(tool, ())) as world:
+    with start_world(expected.world_size, timeout=HANG, hash_seeds=True, preload=PRELOAD.get(tool, ())) as world:
         try:
             world.run(train, target, expected.steps, tool)
         except RankError as error:

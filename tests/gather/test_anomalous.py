@@ -29,7 +29,7 @@ from ddpcheck.gather.phases import local_step as local  # noqa: E402
 from ddpcheck.gather.phases import model_build, rank_state, repeated_step  # noqa: E402
 from ddpcheck.recipe.recipe import Recipe  # noqa: E402
 from ddpcheck.report.checking.check import check  # noqa: E402
-from ddpcheck.testing.fixture import DdpWorld  # noqa: E402
+from ddpcheck.testing.fixture import DDPWorld  # noqa: E402
 
 PLAIN = WrapperFacts()
 FINDS_UNUSED = WrapperFacts(find_unused_parameters=True)
@@ -568,7 +568,7 @@ def assert_right(said: dict[str, set[str]], expected: dict[str, set[str]]) -> No
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(blocks=modes_of_blocks, seed=st.integers(0, 5), find_unused=st.booleans())
 def test_verdicts_agree_with_plain_autograd(
-    ddp_world: DdpWorld, blocks: list[tuple[str, int | None]], seed: int, find_unused: bool
+    ddp_world: DDPWorld, blocks: list[tuple[str, int | None]], seed: int, find_unused: bool
 ) -> None:
     recipe, users, aliases = patchwork(blocks, seed, find_unused)
     truth = ddp_world.run(truth_on_a_rank, recipe)
@@ -595,7 +595,7 @@ def patchwork(
 @pytest.mark.slow
 @pytest.mark.ddp(timeout=60, reuse="module")
 @pytest.mark.parametrize("seed", range(3))
-def test_the_verdicts_of_a_whole_check_agree_with_plain_autograd(ddp_world: DdpWorld, seed: int) -> None:
+def test_the_verdicts_of_a_whole_check_agree_with_plain_autograd(ddp_world: DDPWorld, seed: int) -> None:
     choose = random.Random(seed)
     blocks = [(choose.choice(MODES), choose.choice([None, None, 0, 1])) for _ in range(5)]
     recipe, users, aliases = patchwork(blocks, seed, find_unused=seed % 2 == 1)

@@ -24,7 +24,7 @@ from ddpcheck.judge.endings.collective_order import (
 )
 from ddpcheck.judge.endings.rank_failure import judge_empty_shards, judge_failure
 from ddpcheck.report.checking.check_worlds import CollectiveMismatchWatch
-from ddpcheck.testing.fixture import DdpWorld
+from ddpcheck.testing.fixture import DDPWorld
 from ddpcheck.worlds import failures
 from ddpcheck.worlds import rank as this_rank
 
@@ -260,14 +260,14 @@ def skip_asynchronous() -> None:
 
 
 @pytest.fixture
-def watched(ddp_world: DdpWorld) -> DdpWorld:
+def watched(ddp_world: DDPWorld) -> DDPWorld:
     """Ranks that have started, and of which a hang is told long before the deadline."""
     world = ddp_world(timeout=60, watch=CollectiveMismatchWatch(patience=0.5))
     world.run(int)
     return world
 
 
-def test_a_rank_that_waits_for_the_result_of_an_asynchronous_collective_is_told_too(watched: DdpWorld) -> None:
+def test_a_rank_that_waits_for_the_result_of_an_asynchronous_collective_is_told_too(watched: DDPWorld) -> None:
     begun = time.monotonic()
     with pytest.raises(HangError, match=r"[Rr]ank 0 called all_reduce.*rank 1 never did"):
         watched.run(skip_asynchronous)
@@ -276,7 +276,7 @@ def test_a_rank_that_waits_for_the_result_of_an_asynchronous_collective_is_told_
 
 @pytest.mark.parametrize("what", ["skip on rank 1"])
 def test_a_rank_that_waits_for_one_that_has_finished_is_told_long_before_the_deadline(
-    watched: DdpWorld, what: str
+    watched: DDPWorld, what: str
 ) -> None:
     begun = time.monotonic()
     with pytest.raises(HangError, match=r"[Rr]ank 0 called all_reduce.*rank 1 never did") as caught:
@@ -287,7 +287,7 @@ def test_a_rank_that_waits_for_one_that_has_finished_is_told_long_before_the_dea
 
 
 @pytest.mark.parametrize("what", ["come late", "take long to read what was gathered"])
-def test_a_rank_that_comes_late_is_waited_for(watched: DdpWorld, what: str) -> None:
+def test_a_rank_that_comes_late_is_waited_for(watched: DDPWorld, what: str) -> None:
     assert watched.run(record_and, what) == [None, None]
 
 

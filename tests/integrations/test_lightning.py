@@ -1,4 +1,4 @@
-"""`DdpCheckCallback` in real runs of Lightning's `Trainer` on two ranks: what it finds, and where it is silent.
+"""`DDPCheckCallback` in real runs of Lightning's `Trainer` on two ranks: what it finds, and where it is silent.
 
 Most fits are made on ranks of ours, which Lightning takes for those of a launcher; one script is started by its own.
 """
@@ -406,7 +406,7 @@ def test_of_a_healthy_run_nothing_is_said(fit):
 
 def test_a_callback_serves_a_second_fit_and_tells_of_it_afresh():
     r = runs()
-    callback = r.DdpCheckCallback(on_finding="warn")
+    callback = r.DDPCheckCallback(on_finding="warn")
     for _ in range(2):
         r.fit(r.Unused, watched=False, callbacks=[callback])
         assert [finding.code for finding in callback.findings] == ["DDP101"]
@@ -422,7 +422,7 @@ def test_without_ddp_there_is_nothing_to_do_and_with_more_processes_it_says_so()
 def test_an_argument_that_is_no_choice_is_refused_at_once():
     r = runs()
     with pytest.raises(UsageError, match="on_finding"):
-        r.DdpCheckCallback(on_finding="log")
+        r.DDPCheckCallback(on_finding="log")
 
 
 def test_it_works_where_only_pytorch_lightning_is_installed(monkeypatch):
@@ -434,7 +434,7 @@ def test_it_works_where_only_pytorch_lightning_is_installed(monkeypatch):
     found = importlib.util.find_spec("ddpcheck.integrations.lightning")
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
-    assert issubclass(module.DdpCheckCallback, lightning.pytorch.Callback)
+    assert issubclass(module.DDPCheckCallback, lightning.pytorch.Callback)
 
 
 # The examples, and the page that shows them
@@ -467,8 +467,8 @@ def test_the_drop_in_is_an_import_and_an_argument(ddp_world):
     added = [line[2:].strip() for line in difflib.ndiff(plain.splitlines(), checked.splitlines()) if line[0] == "+"]
     program = [line for line in added if line][2:]  # after the docstring
     assert program == [
-        "from ddpcheck.integrations.lightning import DdpCheckCallback",
-        "callbacks=[DdpCheckCallback()],",
+        "from ddpcheck.integrations.lightning import DDPCheckCallback",
+        "callbacks=[DDPCheckCallback()],",
     ]
 
 

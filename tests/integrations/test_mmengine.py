@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcheck.findings.errors import DdpcheckError
+from ddpcheck.findings.errors import DDPCheckError
 from tests.worlds.test_attached import clean_environment
 
 pytest.importorskip("torch")
@@ -26,7 +26,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 LOGGING = {"type": "CheckedMMDistributedDataParallel", "detect_anomalous_params": True, "on_finding": "log"}
 PLAIN = {"type": "MMDistributedDataParallel", "device_ids": None}
-HOOK = {"type": "DdpCheckHook"}
+HOOK = {"type": "DDPCheckHook"}
 STATISTICS = ("body.1.running_mean", "body.1.running_var")
 
 
@@ -449,11 +449,11 @@ def test_a_choice_that_there_is_not_is_refused_at_once(ddp_world):
         from tests import mmruns
 
         with pytest.raises(UsageError, match="on_finding is 'raise', 'warn', 'log' or a function"):
-            mmruns.DdpCheckHook(on_finding="print")
+            mmruns.DDPCheckHook(on_finding="print")
         with pytest.raises(UsageError, match="on_finding is 'raise', 'warn', 'log' or a function"):
             mmruns.CheckedMMDistributedDataParallel(mmruns.Net(), on_finding="print")
         with pytest.raises(UsageError, match=r"names no function: 'no\.such:function'"):
-            mmruns.DdpCheckHook(on_finding="no.such:function")
+            mmruns.DDPCheckHook(on_finding="no.such:function")
 
     ddp_world.run(run)
 
@@ -475,7 +475,7 @@ def test_a_function_travels_through_a_config_as_text(ddp_world, tmp_path):
 
 def test_the_plain_config_leaves_one_rank_waiting(ddp_world, tmp_path):
     pytest.importorskip("sklearn", reason="scikit-learn, which holds the digits, is not installed")
-    with pytest.raises(DdpcheckError, match="rank 0") as caught:
+    with pytest.raises(DDPCheckError, match="rank 0") as caught:
         example(ddp_world, tmp_path, "digits")
     said = str(caught.value) + "".join(failure.message for failure in getattr(caught.value, "failures", ()))
     assert "Expected to have finished reduction" in said or "rank 0 is in backward" in said

@@ -32,7 +32,7 @@ def train(folder, model="gpt2", *, equal=False, override=False, function=False, 
     import transformers
     from torch.nn.functional import cross_entropy
 
-    from ddpcheck.integrations.transformers import DdpCheckCallback
+    from ddpcheck.integrations.transformers import DDPCheckCallback
 
     words = 32
 
@@ -79,7 +79,7 @@ def train(folder, model="gpt2", *, equal=False, override=False, function=False, 
 
     settings = {"per_device_train_batch_size": 2, "max_steps": 3, "save_strategy": "no", "logging_strategy": "no"}
     settings |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "output_dir": folder, "learning_rate": 0.01}
-    callback = DdpCheckCallback(on_finding="warn")
+    callback = DDPCheckCallback(on_finding="warn")
     torch.manual_seed(torch.distributed.get_rank())  # DDP gives every rank rank 0's parameters
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
@@ -220,8 +220,8 @@ def added(name):
 def test_the_examples_differ_by_the_callback_alone():
     for name in ("masked_lm", "tagging"):
         assert added(f"transformers/{name}") == [
-            "from ddpcheck.integrations.transformers import DdpCheckCallback",
-            "callbacks=[DdpCheckCallback()],",
+            "from ddpcheck.integrations.transformers import DDPCheckCallback",
+            "callbacks=[DDPCheckCallback()],",
         ]
 
 
@@ -267,9 +267,9 @@ def environment():
 def test_in_one_process_the_callback_does_nothing(tmp_path, monkeypatch):
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from ddpcheck.integrations.transformers import DdpCheckCallback
+    from ddpcheck.integrations.transformers import DDPCheckCallback
 
-    callback = DdpCheckCallback()
+    callback = DDPCheckCallback()
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -281,15 +281,15 @@ def test_in_one_process_the_callback_does_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.smoke
 def test_a_wrong_choice_is_refused_where_it_is_made():
-    from ddpcheck.integrations.transformers import DdpCheckCallback
+    from ddpcheck.integrations.transformers import DDPCheckCallback
 
     with pytest.raises(ddpcheck.UsageError, match="on_finding is"):
-        DdpCheckCallback(on_finding="shout")
+        DDPCheckCallback(on_finding="shout")
 
 
 @pytest.mark.smoke
 def test_the_callback_takes_every_option_of_watch():
-    from ddpcheck.integrations.transformers import DdpCheckCallback
+    from ddpcheck.integrations.transformers import DDPCheckCallback
 
     watched = set(inspect.signature(ddpcheck.watch).parameters) - {"wrapper"}
-    assert watched <= set(inspect.signature(DdpCheckCallback).parameters)
+    assert watched <= set(inspect.signature(DDPCheckCallback).parameters)

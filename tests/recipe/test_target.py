@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcheck.findings.errors import DdpcheckError, TargetError, UsageError
+from ddpcheck.findings.errors import DDPCheckError, TargetError, UsageError
 from ddpcheck.recipe.target import find_file, is_path, load_target, split_target
 
 pytest.importorskip("torch")
@@ -171,7 +171,7 @@ MODEL, BATCH, LOSS = "def model(): ...\n", "def batch(step): ...\n", "def loss(m
 )
 def test_a_misspelled_part_of_a_recipe_is_suggested(place: Path, code: str, words: str) -> None:
     (place / "misspelled.py").write_text(code)
-    with pytest.raises(DdpcheckError) as caught:
+    with pytest.raises(DDPCheckError) as caught:
         load_target("misspelled.py")
     assert words in str(caught.value) and "\n" not in str(caught.value)
 

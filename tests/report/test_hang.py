@@ -29,7 +29,7 @@ from ddpcheck.run.hang_watch import Hang
 from ddpcheck.run.run_record import write_flight_records
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import RankLog, read_logs
-from ddpcheck.testing.fixture import DdpWorld
+from ddpcheck.testing.fixture import DDPWorld
 
 # Logs: each letter is a barrier, and the line that calls it
 
@@ -438,7 +438,7 @@ def test_a_folder_that_is_not_there_and_two_dumps_of_a_rank(tmp_path: Path, caps
 # Real ranks
 
 
-def test_dumps_of_real_ranks(ddp_world: DdpWorld, tmp_path: Path) -> None:
+def test_dumps_of_real_ranks(ddp_world: DDPWorld, tmp_path: Path) -> None:
     def train(folder: str, rank_0_saves: bool) -> None:
         import torch
         import torch.distributed as dist

@@ -17,7 +17,7 @@ from ddpcheck.report.matrix.option_sets import (
     DEFAULTS,
     FIND_UNUSED,
     STATIC_GRAPH,
-    DdpOptions,
+    DDPOptions,
     ModelFacts,
     first_option_sets,
     further_option_sets,
@@ -73,7 +73,7 @@ def said(advice: tuple[Advice, ...], kind: str) -> str:
 # Which options are tried
 
 
-def titles(facts: ModelFacts, base: DdpOptions = DEFAULTS, graphs: tuple[DdpOptions, ...] = ()) -> list[str]:
+def titles(facts: ModelFacts, base: DDPOptions = DEFAULTS, graphs: tuple[DDPOptions, ...] = ()) -> list[str]:
     return [
         str(option_set.options) for option_set in further_option_sets(facts, base, graphs) if not option_set.skip_reason
     ]

@@ -17,7 +17,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.harness import World
 from ddpcheck.recipe.recipe import Recipe
-from ddpcheck.testing.fixture import DdpWorld
+from ddpcheck.testing.fixture import DDPWorld
 from tests.tiers import share
 
 torch = pytest.importorskip("torch")
@@ -360,7 +360,7 @@ def test_values_that_travel_in_pieces_are_measured_as_a_whole(rank: int, monkeyp
     ddpcheck.assert_same_on_all_ranks(said)
 
 
-def test_the_ranks_of_groups_are_compared_apart_and_in_any_order(ddp_world: DdpWorld) -> None:
+def test_the_ranks_of_groups_are_compared_apart_and_in_any_order(ddp_world: DDPWorld) -> None:
     def compare() -> list[str]:
         import torch.distributed as dist
 
@@ -406,7 +406,7 @@ def test_a_rank_that_has_given_up_waiting_is_not_taken_for_one_that_never_asked(
             ddpcheck.assert_same_on_all_ranks(ramp(), timeout=3.0 if rank == 0 else 1.0)
 
 
-def test_a_world_whose_clock_runs_out_first_says_what_its_ranks_wait_in(ddp_world: DdpWorld) -> None:
+def test_a_world_whose_clock_runs_out_first_says_what_its_ranks_wait_in(ddp_world: DDPWorld) -> None:
     def compare() -> None:
         import torch.distributed as dist
 

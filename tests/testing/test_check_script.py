@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcheck import DdpcheckError, HangError, TargetError
+from ddpcheck import DDPCheckError, HangError, TargetError
 from ddpcheck.run.checked_script import check_script
 from tests import innerpytest
 
@@ -57,4 +57,4 @@ def test_a_script_that_does_not_end_is_ended(tmp_path: Path) -> None:
     script.write_text("import time, pathlib\npathlib.Path('began').touch()\ntime.sleep(600)\n")
     with pytest.raises(HangError, match=r"train\.py has not come to its end in 8 s") as raised:
         check_script(script, world_size=2, parity=True, timeout=8)
-    assert isinstance(raised.value, DdpcheckError)
+    assert isinstance(raised.value, DDPCheckError)

@@ -16,7 +16,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError
+from ddpcheck.findings.errors import DDPCheckError, RankError, UsageError
 from ddpcheck.harness import World
 from ddpcheck.testing.world_pool import WorldPool
 from ddpcheck.worlds.starting import server_pids
@@ -384,7 +384,7 @@ def test_giving_back_does_not_wait_and_the_ranks_end_all_the_same(pool: WorldPoo
     (pid,) = pids(world)
     pool.release(world)
     assert not world.closed
-    with pytest.raises(DdpcheckError, match="closed"):
+    with pytest.raises(DDPCheckError, match="closed"):
         pids(world)
     deadline = time.monotonic() + 30
     while not world.gone and time.monotonic() < deadline:

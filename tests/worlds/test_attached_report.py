@@ -21,10 +21,10 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ddpcheck import World
 from ddpcheck.cli.launched import ending, explain_exit
-from ddpcheck.findings.errors import DdpcheckError, HangError, UsageError
+from ddpcheck.findings.errors import DDPCheckError, HangError, UsageError
 from ddpcheck.findings.replace import replace
+from ddpcheck.harness import start_world
 from ddpcheck.worlds.launchers import store as loopback
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 from ddpcheck.worlds.launchers.leader import places
@@ -395,7 +395,7 @@ def test_ranks_that_do_not_come_are_named(own_folder: Path) -> None:
 
 
 def test_a_rank_0_that_does_not_come_is_missed(own_folder: Path) -> None:
-    with pytest.raises(DdpcheckError, match=r"Rank 1 waited 0.2 s for rank 0 to show up at .*--launcher off"):
+    with pytest.raises(DDPCheckError, match=r"Rank 1 waited 0.2 s for rank 0 to show up at .*--launcher off"):
         join(OTHER, 0.2)
 
 
@@ -457,7 +457,7 @@ def test_a_world_of_another_size_than_there_are_processes_is_refused() -> None:
         settle = starter = None
 
     with pytest.raises(UsageError, match="world_size=3, but torchrun has started 2 ranks"):
-        World(3, hosts=Two())  # type: ignore[arg-type]
+        start_world(3, hosts=Two())
 
 
 @pytest.mark.smoke

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from ddpcheck.findings.errors import HangError
-from ddpcheck.testing.fixture import DdpWorld
+from ddpcheck.testing.fixture import DDPWorld
 
 
 @pytest.mark.slow
-def test_time_that_compilation_takes_does_not_count_against_the_timeout(ddp_world: DdpWorld) -> None:
+def test_time_that_compilation_takes_does_not_count_against_the_timeout(ddp_world: DDPWorld) -> None:
     def sleep_in_a_compiler(seconds: float) -> float:
         def slow(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> object:
             time.sleep(seconds)
@@ -50,7 +50,7 @@ def run_compiled_code() -> list[bool]:
     return [control_flow, as_written, as_compiled, len(compiled) == 1]
 
 
-def test_in_a_check_compiled_code_runs_as_it_is_written_but_where_it_is_to_run_compiled(ddp_world: DdpWorld) -> None:
+def test_in_a_check_compiled_code_runs_as_it_is_written_but_where_it_is_to_run_compiled(ddp_world: DDPWorld) -> None:
     assert ddp_world.run(run_compiled_code) == [[True] * 4] * 2
 
 
@@ -61,7 +61,7 @@ def start_inductor() -> int:
 
 
 def test_inductor_starts_no_processes_of_its_own_on_a_rank(
-    ddp_world: DdpWorld, monkeypatch: pytest.MonkeyPatch
+    ddp_world: DDPWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ddp_world.run(start_inductor) == [1, 1]
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")

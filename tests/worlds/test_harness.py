@@ -15,8 +15,8 @@ from typing import Any, Literal
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ddpcheck.findings.errors import DdpcheckError, HangError, RankError, UsageError
-from ddpcheck.harness import World
+from ddpcheck.findings.errors import DDPCheckError, HangError, RankError, UsageError
+from ddpcheck.harness import World, start_world
 from ddpcheck.worlds import preloading
 from tests.tiers import share
 
@@ -222,7 +222,7 @@ def test_the_context_of_a_rank() -> None:
             (1, 2, "gloo", "cpu", False),
         ]
         assert contexts[0].directory == world.directory
-    with pytest.raises(DdpcheckError, match="outside a rank"):
+    with pytest.raises(DDPCheckError, match="outside a rank"):
         rank.current()
 
 
@@ -283,7 +283,7 @@ def test_what_a_rank_leaves_is_kept() -> None:
     assert world.attachment(1) == b"of one that dies"
     with pytest.raises(UsageError, match="no rank 3"):
         world.attachment(3)
-    with pytest.raises(DdpcheckError, match="outside a rank"):
+    with pytest.raises(DDPCheckError, match="outside a rank"):
         leave(b"here")
 
 
@@ -552,7 +552,7 @@ def test_a_watch_ends_a_run() -> None:
         if rank_number() == 1:
             time.sleep(60)
 
-    with World(2, watch=watch) as world, pytest.raises(HangError, match=r"^rank 1 will never come"):
+    with start_world(2, watch=watch) as world, pytest.raises(HangError, match=r"^rank 1 will never come"):
         world.run(one_sleeps)
     assert seen[-1] == (frozenset({0}), frozenset({1}))
 
@@ -567,7 +567,7 @@ def test_time_in_a_watch_is_not_counted() -> None:
             time.sleep(1.5)
         return None
 
-    with World(1, watch=watch, timeout=1) as world:
+    with start_world(1, watch=watch, timeout=1) as world:
         with pytest.raises(HangError, match="within 1 s"):
             world.run(time.sleep, 30)
         assert time.monotonic() - held[0] > 2
@@ -710,9 +710,9 @@ def test_a_failed_world_refuses() -> None:
     with World(2) as world:
         fails(world, lambda: 1 / 0)
         assert world.failed
-        with pytest.raises(DdpcheckError, match="has failed in an earlier run"):
+        with pytest.raises(DDPCheckError, match="has failed in an earlier run"):
             world.run(rank_number)
-    with pytest.raises(DdpcheckError):
+    with pytest.raises(DDPCheckError):
         world.run(rank_number)
 
 
@@ -720,7 +720,7 @@ def test_a_closed_world_refuses() -> None:
     with World(1) as world:
         world.run(rank_number)
     world.close()
-    with pytest.raises(DdpcheckError, match="closed"):
+    with pytest.raises(DDPCheckError, match="closed"):
         world.run(rank_number)
 
 
@@ -808,7 +808,7 @@ def gone_within(seconds: float, pids: list[int], directory: str = "") -> bool:
 
 PARENT = """
     import multiprocessing, os, signal, sys, time
-    from ddpcheck.harness import World
+    from ddpcheck.harness import start_world
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
     from ddpcheck.worlds.starting import server_pids
@@ -822,7 +822,7 @@ PARENT = """
         time.sleep(600)
 
     if __name__ == "__main__":
-        world = World(2, start_method=sys.argv[1], hash_seeds=True)
+        world = start_world(2, start_method=sys.argv[1], hash_seeds=True)
         pids = [pid for pair in world.run(linger) for pid in pair]
         print(*pids, *server_pids(), world.directory, flush=True)
         world.run(work, timeout=600)
@@ -882,7 +882,7 @@ def test_a_fork_of_the_parent_has_worlds_of_its_own() -> None:
             try:
                 try:
                     world.run(rank_number)
-                except DdpcheckError:
+                except DDPCheckError:
                     code = 2
                 world.close()
                 with World(1) as other:
@@ -909,7 +909,7 @@ def test_ranks_may_have_hash_seeds_of_their_own_as_under_a_launcher(
     method: Literal["fork", "spawn"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with World(4 if method == "fork" else 2, start_method=method, hash_seeds=True) as world:
+    with start_world(4 if method == "fork" else 2, start_method=method, hash_seeds=True) as world:
         even, odd, *more = world.run(ordered_set, NAMES)
         assert even != odd and more in ([even, odd], [])
         assert world.run(rank_number) == list(range(world.world_size))
@@ -921,7 +921,7 @@ def test_ranks_may_have_hash_seeds_of_their_own_as_under_a_launcher(
 def test_a_hash_seed_of_the_user_is_that_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "5")
     monkeypatch.setenv(preloading.ONLY_WHAT_IS_ASKED_FOR, "1")  # for a server that nobody else uses
-    with World(2, hash_seeds=True) as world:
+    with start_world(2, hash_seeds=True) as world:
         one, other = world.run(ordered_set, NAMES)
     assert one == other
 
@@ -932,7 +932,7 @@ def test_a_rank_of_the_second_server_that_dies_is_named() -> None:
             os._exit(3)
         time.sleep(30)
 
-    with World(3, hash_seeds=True) as world:
+    with start_world(3, hash_seeds=True) as world:
         error = fails(world, die)
     assert [(one.rank, one.kind) for one in error.failures if one.kind == "died"] == [(1, "died")]
 
@@ -941,12 +941,12 @@ def test_a_rank_of_the_second_server_that_dies_is_named() -> None:
 def test_a_fork_server_that_was_killed_is_replaced(victim: int) -> None:
     from ddpcheck.worlds import starting as processes
 
-    with World(2, hash_seeds=True) as world:
+    with start_world(2, hash_seeds=True) as world:
         world.run(rank_number)
         servers = processes.server_pids()
         os.kill(servers[victim], signal.SIGKILL)
         assert "fork server has died" in str(fails(world, time.sleep, 30))
-    with World(2, hash_seeds=True) as world:
+    with start_world(2, hash_seeds=True) as world:
         assert world.run(rank_number) == [0, 1]
     assert servers[victim] not in processes.server_pids() and servers[1 - victim] in processes.server_pids()
 

@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from ddpcheck.findings.errors import RankError
-from ddpcheck.harness import World
+from ddpcheck.harness import World, start_world
 from ddpcheck.worlds.starting import server_pids, shut_down
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
@@ -52,7 +52,7 @@ def test_worlds_in_a_row_leave_nothing(worlds: int, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     shut_down()
-    with World(2, hash_seeds=True, ahead=True) as world:  # starts the fork servers, and waits for what they import
+    with start_world(2, hash_seeds=True, ahead=True) as world:  # starts the fork servers; waits for what they import
         world.run(one_step, False)
     gc.collect()
     servers = server_pids()
@@ -64,7 +64,7 @@ def test_worlds_in_a_row_leave_nothing(worlds: int, tmp_path: Path, monkeypatch:
 
     before, threads, memory = count(), threading.active_count(), psutil.Process().memory_info().rss
     for number in range(worlds):
-        with World(2, hash_seeds=bool(number % 2)) as world:
+        with start_world(2, hash_seeds=bool(number % 2)) as world:
             if number % 20 == 7:
                 with pytest.raises(RankError):
                     world.run(one_step, True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ddpcheck
-from ddpcheck.findings.errors import ChoiceError, DdpcheckError, HangError, UsageError
+from ddpcheck.findings.errors import ChoiceError, DDPCheckError, HangError, UsageError
 from ddpcheck.gather.collectives import allreduce
 from ddpcheck.gather.collectives.allreduce import (
     allreduce_grads,
@@ -442,7 +442,7 @@ def test_ranks_that_have_failed_meet_again(
         monkeypatch.setattr(Path, "unlink", later)
     for _ in range(2):
         failing = True
-        with pytest.raises(DdpcheckError, match=r"^Rank [01] could not set up gloo: no such luck$"):
+        with pytest.raises(DDPCheckError, match=r"^Rank [01] could not set up gloo: no such luck$"):
             init_dist(timeout=30)
         failing = False
         init_dist(timeout=30)
@@ -457,7 +457,7 @@ def test_a_rank_that_cannot_set_the_group_up_says_so_to_the_others(
 ) -> None:
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None if rank else 1 / 0)
     leave_the_world(variables_of("mpi", rank, str(ddp_port)))
-    with pytest.raises(DdpcheckError, match=r"^Rank 0 could not set up gloo: division by zero$"):
+    with pytest.raises(DDPCheckError, match=r"^Rank 0 could not set up gloo: division by zero$"):
         init_dist(timeout=30, port=ddp_port if told else None)
     monkeypatch.undo()
     init_dist(timeout=30, port=ddp_port if told else None)

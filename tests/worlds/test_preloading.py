@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.harness import World
+from ddpcheck.harness import World, start_world
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import check
 from ddpcheck.worlds import starting as processes
@@ -50,9 +50,9 @@ def is_there(name: str) -> bool:
 @pytest.mark.slow
 def test_a_module_is_imported_once_and_is_there_in_every_rank(module) -> None:
     name = module("ddpcheck_preloaded_once", "import os\nPID = os.getpid()\n")
-    with World(2, preload=[name], hash_seeds=True) as world:
+    with start_world(2, preload=[name], hash_seeds=True) as world:
         first = world.run(imported_by, name)
-    with World(2, preload=[name], hash_seeds=True) as world:
+    with start_world(2, preload=[name], hash_seeds=True) as world:
         second = world.run(imported_by, name)
     servers = {importer for importer, _ in first + second}
     assert not servers & {rank for _, rank in first + second}

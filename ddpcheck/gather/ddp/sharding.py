@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.findings.errors import DDPCheckError, UsageError
 from ddpcheck.findings.evidence.modules import ShardedFacts
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.source_lines import user_location
@@ -80,7 +80,7 @@ def values_kept(module: nn.Module, built: Mapping[str, torch.Tensor]) -> dict[st
 # FullyShardedDataParallel
 
 
-def refuse_fsdp1(module: nn.Module, what: str, error: type[DdpcheckError] = UsageError) -> None:
+def refuse_fsdp1(module: nn.Module, what: str, error: type[DDPCheckError] = UsageError) -> None:
     """Raise `error` where a part of `module` is a `FullyShardedDataParallel` (FSDP1), of which nothing is compared.
 
     Args:

@@ -61,7 +61,7 @@ def check(
         suppress: Findings that are shown with a reason, and do not count.
         baseline: An earlier report; what it has is shown as known, and does not count.
         progress: Called with a few words at the beginning of each phase, and where it waits for ranks.
-        hosts: Processes that a launcher has started, which start the ranks instead; see `World`.
+        hosts: Processes that a launcher has started, which start the ranks instead; for the command line.
 
     Returns:
         The report. A target that fails, or hangs, is in `Report.error`; what was found before is not lost.

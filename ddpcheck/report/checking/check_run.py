@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError, HangError, OptionsDifferError, RankError, TargetError
+from ddpcheck.findings.errors import EXIT_HANG, DDPCheckError, HangError, OptionsDifferError, RankError, TargetError
 from ddpcheck.findings.evidence.gradients import RandomNumbers, RepeatedStep, ShardAnalysis, SingleStep
 from ddpcheck.findings.evidence.modules import BuiltModule, ShardedFacts, WrappedModule
 from ddpcheck.findings.evidence.steps import LocalStep, NoExplanation, PathEnd, ShardedStep
@@ -57,7 +57,7 @@ class CheckRun(CheckWorlds):
                 pass
             except RankError as error:
                 self._fail(error)
-            except DdpcheckError:
+            except DDPCheckError:
                 raise
             except Exception as error:
                 self.state.log.error = bug_error(error)

@@ -29,7 +29,7 @@ from ddpcheck.findings.report import Finding, Report, ReportError
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.tracebacks import as_bug
 from ddpcheck.findings.wording import Names
-from ddpcheck.harness import Watch, World
+from ddpcheck.harness import Watch, World, start_world
 from ddpcheck.judge.judge_context import group_by_step
 from ddpcheck.report import calls
 from ddpcheck.worlds import preloading
@@ -63,7 +63,7 @@ class CheckOptions:
         hosts: Leader | None = None,
         watch: Watch | None = None,
         *,
-        make: Callable[..., World] = World,
+        make: Callable[..., World] = start_world,
         hash_seeds: bool = True,
         **more: Any,
     ) -> World:

@@ -16,7 +16,7 @@ from ddpcheck.findings.report import Finding, Location, ReportError
 from ddpcheck.findings.tracebacks import as_bug
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
-from ddpcheck.harness import RunFuture, World
+from ddpcheck.harness import RunFuture, World, start_world
 from ddpcheck.judge.endings.collective_order import judge_collectives, not_waiting
 from ddpcheck.judge.endings.rank_failure import judge_empty_shards, judge_failure
 from ddpcheck.judge.endings.timelines import timelines_of_failure
@@ -67,7 +67,7 @@ class PhaseProgress:
 class CollectiveMismatchWatch:
     """Sees a hang before the deadline: a rank waits in a collective that its peer has finished without.
 
-    Handed to `World` as `watch`. It speaks only when nothing has moved for `patience` seconds.
+    Handed to `start_world` as `watch`. It speaks only when nothing has moved for `patience` seconds.
     """
 
     def __init__(self, patience: float = 2.0) -> None:
@@ -104,7 +104,7 @@ class CheckWorlds:
         progress: Callable[[str], None] | None = None,
         hosts: Leader | None = None,
         wrap: Callable[[], WrappedModule] = calls.model_build.wrap,
-        make_world: Callable[..., World] = World,
+        make_world: Callable[..., World] = start_world,
         reference: CheckState | None = None,
     ) -> None:
         self.target = target
@@ -237,7 +237,7 @@ class CheckWorlds:
         if first is not None and isinstance(first.exception, errors.UsageError):
             raise first.exception
         if (
-            first is not None and type(first.exception) is errors.DdpcheckError
+            first is not None and type(first.exception) is errors.DDPCheckError
         ):  # what a phase of ours returned cannot be sent
             first = replace(first, bug=str(as_bug(first.exception, first.place)))
         if first is not None and first.bug:
@@ -250,7 +250,7 @@ class CheckWorlds:
         self.state.timelines = timelines_of_failure(error.failures, self._logs(), error.results)
         found = judge_wrapper_failure(self.state, error)
         found = found or judge_failure(error.failures, self._logs(), self.asked.world_size, error.results)
-        if first is not None and isinstance(first.exception, errors.DdpcheckError):
+        if first is not None and isinstance(first.exception, errors.DDPCheckError):
             everywhere = len({f.rank for f in error.failures if f.kind == "raised"}) == self.asked.world_size
             self.state.add([] if everywhere else found)
             where = "" if everywhere else f"rank {first.rank}: "

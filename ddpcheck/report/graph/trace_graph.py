@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ddpcheck.findings import errors
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.wording import format_ranks, format_steps
-from ddpcheck.harness import World
+from ddpcheck.harness import start_world
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import check
 from ddpcheck.report.checking.check_worlds import CollectiveMismatchWatch
@@ -28,7 +28,7 @@ def trace_graph(
     failed, there is a graph, and the report says so.
 
     Raises:
-        DdpcheckError: What the check, or the forward pass that is followed, failed with.
+        DDPCheckError: What the check, or the forward pass that is followed, failed with.
     """
     report = check(target, hosts=hosts, **options)
     if report.error is not None and (
@@ -43,7 +43,7 @@ def trace_graph(
     settings = {name: report.world[name] for name in ("world_size", "backend", "device", "timeout")}
     prepare = partial(calls.graph_phases.prepare, target, report.world["seed"])
     try:
-        with World(**settings, watch=CollectiveMismatchWatch(), hosts=hosts) as world:
+        with start_world(**settings, watch=CollectiveMismatchWatch(), hosts=hosts) as world:
             world.run(partial(prepare, wrapped=wrapped and not lazy, materialise=lazy))
             view = world.run(partial(calls.graph_phases.trace, marks(report.findings), autograd=autograd))[0]
     except errors.RankError as error:

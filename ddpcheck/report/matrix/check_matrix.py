@@ -27,7 +27,7 @@ from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow, StepTime, Verdict, advise
 from ddpcheck.report.matrix.option_sets import (
     DEFAULTS,
-    DdpOptions,
+    DDPOptions,
     ModelFacts,
     OptionSet,
     WrappedRow,
@@ -133,7 +133,7 @@ class _MatrixRun:
             for name, value in list(set_options.items()):
                 if value is not False if name in _BROADCASTS else value in (None, False):  # torch's default
                     del set_options[name]
-            self.rows = [self._judged(own, DdpOptions(set_options), own=True)]
+            self.rows = [self._judged(own, DDPOptions(set_options), own=True)]
             if wrapped[0].facts.is_ddp:
                 self._try_options()
                 if not wrapped[0].together:  # sharded instead, it would be another model
@@ -159,7 +159,7 @@ class _MatrixRun:
     # Rows
 
     def _check(
-        self, options: DdpOptions | None, words: str, wrap: Callable[[], WrappedModule] | None = None
+        self, options: DDPOptions | None, words: str, wrap: Callable[[], WrappedModule] | None = None
     ) -> CheckState:
         """A check under these options, or the recipe's own; or of what `wrap` makes, which they are nearest to.
 
@@ -237,7 +237,7 @@ class _MatrixRun:
             return row("skipped", reason=reason)
         return self._judged(state, options, own=False)
 
-    def _judged(self, state: CheckState, options: DdpOptions, *, own: bool) -> MatrixRow:
+    def _judged(self, state: CheckState, options: DDPOptions, *, own: bool) -> MatrixRow:
         report = report_of(state)
         findings = report.findings
         hidden = any(f.severity is Severity.ERROR for f in state.findings if f not in findings)

@@ -21,7 +21,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Document, Finding, ReportError, Severity, checked_version, without_rules_fix
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import join_names
-from ddpcheck.report.matrix.option_sets import DEFAULTS, FIND_UNUSED, DdpOptions
+from ddpcheck.report.matrix.option_sets import DEFAULTS, FIND_UNUSED, DDPOptions
 
 Verdict = Literal["right", "lossy", "incomplete", "wrong", "stops", "skipped"]
 """What options do to a model.
@@ -93,9 +93,9 @@ class MatrixRow:
     failure: ReportError | None = None
 
     @property
-    def options(self) -> DdpOptions:
+    def options(self) -> DDPOptions:
         """Arguments and hook together."""
-        return DdpOptions(self.arguments, self.hook)
+        return DDPOptions(self.arguments, self.hook)
 
     @property
     def title(self) -> str:
@@ -374,7 +374,7 @@ def skipped(facts: Sequence[VariantFacts], title: str) -> str:
     return next(filter(None, said), "")
 
 
-def judged_parts(facts: Sequence[VariantFacts], options: DdpOptions, label: str) -> MatrixRow | None:
+def judged_parts(facts: Sequence[VariantFacts], options: DDPOptions, label: str) -> MatrixRow | None:
     """The row of micro-batches whose gradients are not those of the batch even without DDP; `None` where they are."""
     if (worst := _worst([one.apart for one in facts])) is None:
         return None
@@ -385,7 +385,7 @@ def judged_parts(facts: Sequence[VariantFacts], options: DdpOptions, label: str)
     return MatrixRow(options.arguments, "wrong", hook=options.hook, label=label, code="DDP514", reason=reason)
 
 
-def judged_step(steps: Sequence[VariantStep], options: DdpOptions, label: str) -> MatrixRow:
+def judged_step(steps: Sequence[VariantStep], options: DDPOptions, label: str) -> MatrixRow:
     """The row of a way that all ranks have gone."""
     row = partial(MatrixRow, options.arguments, hook=options.hook, label=label)
     if any(one.graphs == 0 for one in steps):

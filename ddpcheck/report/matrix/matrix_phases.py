@@ -38,7 +38,7 @@ from ddpcheck.gather.steps.gradient_distance import difference, norm, scales, to
 from ddpcheck.recipe.pytree import batch_size, copied, shard_batch, to_device, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
 from ddpcheck.report.matrix.matrix import BACKEND, MICRO_BATCHES, VariantFacts, VariantStep
-from ddpcheck.report.matrix.option_sets import VARIED, DdpOptions, ModelFacts, WrappedRow
+from ddpcheck.report.matrix.option_sets import VARIED, DDPOptions, ModelFacts, WrappedRow
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.compilation import is_asked_for, stance
 
@@ -49,7 +49,7 @@ _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 # Wrapping
 
 
-def wrap(options: DdpOptions | None) -> WrappedRow:
+def wrap(options: DDPOptions | None) -> WrappedRow:
     """Wrap the module with these options, or as the recipe does (None)."""
     given: list[dict[str, Any]] = []
     wrapped = model_build.wrap(overridden_options(options, given))
@@ -83,7 +83,7 @@ def _sharded(shape: tuple[int, ...], module: nn.Module, device: torch.device) ->
 
 
 @contextlib.contextmanager
-def overridden_options(options: DdpOptions | None, given: list[dict[str, Any]]) -> Iterator[None]:
+def overridden_options(options: DDPOptions | None, given: list[dict[str, Any]]) -> Iterator[None]:
     """While active, every `DistributedDataParallel` gets these options in place of its caller's, whoever calls it.
 
     Those of `VARIED` that are not among them get torch's defaults; None leaves everything as it is. What the callers
@@ -137,7 +137,7 @@ def _plain(value: Any) -> Any:
 # Step times
 
 
-def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[DdpOptions | None]) -> None:
+def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[DDPOptions | None]) -> None:
     """Build the model twice, wrap it as the baseline and as the row do, and make what times a step of either.
 
     A step is zero_grad, forward, backward and optimizer step. Both run the same steps from the same states, with the
@@ -215,7 +215,7 @@ class _Prepared:
     scale: dict[str, float]
 
 
-def prepare(target: Recipe | str, seed: int, options: DdpOptions | None) -> VariantFacts:
+def prepare(target: Recipe | str, seed: int, options: DDPOptions | None) -> VariantFacts:
     """Build the model, wrap it, and make the step as it is: of this rank by itself, and through the wrapper."""
     model_build.build(target, seed)
     wrap(options)

@@ -11,9 +11,11 @@ from typing import Any
 
 import msgspec
 
+from ddpcheck.findings.deprecation import renamed
 from ddpcheck.findings.evidence.modules import SplitModule
 from ddpcheck.findings.wording import format_ranks, format_steps
 
+__getattr__ = renamed(__name__, DdpOptions="DDPOptions")
 VARIED = (
     "find_unused_parameters",
     "static_graph",
@@ -32,7 +34,7 @@ COMPRESSION_HOOKS = ("fp16_compress_hook", "bf16_compress_hook")
 
 
 @dataclass(frozen=True, slots=True)
-class DdpOptions:
+class DDPOptions:
     """One combination of options."""
 
     # of `DistributedDataParallel`, among `VARIED`; those that are not here have torch's defaults
@@ -43,14 +45,14 @@ class DdpOptions:
         words = [f"{name}={value!r}" for name, value in self.arguments.items()]
         return ", ".join([*words, self.hook] if self.hook else words) or "defaults"
 
-    def plus(self, hook: str = "", **arguments: Any) -> DdpOptions:
+    def plus(self, hook: str = "", **arguments: Any) -> DDPOptions:
         """These with others on top."""
-        return DdpOptions({**self.arguments, **arguments}, hook or self.hook)
+        return DDPOptions({**self.arguments, **arguments}, hook or self.hook)
 
 
-DEFAULTS = DdpOptions()
-FIND_UNUSED = DdpOptions({"find_unused_parameters": True})
-STATIC_GRAPH = DdpOptions({"static_graph": True})
+DEFAULTS = DDPOptions()
+FIND_UNUSED = DDPOptions({"find_unused_parameters": True})
+STATIC_GRAPH = DDPOptions({"static_graph": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +85,17 @@ class WrappedRow(SplitModule, frozen=True):
 class OptionSet:
     """Options that are tried, or why they are not."""
 
-    options: DdpOptions  # the combination
+    options: DDPOptions  # the combination
     skip_reason: str = ""  # why it cannot make a difference; empty where it can
     unsafe_reason: str = ""  # why the model must not be run under it, since DDP may hang; empty where it may be
 
 
-def first_option_sets(facts: ModelFacts) -> list[DdpOptions]:
+def first_option_sets(facts: ModelFacts) -> list[DDPOptions]:
     """The option sets that decide on the base of all others: defaults, and the two ways to treat the graph."""
     return [options for options in (DEFAULTS, FIND_UNUSED, STATIC_GRAPH) if set(options.arguments) <= set(facts.known)]
 
 
-def further_option_sets(facts: ModelFacts, base: DdpOptions, graphs: Sequence[DdpOptions]) -> list[OptionSet]:
+def further_option_sets(facts: ModelFacts, base: DDPOptions, graphs: Sequence[DDPOptions]) -> list[OptionSet]:
     """The rest, on top of options under which the model is right: `base`, and all `graphs` where that matters."""
     option_sets = [OptionSet(graph.plus(gradient_as_bucket_view=True)) for graph in (base, *graphs)]
     if not {"forward_sync_buffers", "broadcast_buffers"} & set(base.arguments):

@@ -13,7 +13,7 @@ from ddpcheck.harness import World
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckOptions
 from ddpcheck.report.matrix import matrix
-from ddpcheck.report.matrix.option_sets import DEFAULTS, DdpOptions
+from ddpcheck.report.matrix.option_sets import DEFAULTS, DDPOptions
 from ddpcheck.worlds.launchers.leader import Leader
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ _STEPS: dict[str, Callable[[], matrix.VariantStep]] = {
 def variant_rows(
     target: Recipe | str,
     asked: CheckOptions,
-    options: DdpOptions | None,
-    known: DdpOptions,
+    options: DDPOptions | None,
+    known: DDPOptions,
     progress: Callable[[str], None],
     hosts: Leader | None,
 ) -> Iterator[matrix.MatrixRow]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from ddpcheck.findings.errors import EXIT_HANG, EXIT_TARGET, EXIT_USAGE, DdpcheckError, HangError, RankError, UsageError
+from ddpcheck.findings.errors import EXIT_HANG, EXIT_TARGET, EXIT_USAGE, DDPCheckError, HangError, RankError, UsageError
 from ddpcheck.findings.evidence.endings import ScheduledCall, Simulated, SimulatedRank
 from ddpcheck.findings.report import CheckResult, Finding, Report, ReportError
 from ddpcheck.findings.selection import Suppression
@@ -225,6 +225,6 @@ def _error_of(error: RankError, rank: int) -> ReportError:
     detail, code = error.detail.replace("[rank 0]", f"[rank {rank}]"), EXIT_TARGET
     if isinstance(error, HangError):
         said, code = f"has not ended in time: it {said}", EXIT_HANG
-    elif first is not None and isinstance(first.exception, DdpcheckError):
+    elif first is not None and isinstance(first.exception, DDPCheckError):
         said, detail = f"failed: {first.exception}", first.exception.detail
     return ReportError(f"simulated rank {rank} {said}", code, detail)

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from ddpcheck.findings.errors import BugError, DdpcheckError, FindingsError, HangError, UsageError
+from ddpcheck.findings.errors import BugError, DDPCheckError, FindingsError, HangError, UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.rules import matching_rules
 from ddpcheck.findings.source_lines import user_location
@@ -241,7 +241,7 @@ def _several(names: Sequence[str]) -> Sequence[str]:
 def _refuse_on_a_rank() -> None:
     try:
         rank = this_rank.current().rank
-    except DdpcheckError:
+    except DDPCheckError:
         return
     raise UsageError(
         f"assert_parity was called on rank {rank} of a ddpcheck world, and starts another world: call it in a "

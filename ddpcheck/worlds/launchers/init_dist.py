@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from ddpcheck.findings.errors import ChoiceError, DdpcheckError, HangError, UsageError, WrongTypeError
+from ddpcheck.findings.errors import ChoiceError, DDPCheckError, HangError, UsageError, WrongTypeError
 from ddpcheck.findings.wording import agreeing, format_ranks
 from ddpcheck.worlds.launchers.detection import LAUNCHERS, LauncherEnv, require
 from ddpcheck.worlds.launchers.rendezvous import this_machine
@@ -117,7 +117,7 @@ def init_dist(
         UsageError: No launcher, or not this one, has started this process; its variables are incomplete (DDP603);
             nothing tells where the ranks could meet; they disagree; or an argument is wrong.
         HangError: A rank did not come in time.
-        DdpcheckError: The ranks cannot reach each other, or the group cannot be set up.
+        DDPCheckError: The ranks cannot reach each other, or the group cannot be set up.
     """
     if launcher is not None:
         check_choice("launcher", launcher, tuple(LAUNCHERS))
@@ -233,7 +233,7 @@ def _set_up(
                 dist.init_process_group(backend, store=group, rank=launch.rank, world_size=launch.world_size, **options)
         except Exception as error:
             text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-            meeting.give_up(DdpcheckError(f"Rank {launch.rank} could not set up {backend}: {text}"), error)
+            meeting.give_up(DDPCheckError(f"Rank {launch.rank} could not set up {backend}: {text}"), error)
         meeting.gather(f"set up {backend}")  # gloo's own is no barrier, and rank 0 may keep the store
     except BaseException:
         for name, value in before.items():
@@ -344,7 +344,7 @@ class _Meeting:
 
         Raises:
             HangError: A rank has waited for too long.
-            DdpcheckError: Another rank could not set the group up, or the store has ended.
+            DDPCheckError: Another rank could not set the group up, or the store has ended.
         """
         own = [f"{what}/{rank}" for rank in range(self._launch.world_size)]
         try:
@@ -356,7 +356,7 @@ class _Meeting:
             self._wait({0: what}, own, what)
             found: list[str] = json.loads(self._store.get(what))
         except StoreGoneError as error:
-            raise DdpcheckError(
+            raise DDPCheckError(
                 f"The store that the ranks met on has ended while rank {self._launch.rank} set up the process group; "
                 "see the output of rank 0."
             ) from error
@@ -368,7 +368,7 @@ class _Meeting:
         def check(_missing: list[int]) -> None:
             if self._store.has(_GIVEN_UP):
                 late, reason = json.loads(self._store.get(_GIVEN_UP))
-                raise HangError(reason) if late else DdpcheckError(reason)
+                raise HangError(reason) if late else DDPCheckError(reason)
 
         if not self._store.wait_for(names, self._deadline, check, longest=_PAUSE):
             return
@@ -381,7 +381,7 @@ class _Meeting:
             )
         )
 
-    def give_up(self, error: DdpcheckError, cause: Exception | None = None) -> NoReturn:
+    def give_up(self, error: DDPCheckError, cause: Exception | None = None) -> NoReturn:
         """Raise an error, on the other ranks too."""
         with contextlib.suppress(StoreGoneError):
             self._store.put(_GIVEN_UP, json.dumps([isinstance(error, HangError), str(error)]).encode())

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from ddpcheck.findings.errors import DdpcheckError, HangError, RankError
+from ddpcheck.findings.errors import DDPCheckError, HangError, RankError
 from ddpcheck.findings.wording import agreeing, format_ranks
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 from ddpcheck.worlds.launchers.follower import Follower
@@ -68,7 +68,7 @@ class RankGroup:
         Raises:
             UsageError: Nothing tells where the ranks could meet.
             HangError: A rank did not come.
-            DdpcheckError: The ranks cannot reach each other.
+            DDPCheckError: The ranks cannot reach each other.
         """
         self.launch = launch
         self.rank = launch.rank
@@ -235,9 +235,9 @@ class RankGroup:
 
     def _check(self) -> None:
         if self._owner != os.getpid():
-            raise DdpcheckError("The session of a launcher's ranks belongs to the process that joined it.")
+            raise DDPCheckError("The session of a launcher's ranks belongs to the process that joined it.")
         if self._left:
-            raise DdpcheckError("This rank has left the session.")
+            raise DDPCheckError("This rank has left the session.")
         if self.broken is not None:
             raise RankError(self.broken)
 

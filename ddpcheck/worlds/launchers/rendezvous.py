@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ddpcheck.findings.errors import DdpcheckError, HangError
+from ddpcheck.findings.errors import DDPCheckError, HangError
 from ddpcheck.findings.files import process_stat
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds import starting, wire
@@ -194,7 +194,7 @@ def join(
 
     Raises:
         UsageError: Nothing tells where to meet.
-        DdpcheckError: The leader did not show up.
+        DDPCheckError: The leader did not show up.
     """
     deadline = time.monotonic() + timeout
     path = _file(launch) if store is None else None
@@ -217,7 +217,7 @@ def join(
             sock.close()
         time.sleep(_PAUSE)
     where = f"at {path}" if path is not None else f"on {address}"
-    raise DdpcheckError(
+    raise DDPCheckError(
         f"Rank {launch.rank} waited {timeout:g} s for rank 0 to show up {where}; start every rank with the same "
         "command, or use --launcher off."
     )
@@ -228,7 +228,7 @@ def _read_from(store: LauncherStore) -> tuple[int, str]:
     try:
         port, _, token = (store.get("hosts") if store.has("hosts") else b"0").decode().partition(" ")
     except StoreGoneError as error:
-        raise DdpcheckError("Rank 0 has ended before all ranks were there.") from error
+        raise DDPCheckError("Rank 0 has ended before all ranks were there.") from error
     return int(port), token
 
 

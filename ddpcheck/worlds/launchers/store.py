@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.findings.errors import DDPCheckError, UsageError
 from ddpcheck.findings.files import read_file
 from ddpcheck.findings.replace import replace
 from ddpcheck.worlds.launchers import detection
@@ -133,7 +133,7 @@ def open_store(
 
     Raises:
         UsageError: Nothing tells where the ranks could meet.
-        DdpcheckError: The store cannot be reached, or not be made.
+        DDPCheckError: The store cannot be reached, or not be made.
     """
     deadline = time.monotonic() + timeout
     launch = _placed(launch, as_told)
@@ -166,7 +166,7 @@ def open_store(
         # pytest may run again in one job
         number = LauncherStore(store, f"ddpcheck/{job}").next(f"joined/{launch.rank}")
     except StoreGoneError as error:
-        raise DdpcheckError(
+        raise DDPCheckError(
             f"The store of rank 0 ended when rank {launch.rank} arrived; see the output of rank 0."
         ) from error
     return LauncherStore(store, f"ddpcheck/{job}/{number}"), met
@@ -214,7 +214,7 @@ def _at_address(launch: LauncherEnv, timeout: float) -> Store:
         return connect(address, port, timeout, keep)
     except Exception as error:
         what = "keep a store" if keep else "reach the store of rank 0"
-        raise DdpcheckError(
+        raise DDPCheckError(
             f"Rank {launch.rank} could not {what} at {address}:{port} within {timeout:g} s "
             f"({str(error).splitlines()[0][:200]}); check MASTER_ADDR and MASTER_PORT."
         ) from error
@@ -237,7 +237,7 @@ def publish(path: Path, port: int, token: str) -> None:
     """Write the port, and a token that nobody else can read.
 
     Raises:
-        DdpcheckError: It cannot be written.
+        DDPCheckError: It cannot be written.
     """
     draft = ""
     try:
@@ -248,7 +248,7 @@ def publish(path: Path, port: int, token: str) -> None:
     except OSError as error:
         if draft:
             Path(draft).unlink(missing_ok=True)
-        raise DdpcheckError(f"{path}, where the ranks meet, cannot be written: {error.strerror or error}.") from error
+        raise DDPCheckError(f"{path}, where the ranks meet, cannot be written: {error.strerror or error}.") from error
 
 
 def look_up(path: Path) -> tuple[int, str]:
@@ -285,7 +285,7 @@ def _find_on_loopback(path: Path, launch: LauncherEnv, deadline: float) -> Store
                     _joined.add(token)
                     return store
         time.sleep(_PAUSE)
-    raise DdpcheckError(
+    raise DDPCheckError(
         f"Rank 0 of {launch.launcher} did not show up at {path} in time; does every rank run the same command, "
         "with the same temporary directory?"
     )
