@@ -11,6 +11,7 @@ from typing import Literal
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Finding
+from ddpcheck.worlds.validation import check_seconds
 
 OnFinding = Literal["raise", "warn"] | Callable[[Finding], object]
 """What to do with a finding."""
@@ -37,9 +38,7 @@ class WatchOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise UsageError(f"{name} is a number of steps, or 0 for never, not {value!r}")
-        timeout = self.timeout
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
-            raise UsageError(f"timeout is a number of seconds above 0, not {timeout!r}")
+        check_seconds("timeout", self.timeout)
         if isinstance(self.ignore, str) or not all(isinstance(pattern, str) for pattern in self.ignore):
             raise UsageError(f"ignore is a list of rules, such as ['DDP215'], not {self.ignore!r}")
         if self.on_finding not in ("raise", "warn") and not callable(self.on_finding):

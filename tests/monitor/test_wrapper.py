@@ -172,7 +172,7 @@ def test_what_cannot_be_wrapped_is_refused_in_a_sentence(thing):
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), "1m", True])
 def test_a_timeout_that_is_none_is_refused(seconds):
-    with pytest.raises(ddpcheck.UsageError, match="timeout is a number of seconds"):
+    with pytest.raises(ddpcheck.UsageError, match="timeout must be a number of seconds"):
         CheckedDistributedDataParallel(net(), check_timeout=seconds)
 
 
