@@ -67,7 +67,7 @@ def divergences(comparison: Comparison) -> list[Divergence]:
     """Return what differs, the first divergence first; what follows from gradients that differ is left out."""
     found = [*_of_gradients(comparison)]
     until = found[0].step if found else math.inf
-    if updates := [*_of_updates(comparison, until)]:
+    if updates := [*_of_updates(comparison)]:
         found, until = updates, updates[0].step
     found += (one for one in _of_schedules(comparison))
     found += (one for one in _of_steps(comparison) if comparison.has_same_samples)
@@ -114,12 +114,10 @@ def _of_gradients(comparison: Comparison) -> Iterator[Divergence]:
     yield Divergence("gradients", of_ranks[0].count, where, said, tuple(evidence))
 
 
-def _of_updates(comparison: Comparison, until: float) -> Iterator[Divergence]:
+def _of_updates(comparison: Comparison) -> Iterator[Divergence]:
     """Compare the parameters after steps that had equal gradients."""
-    for place, quantity in enumerate(parameters(comparison)):
-        of_ranks, alone, _ = comparison.steps()[place]
-        if alone.count > until:
-            return
+    every = zip(comparison.steps(), parameters(comparison), gradients(comparison), strict=False)
+    for (of_ranks, alone, _), quantity, gradient in every:
         if quantity.differs:
             made = [one for one in entries_of(comparison.ranks[0], OptimizerStep) if one.optimizer == alone.optimizer]
             where = next((one.made for one in made if one.made), None) or of_ranks[0].location
@@ -135,6 +133,7 @@ def _of_updates(comparison: Comparison, until: float) -> Iterator[Divergence]:
             if comparison.noise is not None:
                 evidence.append(f"rounding and random numbers change them by {quantity.noise:.1g}")
             yield Divergence("update", alone.count, where, said, tuple(evidence))
+        if quantity.differs or not gradient.is_equal:
             return
 
 
