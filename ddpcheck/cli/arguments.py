@@ -22,9 +22,9 @@ from ddpcheck.render import DIFFERENCE_FORMATS, FORMATS
 from ddpcheck.run.check_options import Once, add_display_options
 
 EPILOG = """\
-exit codes: 0 no findings; 1 findings at or above --fail-on; 2 wrong usage or configuration, or a bug in ddpcheck;
+exit codes: 0 no findings at or above --fail-on; 1 such findings; 2 wrong usage or configuration, or a bug in ddpcheck;
 3 the target could not be imported, built or run; 4 a hang or a deadline; 130 interrupted by Ctrl-C, 143 ended by
-SIGTERM. On ranks that torchrun, mpirun or srun started, rank 0 has this exit code and the others 0.
+SIGTERM. Under torchrun, mpirun or srun, rank 0 exits with this code, and the other ranks with 0.
 """
 
 TARGET_HELP = """\

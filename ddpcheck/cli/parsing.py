@@ -51,8 +51,8 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 RUN_EPILOG = """\
-exit codes: that of the script if it is not 0; 0 no findings; 1 findings at or above --check-fail-on; 2 wrong usage or
-configuration, or a bug in ddpcheck; 4 the ranks waited for each other, and ddpcheck has ended them
+exit codes: that of the script if it is not 0; 0 no findings at or above --check-fail-on; 1 such findings; 2 wrong usage
+or configuration, or a bug in ddpcheck; 4 the ranks waited for each other, and ddpcheck has ended them
 """
 
 

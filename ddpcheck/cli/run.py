@@ -213,7 +213,7 @@ def run_script(arguments: argparse.Namespace) -> int:
         parser.error("there is no script to run, as in `ddpcheck run --standalone --nproc-per-node 2 train.py`")
     ours = {name for name in parser._option_string_actions if name.startswith("--check-")}
     if late := [word for word in script[1:] if word.partition("=")[0] in ours]:
-        complain(f"{' '.join(late)} goes to the script: options of ddpcheck precede it", kind="note")
+        complain(f"{' '.join(late)} stands after the script, which gets it: put it before {script[0]}", kind="note")
     given.training_script_args = script[1:]
     given.command_line = arguments.command_line
     given.debug = arguments.debug = arguments.debug or given.debug

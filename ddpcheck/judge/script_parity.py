@@ -341,13 +341,14 @@ def judge_parity(comparison: Comparison) -> list[Finding]:
 
 
 _OF_EVALUATIONS = ("DDP801", "DDP802", "DDP803", "DDP805", "DDP806")
+_OF_GRADIENTS = ("DDP1", "DDP30", "DDP506", "DDP514")  # what is shown differs although gradients are equal
 # Rules that leave gradients and numbers as they are, on samples and random numbers that are those of the ranks.
 _BESIDE = ("DDP4", "DDP6", "DDP7", "DDP510", "DDP512", "DDP520", "DDP522")
 
 
 def codes_that_explain(found: Finding, others: Sequence[Finding]) -> list[str]:
     """Return the rules whose findings may explain what differs: none of evaluations if that is how the ranks train."""
-    beside = (*_BESIDE, *_OF_EVALUATIONS) if found.severity is Severity.ERROR else _BESIDE
+    beside = (*_BESIDE, *(_OF_EVALUATIONS if found.severity is Severity.ERROR else _OF_GRADIENTS))
     known = {one.code for one in others if one.severity is not Severity.NOTE and not one.code.startswith(beside)}
     return sorted(known - {found.code})
 

@@ -135,7 +135,7 @@ def format_for(
         name = known.get(PurePath(path).suffix.lower())
         if name is None and default is None:
             raise UsageError(
-                f"cannot determine the format from the name {path!r}: use one of {', '.join(known)}, or give --format"
+                f"cannot determine the format from the name {path!r}: use one of {', '.join(known)}, or name a format"
             )
     chosen = name or default or "text"
     if chosen not in formats:

@@ -41,7 +41,7 @@ from ddpcheck.run.hang_watch import Hang, Unended
 from ddpcheck.run.living_ranks import LivingRanks, used
 from ddpcheck.run.parity_run import SingleRun
 from ddpcheck.run.run_folder import own_folders
-from ddpcheck.stream.entries import SCHEMA, NotCompared
+from ddpcheck.stream.entries import SCHEMA, UNNUMBERED, NotCompared
 from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, read_logs
 from ddpcheck.worlds import failures
 
@@ -126,6 +126,8 @@ def report_on_script(
             f"torchrun has started the script {launched} times, and each process starts its own ranks: leave "
             "--nproc-per-node out"
         )
+    if facts.world_size == 1:
+        notes.append("one rank: nothing is compared between ranks; start two with --standalone --nproc-per-node 2")
     if notes:
         world["notes"] = notes
     report = Report(
@@ -166,7 +168,10 @@ def _of_parity(
         return "error", f"not judged, since ddpcheck itself failed: {as_bug(verdict)}"
     if verdict.findings and others:
         first = verdict.findings[0]
-        return "failed" if first.severity is Severity.ERROR else "warned", f"as {others} has it: {first.message}"
+        return (
+            "failed" if first.severity is Severity.ERROR else "warned",
+            f"{first.message} ({others} may explain this)",
+        )
     return status_of(verdict, told, kept)
 
 
@@ -218,7 +223,7 @@ def _none_entered(ending: Ending) -> CheckResult:
     """The check line where no rank was watched: how the script ended before."""
     joined = "joined a process group where ddpcheck could see it"
     if not ending.exit_codes:  # it ended with 0, was interrupted, or its agent has stopped
-        return CheckResult("ranks", "skipped", detail=f"no rank {joined}")
+        return CheckResult("ranks", "skipped", detail=f"no rank {joined}; for a recipe, use `ddpcheck report`")
     by_signal = ending.exit_code not in ending.exit_codes.values()
     how = f"was ended by signal {ending.exit_code - 128}" if by_signal else f"ended with exit code {ending.exit_code}"
     return CheckResult("ranks", "skipped", detail=f"the script {how} before a rank {joined}")
@@ -239,10 +244,13 @@ def _entered(facts: ScriptFacts) -> CheckResult:
             return CheckResult("ranks", "error", detail=why)
         why = f"another version of ddpcheck wrote their logs: {parts} of them were not judged"
         return CheckResult("ranks", "skipped", detail=why)
+    reasons = {one.wrapper: one.why for rank in ranks for one in entries_of(rank, NotCompared)}
+    if UNNUMBERED in reasons:
+        return CheckResult("ranks", "skipped", detail=f"{reasons[UNNUMBERED]}: use plain DDP under ddpcheck run")
     if facts.wrappers and not facts.steps:
         names = ", ".join(dict.fromkeys(wrapper.made.module for wrapper in facts.wrappers))
-        if reasons := {one.why for rank in ranks for one in entries_of(rank, NotCompared)}:
-            detail = f"no step of {names} was compared: {'; '.join(sorted(reasons))}"
+        if reasons:
+            detail = f"no step of {names} was compared: {'; '.join(sorted({*reasons.values()}))}"
             return CheckResult("ranks", "skipped", detail=detail)
         but = f", in {counted(steps, 'optimizer step')}" if steps else ""
         return CheckResult("ranks", "skipped", detail=f"no backward pass of {names} was averaged{but}")

@@ -161,10 +161,13 @@ class BuffersKept(Entry, frozen=True):
     buffers: Mapping[str, int]  # their fingerprints, but for those of normalisation layers
 
 
+UNNUMBERED = -1  # a wrapper that is not watched at all
+
+
 class NotCompared(Entry, frozen=True):
     """Steps of a wrapper are not compared between ranks, although it would be their turn; `why`: in words."""
 
-    wrapper: int
+    wrapper: int  # its number, or UNNUMBERED
     why: str
 
 

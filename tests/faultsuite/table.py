@@ -60,7 +60,7 @@ def comparison(rows: Sequence[Row]) -> str:
     """The table of tools for the README: of how many faults each one says what."""
     total = len(rows)
     lines = [
-        "| | names the culprit | stops without naming it | hangs or dies | trains on in silence | alarms on twins |",
+        "| | names the culprit | stops without naming it | hangs or dies | trains on in silence | false alarms |",
         "|---|---|---|---|---|---|",
     ]
     for tool, name in TOOLS.items():

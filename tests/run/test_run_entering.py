@@ -153,3 +153,26 @@ def test_functions_of_torch_are_called_with_the_names_of_their_arguments(tmp_pat
     script.write_text(NAMED.replace('"gloo"', repr(backend)), encoding="utf-8")
     ended = run_forked(str(script), str(tmp_path / "saved"))
     assert ended.returncode == 0 and "ddpcheck: clean: 2 ranks (gloo" in ended.stderr + ended.stdout, ended.stderr
+
+
+OWN_WATCH = """
+import torch, torch.distributed as dist
+from ddpcheck import CheckedDistributedDataParallel
+
+dist.init_process_group("gloo")
+model = CheckedDistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_a_model_that_the_script_watches_itself_is_not_said_to_be_clean(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OWN_WATCH)
+    run_forked("--check-output=o.json", "train.py", cwd=tmp_path)
+    made = json.loads((tmp_path / "o.json").read_text())
+    ranks = next(check for check in made["checks"] if check["name"] == "ranks")
+    assert ranks["status"] == "skipped" and "watches its model itself" in ranks["detail"]

@@ -70,8 +70,10 @@ from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
 from ddpcheck.record.replicas.write_recorder import WriteRecorder
 from ddpcheck.stream.entries import (
+    UNNUMBERED,
     ExitCalled,
     GroupDestroyed,
+    NotCompared,
     ProgramEnded,
     RankRaised,
     RankStarted,
@@ -185,7 +187,11 @@ class _WatchedRank:
         atexit.register(guarded(self._ended))
 
     def _constructed(self, wrapper: nn.Module, *arguments: Any, **named: Any) -> Iterator[None]:
-        watched = os.getpid() == self._process and not type(wrapper).__module__.startswith("ddpcheck.")
+        watched = here = os.getpid() == self._process
+        if here and type(wrapper).__module__.startswith("ddpcheck."):
+            watched = False
+            why = f"the script watches its model itself ({type(wrapper).__name__}), so ddpcheck run does not compare it"
+            self._log.add(NotCompared(UNNUMBERED, why))
         if watched and (begun := self._constructions.begun((wrapper, *arguments), named, _DDP.__init__)) is not None:
             self._log.add(begun)
         self._log.turn(begins=True)
