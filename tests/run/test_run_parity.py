@@ -285,7 +285,7 @@ def train(model, batch):
         optimizer.step()
     share = score(model.module, loader(options.batch_size, shuffle=False))
     if rank == 0:
-        print(f"near {share:.5f}")
+        print(f"near {share:.5f} after 0:0{world_size}:00")
 
 train(DistributedDataParallel(nn.Linear(6, 1)), options.batch_size)
 """

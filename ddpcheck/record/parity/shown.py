@@ -33,6 +33,7 @@ from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.source import program_numbers
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w]*[A-Za-z_])")
+_TIME = re.compile(r"\b\d+:\d\d(?::\d\d(?:\.\d+)?)?\b")  # of a clock, or that something has taken
 _LONGEST = 4096  # characters of a text
 _MOST_SHOWN = 4096
 _MOST_SAVED = 16
@@ -121,7 +122,7 @@ class Shown(Recorder, subjects=("parity",)):
             self._show("written", text)
 
     def _show(self, how: str, text: str) -> None:
-        text = text[:_LONGEST]
+        text = _TIME.sub("time", text[:_LONGEST])
         numbers = tuple(_NUMBER.findall(text))[:_FEW]
         if not numbers or os.getpid() != self._process or self._shown >= _MOST_SHOWN:
             return
