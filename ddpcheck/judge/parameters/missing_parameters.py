@@ -61,7 +61,7 @@ def judge_always_missing(facts: ParameterFacts) -> list[Finding]:
     return [finding for group in groups for finding in _always_missing(group, end_of(group[0]), facts)]
 
 
-_ADVICE_UNDER_SHARDING = "Use the parameter in the loss, remove it, or freeze it with requires_grad_(False)."
+_USE_OR_FREEZE = "Use the parameter in the loss, remove it, or freeze it with requires_grad_(False)."
 
 
 def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -> list[Finding]:
@@ -80,7 +80,7 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
         kept = "fully_shard says nothing of it" if wrapper.sharded else kept
         more.append(f"{kept}; nothing has trained {them} in {counted(steps, 'step')}")
     harmless = (wrapper.tolerates_unused or wrapper.sharded) and code != "DDP103" and not refused
-    fix = _fix_of_cut(end.reason) if code == "DDP103" else _ADVICE_UNDER_SHARDING if wrapper.sharded else ""
+    fix = _fix_of_cut(end.reason) if code == "DDP103" else _USE_OR_FREEZE if harmless else ""
     taking_turns = end.cause == "unused" and facts.others_take_turns(group)
     if taking_turns:
         more.append(
