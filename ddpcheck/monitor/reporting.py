@@ -9,8 +9,9 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 from ddpcheck.findings.errors import FindingsError
-from ddpcheck.findings.report import Finding, select_findings
+from ddpcheck.findings.report import Finding, Location, select_findings
 from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.source_lines import user_location
 from ddpcheck.findings.wording import format_ranks, format_steps, join_names, without_prefix
 from ddpcheck.judge.causes import ReportedCauses
 from ddpcheck.monitor.options import WatchOptions
@@ -101,6 +102,7 @@ class FindingReporter:
             if callable(self._on_finding):
                 self._on_finding(finding)
             elif self._shows_warnings and not raised and finding.severity is not Severity.NOTE:
-                warnings.warn(FindingWarning(finding), stacklevel=2)
+                here = user_location() or Location(__file__, 1)  # the line that calls backward, say
+                warnings.warn_explicit(FindingWarning(finding), FindingWarning, here.path, here.line)
         if errors and self._on_finding == "raise":
             raise FindingsError("\n".join(as_text(finding) for finding in errors), errors)
