@@ -259,11 +259,6 @@ def _caplog(_: object, __: FixtureMaker) -> Iterator[pytest.LogCaptureFixture]:
         fixture._finalize()
 
 
-@contextlib.contextmanager
-def _record_property(_: object, maker: FixtureMaker) -> Iterator[Callable[[str, object], None]]:
-    yield lambda name, value: maker.properties.append((name, value))
-
-
 class RankRequest:
     """The part of pytest's `request` that exists on a rank."""
 
@@ -285,5 +280,7 @@ _BUILTIN: Mapping[str, Callable[[Any, FixtureMaker], contextlib.AbstractContextM
     **dict.fromkeys(_CAPTURES.values(), _captured),
     "caplog": _caplog,
     "request": lambda detail, maker: contextlib.nullcontext(RankRequest(detail, maker)),
-    "record_property": _record_property,
+    "record_property": lambda _, maker: contextlib.nullcontext(
+        lambda name, value: maker.properties.append((name, value))
+    ),
 }

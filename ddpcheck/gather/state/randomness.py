@@ -218,21 +218,6 @@ def _leaky(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @passes_on
-def _expected_count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return (args[0] * args[1]).round()
-
-
-@passes_on
-def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-
-
-@passes_on
-def _native_dropout_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0] * args[1]
-
-
-@passes_on
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `func` with every argument called dropout or dropout_p at 0."""
     names = [argument.name for argument in func._schema.arguments]
@@ -251,15 +236,17 @@ _NORMAL = 0.5  # not 0, which would silence what it multiplies
 _QUIET: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _constant(_UNIFORM)),
     **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "log_normal_", "cauchy_"), _constant(_NORMAL)),
-    "binomial": _expected_count,
+    "binomial": passes_on(lambda _func, args, _kwargs: (args[0] * args[1]).round()),  # the mean
     **dict.fromkeys(("exponential_", "geometric_", "poisson", "_standard_gamma", "_sample_dirichlet"), _constant(1.0)),
     **dict.fromkeys(("bernoulli", "bernoulli_"), _bernoulli),
     **dict.fromkeys(("randint", "randint_like", "random_"), _lowest),
     "randperm": _in_order,
     "multinomial": _most_likely,
     **dict.fromkeys(("rrelu_with_noise", "rrelu_with_noise_"), _leaky),
-    "native_dropout": _native_dropout,
-    "native_dropout_backward": _native_dropout_backward,
+    "native_dropout": passes_on(
+        lambda _func, args, _kwargs: (args[0].clone(), torch.ones_like(args[0], dtype=torch.bool))
+    ),
+    "native_dropout_backward": passes_on(lambda _func, args, _kwargs: args[0] * args[1]),
     **dict.fromkeys(
         (
             "_scaled_dot_product_flash_attention",

@@ -45,9 +45,6 @@ class _TensorRef:
         self._found: _FoundByTorch | None = _FoundByTorch(tensor)
         self._found.holder = ref(self)
 
-    def let_go(self) -> None:
-        self._found = None
-
 
 class _FoundByTorch(ref[torch.Tensor]):
     __slots__ = ("holder",)
@@ -63,7 +60,7 @@ def _swapping(t1: torch.Tensor, t2: torch.Tensor) -> Iterator[None]:
     """Let go of both; each is the same object afterwards."""
     held = [(one, tensor) for tensor in (t1, t2) for one in _holders_of(tensor)]
     for one, _ in held:
-        one.let_go()
+        one._found = None
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import frames_from, is_installed, is_user_file, user_location
+from ddpcheck.findings.source_lines import frames_from, is_installed, is_user_file
 from ddpcheck.gather.patching import Recorder, patched
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.evaluation.loop_source import lines_after, lines_of_value, numbers_of_conditions
@@ -226,7 +226,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
             held = set(program_numbers.numbers_of_program().values())
             alike = {one.text: program_numbers.like(one.text, held) for one in numbers if one.text}
             numbers = [replace(o, values=tuple({*o.values, *alike[o.text]})) if o.text else o for o in numbers]
-        self._sink(MetricShown(self._round, how, _line(), tuple(numbers[:_FEW])))
+        self._sink(MetricShown(self._round, how, program_numbers.line_of_output(), tuple(numbers[:_FEW])))
 
 
 def _counted_since(one: _Open, samples: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -269,14 +269,6 @@ def _without_states(held: Any) -> Any:
     if type(held) in (dict, OrderedDict):
         return {} if not held.keys().isdisjoint(_OF_STATES) else {key: _without_states(held[key]) for key in held}
     return [_without_states(item) for item in held] if type(held) in (list, tuple) else held
-
-
-def _line() -> Location | None:
-    """The line that shows something; not that of a `print` of the program's own."""
-    for frame in program_numbers.program_frames():
-        if frame.f_code.co_name != "print":
-            return user_location(frame)
-    return user_location()
 
 
 def _described(value: Any, number: int, call: Call, *, during: bool) -> ResultExchanged:

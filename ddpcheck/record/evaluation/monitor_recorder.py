@@ -30,16 +30,14 @@ class MonitorRecorder(Recorder, subjects=("optimizers",)):
         self._trainer: Callable[[], Any] = lambda: None
         self._numbers = itertools.count()
         self._uses: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # number, uses so far
-        when_imported([f"{package}.core" for package in _PACKAGES], guarded(self._follow_modules))
+        follow_modules = guarded(lambda module: patched(module.LightningModule, "log", self._logs), self)
+        when_imported([f"{package}.core" for package in _PACKAGES], follow_modules)
         when_imported([f"{package}.callbacks" for package in _PACKAGES], guarded(self._follow_callbacks))
 
     def line_of(self, value: float) -> Location | None:
         """The line that has logged the metric of this value, which is the newest one of its name."""
         metrics = getattr(self._trainer(), "callback_metrics", {})
         return next((line for name, line in self._lines.items() if name in metrics and metrics[name] == value), None)
-
-    def _follow_modules(self, module: ModuleType) -> None:
-        patched(module.LightningModule, "log", self._logs)
 
     def _follow_callbacks(self, module: ModuleType) -> None:
         for name, end in itertools.product(_CALLBACKS, _ENDS):

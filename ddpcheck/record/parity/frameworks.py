@@ -30,16 +30,13 @@ class Frameworks(Recorder, subjects=("parity",)):
         self.steps_schedules = False
         if is_alone:
             when_imported(_LIGHTNING, self._follow_lightning)
-        when_imported(("accelerate.scheduler",), self._follow_accelerate)
+        when_imported(("accelerate.scheduler",), lambda home: patched(home.AcceleratedScheduler, "step", self._steps))
         Patch(torch.jit, "script", _scripting)
 
     def _follow_lightning(self, module: Any) -> None:
         for name in ("Trainer", "Fabric"):
             if hasattr(module, name):
                 Patch(getattr(module, name), "__init__", _on_one_device)
-
-    def _follow_accelerate(self, module: Any) -> None:
-        patched(module.AcceleratedScheduler, "step", self._steps)
 
     def _steps(self, scheduler: Any, *_arguments: Any, **_named: Any) -> None:
         self.steps_schedules |= scheduler.step_with_optimizer and not scheduler.split_batches

@@ -106,9 +106,8 @@ class _Overlay:
         if text.startswith((":memory:", "file:")):  # of sqlite3
             return None
         if not text.startswith("/"):
-            text = (
-                f"{os.getcwd() if folder is None else self.script_path(os.readlink(f'/proc/self/fd/{folder}'))}/{text}"
-            )
+            start = os.getcwd() if folder is None else self.script_path(os.readlink(f"/proc/self/fd/{folder}"))
+            text = f"{start}/{text}"
         text = f"/{os.path.normpath(text).lstrip('/')}"
         if self._is_exempt(text):
             return None

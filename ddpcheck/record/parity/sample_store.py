@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import struct
+import sys
 from collections import Counter, UserDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,7 +92,7 @@ class SampleReader:
                 start, size = places[key]
                 with path.open("rb") as file:
                     file.seek(start)
-                    found.append(_unpacked(file.read(size)))
+                    found.append(pickle.loads(file.read(size)))
         return found
 
     def count(self, key: str) -> int:
@@ -117,10 +118,6 @@ class _Pickler(pickle.Pickler):
 def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return flat.reshape(shape)
-
-
-def _unpacked(blob: bytes) -> Any:
-    return pickle.loads(blob)
 
 
 def _places_in(path: Path) -> dict[str, tuple[int, int]]:
@@ -159,7 +156,7 @@ def _joined(values: Sequence[Any]) -> Any:
                 return torch.cat(padded)
             raise NotTogetherError(f"their shapes are {' and '.join(str(tuple(value.shape)) for value in values)}")
         if len(first.shape):
-            return cat([*values]) if isinstance(first, torch.Tensor) else _numpy().concatenate([*values])
+            return cat([*values]) if isinstance(first, torch.Tensor) else sys.modules["numpy"].concatenate([*values])
     elif isinstance(first, Mapping | UserDict):
         if any(value.keys() != first.keys() for value in values):
             raise NotTogetherError("their keys differ")
@@ -210,12 +207,6 @@ def is_padded(value: Any, part: Any) -> bool:
     if isinstance(value, list | tuple) and isinstance(part, list | tuple):
         return any(map(is_padded, value, part))
     return isinstance(value, torch.Tensor) and value.shape[1:] != part.shape[1:]
-
-
-def _numpy() -> Any:
-    import numpy  # which is there if a value is of it
-
-    return numpy
 
 
 def rows_of(value: Any) -> int:

@@ -97,7 +97,10 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         self.on_pass: Callable[[], object] = lambda: None
         self._evaluated = -1  # the number of backward passes when an evaluation ended last
         self._refused = set[str]()
-        self._patch_loaders()
+        for kind in (data.DataLoader, data.BatchSampler):
+            Patch(kind, "__init__", functools.partial(self._constructing, kind=kind))
+        patched(data.DataLoader, "__iter__", self._begins)
+        Patch(_BaseDataLoaderIter, "__next__", self._taking)
         self.seed("torch", torch.initial_seed, torch.manual_seed)
         self.seed("python", random.getstate, random.setstate)
 
@@ -127,11 +130,6 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
     def replays(self) -> bool:
         """Return if this is the single process."""
         return self._reader is not None
-
-    @property
-    def takes_turns(self) -> bool:
-        """Return if a batch is that of one rank."""
-        return self._turns > 1
 
     def of_ranks(self, key: str, number: int) -> list[Any]:
         """Return what ranks have kept under a key and its number, in the order in which their rows are put together.
@@ -193,7 +191,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         """Return the place of the rank that has each of some rows; `None` if that is not known."""
         if count in self._owners:
             return self._owners[count]
-        known = {count: (count,)} if self.takes_turns else self.rows
+        known = {count: (count,)} if self._turns > 1 else self.rows  # of one rank
         total = count if count in known else next((total for total in reversed(known) if not count % total), 0)
         if not total or not count:
             return None
@@ -232,12 +230,6 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
             self._sink(NotReplayed(line.split()[1], why))
 
     # Loaders
-
-    def _patch_loaders(self) -> None:
-        for kind in (data.DataLoader, data.BatchSampler):
-            Patch(kind, "__init__", functools.partial(self._constructing, kind=kind))
-        patched(data.DataLoader, "__iter__", self._begins)
-        Patch(_BaseDataLoaderIter, "__next__", self._taking)
 
     def _constructing(self, construct: Callable[..., None], kind: type) -> Callable[..., None]:
         place = 1 if kind is data.DataLoader else 2  # of batch_size among the arguments, `self` not counted

@@ -23,8 +23,7 @@ from torch import nn
 from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.evidence.parity import NumbersShown, TensorsSaved
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_of_program, user_location
+from ddpcheck.findings.source_lines import is_of_program
 from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.recipe.pytree import tree_leaves
@@ -66,7 +65,8 @@ class Shown(Recorder, subjects=("parity",)):
         patched(json, "dumps", self._dumps)
         with contextlib.suppress(AttributeError):  # a stream of another class
             sys.stdout.write = self._writing(sys.stdout.write)  # type: ignore[method-assign]
-        when_imported(("torch.utils.tensorboard.writer",), self._follow_writer)
+        writer = "torch.utils.tensorboard.writer"
+        when_imported((writer,), lambda module: patched(module.SummaryWriter, "add_scalar", self._tracks))
         Patch(csv, "writer", self._writing_rows)
         when_imported(("tqdm.std",), lambda module: patched(module.tqdm, "set_postfix", self._follows_bar))
         when_imported(("wandb",), lambda module: patched(module, "log", self._tracks_all))
@@ -85,9 +85,6 @@ class Shown(Recorder, subjects=("parity",)):
         if record is not self._record:
             self._record = record
             self._show("logged", record.getMessage())
-
-    def _follow_writer(self, module: Any) -> None:
-        patched(module.SummaryWriter, "add_scalar", self._tracks)
 
     def _tracks(self, _writer: Any, tag: str, value: Any, *_arguments: Any, **_named: Any) -> None:
         self._tracks_all({tag: value})
@@ -133,17 +130,18 @@ class Shown(Recorder, subjects=("parity",)):
             tuple(place for place, number in enumerate(numbers) if program_numbers.like(number, some))
             for some in (self._rates(), self._known)
         )
-        shown = NumbersShown(how, _line(), _NUMBER.sub("#", text), numbers, self._steps(), evaluates, during)
+        where = program_numbers.line_of_output()
+        shown = NumbersShown(how, where, _NUMBER.sub("#", text), numbers, self._steps(), evaluates, during)
         self._sink(replace(shown, known=known if evaluates else (), rates=rates))
 
     def _saves(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
         if os.getpid() != self._process or self._saved >= _MOST_SAVED:
             return
         self._saved += 1
-        where, found = _line(), dict(itertools.islice(_named_tensors(obj), _MOST_TENSORS))
+        found = dict(itertools.islice(_named_tensors(obj), _MOST_TENSORS))
         shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
         sizes = {n: _norms(t) for n, t in found.items() if t.is_floating_point() and t.device.type != "meta"}
-        self._sink(TensorsSaved(where, self._steps(), shapes, sizes))
+        self._sink(TensorsSaved(program_numbers.line_of_output(), self._steps(), shapes, sizes))
         self._dumps(obj)
 
     def _dumps(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
@@ -172,11 +170,3 @@ def _named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tens
     elif isinstance(value, list | tuple):
         for place, item in enumerate(value):
             yield from _named_tensors(item, f"{path}[{place}]")
-
-
-def _line() -> Location | None:
-    """Return the line that shows something; not that of a `print` of the program's own."""
-    for frame in program_numbers.program_frames():
-        if frame.f_code.co_name != "print":
-            return user_location(frame)
-    return user_location()

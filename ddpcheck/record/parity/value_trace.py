@@ -65,17 +65,14 @@ class ValueTrace(Recorder, subjects=("parity",)):
         if not self._is_on:
             return
         self._is_on = False
-        self._leave()
-        if evaluates and self._values:
-            self._written += 1
-            self._sink(EvaluationTraced(steps, tuple(self._values)))
-
-    def _leave(self) -> None:
         if sys.gettrace() is self._enter:
             sys.settrace(None)
         for frame in self._frames:
             frame.f_trace = None
         self._frames.clear()
+        if evaluates and self._values:
+            self._written += 1
+            self._sink(EvaluationTraced(steps, tuple(self._values)))
 
     def _entered(self, frame: FrameType, _event: str, _value: Any) -> Any:
         if self._is_loading() or not is_of_program(frame.f_code.co_filename) or os.getpid() != self._process:

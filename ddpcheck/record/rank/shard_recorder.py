@@ -35,10 +35,6 @@ _Assigned = tuple[Callable[[], nn.Module | None], str, Callable[[], Any], Locati
 """A module, the name in it, the parameter that was assigned, and the line."""
 
 
-def _nobody() -> None:
-    return None
-
-
 def _never_compiled(original: Any, around: Any) -> Any:
     """`original` as `patched` replaces it; torch.compile leaves it alone, as it does the original."""
     return torch.compiler.disable(accompanied(original, around))
@@ -167,7 +163,7 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
     def _begin(self, module: nn.Module) -> tuple[Callable[[], ScriptWatch | None], str]:
         """Watch a module: the outermost one, for its forward pass is the first of all that are in it."""
         watch = self._watch(module, self._values_of(module), self._lines.get(module))
-        made: Callable[[], ScriptWatch | None] = _nobody if watch is None else ref(watch)
+        made: Callable[[], ScriptWatch | None] = (lambda: None) if watch is None else ref(watch)
         for path, part in module.named_modules():
             self._known[part] = made, f"{path}." if path else ""
             for name, where in self._scales.pop(part, ()):

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
     file_of_class,
     file_of_module,
     frames_from,
     is_of_program,
     targets_of,
+    user_location,
     variables_of,
 )
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS
@@ -346,6 +348,11 @@ _EMPTY = CellType()  # no variable of a closure that has a value equals it
 def program_frames() -> Iterator[FrameType]:
     """The frames of the program itself, from the innermost on."""
     return (frame for frame in frames_from(sys._getframe(1)) if is_of_program(frame.f_code.co_filename))
+
+
+def line_of_output() -> Location | None:
+    """The line that shows something; not that of a `print` of the program's own."""
+    return user_location(next((frame for frame in program_frames() if frame.f_code.co_name != "print"), None))
 
 
 def like(text: str, held: Iterable[float]) -> tuple[float, ...]:
