@@ -109,7 +109,6 @@ class Ledger:
         return any(not one.reduced and one.forward is not None for one in self.open)
 
     def add(self, event: LoopEvent) -> None:
-        """Take in the next event."""
         self.events.append(event)
         self._number += 1
         kind = event.kind

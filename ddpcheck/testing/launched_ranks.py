@@ -30,7 +30,6 @@ class Terminal:
     """The terminal of a rank that may turn out to be one of several: what is written waits until that is known."""
 
     def __init__(self, config: pytest.Config) -> None:
-        """Begin to keep what is written."""
         self._writer: Any = config.get_terminal_writer()
         self._file = self._writer._file
         self._kept = io.StringIO()

@@ -142,12 +142,10 @@ class InStep:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Agree on the test itself."""
         return (yield from self._phase(item, "call"))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Agree on the teardown."""
         return (yield from self._phase(item, "teardown"))
 
     def _phase(self, item: pytest.Item, when: Phase) -> Generator[None, object, object]:

@@ -73,14 +73,12 @@ class Ranks:
             os._exit(pytest.ExitCode.INTERRUPTED)  # the ranks and their files go with the fork server, that with us
 
     def finish(self, item: pytest.Item) -> None:
-        """A test is over."""
         if self.terminal is not None:
             self.terminal.leave()
         if self.following is None or _module(self.following) != _module(item):
             self._pool.end(_module(item))
 
     def close(self) -> None:
-        """The session is over: end every rank."""
         self._pool.close()
 
 
@@ -196,7 +194,6 @@ class WorldLease:
 
     @property
     def world(self) -> Lent:
-        """The world."""
         if self._world is not None and self._world.failed:
             self.close()
         if self._world is None:
@@ -262,7 +259,6 @@ class WorldLease:
                 self._record.add_section("stdout", rank, self._world, text)
 
     def close(self) -> None:
-        """Give the world back."""
         if self._world is None:
             return
         self.collect_output()

@@ -169,7 +169,6 @@ class Session:
         return report
 
     def finish(self, item: pytest.Item) -> None:
-        """A test is over."""
         self._ranks.finish(item)
         if (record := item.stash.get(_RECORD, None)) is not None and record.quitting:
             pytest.exit("Quitting debugger")

@@ -87,7 +87,6 @@ class Slots(ctypes.Structure):
 
     @property
     def place(self) -> str:
-        """Where it is."""
         return self.place_bytes.decode("utf-8", "replace")
 
     @property

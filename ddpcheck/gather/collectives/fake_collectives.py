@@ -26,7 +26,6 @@ class Done(_Work):  # type: ignore[misc]
         self._result = result
 
     def wait(self, timeout: Any = None) -> bool:
-        """Return at once."""
         return True
 
     def is_completed(self) -> bool:

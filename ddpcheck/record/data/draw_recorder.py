@@ -61,7 +61,6 @@ class DrawRecorder(Recorder, subjects=("data",)):
             self._follow()
 
     def close(self) -> None:
-        """The script has ended."""
         self._leave()
         self._began = {}
 
@@ -70,7 +69,6 @@ class DrawRecorder(Recorder, subjects=("data",)):
             sys.setprofile(None)
 
     def after_step(self, *_arguments: Any) -> None:
-        """An optimizer has stepped."""
         if self._intervals >= _MOST_INTERVALS and not self._began:
             unfollow_steps(self)
         else:
@@ -87,7 +85,6 @@ class DrawRecorder(Recorder, subjects=("data",)):
         sys.setprofile(self._profile)
 
     def before_step(self, *_arguments: Any) -> None:
-        """An optimizer is about to step."""
         began = self._began
         if not began:
             return

@@ -72,7 +72,6 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
     """
 
     def __init__(self, sink: Callable[[_Entry], object]) -> None:
-        """Begin."""
         self._sink = sink
         self.awaits_backward = False
         self._round = 0
@@ -145,7 +144,6 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
     # Collectives
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
-        """A collective is about to be made."""
         if call.operation.startswith("broadcast"):
             self._broadcasts(given)
         if not any(word in call.operation for word in _WITH_RESULTS):

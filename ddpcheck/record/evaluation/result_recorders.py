@@ -31,7 +31,6 @@ class ComparisonRecorder(Recorder, subjects=("evaluation",)):
     """
 
     def __init__(self, sink: Callable[[RowsCompared], object]) -> None:
-        """Begin."""
         self._sink = sink
         self._patches: list[Patch] = []
         self._round, self._rounds = -1, 0
@@ -92,7 +91,6 @@ class SumRecorder(Recorder, subjects=("evaluation",)):
         self._lines: dict[tuple[str, int], _Line] = {}
 
     def note_given(self, call: Call, given: Mapping[str, Any]) -> None:
-        """A collective is about to be made."""
         one = self._line_of(call, given)
         if one is None:
             return
@@ -102,7 +100,6 @@ class SumRecorder(Recorder, subjects=("evaluation",)):
         one.given.append(numbers)
 
     def note_left(self, call: Call, given: Mapping[str, Any]) -> None:
-        """It has been made."""
         one = self._line_of(call, given)
         if one is None or len(one.given) <= len(one.left):
             return

@@ -70,7 +70,6 @@ class BypassRecorder(Recorder, subjects=("loop",)):
         return self._event
 
     def close(self) -> None:
-        """Listen no more."""
         self._listens = False
         remove_hooks(self._handles)
 

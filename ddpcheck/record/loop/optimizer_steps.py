@@ -104,7 +104,6 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
         follow_steps(_living)
 
     def detach(self) -> None:
-        """Follow them no more."""
         _living.all.discard(self)
         if not _living.all:
             unfollow_steps(_living)

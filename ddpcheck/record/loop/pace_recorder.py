@@ -32,7 +32,6 @@ class PaceRecorder(Recorder, subjects=("loop",)):
         self._now = (-1, -1)
 
     def reduced(self, step: int) -> None:
-        """A reduction has ended."""
         pace, self.forwards = (self.forwards, self._batches()), 0
         self._loader, self._taken = self._run.position[0], dict(self._run.batches)
         if pace != self._now and self._runs < MOST_RUNS:

@@ -180,7 +180,6 @@ class StepRecorder(StepListener):
         )
 
     def attach(self) -> None:
-        """Begin to record."""
         follow_exchanges()
         self._optimizer_steps.attach()
         if self._options.hooks_shards or not self.is_sharded:

@@ -193,7 +193,6 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             inside.discard(id(wrapper))
 
     def leave_by_name(self, wrapper: Any, output: Any) -> None:
-        """It returns."""
         if self._by_name and self.wrapper is wrapper:
             self._by_name = False
             self.after_forward(wrapper, (), output)
@@ -205,7 +204,6 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
                 tell(self.number)
 
     def after_forward(self, wrapper: Any, _arguments: Any, output: Any) -> None:
-        """It has returned."""
         self.in_forward = False
         inside.discard(id(wrapper))
         synced = self.parameters.are_averaged

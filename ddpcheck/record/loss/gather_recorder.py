@@ -65,7 +65,6 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
         self._step = -1  # in which that was
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
-        """A collective is about to be made."""
         step = self._run.steps
         if self._step != step:
             self._gathered, self._parts, self._step = [], [], step

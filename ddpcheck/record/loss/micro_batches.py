@@ -71,7 +71,6 @@ class MicroBatches(Recorder, subjects=("loss",)):
             self._seen += 1
 
     def step_ended(self) -> None:
-        """The gradients have been averaged."""
         self._reduced = True
         self._versions = sum(map(version_of, self._some))
 
@@ -85,7 +84,6 @@ class MicroBatches(Recorder, subjects=("loss",)):
         )
 
     def close(self) -> None:
-        """Take the hooks off."""
         remove_hooks(self._handles)
         self._measured.clear()
 

@@ -40,7 +40,6 @@ class TargetRecorder(Recorder, subjects=("evaluation",)):
         self.awaits_backward = False
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
-        """A collective is about to be made."""
         if "all_gather" not in call.operation or not self._run.are_probed() or len(call.members) < 2:
             return
         tensor = next((given[name] for name in _GIVEN if isinstance(given.get(name), torch.Tensor)), None)

@@ -243,7 +243,6 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
                 one.for_inputs = any(not isinstance(leaf, nn.Parameter) for leaf in leaves)
 
     def backward_ended(self) -> None:
-        """It has ended."""
         here: Location | None = None
         for _, one in self._living():
             if not one.plain or getattr(one.sample(), "grad", None) is None or _is_as_it_was(one):
@@ -341,7 +340,6 @@ class GivenRecorder(Recorder, subjects=("optimizers", "data")):
         self._parts: Counter[int] = Counter()  # by identity, how often its gradient was given
 
     def note(self, call: Call, given: Mapping[str, Any]) -> None:
-        """A collective is about to be made."""
         tensor = given.get("tensor")
         if len(call.members) != dist.get_world_size():
             return
@@ -357,7 +355,6 @@ class GivenRecorder(Recorder, subjects=("optimizers", "data")):
                 self._given.append((tensor.numel(), fingerprint(tensor)))
 
     def backward_begins(self) -> None:
-        """A backward pass of the script begins."""
         if not self._began:
             self._began, self.before = True, self.largest
         self._largest = (0, "")

@@ -109,7 +109,6 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         self._sums: dict[int, tuple[Callable[[], Any], int, Location | None]] = {}  # version, line, by identity
 
     def close(self) -> None:
-        """The script has ended."""
         self._loads.hand_over()
         living = {known.number: optimizer for optimizer, known in list(self._known.items())}
         for known in self._all:
@@ -148,7 +147,6 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
     # Steps
 
     def before_step(self, optimizer: Any, _has_closure: bool, inside: bool) -> None:
-        """An optimizer is about to step."""
         if self._loads.waits:
             self._loads.hand_over()
         self._writes.step(begins=True)
@@ -190,7 +188,6 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         (self._due.add if self._run.is_written(known.steps) else self._due.discard)(known.number)
 
     def after_step(self, optimizer: Any, _has_closure: bool) -> None:
-        """It has stepped."""
         self._writes.step(begins=False)
         if (known := self._known.get(optimizer)) is not None:
             known.inside = False
@@ -368,7 +365,6 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             self._zeroings.backward_begins(loss)
 
     def after_backward(self) -> None:
-        """It has ended."""
         if self._run.is_written(self._run.steps):
             self._clips.backward_ended()
             self._local = self._sketches()

@@ -239,7 +239,6 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             self._leave(IN_TURN)
 
     def after_step(self, optimizer: Any, _has_closure: bool) -> None:
-        """It has stepped."""
         if (step := self._in_closure) is not None:
             self._in_closure = None
             self._note_gradients(optimizer, step)

@@ -74,7 +74,6 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
     """
 
     def __init__(self, sink: Callable[[Any], object], reader: SampleReader | None, options: ParityOptions) -> None:
-        """Begin, as `options` say."""
         self._sink = sink
         self._reader = reader
         self._order = options.order

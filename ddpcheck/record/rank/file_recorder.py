@@ -62,7 +62,6 @@ class FileRecorder(Recorder, subjects=("files",)):
         sys.addaudithook(hear)
 
     def close(self) -> None:
-        """The script has ended."""
         for name in self._opened:
             self._note_size(name)
         if sizes := {name: size for name, size in self._opened.items() if size >= 0}:

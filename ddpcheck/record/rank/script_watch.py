@@ -139,7 +139,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
 
     @property
     def module(self) -> nn.Module:
-        """What is wrapped."""
         return self._recorder.module
 
     @property
@@ -167,7 +166,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self._recorder.tracker.before_forward(wrapper, arguments, named)
 
     def shards_returned(self, wrapper: nn.Module, output: Any) -> None:
-        """It has returned."""
         self._recorder.tracker.after_forward(wrapper, (), output)
 
     def note_scale(self, name: str, part: nn.Module, where: Location | None) -> None:
@@ -325,7 +323,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self._alarmed = True
 
     def tell(self, report: RankReport) -> None:
-        """Write it."""
         if any(event.kind in AROUND for event in report.events):
             self._bypass.close()
         self._log.add(StepsReported(self.number, report, alone=True))
@@ -398,7 +395,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._pace.lines = self._pace.lines or lines_of_program(sys._getframe(1))
 
     def cannot_follow(self) -> None:
-        """Write that its steps are not compared."""
         self._log.add(NotCompared(self.number, _HIDDEN))
 
     def _is_due(self, step: int) -> bool:

@@ -272,11 +272,9 @@ class RemoteRanks:
         return found
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
-        """Have the rank be sent a signal."""
         self._follower.send("signal", self._number, int(number))
 
     def close(self) -> None:
-        """Let go."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
         self._sender.join(2.0)
