@@ -140,7 +140,7 @@ class Watch:
             RecorderOptions(
                 parameters=options.detect_anomalous_params,
                 normalisation=options.check_normalisation,
-                compares=self._compares,
+                compares=lambda step: is_due(step) or step == self._comparison.again,
                 keeps=functools.partial(_is_due, options.check_parity_every),
                 bypassed=lambda: self._bypass.found(),
             ),
@@ -321,9 +321,6 @@ class Watch:
         if ended.number == _PACED:
             self._alarms.set_pace(report.seconds for report in reports)
         return judge_reports(reports, self._recorder.context, settled=is_settled(ended.number))
-
-    def _compares(self, step: int) -> bool:
-        return _is_due(self._options.check_consistency_every, step) or step == self._comparison.again
 
     def _locate(self, finding: Finding) -> Finding:
         """Add the line that makes the first subject."""

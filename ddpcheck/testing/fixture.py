@@ -165,13 +165,10 @@ class DDPWorld:
         if report.exit_code(self._settings.fail_on):
             path = self._lease.ranks.once("the report of ddp_world.check", lambda: self._keep(report))
             page = f"as a page: {path}\n" if path is not None else ""
-            pytest.fail(f"{_why(report)}\n\n{as_text(report)}{page}", pytrace=False)
+            # the first line is the only one that pytest's summary shows
+            why = report.findings[0].headline if report.error is None else " ".join(report.error.message.split())
+            pytest.fail(f"{why}\n\n{as_text(report)}{page}", pytrace=False)
         return report
-
-
-def _why(report: Report) -> str:
-    """The first line of a failure, the only one that pytest's summary shows: what stopped it, or the worst finding."""
-    return report.findings[0].headline if report.error is None else " ".join(report.error.message.split())
 
 
 def _said(verdict: TestOutcome, error: RankError | None) -> RankError:

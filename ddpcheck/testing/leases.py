@@ -102,7 +102,6 @@ class JoinedRanks(Ranks):
         return LaunchedWorld(self._launched, asked, watch)
 
     def release(self, world: Lent, *, broken: bool) -> None:
-        """A test is done with its world."""
         assert isinstance(world, LaunchedWorld)
         world.close()
 

@@ -242,10 +242,10 @@ Parents = dict[Any, list[tuple[Any, int]]]
 """By node of a graph, the nodes that hand it a gradient, each with the index of the input that it stands at."""
 
 
-def parents_behind(roots: Iterable[Any], *, limit: int = WALK_LIMIT) -> Parents:
-    """The edges of the graph behind graph nodes, as far as it has up to `limit` nodes."""
+def parents_behind(roots: Iterable[Any]) -> Parents:
+    """The edges of the graph behind graph nodes, as far as it has up to `WALK_LIMIT` nodes."""
     parents: Parents = {}
-    for node in nodes_behind(roots, limit):
+    for node in nodes_behind(roots, WALK_LIMIT):
         for index, (following, _) in enumerate(node.next_functions):
             if following is not None:
                 parents.setdefault(following, []).append((node, index))

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -340,8 +339,8 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         for index in self.parameters.all - reached:
             parameter = self.parameters.leaves[index]
             if parameter.requires_grad:
-                arrive = partial(_add, arrived, index)
-                self._pass_handles.append(parameter.register_post_accumulate_grad_hook(arrive))
+                arrive = parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived.add(index))
+                self._pass_handles.append(arrive)
 
     def _may_still_come(self, reached: Set[int]) -> set[int]:
         """The parameters that a later backward pass may reach: by an output that has no part in this one, and only so.
@@ -420,7 +419,3 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         self.unreduced.clear()
         for tell in self._at_step_end:
             tell(number, names, names_awaited, snapshot)
-
-
-def _add(indices: set[int], index: int, _parameter: torch.Tensor) -> None:
-    indices.add(index)

@@ -180,9 +180,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
                 self.states.look(known.number, known.steps, self._held())
         self._sums.clear()
         self.given.clear()
-        known.reduced = {}
-        for watch in watches:
-            known.reduced[watch.number] = watch.step
+        known.reduced = {watch.number: watch.step for watch in watches}
         known.steps += 1
         self._run.rounds = max(self._run.rounds, known.steps)
         (self._due.add if self._run.is_written(known.steps) else self._due.discard)(known.number)

@@ -131,7 +131,8 @@ def init_dist(
         raise UsageError(f"init_dist sees to {', '.join(own)} itself; leave that out.")
     _check_options(options)
     if dist.is_initialized():
-        return _device_in_use()
+        uses_gpu = torch.cuda.is_initialized() or "nccl" in str(dist.get_backend_config())
+        return torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
     environ = {name: value for name, value in os.environ.items() if _set.get(name) != value}
     if port is not None:
         environ["MASTER_PORT"] = str(port)
@@ -167,13 +168,6 @@ def _check_options(options: dict[str, Any]) -> None:
             f"init_dist takes no argument {', '.join(unknown)}; besides launcher, backend, timeout and port it takes "
             f"the arguments of torch.distributed.init_process_group: {', '.join(theirs)}."
         )
-
-
-def _device_in_use() -> torch.device:
-    """The device of a rank whose process group is there already."""
-    if torch.cuda.is_initialized() or "nccl" in str(dist.get_backend_config()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _join(launch: LauncherEnv, asked: str, seconds: float, as_told: bool, options: dict[str, Any]) -> torch.device:
