@@ -154,6 +154,5 @@ def _part_that_stays(value: object) -> str:
     if isinstance(value, partial):
         return next(filter(None, map(_part_that_stays, (*value.args, *value.keywords.values()))), "")
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
-    for name, _, _ in wire.unsendable({field.name: getattr(value, field.name) for field in fields}):
-        return f"{name} of the {type(value).__qualname__}"
-    return ""
+    left = wire.unsendable({field.name: getattr(value, field.name) for field in fields})
+    return next((f"{name} of the {type(value).__qualname__}" for name, _, _ in left), "")

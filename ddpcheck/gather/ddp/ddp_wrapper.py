@@ -232,9 +232,8 @@ def are_apart(wrapper: nn.Module) -> bool:
 
 def trains_apart(wrapper: nn.Module) -> bool:
     """Whether a communication hook is to average the next gradients over a part of the ranks: post-local SGD."""
-    begins = (
-        (state, getattr(state, "start_localSGD_iter", None)) for _hook, state in getattr(wrapper, "_comm_hooks", ())
-    )
+    states = (state for _hook, state in getattr(wrapper, "_comm_hooks", ()))
+    begins = ((state, getattr(state, "start_localSGD_iter", None)) for state in states)
     return any(begin is not None and getattr(state, "iter", 0) >= begin for state, begin in begins)
 
 

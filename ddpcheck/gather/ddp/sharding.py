@@ -181,8 +181,7 @@ def parameter_groups(module: nn.Module) -> list[Any]:
     """The groups in which `fully_shard` gathers and reduces the parameters of `module`; none where torch hides them.
 
     Private to torch. Of a group are read: `reduce_grads`, `all_reduce_grads`, `reduce_scatter_unused_params`, the mesh
-    of `mesh_info`, and `sharded_param`, `_unsharded_param` and
-    `_module_info` of its `fsdp_params`.
+    of `mesh_info`, and `sharded_param`, `_unsharded_param` and `_module_info` of its `fsdp_params`.
     """
     found: list[Any] = []
     for part in module.modules():

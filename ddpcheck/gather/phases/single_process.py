@@ -227,7 +227,10 @@ def _run(own: SingleProcess, step: int) -> SingleStep:
     data.loss = loss.value
     del loss
     clear_gradients(own.module)
-    data.gradients = _moved(gradients) if own.mapped else gradients
+    data.gradients = gradients
+    if own.mapped:
+        data.gradients = kept_in_file(gradients.items(), this_rank.current().directory / "gradients")
+        gradients.clear()
     del gradients
     with own.aside():
         noise = _rounding(own, on_device, step, own.mapped if backwards == 1 else ())
@@ -240,13 +243,6 @@ def _run(own: SingleProcess, step: int) -> SingleStep:
     total = sum(norm(gradient) ** 2 for gradient in data.gradients.values()) ** 0.5
     own.forget_double()
     return SingleStep(data.loss, total, batch_fingerprint(batch), again, own.double_error, backwards, own.numbers)
-
-
-def _moved(gradients: Gradients) -> Mapping[str, torch.Tensor]:
-    """The gradients in a file."""
-    moved = kept_in_file(gradients.items(), this_rank.current().directory / "gradients")
-    gradients.clear()
-    return moved
 
 
 def _comparable_gradients(own: SingleProcess, batch: Any, step: int) -> tuple[Gradients, Loss, int]:

@@ -213,7 +213,6 @@ class Activation:
     gradient: torch.Tensor | None = None  # that a backward pass has brought
 
     def arrived(self, gradient: torch.Tensor) -> None:
-        """Keep the gradient of a backward pass."""
         self.gradient = gradient.detach().clone()
 
 

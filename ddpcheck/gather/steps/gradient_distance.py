@@ -120,21 +120,17 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
 def _of_rows(rows: torch.Tensor) -> torch.Tensor:
     """The sketch of each row."""
     length = max(1, rows.shape[1] // SIZE)
-    signs = _signs(length, rows)
+    make = _known_signs if length <= _KEPT else _known_signs.__wrapped__
+    signs = make(length, rows.device, rows.dtype)
     whole = rows.shape[1] // length * length
     blocks = rows[:, :whole].reshape(len(rows), -1, length) @ signs
     rest = rows[:, whole:] @ signs[: rows.shape[1] - whole]
     return torch.cat([blocks, rest.unsqueeze(1)], 1)
 
 
-def _signs(count: int, like: torch.Tensor) -> torch.Tensor:
-    """As many random signs, the same on every rank and without a touch of the generators of the script."""
-    make = _known_signs if count <= _KEPT else _known_signs.__wrapped__
-    return make(count, like.device, like.dtype)
-
-
 @functools.lru_cache(maxsize=256)
 def _known_signs(count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """As many random signs, the same on every rank and without a touch of the generators of the script."""
     generator = torch.Generator(device=device).manual_seed(_SEED)
     return torch.randint(0, 2, (count,), generator=generator, device=device).to(dtype) * 2 - 1
 

@@ -29,7 +29,7 @@ _NOISE = frozenset(
 )
 _BACKWARD = "run_backward"
 _CHOICES = frozenset({"randint", "randint_like", "randperm", "multinomial", "random_"})
-_NOT_OF_THE_STEP = ("torch.utils.data", "torch.nn.init", "torch.optim", "torch._dynamo", "torch._inductor")
+NOT_OF_THE_STEP = ("torch.utils.data", "torch.nn.init", "torch.optim", "torch._dynamo", "torch._inductor")
 _PASSED_ON = "ddpcheck.record.parity."  # whose functions stand in the place of torch's, and hand calls on
 _WRAPPER = "torch.nn.parallel.distributed"
 _KEYS = 624  # numbers in the state of a Mersenne Twister, which are made anew when all have been drawn
@@ -157,7 +157,7 @@ def _place(frame: FrameType) -> bool | None:
         name = str(current.f_globals.get("__name__", ""))
         if name.startswith(_PASSED_ON):
             continue
-        if name.startswith(_NOT_OF_THE_STEP) or (name.startswith("ddpcheck.") and not of_program):
+        if name.startswith(NOT_OF_THE_STEP) or (name.startswith("ddpcheck.") and not of_program):
             return None
         if current.f_code.co_name == "__init__" and isinstance(variables_of(current).get("self"), torch.nn.Module):
             return None

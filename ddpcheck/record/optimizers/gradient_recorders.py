@@ -79,8 +79,7 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
             return
         self._last, self.follows = (name, user_location()), True
         if type(norm) in (torch.Tensor, float) and self._run.is_written(self._clips) and not math.isnan(norm):
-            of_parts = has_parts()
-            clip = self._clips, float(norm), self._last[1], self._run.steps, name, float(limit), of_parts
+            clip = self._clips, float(norm), self._last[1], self._run.steps, name, float(limit), has_parts()
             self._run.add(GradientsClipped(*clip))
         self._clips += 1
         self._after()

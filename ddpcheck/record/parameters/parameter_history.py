@@ -306,8 +306,6 @@ class StepProbe:
         remove_hooks(self._handles)
 
     def _arrival(self, name: str, leaf: Any) -> Any:
-        parameter = self._parameters[name]
-
         def arrived(gradients: tuple[Any, ...]) -> None:
             (gradient,) = gradients
             if gradient is None:
@@ -319,8 +317,7 @@ class StepProbe:
                 self.beside.add(name)  # under tensor parallelism
             if self.keep is not None:
                 self.hooked.arrived(name, gradient)
-                if parameter.grad is not None:
-                    self._keep_held(name)
+                self._keep_held(name)
                 came = self.keep(name, gradient.detach() if plain else dense(gradient))
                 self.local[name] = self.local[name] + came if name in self.local else came
 
@@ -344,9 +341,8 @@ class StepProbe:
 
     def backward_begins(self) -> None:
         """Keep what `.grad` holds; a parameter that is in the loss by another way may have had its gradient."""
-        for name, parameter in self._parameters.items() if self.keep is not None else ():
-            if parameter.grad is not None:
-                self._keep_held(name)
+        for name in self._parameters if self.keep is not None else ():
+            self._keep_held(name)
 
     def forward_returned(self, tensors: Sequence[torch.Tensor]) -> None:
         """Walk the graph of the tensors that a forward pass has returned, while it exists."""

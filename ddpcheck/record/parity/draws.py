@@ -19,6 +19,7 @@ from torch import cat, nn
 
 from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, variables_of
 from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
+from ddpcheck.record.data.draw_recorder import NOT_OF_THE_STEP
 from ddpcheck.record.parity.sample_store import NotTogetherError, rows_of
 from ddpcheck.record.parity.samples import Samples
 
@@ -130,9 +131,6 @@ class RandomDraws(Recorder, subjects=("parity",)):
         return divide
 
 
-_NOT_OF_THE_STEP = ("torch.utils.data", "torch.nn.init", "torch.optim", "torch._dynamo", "torch._inductor")
-
-
 def _line_of_draw(frame: FrameType) -> str:
     """Return the line of the program that draws, itself or by torch; "" for what is no part of a step.
 
@@ -141,7 +139,7 @@ def _line_of_draw(frame: FrameType) -> str:
     if str(frame.f_globals.get("__name__", "")).startswith("ddpcheck."):
         return ""
     for one in itertools.islice(frames_from(frame), _DEEPEST):
-        if str(one.f_globals.get("__name__", "")).startswith(_NOT_OF_THE_STEP):
+        if str(one.f_globals.get("__name__", "")).startswith(NOT_OF_THE_STEP):
             return ""
         if one.f_code.co_name == "__init__" and isinstance(variables_of(one).get("self"), nn.Module):
             return ""

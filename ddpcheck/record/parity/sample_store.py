@@ -73,11 +73,7 @@ def _reason(error: OSError) -> str:
 
 
 class SampleReader:
-    """The values of all ranks of a run, by key.
-
-    Attributes:
-        world_size: The number of ranks.
-    """
+    """The values of all ranks of a run, by key."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         self.world_size = world_size
