@@ -52,20 +52,16 @@ class ModelParts(StepListener, Recorder, subjects=("replicas",)):
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Those that the wrapper synchronises, by name."""
         return self._recorder().parameters
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it is a module that `fully_shard` has sharded."""
         return self._recorder().is_sharded
 
     def path_of(self, module: nn.Module) -> str | None:
-        """Where a module is in the one that is watched; `None` for another."""
         return (self._paths or {}).get(id(module))
 
     def close(self) -> None:
-        """Follow no steps any more; may be called again."""
         self._parts.close()
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:

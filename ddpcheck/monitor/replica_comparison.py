@@ -38,7 +38,6 @@ class ReplicaComparison:
     again = -1
 
     def __init__(self, recorder: StepRecorder, alarms: AlarmBoard) -> None:
-        """Of what is recorded, over `alarms`."""
         self._recorder = recorder
         self._replica = recorder.replica
         self._alarms = alarms

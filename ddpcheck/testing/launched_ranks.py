@@ -110,10 +110,6 @@ class LaunchedWorld:
     """A world of the first ranks of a session, one with each process.
 
     Every process of the session makes it, runs and closes it at the same points, those that have no rank in it too.
-
-    Attributes:
-        world_size: How many ranks take part.
-        failed: Whether the last run failed.
     """
 
     def __init__(self, session: RankGroup, options: Mapping[str, Any], watch: Watch) -> None:

@@ -29,7 +29,6 @@ class Done(_Work):  # type: ignore[misc]
         return True
 
     def is_completed(self) -> bool:
-        """True: it has ended."""
         return True
 
     is_success = is_completed

@@ -17,11 +17,7 @@ from ddpcheck.worlds.wire import get_value, put_value
 
 
 class RanksTimedOutError(Exception):
-    """Some ranks did not take part in time.
-
-    Attributes:
-        ranks: Which.
-    """
+    """Some ranks did not take part in time."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(f"no answer from {list(ranks)}")

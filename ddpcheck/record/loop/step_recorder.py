@@ -302,7 +302,6 @@ class StepRecorder(StepListener):
                 self._door.tell(RankReport(StepEvidence(self.rank, step, {}, output_type=opaque)))
 
     def backward_begins(self) -> None:
-        """Probe a backward pass of the step."""
         if self._probe is not None:
             self._probe.backward_begins()
 

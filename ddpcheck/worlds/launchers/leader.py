@@ -236,7 +236,6 @@ class RemoteRanks:
     # --- In the thread that listens ------------------------------------------------------------------------------
 
     def take(self, kind: str, *rest: Any) -> None:
-        """Something has come from there."""
         with contextlib.suppress(OSError):  # the world is closed
             if kind == "bytes":
                 self._end.sendall(rest[0])
@@ -266,7 +265,6 @@ class RemoteRanks:
     # --- For `RankProcesses` -----------------------------------------------------------------------------------
 
     def events(self) -> list[starting.Event]:
-        """The events since the last call."""
         found, alive = self._inbox.drain(self._notified)
         self.over = not alive
         return found
