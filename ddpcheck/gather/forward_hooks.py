@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,6 +49,21 @@ class OutsideOfTraining(OutsideOfCompiledCode):
             return
         if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None:
             self._hook(module, *arguments)
+
+
+def scripting_in(
+    around: Callable[[object], contextlib.AbstractContextManager[None]], script: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`torch.jit.script`, which compiles code in the context `around(code)`."""
+
+    @functools.wraps(script)
+    def scripted(code: Any, *arguments: Any, **named: Any) -> Any:
+        if not arguments:  # names in a class are those of the frame that calls, which is one more away
+            named["_frames_up"] = named.get("_frames_up", 0) + 1
+        with around(code):
+            return script(code, *arguments, **named)
+
+    return scripted
 
 
 @contextlib.contextmanager

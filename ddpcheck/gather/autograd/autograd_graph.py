@@ -72,9 +72,8 @@ def running_node() -> Any:
 
     `will_be_reached` says no of it where the pass has begun there: the engine counts what is behind its root alone.
     """
-    ask = getattr(
-        torch._C, "_current_autograd_node", None
-    )  # private; without it, a loss that forward returns is no use
+    # Private to torch; without it, a loss that forward returns is no use.
+    ask = getattr(torch._C, "_current_autograd_node", None)
     return None if ask is None else ask()
 
 

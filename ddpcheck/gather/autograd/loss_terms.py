@@ -53,18 +53,13 @@ def split_loss(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[Edge]
         parent, index, node, part = pending.pop()
         part = of_part.get(node, part)
         inputs = [(i, child) for i, (child, _) in enumerate(node.next_functions) if child is not None]
-        kind = _kind(node)
+        kind = re.sub(r"(Backward)?\d*$", "", node.name().rpartition("::")[2])  # "AddBackward0" is "Add"
         visited += 1
         if visited < _MOST_NODES and inputs and (kind in _LINEAR or (kind in _OFF_BY_FACTOR and len(inputs) == 1)):
             pending.extend((node, i, child, part) for i, child in reversed(inputs))
         else:
             found.append(Edge(parent, index, kind, line_of(node), part))
     return found
-
-
-def _kind(node: Any) -> str:
-    """The name of the operation ("AddBackward0" is "Add")."""
-    return re.sub(r"(Backward)?\d*$", "", node.name().rpartition("::")[2])
 
 
 _NEAR = 64  # nodes

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from ddpcheck.gather.forward_hooks import scripting_in
 from ddpcheck.gather.patching import Patch, Recorder, patched
 from ddpcheck.record.parity.draws import CONCATENATIONS, FUNCTIONS
 from ddpcheck.record.parity.layers import DROPOUTS
@@ -31,7 +33,7 @@ class Frameworks(Recorder, subjects=("parity",)):
         if is_alone:
             when_imported(_LIGHTNING, self._follow_lightning)
         when_imported(("accelerate.scheduler",), lambda home: patched(home.AcceleratedScheduler, "step", self._steps))
-        Patch(torch.jit, "script", _scripting)
+        Patch(torch.jit, "script", functools.partial(scripting_in, _originals_in_place))
 
     def _follow_lightning(self, module: Any) -> None:
         for name in ("Trainer", "Fabric"):
@@ -42,24 +44,18 @@ class Frameworks(Recorder, subjects=("parity",)):
         self.steps_schedules |= scheduler.step_with_optimizer and not scheduler.split_batches
 
 
-def _scripting(script: Callable[..., Any]) -> Callable[..., Any]:
+@contextlib.contextmanager
+def _originals_in_place(_code: object) -> Iterator[None]:
     """Have TorchScript compile what the code calls, and not what stands in its place."""
-
-    @functools.wraps(script)
-    def scripted(code: Any, *arguments: Any, **named: Any) -> Any:
-        if not arguments:  # names in a class are those of the frame that calls, which is one more away
-            named["_frames_up"] = named.get("_frames_up", 0) + 1
-        places = ((owner, name) for owner in (torch, functional) for name in _REPLACED if hasattr(owner, name))
-        current = [(owner, name, getattr(owner, name)) for owner, name in places]
+    places = ((owner, name) for owner in (torch, functional) for name in _REPLACED if hasattr(owner, name))
+    current = [(owner, name, getattr(owner, name)) for owner, name in places]
+    for owner, name, function in current:
+        setattr(owner, name, inspect.unwrap(function))
+    try:
+        yield
+    finally:
         for owner, name, function in current:
-            setattr(owner, name, inspect.unwrap(function))
-        try:
-            return script(code, *arguments, **named)
-        finally:
-            for owner, name, function in current:
-                setattr(owner, name, function)
-
-    return scripted
+            setattr(owner, name, function)
 
 
 def _on_one_device(construct: Callable[..., None]) -> Callable[..., None]:

@@ -17,7 +17,7 @@ from torch import nn
 from ddpcheck.findings.evidence.replicas import NothingLoaded, StateUsed, digest_of_values
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import lines_of_program, user_location
-from ddpcheck.gather.forward_hooks import OutsideOfTraining, after_forward, hooks_put_aside
+from ddpcheck.gather.forward_hooks import OutsideOfTraining, after_forward, hooks_put_aside, scripting_in
 from ddpcheck.gather.patching import Patch, Recorder, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
 from ddpcheck.record.module_hooks import UnpickledHook
@@ -121,7 +121,7 @@ class UseRecorder(Recorder, subjects=("replicas",)):
         patched(nn.Module, "load_state_dict", self._loads)
         for kind in _NORMS:
             patched(kind, "reset_running_stats", self._resets)
-        Patch(torch.jit, "script", _scripting)
+        Patch(torch.jit, "script", functools.partial(scripting_in, hooks_put_aside))
 
     def follow(self, module: nn.Module, name: str, location: Location | None, *, wrapped: bool = False) -> None:
         """Listen to the calls of a module from now on; not of one of shards, which differ between ranks by right."""
@@ -209,14 +209,3 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 def _shapes(module: nn.Module) -> list[tuple[int, ...]]:
     return sorted(tuple(p.shape) for _, p in nn.Module.named_parameters(module))
-
-
-def _scripting(script: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(script)
-    def scripted(code: Any, *arguments: Any, **named: Any) -> Any:
-        if not arguments:  # names in a class are those of the frame that calls, which is one more away
-            named["_frames_up"] = named.get("_frames_up", 0) + 1
-        with hooks_put_aside(code):
-            return script(code, *arguments, **named)
-
-    return scripted
