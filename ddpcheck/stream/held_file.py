@@ -200,10 +200,7 @@ def read_calls(
 ) -> tuple[int, list[Call]]:
     """The number of the first call that is still there, and the calls from it on.
 
-    Args:
-        path: Of the ring.
-        groups: By name.
-        callers: The lines that have led to calls, by their number.
+    `groups` are by name; `callers` are the lines that have led to calls, by their number.
     """
     data = read_file(path)
     count, _ = _HEAD.unpack_from(data)

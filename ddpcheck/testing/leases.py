@@ -118,7 +118,6 @@ class Record:
     """A test that needs ranks, and the results of these so far.
 
     Attributes:
-        item: The test.
         seeds: The states of generators of random numbers when it began.
         setups: Fixtures that its ranks set up.
         leases: All that it has had.
@@ -177,8 +176,6 @@ class WorldLease:
     """A test's hold on a world: a fresh one when it is first needed, and after one that failed.
 
     Attributes:
-        ranks: Of the session.
-        options: Of the world.
         attachment: What the ranks have brought back from the last run.
     """
 

@@ -1,10 +1,9 @@
 """Detection of deadlocks: ranks that wait for each other, or for one that has finished, long before the deadline.
 
-It takes all of this together, over seconds: every rank that has not finished is inside a call of
-`torch.distributed`, a backward pass or the wrapper, always on the same line; no thread of any rank stays runnable, and
-none has used more processor time than waiting does; and no rank has another Python thread. Whoever
-computes, sleeps, reads a file or moves data does not look like that. Linux only, and not for ranks on a GPU, whose work
-does not show in their process.
+It takes all of this together, over seconds: every rank that has not finished is inside a call of `torch.distributed`, a
+backward pass or the wrapper, always on the same line; no thread of any rank stays runnable, and none has used more
+processor time than waiting does; and no rank has another Python thread. Whoever computes, sleeps, reads a file or moves
+data does not look like that. Linux only, and not for ranks on a GPU, whose work does not show in their process.
 """
 
 from __future__ import annotations

@@ -51,11 +51,6 @@ class CopiedOptimizer:
     ) -> tuple[Difference, ...]:
         """How far parameters `after` a step are from those of the same step on the copies, relative to its update.
 
-        Args:
-            before: The parameters before the step.
-            gradients: What the step has used.
-            after: The parameters after it.
-
         Returns:
             Nothing where there is `trouble`.
         """

@@ -70,12 +70,9 @@ def parts_of(module: nn.Module) -> dict[str, Part]:
 
 
 def data_place(module: nn.Module, parts: Mapping[str, Part], group: Any) -> DataPlace:
-    """The place of this rank; all ranks of `group` have to call it.
+    """The place of this rank; all ranks of `group`, which are all there are, have to call it.
 
-    Args:
-        module: The model, wrapped or sharded.
-        parts: Of the parameters that DDP has in plain tensors.
-        group: All ranks.
+    The model is wrapped or sharded; `parts` are of the parameters that DDP has in plain tensors.
 
     Raises:
         TargetError: The ranks are not divided into groups of the same size.

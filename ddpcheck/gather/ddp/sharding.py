@@ -83,10 +83,7 @@ def values_kept(module: nn.Module, built: Mapping[str, torch.Tensor]) -> dict[st
 def refuse_fsdp1(module: nn.Module, what: str, error: type[DDPCheckError] = UsageError) -> None:
     """Raise `error` where a part of `module` is a `FullyShardedDataParallel` (FSDP1), of which nothing is compared.
 
-    Args:
-        module: Any.
-        what: It is what of the user's, in words.
-        error: The exception.
+    `what` says in words what the module is to the user.
     """
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if kind is not None and any(isinstance(part, kind) for part in module.modules()):

@@ -33,11 +33,7 @@ def changed_data() -> list[str]:
 
 
 def program_data(most: int = _MOST_ITEMS) -> dict[str, str]:
-    """Plain values that the module and the recipe's functions hold, spelled, by name.
-
-    Args:
-        most: Items of a container.
-    """
+    """Plain values that the module and the recipe's functions hold, spelled, by name; `most`: items of a container."""
     state = rank_state()
     found: dict[str, str] = {}
     for prefix, module in state.module.named_modules():

@@ -105,15 +105,10 @@ class StepRecorder(StepListener):
 
     Attributes:
         module: What is wrapped.
-        parts: Of what is wrapped.
         rank: In the default group.
         ranks: Of the wrapper's process group.
-        loop: The events of the loop.
-        tracker: Of the steps.
         parameters: Those that the wrapper synchronises, by name.
         context: The wrapper as it is when this begins.
-        replica: Its values.
-        history: Of the parameters.
         is_sharded: Whether the wrapper is a module that `fully_shard` has sharded.
         steps_alone: Whether several steps, one after the other, have used gradients that `no_sync` has left alone.
         is_due: Whether something of the step that is under way is looked at, as its number says: decided when it

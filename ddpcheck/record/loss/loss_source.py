@@ -184,10 +184,8 @@ def _follow_operation(trace: _Trace, scope: Scope, node: ast.BinOp, before: Plac
             left = right = False
         if isinstance(node.op, ast.Div) or right:
             trace.factors.append((scope, node.right, node.lineno))
-            if isinstance(node.op, ast.Div) and not _is_number(
-                scope, node.right
-            ):  # by a count, say: that makes a mean of a sum
-                return _made_here(trace, scope, node)
+            if isinstance(node.op, ast.Div) and not _is_number(scope, node.right):
+                return _made_here(trace, scope, node)  # by a count, say: that makes a mean of a sum
             return _follow(trace, scope, node.left, before, None) or _made_here(trace, scope, node.left)
         if left:
             trace.factors.append((scope, node.left, node.lineno))
@@ -239,10 +237,9 @@ def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, before: Place, p
         if isinstance(part, str) and part in given:  # a container that is made here
             return _follow(trace, scope, given[part], before, None)
         return _made_here(trace, scope, call)
-    for result in reversed(list(returns(inner.body))):
-        if _follow(trace, inner, result, (result.lineno + 1, 0), part):
-            return True
-    return _made_here(trace, scope, call)
+    results = reversed(list(returns(inner.body)))
+    found = any(_follow(trace, inner, result, (result.lineno + 1, 0), part) for result in results)
+    return found or _made_here(trace, scope, call)
 
 
 # The world size

@@ -173,9 +173,7 @@ def body_of(code: CodeType) -> ast.AST | None:
 def scope_of_frame(frame: FrameType) -> Scope | None:
     """The scope of a function that runs; `None` where its source is not there."""
     body = body_of(frame.f_code)
-    if body is None:
-        return None
-    return Scope(frame.f_code.co_filename, body, variables_of(frame), frame.f_globals)
+    return None if body is None else Scope(frame.f_code.co_filename, body, variables_of(frame), frame.f_globals)
 
 
 def user_caller(frame: FrameType) -> FrameType | None:
