@@ -227,11 +227,10 @@ def _layout(parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.
 
 
 def _record(name: str, tensor: torch.Tensor) -> TensorRecord:
-    nested = tensor.is_nested
-    dense = tensor.layout == torch.strided and not nested
+    dense = tensor.layout == torch.strided and not tensor.is_nested
     return TensorRecord(
         name=name,
-        shape=shape_of(tensor) if nested else tuple(tensor.shape),
+        shape=shape_of(tensor),
         dtype=str(tensor.dtype).removeprefix("torch."),
         stride=tuple(tensor.stride()) if dense else (),
         requires_grad=tensor.requires_grad,
