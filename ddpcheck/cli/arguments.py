@@ -87,7 +87,12 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=_version())
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(command=lambda arguments: _no_command(parser))
+
+    def no_command(_arguments: argparse.Namespace) -> int:
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
+
+    parser.set_defaults(command=no_command)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -191,8 +196,3 @@ def _version() -> str:
     except PackageNotFoundError:
         torch = "no torch"
     return f"ddpcheck {__version__} ({torch}, Python {platform.python_version()})"
-
-
-def _no_command(parser: argparse.ArgumentParser) -> int:
-    parser.print_help(sys.stderr)
-    return EXIT_USAGE

@@ -90,12 +90,9 @@ def _ending(folder: Path, watch: HangWatch) -> Ending:
     if watch.hang is not None:
         return Ending(EXIT_HANG, hang=watch.hang)
     ranks = read_logs(folder)
-    codes = {
-        rank.started.rank: 1 if any(isinstance(entry, RankRaised) for entry in rank.entries) else -1
-        for rank in ranks
-        if not rank.has_ended or any(isinstance(entry, RankRaised) for entry in rank.entries)
-    }
-    return Ending(max(codes.values(), default=0))
+    if any(isinstance(entry, RankRaised) for rank in ranks for entry in rank.entries):
+        return Ending(1)
+    return Ending(0 if all(rank.has_ended for rank in ranks) else -1)
 
 
 if __name__ == "__main__":

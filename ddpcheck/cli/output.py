@@ -146,12 +146,10 @@ def print_out(text: str) -> None:
         raise UsageError("cannot write to standard output: it is closed; name a file with -o")
     try:
         print(Medium.of(sys.stdout).fitted(text), flush=True)
-    except BrokenPipeError:
-        # The reader has left, as `| head` does; the exit code stays. Python would complain again when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer would fail again
-        raise UsageError(f"cannot write to standard output: {reason_of(error)}") from error
+        if not isinstance(error, BrokenPipeError):  # the reader has left, as `| head` does; the exit code stays
+            raise UsageError(f"cannot write to standard output: {reason_of(error)}") from error
 
 
 def print_error(text: str, end: str = "\n") -> None:

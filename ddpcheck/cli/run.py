@@ -30,7 +30,7 @@ from ddpcheck.findings.report import Report
 from ddpcheck.findings.wording import join_names
 from ddpcheck.gather.patching import Patch, patched
 from ddpcheck.recipe.target import near_file
-from ddpcheck.record.rank.environment import RunOptions, environment_for, unwatched_in
+from ddpcheck.record.rank.environment import ParityOptions, RunOptions, environment_for, unwatched_in
 from ddpcheck.report.settings import Settings
 from ddpcheck.run.check_options import add_check_options, examine, split_at_script
 from ddpcheck.run.ending import Ending
@@ -230,7 +230,8 @@ def run_script(arguments: argparse.Namespace) -> int:
             from ddpcheck.run.parity_run import ParityRuns  # not in each run
 
             parity = ParityRuns(given, Path(folder), functools.partial(run_agent, run))
-        recording = RunOptions(folder, given.check_every, None if parity is None else parity.options_of_ranks())
+        of_parity = ParityOptions(batch=given.check_parity_batch) if given.check_parity else None
+        recording = RunOptions(folder, given.check_every, of_parity)
         os.environ.update(environment_for(recording, os.environ))
         nodes = NodeLink(Path(folder))
         # What makes the report is imported while the ranks run, and this process has nothing else to do.

@@ -6,7 +6,6 @@ one entry in `FORMATS`.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any, TextIO
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Document, Report
+from ddpcheck.findings.wording import suggestion
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +140,7 @@ def format_for(
     chosen = name or default or "text"
     if chosen not in formats:
         whose = "" if name else ", which the environment or pyproject.toml names"
-        close = difflib.get_close_matches(chosen, formats, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"the formats are {', '.join(formats)}"
-        raise UsageError(f"there is no format {chosen!r}{whose}; {hint}")
+        raise UsageError(f"there is no format {chosen!r}{whose}; {suggestion(chosen, [*formats], 'formats')}")
     return chosen
 
 

@@ -55,10 +55,6 @@ class ParityRuns:
         self._limit = 0.0
         self._draws, self._in_turn = True, False
 
-    def options_of_ranks(self) -> ParityOptions:
-        """Return how ranks are recorded."""
-        return ParityOptions(batch=self._given.check_parity_batch)
-
     def why_not(self, ranks: Sequence[WatchedRank], ending: Ending, nodes: int = 1) -> str:
         """Return why there is nothing to compare with, in words; empty if there is."""
         if ending.hang is not None:

@@ -25,7 +25,7 @@ from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, 
 from ddpcheck.findings.selection import is_any_selected, sort_out
 from ddpcheck.findings.stacks import own_stack, program_lines
 from ddpcheck.findings.tracebacks import BUG, as_bug
-from ddpcheck.findings.wording import agreeing, counted, format_ranks, group_by, join_names
+from ddpcheck.findings.wording import counted, format_ranks, join_names, told_together
 from ddpcheck.judge.data.script_files import told_by_files
 from ddpcheck.judge.endings.rank_failure import describe_failure
 from ddpcheck.judge.parity_comparison import Comparison
@@ -177,8 +177,7 @@ def _of_parity(
 
 def _goes_on(ending: Ending) -> CheckResult:
     """The check line of a script that has not ended: what its ranks do."""
-    doing = group_by(ending.doing, lambda rank: ending.doing[rank])
-    said = "; ".join(f"{format_ranks(ranks)} {agreeing(text, ranks)}" for text, ranks in doing.items())
+    said = "; ".join(told_together(ending.doing.items()))
     if ending.hang is None:
         return CheckResult("script", "skipped", detail=f"it is still running: {said}")
     waited = f"its ranks wait for each other, without progress for {ending.hang.seconds:.0f} s"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.endings import Joining
 from ddpcheck.findings.report import Finding, Location, Severity
@@ -68,9 +68,11 @@ def _reason(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
             "chosen at run time, one process chooses it before it starts the others.",
         ),
     ):
-        if len(set(values.values())) > 1:
-            message = f"Processes wait in init_process_group with different {what}: {_told(values)}."
-            fewest, other, *_ = sorted(group_by(values, values.__getitem__).values(), key=len)
+        groups = group_by(values, values.__getitem__)
+        if len(groups) > 1:
+            said = ", ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in groups.items())
+            message = f"Processes wait in init_process_group with different {what}: {said}."
+            fewest, other, *_ = sorted(groups.values(), key=len)
             return message, fix, tuple(fewest) if len(fewest) < len(other) else ()
     size, address, agent = waiting[0].world_size, waiting[0].address, waiting[0].agent
     if twice := sorted({rank for rank in numbers if numbers.count(rank) > 1}):
@@ -107,8 +109,3 @@ def _reason(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
 
 def _who(one: Joining) -> str:
     return f"rank {one.rank}" if one.rank >= 0 else f"process {one.pid}"
-
-
-def _told(values: Mapping[int, Hashable]) -> str:
-    groups = group_by(values, values.__getitem__)
-    return ", ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in groups.items())

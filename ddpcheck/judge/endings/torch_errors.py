@@ -137,14 +137,11 @@ def _graph_changed(facts: RaisedFacts, _text: str) -> list[Finding]:
 
 def _undefined(facts: RaisedFacts, _text: str) -> list[Finding]:
     """DDP509: DDP was told of a gradient after it had ended the reduction, and takes it for one of the next."""
-    return one_finding(
+    return facts.one_finding(
         "DDP509",
         ("backward",),
         "A second backward pass of an earlier step delivered gradients after the reduction of that step, and DDP waits "
         "for them.",
-        ranks=unless_all(facts.ranks, len(facts.logs)),
-        location=Location.parse(facts.first.location),
-        evidence=[facts.first.message],
     )
 
 

@@ -168,9 +168,7 @@ def _judge_counted_again(passes: Losses, together: int, *, summed: bool) -> list
 
     Or, where gradients are averaged, by the number of elements: the models are counted once more then.
     """
-    steps: dict[int, list[LossDifferentiated]] = {}
-    for one in itertools.chain.from_iterable(passes):
-        steps.setdefault(one.step, []).append(one)
+    steps = group_by(itertools.chain.from_iterable(passes), lambda one: one.step)
     compared = [
         [term for one in of_step for term in one.terms]
         for of_step in steps.values()
@@ -405,10 +403,8 @@ def _own_counts(of_ranks: Sequence[LossDifferentiated], weight: float) -> list[f
 
 def _of_samples(one: LossDifferentiated) -> set[int | None]:
     """The heads whose terms, as those of a sample each, are divided by numbers of their own."""
-    factors: dict[int | None, set[float]] = {}
-    for term in one.terms:
-        factors.setdefault(term.head, set()).add(round(term.factor, 9))
-    return {head for head, own in factors.items() if head is not None and len(own) > 1}
+    by_head = group_by((term for term in one.terms if term.head is not None), lambda term: term.head)
+    return {head for head, terms in by_head.items() if len({round(term.factor, 9) for term in terms}) > 1}
 
 
 def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import make_finding
+from ddpcheck.findings.wording import group_by, make_finding
 from ddpcheck.judge.gradients.script_losses import severity_of_weights
 from ddpcheck.stream.rank_report import MicroBatch
 
@@ -111,21 +111,19 @@ def _unequal(step: _Step) -> _Unequal | None:
     right = sum(item.weight * item.counted for _, item in everything) / sum(item.counted for _, item in everything)
     if max(abs(weight / right - 1) for weight in weights) < _NEARLY:
         return None
-    ways: list[tuple[str, Callable[[int, MicroBatch], Hashable]]] = [
-        ("DDP305", lambda rank, _: rank),
-        ("DDP514", lambda rank, item: (rank, item.position)),
-        ("DDP514", lambda _, item: item.position),
+    ways: list[tuple[str, Callable[[tuple[int, MicroBatch]], Hashable]]] = [
+        ("DDP305", lambda one: one[0]),
+        ("DDP514", lambda one: (one[0], one[1].position)),
+        ("DDP514", lambda one: one[1].position),
     ]
     found = []
     for code, group_of in ways:
-        groups: dict[Hashable, list[MicroBatch]] = {}
-        for rank, item in everything:
-            groups.setdefault(group_of(rank, item), []).append(item)
-        if max(_gap(item.weight for item in group) for group in groups.values()) > _SAME:
+        groups = [[item for _, item in group] for group in group_by(everything, group_of).values()]
+        if max(_gap(item.weight for item in group) for group in groups) > _SAME:
             continue
         for more in (0, 1):  # in a sequence: a loss may count the first token, which nothing predicts
-            sums = [sum(item.counted + more * item.sequences for item in group) for group in groups.values()]
-            gap = _gap(group[0].weight * total for group, total in zip(groups.values(), sums, strict=True))
+            sums = [sum(item.counted + more * item.sequences for item in group) for group in groups]
+            gap = _gap(group[0].weight * total for group, total in zip(groups, sums, strict=True))
             if gap <= max(_SAME, min(_SIMILAR, _gap(weights) / 3)):
                 found.append(_Unequal(code, step, max(weights) / min(weights), exact=gap <= _SAME))
     return max(found, key=lambda unequal: unequal.exact, default=None)

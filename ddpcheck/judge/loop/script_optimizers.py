@@ -12,6 +12,7 @@ from ddpcheck.findings.wording import (
     format_ranks,
     group_by_value,
     join_names,
+    make_finding,
     one_finding,
     plural_verb,
     told_by_rank,
@@ -55,15 +56,12 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
             return _out_of_step(of_ranks)
         was_alike = bool(number or (first.made_with and len({one.made_with for one in of_ranks}) == 1))
         if was_alike and all(name.endswith((" lr", " initial_lr")) for name in finding.subjects):
-            names = finding.subjects
-            finding = replace(
-                one_finding(
-                    "DDP507",
-                    names,
-                    f"The learning rate was the same on every rank until it differs in step {first.count} of the "
-                    "optimizer.",
-                    ranks=finding.ranks,
-                )[0],
+            finding = make_finding(
+                "DDP507",
+                finding.subjects,
+                f"The learning rate was the same on every rank until it differs in step {first.count} of the "
+                "optimizer.",
+                ranks=finding.ranks,
                 evidence=finding.evidence,
             )
         made = _rate_line(of_ranks) if finding.code == "DDP507" else first.made

@@ -152,10 +152,9 @@ def judge_apart_meshes(
 
 def _shards_that_differ(groups: Sequence[Sequence[ReplicaCaptured]]) -> set[str]:
     """The parameters of which groups of ranks have other values in the same shard."""
-    found = set()
-    for replicas in group_by(chain.from_iterable(groups), lambda one: one.shard).values():
-        found |= {*differing_names([one.state.values.parameters for one in replicas])}
-    return found
+    by_shard = group_by(chain.from_iterable(groups), lambda one: one.shard).values()
+    values = ([one.state.values.parameters for one in replicas] for replicas in by_shard)
+    return set(chain.from_iterable(map(differing_names, values)))
 
 
 def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]:
@@ -184,16 +183,15 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
             elif not entry.begun or rank.counts[wrapper.number][1] <= entry.report.step:
                 reports.setdefault(entry.report.step, {}).setdefault(rank.started.rank, []).append(entry.report)
     captured = group_by(chain.from_iterable(wrapper.of(ReplicaCaptured)), lambda one: one.step)
-    kept_buffers: dict[int, list[Mapping[str, int]]] = {}
-    for later in chain.from_iterable(wrapper.of(BuffersKept)):
-        kept_buffers.setdefault(later.step, []).append(later.buffers)
+    kept_buffers = group_by(chain.from_iterable(wrapper.of(BuffersKept)), lambda one: one.step)
     if not wrapper.missing and (built := wrapper.values_built):
         reported.add(select_findings(judge_values_before_sharding(built, {})), locate)
         reported.add(judge_options("DDP221", wrapper.policies, "What fully_shard was given"), locate)
     for step in () if wrapper.missing else sorted(reports.keys() | captured.keys()):
         found = _judge_step(wrapper, step, reports[step]) if step in reports else []
         if len(captured.get(step, ())) == len(wrapper.ranks):
-            everyone = without_alike_later(without_rounding(captured[step]), kept_buffers.get(step, ()))
+            buffers = [one.buffers for one in kept_buffers.get(step, ())]
+            everyone = without_alike_later(without_rounding(captured[step]), buffers)
             found += judge_captured(made, step, everyone, first=step == min(captured))
         reported.add(select_findings(found), locate)
         note_more_buffers(more_buffers, reported.findings, found, step)

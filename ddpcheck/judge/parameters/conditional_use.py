@@ -69,19 +69,9 @@ class ParameterFacts:
         return sorted({item.step for item in self.evidence})
 
     @property
-    def always_missing(self) -> list[str]:
-        """The parameters that contributed on no rank in no step."""
-        return [name for name in self.trainable if len(self.missing.get(name, ())) == len(self.evidence)]
-
-    @property
     def sometimes_missing(self) -> list[str]:
         """The parameters that contributed on some ranks or in some steps, and not in all."""
         return [name for name in self.trainable if 0 < len(self.missing.get(name, ())) < len(self.evidence)]
-
-    @property
-    def tolerating_option(self) -> str:
-        """The option for which DDP goes on without a gradient."""
-        return "find_unused_parameters" if self.wrapper.find_unused_parameters else "static_graph"
 
     def others_take_turns(self, names: Sequence[str]) -> bool:
         """Whether each of these stands in a list of which others contribute on some ranks or in some steps only."""

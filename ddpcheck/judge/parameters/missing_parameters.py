@@ -46,7 +46,7 @@ def judge_parameters(
 
 def judge_always_missing(facts: ParameterFacts) -> list[Finding]:
     """DDP101, 102 and 103: parameters that contribute in no step on no rank, one finding for each cause and place."""
-    names = facts.always_missing
+    names = [name for name in facts.trainable if len(facts.missing.get(name, ())) == len(facts.evidence)]
     missing = frozenset(names)
 
     def end_of(name: str) -> PathEnd:
@@ -76,7 +76,8 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
     if refused:
         more.append(SPARSE_REFUSED)
     elif wrapper.tolerates_unused or wrapper.sharded:
-        kept = f"{facts.tolerating_option}=True keeps DDP from stopping"
+        option = "find_unused_parameters" if wrapper.find_unused_parameters else "static_graph"
+        kept = f"{option}=True keeps DDP from stopping"
         kept = "fully_shard says nothing of it" if wrapper.sharded else kept
         more.append(f"{kept}; nothing has trained {them} in {counted(steps, 'step')}")
     harmless = (wrapper.tolerates_unused or wrapper.sharded) and code != "DDP103" and not refused

@@ -166,7 +166,8 @@ class _Simulation:
 
     def _report(self, seconds: float) -> Report:
         told = {"collectives": [(finding, finding) for finding in self.found]}
-        verdicts = {"ranks": self._of_ranks(), "collectives": self._of_collectives()}
+        simulated = f"{len(self.ranks):,} ranks simulated one by one, {counted(self.asked.steps, 'step')} each"
+        verdicts = {"ranks": Verdict(held=simulated), "collectives": self._of_collectives()}
 
         def lines(kept: Sequence[Finding]) -> Iterator[CheckResult]:
             for name, verdict in verdicts.items():
@@ -177,10 +178,6 @@ class _Simulation:
 
         timing = {"total": round(seconds, 4)}
         return make_report(self.asked, self.found, lines, notes=self._notes(), timing=timing, error=self.error)
-
-    def _of_ranks(self) -> Verdict:
-        steps = counted(self.asked.steps, "step")
-        return Verdict(held=f"{len(self.ranks):,} ranks simulated one by one, {steps} each")
 
     def _of_collectives(self) -> Verdict:
         if self.error is not None:
