@@ -25,12 +25,6 @@ _Kind = TypeVar("_Kind")
 PartSteps = Sequence[PartStep]
 """One optimizer before one of its steps, by rank of those that compute one model together."""
 
-NOT_WATCHED = "shards of parameters are not watched: their values, gradients and state are not compared"
-IN_FSDP1 = (
-    "parameters in a FullyShardedDataParallel (FSDP1) are not compared, nor their gradients and state; those of a "
-    "model that torch.distributed.fsdp.fully_shard shards are"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class WatchedWrapper:
@@ -295,12 +289,6 @@ class ScriptFacts:
         return max((one.shards for rank in self.ranks for one in entries_of(rank, OptimizerStep)), default=0)
 
     @cached_property
-    def unwatched_shards(self) -> bool:
-        """Whether shards are held by optimizers that are those of no module that is watched."""
-        every = [one for rank in self.ranks for one in entries_of(rank, OptimizerStep)]
-        return any(one.shards > len(one.held) for one in every)
-
-    @cached_property
     def in_fsdp1(self) -> bool:
         """Whether optimizers hold parameters that are in a `FullyShardedDataParallel`."""
         return any(one.in_fsdp1 for rank in self.ranks for one in entries_of(rank, OptimizerStep))
@@ -308,7 +296,14 @@ class ScriptFacts:
     @property
     def why_unwatched(self) -> str:
         """Why parameters of optimizers are not compared; empty where all are."""
-        return IN_FSDP1 if self.in_fsdp1 else NOT_WATCHED if self.unwatched_shards else ""
+        if self.in_fsdp1:
+            return (
+                "parameters in a FullyShardedDataParallel (FSDP1) are not compared, nor their gradients and state; "
+                "those of a model that torch.distributed.fsdp.fully_shard shards are"
+            )
+        if any(one.shards > len(one.held) for rank in self.ranks for one in entries_of(rank, OptimizerStep)):
+            return "shards of parameters are not watched: their values, gradients and state are not compared"
+        return ""
 
     @cached_property
     def trains_apart(self) -> bool:

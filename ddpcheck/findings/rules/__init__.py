@@ -49,18 +49,16 @@ def causes_of(rule: Rule) -> list[str]:
 def sections_of(rule: Rule) -> tuple[tuple[str, str], ...]:
     """The headings and texts on a rule that every output shows, in their order."""
     consequences, causes = ", ".join(consequences_of(rule)), ", ".join(causes_of(rule))
+    as_evidence = "reported as evidence of this finding, not separately."
+    instead = "If found, the cause is reported instead, with this finding as evidence."
     return (
         ("Why it matters", rule.why),
         ("Fix", rule.fix),
         ("How it is detected", rule.detected),
         ("When to ignore it", rule.ignore),
-        *([("Possible consequences", f"{consequences}: {_AS_EVIDENCE}")] if consequences else ()),
-        *([("Possible root causes", f"{causes}. {_INSTEAD}")] if causes else ()),
+        *([("Possible consequences", f"{consequences}: {as_evidence}")] if consequences else ()),
+        *([("Possible root causes", f"{causes}. {instead}")] if causes else ()),
     )
-
-
-_AS_EVIDENCE = "reported as evidence of this finding, not separately."
-_INSTEAD = "If found, the cause is reported instead, with this finding as evidence."
 
 
 def find_rule(text: str) -> Rule:

@@ -61,20 +61,17 @@ def explain_by_loader(facts: EndingFacts, one: Position, other: Position) -> lis
     return []
 
 
-_FIX_OF_LOADER = (
-    "Give every rank the same number of batches: DistributedSampler pads the shards (drop_last=True cuts them); for "
-    "shards that are made by hand, cut each to the length of the shortest one."
-)
-_JOIN = (
-    " Or enter `with Join([model]):` around the loop, so that a rank that has left the loop still answers the "
-    "reductions of the others."
-)
-
-
 def _fix_of_loader(facts: EndingFacts) -> str:
     """With `Join`, which only DDP has."""
     sharded = any(call.operation == SHARD_FORWARD for rank in facts.ranks for call in rank.calls)
-    return _FIX_OF_LOADER if sharded else _FIX_OF_LOADER + _JOIN
+    join = (
+        " Or enter `with Join([model]):` around the loop, so that a rank that has left the loop still answers the "
+        "reductions of the others."
+    )
+    return (
+        "Give every rank the same number of batches: DistributedSampler pads the shards (drop_last=True cuts them); "
+        f"for shards that are made by hand, cut each to the length of the shortest one.{'' if sharded else join}"
+    )
 
 
 def _has_parted(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, LoaderPass]) -> bool:
@@ -201,16 +198,12 @@ def _left(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> l
         ],
         fix=FIX_OF_EXIT
         if exits and (by_exit or where)
-        else _FIX_OF_CONDITION
+        else "Let all ranks leave the loop in the same pass: all_reduce the values that its condition reads (a count, "
+        "a metric, the remaining time), so that they are the same on every rank."
         if loop.word == "while"
         else _fix_of_loader(facts),
     )
 
-
-_FIX_OF_CONDITION = (
-    "Let all ranks leave the loop in the same pass: all_reduce the values that its condition reads (a count, a metric, "
-    "the remaining time), so that they are the same on every rank."
-)
 
 FIX_OF_EXIT = (
     "Let all ranks leave the loop in the same pass: all_reduce the condition (the metric, a flag, the remaining time) "

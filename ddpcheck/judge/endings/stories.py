@@ -211,19 +211,13 @@ def explain_by_work(facts: EndingFacts, works: Position, waits: Position) -> lis
         ranks=busy,
         location=Location.parse(works.lines[0]) if works.lines else None,
         evidence=calls_there(works, waits),
-        fix=_FIX_OF_WORKER if works.of.for_worker else _FIX_OF_WORK,
+        fix="The worker waits for a lock that is never released, as happens if a process is forked while a thread "
+        "holds it. Create locks, files and clients in the worker and not before, or give the loader "
+        'multiprocessing_context="forkserver"; num_workers=0 shows if this is the cause.'
+        if works.of.for_worker
+        else "If the work there takes long, give the others more time: init_process_group(timeout=...). If not, end "
+        "the wait or the loop there, so that this rank reaches the collective that the others wait in.",
     )
-
-
-_FIX_OF_WORK = (
-    "If the work there takes long, give the others more time: init_process_group(timeout=...). If not, end the wait or "
-    "the loop there, so that this rank reaches the collective that the others wait in."
-)
-_FIX_OF_WORKER = (
-    "The worker waits for a lock that is never released, as happens if a process is forked while a thread holds it. "
-    "Create locks, files and clients in the worker and not before, or give the loader "
-    'multiprocessing_context="forkserver"; num_workers=0 shows if this is the cause.'
-)
 
 
 # A call of one rank alone

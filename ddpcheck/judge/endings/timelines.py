@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import CalledCollective, CollectiveTimeline, RankCollectives
-from ddpcheck.findings.replace import replace
 from ddpcheck.judge.endings.collective_order import judge_partings, place_of_parting, same_signature
 from ddpcheck.judge.endings.rank_failure import describe_failure
 
@@ -50,14 +49,17 @@ def timelines(
         open_ones = {rank for name, rank in waiting if name == group}
         ranks = [rank for rank in members if rank < len(logs)]
         of_group = {rank: own[rank] for rank in ranks}
-        made.append(_timeline(group, of_group, open_ones, (first or {}).get(group, 0), parts_at))
-    if at_end is not None:
-        made = [_with_ends(timeline, at_end) for timeline in made]
+        made.append(_timeline(group, of_group, open_ones, (first or {}).get(group, 0), parts_at, at_end or {}))
     return tuple(sorted(made, key=lambda one: one.parts_at is None)[:_MOST_GROUPS])
 
 
 def _timeline(
-    group: str, logs: Mapping[int, Sequence[Call]], waiting: Collection[int], first: int, parts_at: int | None
+    group: str,
+    logs: Mapping[int, Sequence[Call]],
+    waiting: Collection[int],
+    first: int,
+    parts_at: int | None,
+    at_end: Mapping[int, str],
 ) -> CollectiveTimeline:
     """That of one group."""
     around = min(map(len, logs.values()), default=0) if parts_at is None else parts_at - first
@@ -74,6 +76,7 @@ def _timeline(
                 later=max(len(log) - start - _MOST, 0),
                 waiting=rank in waiting,
                 waits_for=_waited_for(rank, logs) if rank in waiting else (),
+                at_end=at_end.get(rank, ""),
             )
         )
     return CollectiveTimeline(group, tuple(table), tuple(ranks), parts_at)
@@ -86,7 +89,3 @@ def _waited_for(rank: int, logs: Mapping[int, Sequence[Call]]) -> tuple[int, ...
     if absent:
         return absent
     return tuple(other for other, log in logs.items() if not same_signature(log[place], logs[rank][place]))
-
-
-def _with_ends(timeline: CollectiveTimeline, at_end: Mapping[int, str]) -> CollectiveTimeline:
-    return replace(timeline, ranks=tuple(replace(one, at_end=at_end.get(one.rank, "")) for one in timeline.ranks))

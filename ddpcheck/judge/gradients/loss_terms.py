@@ -132,7 +132,11 @@ def judge_coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm] = ()) ->
         location=known.module_locations.get(coupling.module)
         if coupling.module
         else coupling.line or where or known.loss_location,
-        fix=_FIX_OF_BATCHNORM if "BatchNorm" in coupling.module_class else _FIX_OF_COUPLING,
+        fix="Convert with nn.SyncBatchNorm.convert_sync_batchnorm, or use GroupNorm or LayerNorm; if statistics of "
+        "each rank's own samples are intended, ignore DDP304."
+        if "BatchNorm" in coupling.module_class
+        else "Gather the samples to compare with by a differentiable all_gather (torch.distributed.nn.functional), or "
+        "reduce the statistics over ranks; if each rank should see its own samples only, ignore DDP304.",
         tags=(BY_NORMALISATION,) if "Norm" in coupling.module_class else (),
     )
 
@@ -174,16 +178,6 @@ def _weighed_by_others(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> 
 
 BY_NORMALISATION = "by normalisation"
 """Tag of a DDP304 on samples that a normalisation layer couples, whose statistics then differ between ranks."""
-
-
-_FIX_OF_BATCHNORM = (
-    "Convert with nn.SyncBatchNorm.convert_sync_batchnorm, or use GroupNorm or LayerNorm; if statistics of each rank's "
-    "own samples are intended, ignore DDP304."
-)
-_FIX_OF_COUPLING = (
-    "Gather the samples to compare with by a differentiable all_gather (torch.distributed.nn.functional), or reduce "
-    "the statistics over ranks; if each rank should see its own samples only, ignore DDP304."
-)
 
 
 def _normalising_line(facts: SingleProcessFacts) -> list[Finding]:

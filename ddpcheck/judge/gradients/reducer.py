@@ -213,10 +213,6 @@ def _unequal_on(facts: ReducerFacts, ranks: Sequence[int]) -> set[str]:
     return {name for items in by_step.values() for name in differing_names([item.gradients for item in items])}
 
 
-_DATA_DIMENSION = (
-    'Average them in the data dimension too: DistributedDataParallel(model, device_mesh=mesh["dp"]), or '
-    'fully_shard(model, mesh=mesh["dp"]).'
-)
 _AVERAGING_HOOK = "Let the communication hook return the average over the ranks, or take it off."
 _AVERAGE_ALL = "Have the wrapper all_reduce every gradient and divide the sum by the world size, or use DDP."
 
@@ -235,7 +231,8 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
     whose = f"the wrapper is a {facts.known.wrapper_class}, not a DistributedDataParallel"
     fix = _AVERAGING_HOOK if facts.known.wrapper.comm_hook else "" if is_known else _AVERAGE_ALL
     if facts.known.wrapper.named == "tensor parallelism":
-        fix = _DATA_DIMENSION
+        fix = 'Average them in the data dimension too: DistributedDataParallel(model, device_mesh=mesh["dp"]), or '
+        fix += 'fully_shard(model, mesh=mesh["dp"]).'
     return facts.known.names.one_finding(
         "DDP301",
         names,

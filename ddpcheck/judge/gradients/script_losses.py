@@ -168,7 +168,7 @@ def _judge_counted_again(passes: Losses, together: int, *, summed: bool) -> list
 
     Or, where gradients are averaged, by the number of elements: the models are counted once more then.
     """
-    steps = group_by(itertools.chain.from_iterable(passes), lambda one: one.step)
+    steps: dict[int, list[LossDifferentiated]] = group_by(itertools.chain.from_iterable(passes), lambda one: one.step)
     compared = [
         [term for one in of_step for term in one.terms]
         for of_step in steps.values()

@@ -188,9 +188,10 @@ def _explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[F
     if one_over and first.elements > 1 and (first.operation == "all_reduce" or "gather" in first.operation):
         alike, fix = "whose result all ranks use in the same way", FIX_OF_SUM
         if first.operation != "all_reduce":
-            alike, fix = (
-                "and each rank computes the loss over the parts of all ranks, of which only its own has a gradient",
-                _FIX_OF_GATHER,
+            alike = "and each rank computes the loss over the parts of all ranks, of which only its own has a gradient"
+            fix = (
+                "Use torch.distributed.nn.functional.all_gather, whose backward sums, and put no part back; or "
+                f"multiply the loss by the world size; or {_IGNORE}"
             )
         return facts.one_finding(
             "DDP309",
@@ -218,11 +219,6 @@ _IGNORE = (
 )
 FIX_OF_SUM = f"Use torch.distributed.nn.functional.all_reduce, whose backward sums; or {_IGNORE}"
 """Advice on a tensor that is summed over ranks in place, and of which all ranks compute the same."""
-_FIX_OF_GATHER = (
-    "Use torch.distributed.nn.functional.all_gather, whose backward sums, and put no part back; or multiply the loss "
-    f"by the world size; or {_IGNORE}"
-)
-
 _WITH_GRADIENT = (
     "all_reduce",
     "all_gather",

@@ -80,16 +80,13 @@ class _Unequal:
                 f"targets (such as tokens) by micro-batch: {'; '.join(numbers)}",
                 f"a target counts up to {self.factor:.3g} times as much as another",
             ),
-            fix=_FIX,
+            fix="Sum the loss over the targets of a micro-batch, divide by their number in all micro-batches of all "
+            "ranks that make the step, and multiply by the number of ranks, over which DDP averages. (In transformers: "
+            "by num_items_in_batch, in a compute_loss_func or in the model, with average_tokens_across_devices.)",
             severity=severity if self.code == "DDP305" else None,
         )
 
 
-_FIX = (
-    "Sum the loss over the targets of a micro-batch, divide by their number in all micro-batches of all ranks that "
-    "make the step, and multiply by the number of ranks, over which DDP averages. (In transformers: by "
-    "num_items_in_batch, in a compute_loss_func or in the model, with average_tokens_across_devices.)"
-)
 _MESSAGES = {
     "DDP514": (
         "The loss of each micro-batch is divided by its own number of targets, and the numbers differ, so the "

@@ -19,18 +19,6 @@ _REST = re.compile(r".*torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
 _AGAIN = 2  # times that a guard has failed: torch does not take the size or the number for one that changes
 _MOST_SHOWN = 3
 _MOST_NAMES = 8  # of operations
-_OF_SIZES = (
-    "Pad batches to one shape on every rank, and drop a shorter last one (`drop_last=True`); or have code for any size "
-    "compiled: `torch.compile(model, dynamic=True)`, or `torch._dynamo.mark_dynamic(x, dim)`."
-)
-_OF_VALUES = (
-    "Change the value on every rank or on none, or keep it in a tensor: a Python value that a compiled function reads "
-    "is a constant of its code, which is compiled again for each value."
-)
-_OF_GRAPHS = (
-    "Take the same branch on every rank: the rank is a constant in a compiled function. Move code that only one rank "
-    "needs out of it."
-)
 
 
 def judge_compilations(compiled: OfRanks) -> list[Finding]:
@@ -85,7 +73,11 @@ def _recompiled(of_ranks: OfRanks, guard: str, ranks: Sequence[int], *, gives_up
         steps=sorted({one.step for one in again}),
         location=again[0].location or again[0].defined,
         evidence=evidence,
-        fix=_OF_SIZES if "mismatch at index" in guard else _OF_VALUES,
+        fix="Pad batches to one shape on every rank, and drop a shorter last one (`drop_last=True`); or have code for "
+        "any size compiled: `torch.compile(model, dynamic=True)`, or `torch._dynamo.mark_dynamic(x, dim)`."
+        if "mismatch at index" in guard
+        else "Change the value on every rank or on none, or keep it in a tensor: a Python value that a compiled "
+        "function reads is a constant of its code, which is compiled again for each value.",
     )
 
 
@@ -129,7 +121,8 @@ def _other_graphs(one: FunctionCompiled, graphs: Sequence[Mapping[str, int]]) ->
             f"rank {rank}: {', '.join(f'{graph.get(name, 0)} {name}' for name in names[:_MOST_NAMES])}"
             for rank, graph in enumerate(graphs[:_MOST_SHOWN])
         ],
-        fix=_OF_GRAPHS,
+        fix="Take the same branch on every rank: the rank is a constant in a compiled function. Move code that only "
+        "one rank needs out of it.",
     )
 
 

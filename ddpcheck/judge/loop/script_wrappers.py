@@ -281,20 +281,17 @@ def with_buffers(finding: Finding, more: Mapping[str, int]) -> Finding:
 _OF_BUFFERS = ("DDP214", "DDP215")
 
 
-_DRAWN_ALIKE = (
-    "Initialise the parameters before fully_shard; or draw each whole parameter under one seed and take the rank's "
-    "shard of it: distribute_tensor(values, parameter.device_mesh, parameter.placements). To draw only the shard, give "
-    "each rank a different seed."
-)
-
-
 def _at_the_load(finding: Finding, uses: Sequence[Sequence[FileUsed]], made: Location | None) -> Finding:
     """A finding at the one line by which every rank has loaded the same file; else where the model was made."""
     read = [{(use.path, use.location) for use in of_rank if use.by_torch and not use.writes} for of_rank in uses]
     alike = set.intersection(*read)
     if len({line for _, line in alike}) != 1:
-        fix = "" if any(read) else _DRAWN_ALIKE
-        return replace(finding, location=made, fix=fix)
+        drawn_alike = (
+            "Initialise the parameters before fully_shard; or draw each whole parameter under one seed and take the "
+            "rank's shard of it: distribute_tensor(values, parameter.device_mesh, parameter.placements). To draw only "
+            "the shard, give each rank a different seed."
+        )
+        return replace(finding, location=made, fix="" if any(read) else drawn_alike)
     path, line = min(alike, key=str)
     told = f"every rank has loaded {PurePath(path).name} there"
     return replace(finding, location=line, evidence=(told, *finding.evidence))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.modules import WrappedModule
-from ddpcheck.findings.evidence.steps import SYNC_SETTING, DdpStepEvidence, LocalStep, SharedDraw
+from ddpcheck.findings.evidence.steps import SYNC_SETTING, DdpStepEvidence, LocalStep, LoopEvent, SharedDraw
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, one_finding, plural_verb, unless_all
 from ddpcheck.judge.gradients.reducer import BYPASSED
@@ -106,11 +106,18 @@ def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Fi
 
     Some only where gradients are `unequal` on the ranks, or not their average.
     """
-    ledgers = [(item, Ledger(item.events)) for item in evidence]
+    ledgers = [(item, Ledger(_with_passes(item.events))) for item in evidence]
     found = _judge_discarded(ledgers)
     if unequal:
         found += _judge_unreduced(ledgers) + _judge_bypassed(ledgers) + _judge_pairing(ledgers)
     return found or _judge_useless_no_sync(ledgers)
+
+
+def _with_passes(events: Sequence[LoopEvent]) -> Sequence[LoopEvent]:
+    """The events; an older version told of steps under `no_sync` without the passes in it."""
+    if [event.kind for event in events] == ["enter no_sync", "step"]:
+        return events[0], LoopEvent("forward"), LoopEvent("backward"), events[1]
+    return events
 
 
 def _judge_discarded(ledgers: _Ledgers) -> list[Finding]:

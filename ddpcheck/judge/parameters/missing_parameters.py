@@ -61,9 +61,6 @@ def judge_always_missing(facts: ParameterFacts) -> list[Finding]:
     return [finding for group in groups for finding in _always_missing(group, end_of(group[0]), facts)]
 
 
-_USE_OR_FREEZE = "Use the parameter in the loss, remove it, or freeze it with requires_grad_(False)."
-
-
 def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -> list[Finding]:
     """A finding on parameters that are missing for one cause, and what it means under the options of the wrapper."""
     wrapper, steps, them = facts.wrapper, len(facts.steps), plural_verb("it", "them", group)
@@ -81,7 +78,9 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
         kept = "fully_shard says nothing of it" if wrapper.sharded else kept
         more.append(f"{kept}; nothing has trained {them} in {counted(steps, 'step')}")
     harmless = (wrapper.tolerates_unused or wrapper.sharded) and code != "DDP103" and not refused
-    fix = _fix_of_cut(end.reason) if code == "DDP103" else _USE_OR_FREEZE if harmless else ""
+    fix = _fix_of_cut(end.reason) if code == "DDP103" else ""
+    if harmless:
+        fix = "Use the parameter in the loss, remove it, or freeze it with requires_grad_(False)."
     taking_turns = end.cause == "unused" and facts.others_take_turns(group)
     if taking_turns:
         more.append(
@@ -164,13 +163,10 @@ def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperF
             f"{_CHANGES[change.kind].format(**words)}.",
             ranks=unless_all(sorted(set().union(*group.values())), world_size),
             location=change.location or names.location(list(group)),
-            fix=_IN_INIT,
+            fix="Make the change in __init__; keep values that each forward pass computes in a variable, as a plain "
+            "tensor.",
         )
     return findings
-
-
-_IN_INIT = "Make the change in __init__; keep values that each forward pass computes in a variable, as a plain tensor."
-_NO_ERROR = "under torch.compile DDP gets zeros for {them} and raises no error"
 
 
 def judge_lost_gradients(facts: ParameterFacts) -> list[Finding]:
@@ -193,7 +189,7 @@ def judge_lost_gradients(facts: ParameterFacts) -> list[Finding]:
                 group,
                 message,
                 ranks=unless_all(ranks, facts.world_size),
-                evidence=[*more, _NO_ERROR.format(them=them)],
+                evidence=[*more, f"under torch.compile DDP gets zeros for {them} and raises no error"],
                 location=end.edit_at,
                 path=end.path_of(group[0]),
             )

@@ -247,15 +247,12 @@ def _at_values(finding: Finding, changes: Changes, *, after_forward: bool) -> Fi
             location=where,
             ranks=tuple(on) if len(on) < len(changes) else finding.ranks,
             evidence=(*finding.evidence, f"{done}{'' if is_write else ' after wrapping'}, {only}"),
-            fix=_BY_HAND if is_write else finding.fix,
+            fix="Write the same values on every rank (all_reduce the values that they depend on), or dist.broadcast "
+            "them from rank 0."
+            if is_write
+            else finding.fix,
         )
     return finding
-
-
-_BY_HAND = (
-    "Write the same values on every rank (all_reduce the values that they depend on), or dist.broadcast them from rank "
-    "0."
-)
 
 
 def _order(how: str) -> int:

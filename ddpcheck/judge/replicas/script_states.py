@@ -109,13 +109,9 @@ def judge_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -
         every = [[of_rank[count] for of_rank in looks] for count in common]
         last = every[-_FEWEST:]
         apart = [of_ranks for of_ranks in last if _differ([one.values for one in of_ranks])]
-        in_use = (
-            all(
-                one.used or len({str(look.values) for look in of_rank.values()}) > 1
-                for one, of_rank in zip(last[-1], looks, strict=True)
-            )
-            if last
-            else False
+        in_use = bool(last) and all(
+            one.used or len({str(look.values) for look in of_rank.values()}) > 1
+            for one, of_rank in zip(last[-1], looks, strict=True)
         )
         pairs = zip(last[0], last[-1], strict=True) if last else ()
         kept = all(not one.other or one.values == two.values for one, two in pairs)
