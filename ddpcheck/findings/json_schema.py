@@ -45,7 +45,8 @@ def literal(choices: Any) -> dict[str, Any]:
 
 def _object(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     """The schema of a dataclass; those inside it go into `definitions`."""
-    hints, said = get_type_hints(kind, vars(sys.modules[kind.__module__])), _descriptions(kind)
+    hints = get_type_hints(kind, vars(sys.modules[kind.__module__]))
+    said = {name: " ".join(text.split()) for name, text in _ATTRIBUTE.findall(inspect.getdoc(kind) or "")}
     properties: dict[str, Any] = {}
     required = []
     for one in fields(kind):
@@ -59,11 +60,6 @@ def _object(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         properties["name"] = {"type": "string", "description": "Of the rule; empty where its code is not known."}
     summary = {"description": " ".join(kind.__doc__.split("\n\n")[0].split())} if kind.__doc__ else {}
     return {"type": "object", **summary, "properties": dict(sorted(properties.items())), "required": sorted(required)}
-
-
-def _descriptions(kind: type) -> dict[str, str]:
-    """What the docstring of a class says of its attributes."""
-    return {name: " ".join(text.split()) for name, text in _ATTRIBUTE.findall(inspect.getdoc(kind) or "")}
 
 
 def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:

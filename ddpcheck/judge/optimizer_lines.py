@@ -140,16 +140,13 @@ def judge_parameters_unheld(facts: ScriptFacts) -> Verdicts:
 
 def _with_model(found: Sequence[Finding], facts: ScriptFacts) -> list[Finding]:
     """Findings on parameters that never move, with the one of several wrapped modules that they are of."""
-    models = [
-        [
+    told = []
+    for finding in found:
+        of_model = [
             f"of {one.made.module}, which is wrapped at {one.made.location}"
             for one in facts.wrappers
             if all(facts.moved.get(f"{one.number}/{name}") is False for name in finding.subjects)
         ]
-        for finding in found
-    ]
-    several = len(facts.wrappers) > 1
-    return [
-        replace(finding, evidence=(*of_model, *finding.evidence)) if several and len(of_model) == 1 else finding
-        for finding, of_model in zip(found, models, strict=True)
-    ]
+        is_one_of_several = len(of_model) == 1 < len(facts.wrappers)
+        told.append(replace(finding, evidence=(*of_model, *finding.evidence)) if is_one_of_several else finding)
+    return told

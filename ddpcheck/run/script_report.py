@@ -85,9 +85,10 @@ def report_on_script(
         judged = judged.adding("parity", [] if told else parity.findings)
     select, ignore, suppress = settings.select, settings.ignore, settings.suppress
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
-    checks = [_entered(facts) if ranks else _none_entered(ending)]
+    status, detail = _entered(facts) if ranks else _none_entered(ending)
     if ending.unwatched:
-        checks = [CheckResult("ranks", "error", detail="; ".join(ending.unwatched))]
+        status, detail = "error", "; ".join(ending.unwatched)
+    checks = [CheckResult("ranks", status, detail=detail)]
     if ending.doing:
         checks.insert(0, _goes_on(ending))
     elif cut_short := _why_ended(ranks, ending):
@@ -218,51 +219,47 @@ def _aborted_at_exit(ranks: Sequence[WatchedRank], ending: Ending) -> list[int]:
     return [] if others or not to_the_end.issuperset(aborted) else aborted
 
 
-def _none_entered(ending: Ending) -> CheckResult:
+def _none_entered(ending: Ending) -> tuple[CheckStatus, str]:
     """The check line where no rank was watched: how the script ended before."""
     joined = "joined a process group where ddpcheck could see it"
     if not ending.exit_codes:  # it ended with 0, was interrupted, or its agent has stopped
-        return CheckResult("ranks", "skipped", detail=f"no rank {joined}; for a recipe, use `ddpcheck report`")
+        return "skipped", f"no rank {joined}; for a recipe, use `ddpcheck report`"
     by_signal = ending.exit_code not in ending.exit_codes.values()
     how = f"was ended by signal {ending.exit_code - 128}" if by_signal else f"ended with exit code {ending.exit_code}"
-    return CheckResult("ranks", "skipped", detail=f"the script {how} before a rank {joined}")
+    return "skipped", f"the script {how} before a rank {joined}"
 
 
-def _entered(facts: ScriptFacts) -> CheckResult:
+def _entered(facts: ScriptFacts) -> tuple[CheckStatus, str]:
     """The check line on the ranks themselves: which were watched, and to the end."""
     ranks, size, steps = facts.ranks, facts.world_size, facts.optimizer_steps
     if why := facts.unwatched.get("ranks"):
-        return CheckResult("ranks", "error", detail=why)
+        return "error", why
     if missing := facts.elsewhere:
         why = f"{format_ranks(missing)} left no log here, so the ranks were not compared"
-        return CheckResult("ranks", "skipped", detail=f"{size - len(missing)} of {counted(size, 'rank')}: {why}")
+        return "skipped", f"{size - len(missing)} of {counted(size, 'rank')}: {why}"
     if unknown := sum(rank.unknown for rank in ranks):
         parts = counted(unknown, "part")
         if all(rank.started.schema == SCHEMA for rank in ranks):
-            why = f"{parts} of their logs could not be read; {BUG}"
-            return CheckResult("ranks", "error", detail=why)
-        why = f"another version of ddpcheck wrote their logs: {parts} of them were not judged"
-        return CheckResult("ranks", "skipped", detail=why)
+            return "error", f"{parts} of their logs could not be read; {BUG}"
+        return "skipped", f"another version of ddpcheck wrote their logs: {parts} of them were not judged"
     reasons = {one.wrapper: one.why for rank in ranks for one in entries_of(rank, NotCompared)}
     if UNNUMBERED in reasons:
-        return CheckResult("ranks", "skipped", detail=f"{reasons[UNNUMBERED]}: use plain DDP under ddpcheck run")
+        return "skipped", f"{reasons[UNNUMBERED]}: use plain DDP under ddpcheck run"
     if facts.wrappers and not facts.steps:
         names = ", ".join(dict.fromkeys(wrapper.made.module for wrapper in facts.wrappers))
         if reasons:
-            detail = f"no step of {names} was compared: {'; '.join(sorted({*reasons.values()}))}"
-            return CheckResult("ranks", "skipped", detail=detail)
+            return "skipped", f"no step of {names} was compared: {'; '.join(sorted({*reasons.values()}))}"
         but = f", in {counted(steps, 'optimizer step')}" if steps else ""
-        return CheckResult("ranks", "skipped", detail=f"no backward pass of {names} was averaged{but}")
+        return "skipped", f"no backward pass of {names} was averaged{but}"
     if not facts.wrappers and not steps:
         why = "no DistributedDataParallel was constructed, and no optimizer has stepped: nothing to compare"
         if any(rank.constructs for rank in ranks):
             why = "the constructor of DistributedDataParallel has not returned"
-        return CheckResult("ranks", "skipped", detail=why)
+        return "skipped", why
     if not facts.wrappers and (why := facts.why_unwatched):
-        return CheckResult("ranks", "skipped", detail=f"no DistributedDataParallel was constructed; {why}")
+        return "skipped", f"no DistributedDataParallel was constructed; {why}"
     watched = _wrappers(facts) or f"no DistributedDataParallel, {counted(steps, 'optimizer step')}"
-    detail = f"{counted(size, 'rank')} ({ranks[0].started.backend}), {watched}"
-    return CheckResult("ranks", "passed", detail=detail)
+    return "passed", f"{counted(size, 'rank')} ({ranks[0].started.backend}), {watched}"
 
 
 def _wrappers(facts: ScriptFacts) -> str:

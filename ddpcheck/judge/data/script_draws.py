@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import Evaluated, Inputs, LoaderPass, LossDifferentiated
@@ -93,7 +93,7 @@ def judge_step_draws(
         if (one.kind == "noise" and not one.in_forward and _is_for(one.count, rows | sizes))
         or (one.kind == "choice" and one.in_forward and one.count in rows)
     ]
-    passed = any(_passes_on_same(of_wrapper) for of_wrapper in given)
+    passed = any(_all_differ(steps) and _share_a_part(steps, len(steps)) for steps in given)
     if passed:  # as steps of a diffusion, say
         for_samples += [one for one in shared if one.generator == "cuda" or one.count >= min(rows)]
     lines = [one.location for one in for_samples]
@@ -321,11 +321,6 @@ def _all_differ(steps: Sequence[Sequence[Inputs]]) -> bool:
     )
 
 
-def _passes_on_same(steps: Sequence[Sequence[Inputs]]) -> bool:
-    """Whether one tensor that forward is given is the same on all ranks, and another in each step, beside others."""
-    return _all_differ(steps) and _share_a_part(steps, len(steps))
-
-
 def _share_a_part(steps: Sequence[Sequence[Inputs]], distinct: int) -> bool:
     """Whether one tensor that forward is given is the same on all ranks in each step, with so many values in all."""
     places = min((len(one.parts) for of_ranks in steps for one in of_ranks), default=0)
@@ -339,11 +334,5 @@ def _share_a_part(steps: Sequence[Sequence[Inputs]], distinct: int) -> bool:
 
 def _is_for(count: int, sizes: set[int]) -> bool:
     """Whether so many numbers are one for each element of a tensor."""
-    return count > 1 and count % _KEYS in set(_remainders(sizes))
-
-
-def _remainders(sizes: set[int]) -> Iterator[int]:
-    for size in sizes:
-        yield size % _KEYS
-        if size > _BLOCK and size % _BLOCK:
-            yield (size + _BLOCK) % _KEYS
+    with_block = {size + _BLOCK for size in sizes if size > _BLOCK and size % _BLOCK}
+    return count > 1 and count % _KEYS in {size % _KEYS for size in sizes | with_block}

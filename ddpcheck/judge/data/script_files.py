@@ -10,7 +10,7 @@ from pathlib import PurePath
 from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import format_ranks, group_by_value, one_finding, plural_verb
+from ddpcheck.findings.wording import format_ranks, group_by_value, one_finding, plural_verb, unless_all
 
 
 def judge_files(uses: Sequence[Sequence[FileUsed]], empty: Collection[str] = ()) -> list[Finding]:
@@ -31,31 +31,26 @@ def judge_files(uses: Sequence[Sequence[FileUsed]], empty: Collection[str] = ())
             continue
         name = PurePath(use.path).name
         if other.writes:
-            ranks = sorted(
-                {r for r, of_rank in enumerate(uses) if any(u.path == use.path and u.writes for u in of_rank)}
-            )
-            found[line] = one_finding(
-                "DDP512",
-                (name,),
-                f"{format_ranks(ranks).capitalize()} write {name} at the same time: no collective separates them.",
-                ranks=() if len(ranks) == len(uses) else ranks,
-                location=use.location,
-                evidence=[f"the file is {use.path}"],
-                severity=None if use.by_torch else Severity.WARNING,
-                fix="Write it on rank 0 only, and let the others wait in a barrier before they read it.",
-            )
+            ranks = [r for r, of_rank in enumerate(uses) if any(u.path == use.path and u.writes for u in of_rank)]
+            message = f"{format_ranks(ranks).capitalize()} write {name} at the same time: no collective separates them."
+            written_at = ""
+            fix = "Write it on rank 0 only, and let the others wait in a barrier before they read it."
         else:
-            found[line] = one_finding(
-                "DDP512",
-                (name,),
-                f"Rank {other_rank} reads {name} while rank {rank} may still write it: no collective is between the "
-                "two.",
-                ranks=(other_rank,),
-                location=other.location,
-                severity=None if use.by_torch else Severity.WARNING,
-                evidence=[f"rank {rank} writes it at {use.location}", f"the file is {use.path}"],
-                fix="Call dist.barrier() on every rank after it is written and before the others read it.",
-            )
+            ranks = [other_rank]
+            message = f"Rank {other_rank} reads {name} while rank {rank} may still write it: no collective is between "
+            message += "the two."
+            written_at = f"rank {rank} writes it at {use.location}"
+            fix = "Call dist.barrier() on every rank after it is written and before the others read it."
+        found[line] = one_finding(
+            "DDP512",
+            (name,),
+            message,
+            ranks=unless_all(ranks, len(uses)),
+            location=line,
+            evidence=[written_at, f"the file is {use.path}"],
+            severity=None if use.by_torch else Severity.WARNING,
+            fix=fix,
+        )
     return [finding for findings in found.values() for finding in findings] + _judge_devices(uses)
 
 

@@ -50,6 +50,7 @@ def judge_collectives(
             minority = tuple(there[index] for index in minority_ranks([_signature(call) for call in calls]))
             differing = calls[there.index(minority[0])]
             message = f"Collective number {place} differs between the ranks."
+        words = [f"{call or 'none'}{f', in {call.place}' if call is not None and call.place else ''}" for call in found]
         findings += one_finding(
             "DDP403",
             sorted({call.operation for call in calls}),
@@ -57,8 +58,8 @@ def judge_collectives(
             ranks=minority,
             location=Location.parse(differing.location or next((call.location for call in calls if call.location), "")),
             evidence=[
-                f"{format_ranks(rank for rank, _ in some)}, collective number {place}: {words}"
-                for words, some in group_by(zip(ranks, found, strict=True), lambda one: _in_words(one[1])).items()
+                f"{format_ranks(rank for rank, _ in same)}, collective number {place}: {text}"
+                for text, same in group_by(zip(ranks, words, strict=True), lambda one: one[1]).items()
             ],
             tags=tags_of_parting(place),
         )
@@ -77,10 +78,6 @@ def not_waiting(logs: Sequence[Sequence[Call]], inside: Mapping[int, str]) -> se
             if sum(call.group == last.group for call in logs[rank]) == min(came):
                 found.add(rank)
     return found
-
-
-def _in_words(call: Call | None) -> str:
-    return f"{call or 'none'}{f', in {call.place}' if call is not None and call.place else ''}"
 
 
 _PARTS_AT = "parts at "

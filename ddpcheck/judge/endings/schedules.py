@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ddpcheck.findings.evidence.endings import ScheduledCall
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_ranks, join_names, one_finding, plural_verb
+from ddpcheck.findings.wording import format_ranks, group_by, join_names, one_finding, plural_verb
 from ddpcheck.judge.endings.collective_order import judge_collectives
 from ddpcheck.judge.endings.stories import GROUP_ORDER
 
@@ -28,9 +28,7 @@ def _judge_waits(ranks: Sequence[Sequence[ScheduledCall]]) -> list[Finding]:
         return []
     circle = find_circle(stuck)
     told = [f"{format_ranks([rank])} in {_described(stuck[rank][0])} for {format_ranks([of])}" for rank, of in circle]
-    waits: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank, (call, missing) in stuck.items():
-        waits[_described(call), format_ranks(missing)].append(rank)
+    waits = group_by(stuck, lambda rank: (_described(stuck[rank][0]), format_ranks(stuck[rank][1])))
     first = stuck[circle[0][0]][0]
     return one_finding(
         "DDP403",

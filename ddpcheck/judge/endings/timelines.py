@@ -47,8 +47,7 @@ def timelines(
         found = judge_partings(own, at_work, first)
         parts_at = place_of_parting(found[0]) if found else None
         open_ones = {rank for name, rank in waiting if name == group}
-        ranks = [rank for rank in members if rank < len(logs)]
-        of_group = {rank: own[rank] for rank in ranks}
+        of_group = {rank: own[rank] for rank in members if rank < len(logs)}
         made.append(_timeline(group, of_group, open_ones, (first or {}).get(group, 0), parts_at, at_end or {}))
     return tuple(sorted(made, key=lambda one: one.parts_at is None)[:_MOST_GROUPS])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
@@ -39,6 +40,10 @@ class WrapperErrorFacts:
         """The ranks that raised; empty for all."""
         raised = sorted(failure.rank for failure in self.failures if failure.kind == "raised")
         return unless_all(raised, self.known.world_size)
+
+    def one_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
+        """A finding on the ranks that raised, with what the first of them says."""
+        return one_finding(code, subjects, message, ranks=self.raised_on, evidence=[self.failures[0].message], **more)
 
 
 def judge_wrapper_error(
@@ -90,15 +95,12 @@ def explain_by_shards_in_the_loss(facts: WrapperErrorFacts) -> list[Finding]:
     """DDP501: what uses a parameter runs outside of the module's forward, while only its shard is there."""
     if "mixed torch.Tensor and DTensor" not in facts.text or "forward" not in facts.failures[0].place:
         return []
-    first = facts.failures[0]
-    return one_finding(
+    return facts.one_finding(
         "DDP501",
         ("forward",),
         "The loss uses parameters outside of the forward of a module that fully_shard was called on, where each rank "
         "has only its shard.",
-        ranks=facts.raised_on,
-        location=Location.parse(first.location),
-        evidence=[first.message],
+        location=Location.parse(facts.failures[0].location),
         fix="Call the module, not its forward or another of its methods; or register that method with "
         "torch.distributed.fsdp.register_fsdp_forward_method(module, name).",
     )
@@ -117,15 +119,12 @@ def explain_by_second_backward(facts: WrapperErrorFacts) -> list[Finding]:
     """DDP509: the second backward pass of a step brings a gradient again, which torch takes for one in one pass."""
     if _TWICE not in facts.text or "utils/checkpoint.py" in facts.text or facts.known.local.backwards[1] < 2:
         return []
-    first = facts.failures[0]
-    return one_finding(
+    return facts.one_finding(
         "DDP509",
         ("backward",),
         "A second backward pass follows without its own forward: it delivers gradients again that DDP has averaged "
         "in the first one.",
-        ranks=facts.raised_on,
-        location=Location.parse(first.location),
-        evidence=[first.message],
+        location=Location.parse(facts.failures[0].location),
     )
 
 
@@ -157,15 +156,9 @@ def explain_by_sentence_of_torch(facts: WrapperErrorFacts) -> list[Finding]:
     """DDP302, 311, 406 or 513: a sentence of DDP's reducer or of autograd, with the parameters that it names."""
     for sentence, (code, message) in SENTENCES.items():
         if sentence in facts.text:
-            first = facts.failures[0]
             named = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", facts.text)))
-            return one_finding(
-                code,
-                facts.known.names.subjects(named) or ("backward",),
-                f"{message}, in {first.place or 'the step'}.",
-                ranks=facts.raised_on,
-                evidence=[first.message],
-            )
+            subjects = facts.known.names.subjects(named) or ("backward",)
+            return facts.one_finding(code, subjects, f"{message}, in {facts.failures[0].place or 'the step'}.")
     return []
 
 

@@ -15,14 +15,6 @@ from ddpcheck.judge.gradients.script_alone import short
 _FEWEST = 2  # steps
 _NEAR = 1e-3  # relative, of numbers that are equal but for rounding
 _APART = 0.1  # relative, of gradients of other losses
-_IN_FUNCTION = (
-    "Gather with torch.distributed.nn.functional.all_gather, whose backward adds up the gradients of all ranks; or do "
-    "so in the backward of the script's own function."
-)
-_BY_TORCH = (
-    "Gather with torch.distributed.nn.functional.all_gather, whose backward adds up the gradients of all ranks, and "
-    "put no part back."
-)
 
 
 def judge_gathers(uses: Sequence[Sequence[GatheredConstant]]) -> list[Finding]:
@@ -79,7 +71,9 @@ def judge_own_parts(
         return []
     first, apart = every[0], [_difference([one.arrived for one in of_ranks]) for of_ranks in steps]
     seen = f"in {counted(len(steps), 'compared step')}"
-    fix = _IN_FUNCTION if first.by_function else _BY_TORCH
+    fix = "Gather with torch.distributed.nn.functional.all_gather, whose backward adds up the gradients of all ranks"
+    end = "; or do so in the backward of the script's own function." if first.by_function else ", and put no part back."
+    fix += end
     if min(apart) > _APART:
         return one_finding(
             "DDP309",
