@@ -182,7 +182,7 @@ def judge_call_sites(logs: Sequence[Sequence[Call]], first: int = 0) -> list[Fin
     at, coded, *two = parted
     calls = {rank: logs[rank][at] for rank in ranks if at < len(logs[rank])}
     calling, missing = ([rank for rank in calls if coded[rank][at] == coded[one][at]] for one in two)
-    return [_finding(at + first, calls, calling, missing, _last(logs, ranks, first))]
+    return _finding(at + first, calls, calling, missing, _last(logs, ranks, first))
 
 
 def place_of_call_in_addition(logs: Sequence[Sequence[Call]]) -> int | None:
@@ -218,10 +218,10 @@ def _parting(
 
 def _finding(
     number: int, calls: Mapping[int, Call], calling: Sequence[int], missing: Sequence[int], last: Sequence[str]
-) -> Finding:
+) -> list[Finding]:
     extra, other = calls[calling[0]], calls[missing[0]]
     fewer = missing if len(missing) < len(calling) else calling
-    (finding,) = one_finding(
+    return one_finding(
         "DDP403",
         (extra.operation,),
         f"Collective number {number} pairs up different lines: {format_ranks(calling)} "
@@ -233,7 +233,6 @@ def _finding(
         fix=f"Call {extra.operation} at {extra.location} on every rank, equally often, or on none.",
         tags=tags_of_parting(number),
     )
-    return finding
 
 
 def _last(logs: Sequence[Sequence[Call]], ranks: Sequence[int], first: int) -> list[str]:

@@ -318,8 +318,7 @@ def _finding_of_hooks(
         "limited": "limits the elements of each rank's own gradient",
     }[why]
     number = {"scaled": "times {0:.4g}", "masked": "a different mask", "limited": "cut off at {0:.4g}"}[why]
-    as_it_was = "no element is changed"
-    said = [as_it_was if one == _AS_IT_WAS else number.format(one.number) for one in changes]
+    said = ["no element is changed" if one == _AS_IT_WAS else number.format(one.number) for one in changes]
     return one_finding(
         "DDP310",
         names,

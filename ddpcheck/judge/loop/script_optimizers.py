@@ -254,7 +254,7 @@ def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
         parted = any(len({one[name] for one in counts}) > 1 for name in common)
         if restored := _restored_on_some(of_ranks):
             if parted or not all(states):
-                return [_loaded_on_some(of_ranks, restored, [max(one.values(), default=0.0) for one in counts])]
+                return _loaded_on_some(of_ranks, restored, [max(one.values(), default=0.0) for one in counts])
             continue
         told = f"load_state_dict is called there, on every rank; it steps at {first.location}"
         if found := state_of_one_rank(states, loaded[0], [told], [first.count]):
@@ -262,9 +262,9 @@ def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
     return []
 
 
-def _loaded_on_some(of_ranks: Steps, restored: Mapping[int, Location], counts: Sequence[float]) -> Finding:
+def _loaded_on_some(of_ranks: Steps, restored: Mapping[int, Location], counts: Sequence[float]) -> list[Finding]:
     first = of_ranks[0]
-    (found,) = one_finding(
+    return one_finding(
         "DDP306",
         ("state",),
         f"The optimizer's state is loaded on {format_ranks(restored)} only: the others continue with a different "
@@ -279,7 +279,6 @@ def _loaded_on_some(of_ranks: Steps, restored: Mapping[int, Location], counts: S
         ],
         fix=_LOAD_EVERYWHERE.replace("from the same file", "for its own parts"),
     )
-    return found
 
 
 def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], held: set[str]) -> list[Finding]:
@@ -331,18 +330,16 @@ def _own_metrics(of_ranks: Sequence[MetricUsed]) -> list[Finding]:
 
 def judge_zeroed(zeroed: Sequence[GradientsZeroed]) -> list[Finding]:
     """DDP517: gradients that are zeroed again and again between two steps of an optimizer; of one rank."""
-    return [
-        finding
-        for one in zeroed[:1]
-        for finding in one_finding(
-            "DDP517",
-            ("zero_grad",),
-            f"zero_grad discards gradients that no step has used: it is called {one.times} times before each optimizer "
-            "step.",
-            location=one.location,
-            evidence=["each time the gradients were not zero"],
-        )
-    ]
+    if not zeroed:
+        return []
+    return one_finding(
+        "DDP517",
+        ("zero_grad",),
+        f"zero_grad discards gradients that no step has used: it is called {zeroed[0].times} times before each "
+        "optimizer step.",
+        location=zeroed[0].location,
+        evidence=["each time the gradients were not zero"],
+    )
 
 
 def judge_reduced_in_place(

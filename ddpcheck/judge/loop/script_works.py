@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, WorkUsed
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import make_finding
+from ddpcheck.findings.wording import make_finding, unless_all
 
 OF_GRADIENTS = "of gradients"  # tag of a DDP408: what an optimizer steps by is not known to be the result
 
@@ -39,7 +39,6 @@ def _finding(told: Sequence[tuple[int, _Told]], world_size: int) -> Finding:
         message = f"The tensor of {call} is written before the wait(){at}: the collective may be reading or writing it."
     else:
         message = f"Nothing waits for the result of {call}: its handle is dropped."
-    ranks = sorted({rank for rank, _ in told})
-    ranks = ranks if len(ranks) < world_size else []
+    ranks = unless_all(sorted({rank for rank, _ in told}), world_size)
     tags = (OF_GRADIENTS,) if any(one.of_gradients for _, one in told) else ()
     return make_finding("DDP408", (one.operation,), message, ranks=ranks, location=one.location, tags=tags)

@@ -65,7 +65,7 @@ _IDLE = (
     "before wrapping."
 )
 _ON_NO_RANK = ("DDP101", "DDP102", "DDP103")
-_ABSENT = ("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP513")
+_ABSENT = (*_ON_NO_RANK, "DDP104", "DDP105", "DDP513")
 
 
 def _evidence(

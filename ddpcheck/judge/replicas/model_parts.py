@@ -118,9 +118,6 @@ def _factors(of_ranks: PartSteps) -> list[float] | None:
     return found if max(found) - min(found) > _TOLERANCE * max(found) else None
 
 
-_WORDS = (("gradient", "gradients"), ("differs", "differ"), ("it", "them"))
-
-
 def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
     """DDP301: gradients of what is not split that the ranks have for themselves."""
     apart = [(of_ranks, names) for of_ranks in steps if (names := _differing(of_ranks))]
@@ -129,10 +126,10 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
     of_ranks, names = apart[0]
     drawn = _draw_apart(steps)
     seeded = next((one.seeded for one in of_ranks if one.seeded is not None), None) if drawn else None
-    theirs, differ, them = (plural_verb(*words, names) for words in _WORDS)
     message = (
-        f"The {theirs} of {join_names(names)} {differ} between {format_ranks(ranks)}, which compute one model together "
-        f"(tensor parallelism) and replicate {them}: "
+        f"The {plural_verb('gradient', 'gradients', names)} of {join_names(names)} "
+        f"{plural_verb('differs', 'differ', names)} between {format_ranks(ranks)}, which compute one model together "
+        f"(tensor parallelism) and replicate {plural_verb('it', 'them', names)}: "
     )
     return one_finding(
         "DDP301",

@@ -132,7 +132,10 @@ def _judge_shards(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptur
             known = apart.get(finding.code)
             most = finding if known is None or len(known.subjects) < len(finding.subjects) else known
             places = {ranks[place] for place in finding.ranks} | set(() if known is None else known.ranks)
-            fix = _ALIKE if finding.code == "DDP208" else finding.fix
+            fix = finding.fix
+            if finding.code == "DDP208":
+                fix = "fully_shard broadcasts nothing: give all replicas the same values before it, or hand rank 0's "
+                fix += "values out after it (set_model_state_dict with broadcast_from_rank0)."
             apart[finding.code] = replace(most, ranks=tuple(sorted(places)), evidence=(), fix=fix)
     return [*found, *apart.values()]
 
@@ -150,12 +153,6 @@ def against_average(everyone: Sequence[ReplicaCaptured]) -> list[list[Difference
         )[place]
         for place, one in enumerate(everyone)
     ]
-
-
-_ALIKE = (
-    "fully_shard broadcasts nothing: give all replicas the same values before it, or hand rank 0's values out after it "
-    "(set_model_state_dict with broadcast_from_rank0)."
-)
 
 
 def _own_of(one: ReplicaCaptured, shard: int) -> dict[str, Sketch]:

@@ -91,10 +91,8 @@ def judge_construction(together: Sequence[WrapperBegun]) -> list[Finding]:
     codes = _OF_TENSORS + (_OF_BUFFERS if broadcasts else ())
     found = judge_options("DDP221", [one.options for one in together], "DistributedDataParallel")
     found = [replace(finding, location=together[(finding.ranks or (0,))[0]].location) for finding in found]
-    for finding in judge_descriptions([one.description for one in together]):
-        if finding.code in codes:
-            found.append(_explained(finding, together))
-    return found
+    described = judge_descriptions([one.description for one in together])
+    return found + [_explained(finding, together) for finding in described if finding.code in codes]
 
 
 def _explained(finding: Finding, together: Sequence[WrapperBegun]) -> Finding:
