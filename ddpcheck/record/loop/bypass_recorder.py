@@ -70,12 +70,16 @@ class BypassRecorder(Recorder, subjects=("loop",)):
         return self._event
 
     def close(self) -> None:
+        """Listen no more."""
         self._listens = False
         remove_hooks(self._handles)
 
     def _marked(self) -> _Marks:
-        gradients = (parameter.grad for parameter in self._some)
-        return [None if gradient is None else (id(gradient), version_of(gradient)) for gradient in gradients]
+        marks: _Marks = []
+        for parameter in self._some:
+            gradient = parameter.grad
+            marks.append(None if gradient is None else (id(gradient), version_of(gradient)))
+        return marks
 
     def _listen(self) -> None:
         if self._listens and not self._handles and not self._event.location:

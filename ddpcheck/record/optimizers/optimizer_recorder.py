@@ -109,6 +109,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         self._sums: dict[int, tuple[Callable[[], Any], int, Location | None]] = {}  # version, line, by identity
 
     def close(self) -> None:
+        """The script has ended."""
         self._loads.hand_over()
         living = {known.number: optimizer for optimizer, known in list(self._known.items())}
         for known in self._all:
@@ -147,6 +148,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
     # Steps
 
     def before_step(self, optimizer: Any, _has_closure: bool, inside: bool) -> None:
+        """An optimizer is about to step."""
         if self._loads.waits:
             self._loads.hand_over()
         self._writes.step(begins=True)
@@ -180,12 +182,15 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
                 self.states.look(known.number, known.steps, self._held())
         self._sums.clear()
         self.given.clear()
-        known.reduced = {watch.number: watch.step for watch in watches}
+        known.reduced = {}
+        for watch in watches:
+            known.reduced[watch.number] = watch.step
         known.steps += 1
         self._run.rounds = max(self._run.rounds, known.steps)
         (self._due.add if self._run.is_written(known.steps) else self._due.discard)(known.number)
 
     def after_step(self, optimizer: Any, _has_closure: bool) -> None:
+        """It has stepped."""
         self._writes.step(begins=False)
         if (known := self._known.get(optimizer)) is not None:
             known.inside = False
@@ -363,6 +368,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             self._zeroings.backward_begins(loss)
 
     def after_backward(self) -> None:
+        """It has ended."""
         if self._run.is_written(self._run.steps):
             self._clips.backward_ended()
             self._local = self._sketches()
