@@ -42,4 +42,4 @@ def test_the_readme_says_what_a_clean_run_covers_and_what_fails() -> None:
 
 
 def test_the_readme_says_on_what_ddpcheck_has_not_run() -> None:
-    assert "nothing of it has run on a GPU" in " ".join(README.read_text(encoding="utf-8").split())
+    assert "none of it has run on a GPU" in " ".join(README.read_text(encoding="utf-8").split())

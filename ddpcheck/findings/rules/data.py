@@ -7,8 +7,8 @@ DDP505 duplicate-data: error
 Ranks train on the same samples in the same step.
 why: The average of equal gradients is the same gradient: W ranks do the work of one. Usually the loader has no
 DistributedSampler, or the sampler was given fixed ranks. (PyTorch docs, DistributedSampler.)
-fix: Give the loader a DistributedSampler, split data by rank and world size, or seed the generator that draws samples
-with seed + rank.
+fix: Give the loader a DistributedSampler, split data by rank and world size, or use seed + rank as the seed of the
+generator that draws the samples.
 detected: The samples of each rank in a step are compared by fingerprints: those of a recipe's shards, those of a data
 loader with the indices of its sampler, and the inputs of forward. These are warnings: parts of a dataset that overlap,
 in an epoch or from the second one on; a rank that gets the samples of another rank some steps later; and targets of a

@@ -352,7 +352,7 @@ def _is_whole(one: LoaderPass) -> bool:
 
 
 def _taken(one: LoaderPass) -> str:
-    return f"{wording.counted(one.size, 'sample')}, of which each takes {len(one.indices)}, by {one.sampler}"
+    return f"each rank takes {len(one.indices)} of {wording.counted(one.size, 'sample')} ({one.sampler})"
 
 
 def _first(indices: Sequence[int]) -> str:
