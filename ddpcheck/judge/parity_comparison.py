@@ -6,6 +6,7 @@ and with other random numbers, has measured them. What differs by a small multip
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ _FEWEST_DIGITS = 100  # of the last digit, from which a number is not equal to a
 _LARGEST = 1e30
 _Key = tuple[str, str, int]
 _Line = tuple[int, str, int, str, str]
+_Step = tuple[list[ParityStep], ParityStep, ParityStep | None]  # of all ranks, of one process, and of its noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +80,28 @@ class Comparison:
     noise: WatchedRank | None = None
     other_rank: WatchedRank | None = None  # a single process that takes itself for another rank
 
-    def steps(self) -> list[tuple[list[ParityStep], ParityStep, ParityStep | None]]:
-        """Return the steps that both runs have made, in order: of all ranks, of one process, and of its noise."""
-        by_key = [{(s.optimizer, s.count): s for s in entries_of(rank, ParityStep)} for rank in self.ranks]
+    def steps(self) -> list[_Step]:
+        """Return the steps that both runs have made on the same samples, in order."""
+        if self.has_other_model or self.computes_with_rank:
+            return []
+        return [*itertools.takewhile(lambda step: self._have_same_samples(*step[:2]), self._steps_of_both)]
+
+    def next_steps(self) -> list[_Step]:
+        """Return the first step of each optimizer after `steps`, of which only its parameters are those of `steps`."""
+        steps = self.steps()
+        following = {(alone.optimizer, alone.count + 1) for _, alone, _ in steps}
+        return [step for step in self._steps_of_both[len(steps) :] if (step[1].optimizer, step[1].count) in following]
+
+    @cached_property
+    def _steps_of_both(self) -> list[_Step]:
+        by_rank = [{(s.optimizer, s.count): s for s in entries_of(rank, ParityStep)} for rank in self.ranks]
         noise = {(s.optimizer, s.count): s for s in entries_of(self.noise, ParityStep)} if self.noise else {}
-        found = []
-        for step in entries_of(self.single, ParityStep):
-            key = step.optimizer, step.count
-            if all(key in of_rank for of_rank in by_key):
-                of_ranks = [of_rank[key] for of_rank in by_key]
-                if not self._have_same_samples(of_ranks, step) or self.has_other_model or self.computes_with_rank:
-                    break
-                found.append((of_ranks, step, noise.get(key)))
-        return found
+        keys = [((alone.optimizer, alone.count), alone) for alone in entries_of(self.single, ParityStep)]
+        return [
+            ([steps[key] for steps in by_rank], alone, noise.get(key))
+            for key, alone in keys
+            if all(key in steps for steps in by_rank)
+        ]
 
     def _have_same_samples(self, of_ranks: Sequence[ParityStep], alone: ParityStep) -> bool:
         """Return if forward was given the same rows; without wrappers, if all that entered the script was replayed."""
@@ -188,18 +199,18 @@ class Comparison:
 
 
 def parameters(comparison: Comparison) -> list[Quantity]:
-    """Return the parameters before each step that both runs have made, as far as each rank has them whole."""
+    """Return the parameters before each step, and each next one, as far as each rank has them whole."""
     found, largest = [], 0.0
-    for of_ranks, alone, noise in comparison.steps():
+    # Noise is not measured for less; samples that differ may be computed with parameters that do.
+    least = 0.0 if comparison.noise is not None else EQUAL if comparison.has_same_samples else FLOOR
+    for of_ranks, alone, noise in [*comparison.steps(), *comparison.next_steps()]:
         if alone.sharded or len(of_ranks[0].values) != len(alone.values):
             return []
         many, one = of_ranks[0].values, alone.values
         size = math.hypot(*one) or 1.0
         largest = max(largest, math.dist(one, noise.values) / size if noise is not None else 0.0)
         apart = math.dist(many, one) / size
-        if comparison.noise is None and apart <= EQUAL:
-            apart = 0.0  # noise is not measured for less
-        found.append(Quantity(math.hypot(*many), size, apart, largest))
+        found.append(Quantity(math.hypot(*many), size, apart if apart > least else 0.0, largest))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -116,11 +117,15 @@ def _of_gradients(comparison: Comparison) -> Iterator[Divergence]:
 
 def _of_updates(comparison: Comparison) -> Iterator[Divergence]:
     """Compare the parameters after steps that had equal gradients."""
-    every = zip(comparison.steps(), parameters(comparison), gradients(comparison), strict=False)
+    steps = [*comparison.steps(), *comparison.next_steps()]
+    every = itertools.zip_longest(steps, parameters(comparison), gradients(comparison))
     for (of_ranks, alone, _), quantity, gradient in every:
+        if quantity is None:  # ranks have parts of the parameters
+            return
         if quantity.differs:
-            made = [one for one in entries_of(comparison.ranks[0], OptimizerStep) if one.optimizer == alone.optimizer]
-            where = next((one.made for one in made if one.made), None) or of_ranks[0].location
+            built = entries_of(comparison.ranks[0], OptimizerStep)
+            lines = (step.made for step in built if step.optimizer == alone.optimizer and step.made)
+            where = next(lines, of_ranks[0].location)
             names = comparison.names_of(comparison.ranks[0], alone.optimizer)
             pairs = sorted(
                 zip(of_ranks[0].values, alone.values, names, strict=False), key=lambda pair: -abs(pair[0] - pair[1])
@@ -133,7 +138,7 @@ def _of_updates(comparison: Comparison) -> Iterator[Divergence]:
             if comparison.noise is not None:
                 evidence.append(f"rounding and random numbers change them by {quantity.noise:.1g}")
             yield Divergence("update", alone.count, where, said, tuple(evidence))
-        if quantity.differs or not gradient.is_equal:
+        if quantity.differs or not (gradient is None or gradient.is_equal):
             return
 
 

@@ -156,5 +156,5 @@ def _listed(told: Sequence[Told], verdict: Verdict) -> str:
 
 
 def _without_buffers(held: str) -> str:
-    """What held, in words, if buffers did not."""
+    """Return in words what matches between ranks if buffers differ."""
     return held.replace(", buffers and", " and").replace(" and buffers", "")

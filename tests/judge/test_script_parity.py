@@ -318,6 +318,17 @@ def test_parameters_that_differ_after_equal_gradients_are_those_of_the_update(no
         assert one.location == Location("train.py", 12) and "norm of bias: 1.01 and 1" in one.evidence
 
 
+def test_parameters_after_the_last_step_on_the_same_samples_are_compared() -> None:
+    """The inputs of a discriminator are computed with parameters that differ already."""
+    on_ranks = with_values(steps(3, 2, 1, 1), 1.0, 1.0, 1.01, 1.02)
+    alone = [*steps(3, 2, samples=16.0), *steps(3, 2, 1, 1, samples=12.0)[2:]]
+    both = compared(on_ranks, with_values(alone, 1.0, 1.0, 1.0, 1.0), with_values(alone, 1.0, 1.0, 1.0, 1.0))
+    (found,) = judge_parity(both)
+    assert found.subjects == ("update",) and found.message.startswith("Before optimizer step 2, the parameters")
+    same = compared(with_values(on_ranks, 1.0, 1.0, 1.0, 1.02), with_values(alone, 1.0, 1.0, 1.0, 1.0))
+    assert judge_parity(same) == []  # of a later step, parameters follow from other samples
+
+
 def test_a_clip_with_another_limit_is_no_fault_of_the_loss() -> None:
     clipped = [
         [ParityStep(**{**_fields(step), "clip": (3.0, limit)}) for step in made]

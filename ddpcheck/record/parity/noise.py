@@ -36,7 +36,7 @@ class Noise:
             Patch(module, "manual_seed" if module is torch else "seed", self._seeding)
 
     def begin(self) -> None:
-        """Draw other numbers: a wrapper or an optimizer is there."""
+        """Draw other numbers: an optimizer is there, or a wrapper computes."""
         if self._is_on:
             return
         self._is_on = True

@@ -130,14 +130,9 @@ class ParityRecorder(Recorder, subjects=("parity",)):
 
     def _wraps(self, _wrapper: Any, module: Any = None, *_arguments: Any, **_named: Any) -> Iterator[None]:
         yield
-        self._may_train()
+        self.samples.draws = True
         if isinstance(module, nn.Module):
             self._name(module)
-
-    def _may_train(self) -> None:
-        self.samples.draws = True
-        if self._noise is not None:
-            self._noise.begin()
 
     def _name(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
@@ -145,8 +140,9 @@ class ParityRecorder(Recorder, subjects=("parity",)):
 
     def _constructs(self, optimizer: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
         yield
-        self._may_train()
+        self.samples.draws = True
         if self._noise is not None:
+            self._noise.begin()
             parameters = [own_part(p) for group in optimizer.param_groups for p in group["params"]]
             self._noise.round(parameters, _OF_KERNELS)
 
@@ -163,6 +159,8 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         self._trace.begin()
 
     def _forwards(self, wrapper: Any, *inputs: Any, **named: Any) -> None:
+        if self._noise is not None:  # not before: the script may construct another model after its first wrapper
+            self._noise.begin()
         if not wrapper.training or not torch.is_grad_enabled():
             return
         for tensor in tree_tensors((inputs, named)):

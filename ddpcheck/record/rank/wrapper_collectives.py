@@ -33,7 +33,7 @@ class _Line:
 
 
 class WrapperCollectives(Recorder, subjects=("collectives",)):
-    """Those of one wrapper, and its forward passes that may train, by which its backward passes are told apart."""
+    """Collectives of one wrapper, and its forward passes that may train, which tell its backward passes apart."""
 
     def __init__(self, log: RankLog, number: int, which: str) -> None:
         """Begin; `which` says in the log which wrapper of its process group it is, where there are several."""

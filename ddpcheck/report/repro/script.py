@@ -110,7 +110,7 @@ import types
 
 @dataclasses.dataclass
 class Recipe:
-    """What is trained, and how; replaces ddpcheck.Recipe."""
+    """A model with its batch and loss; replaces ddpcheck.Recipe."""
 
     model: object
     batch: object
