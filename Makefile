@@ -13,7 +13,7 @@ PICTURE := examples/language_model/frozen_by_no_grad.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help report test tests-of-a-change test-all test-frameworks test-launchers test-gpu lint types format faults steady schemas scripts models bench bench-quick docs pictures dist test-torch clean
+.PHONY: help report test tests-of-a-change test-all test-exhaustive test-frameworks test-launchers test-gpu lint types format faults steady schemas scripts models bench bench-quick docs pictures dist test-torch clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,9 +52,13 @@ tests-of-a-change: $(READY)
 	$(PYTEST)
 
 # `make test` runs what has no mark, or `smoke`; this runs the rest. tests/tiers.py says what the marks mean.
-test-all: $(READY) ## the tests that `make test` leaves out: a share of the faults, twins and models, frameworks, launchers; 30 minutes
+test-all: $(READY) ## the tests that `make test` leaves out: a share of the faults, twins and models, frameworks, launchers; 25 minutes
 	$(BIN)/python -m tests.launchers.install
-	$(PYTEST) -m "(slow or launchers) and not smoke"
+	$(PYTEST) -m "(slow or launchers) and not (smoke or exhaustive)"
+
+test-exhaustive: $(READY) ## every case of every test that `make test` leaves out; hours
+	$(BIN)/python -m tests.launchers.install
+	EVERY_CASE=1 $(PYTEST) -m "slow or launchers or exhaustive"
 
 test-frameworks: $(READY) ## all tests of mmengine, Lightning, transformers and accelerate
 	$(PYTEST) -m "not launchers" tests/integrations

@@ -174,7 +174,7 @@ for pid in pids:
     assert 40 << 20 < found["memory"]["below"] < 80 << 20  # three of the four that share it
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_command_measures_and_leaves_nothing_behind(tmp_path: Path) -> None:
     names = ["imported", "worlds", "fixture"]
     done = subprocess.run(

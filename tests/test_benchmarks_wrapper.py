@@ -84,7 +84,7 @@ def test_a_saved_run_is_shown_as_it_was(tmp_path: Path) -> None:
     assert "+0.5 (+0.5 to +0.5) %" in for_terminal(again)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_quick_run_measures_every_alternative(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.wrapper", "--only", "few-1", "--seconds", "0.1", "--json", "run.json"],

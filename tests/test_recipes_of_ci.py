@@ -114,8 +114,8 @@ def test_the_hook_is_a_command_that_takes_the_arguments_of_the_docs() -> None:
     assert (given.target, given.baseline) == ("train_recipe.py", "baseline.json")
 
 
+@pytest.mark.exhaustive
 @INSTALLED
-@pytest.mark.slow
 def test_pre_commit_runs_the_hook_and_fails_for_a_finding(tmp_path: Path) -> None:
     hooks, project = tmp_path / "hooks", tmp_path / "project"
     for folder in (hooks, project):

@@ -5,7 +5,9 @@ A test without a mark is in `make test`. What is marked is left to `make test-al
 - `slow`: more of what `make test` has a share of, or the rest of a framework;
 - `launchers`: starts torchrun, Open MPI or SLURM.
 
-Of what is many cases of one thing, `make test-all` runs one in so many (`one_of`); EVERY_CASE=1 runs them all.
+`make test-exhaustive` runs the tests that are marked `exhaustive` as well, which are further cases of what another test
+has or measure for a minute. Of what is many cases of one thing, `make test-all` runs one in so many (`one_of`), and
+`make test-exhaustive`, which sets EVERY_CASE, all.
 
 `smoke` takes single tests of a file that is marked as a whole into `make test`.
 """
@@ -28,9 +30,9 @@ def needs(*modules: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)}: not installed")
 
 
-def share(values: Iterable[Any], in_make_test: Collection[Any]) -> list[Any]:
-    """Arguments for `parametrize`: those of `values` that are not in `in_make_test` run in `make test-all` only."""
-    return [value if value in in_make_test else pytest.param(value, marks=pytest.mark.slow) for value in values]
+def share(values: Iterable[Any], chosen: Collection[Any], mark: pytest.MarkDecorator = pytest.mark.slow) -> list[Any]:
+    """Arguments for `parametrize`, of which all but the chosen ones have a mark."""
+    return [value if value in chosen else pytest.param(value, marks=mark) for value in values]
 
 
 def one_of(count: int, values: Iterable[T]) -> list[T]:

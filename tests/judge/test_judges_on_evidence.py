@@ -44,7 +44,7 @@ from tests.faultsuite.recorded import (
 )
 from tests.faultsuite.runs import faults_in, faults_in_twin
 from tests.reports import shown
-from tests.tiers import first_of_each, share
+from tests.tiers import first_of_each, one_of, share
 
 CASES = all_cases()
 ONE_OF_EACH_CODE = first_of_each(CASES, lambda case: [case.expected.code])
@@ -233,7 +233,7 @@ def test_a_fault_is_missed_without_any_one_of_the_judges() -> None:
     assert idle == [], "each needs a fault in examples/faults, or a test on evidence made by hand in NO_FAULT_NEEDS"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_fault_is_told_otherwise_without_any_one_of_the_causes(monkeypatch: pytest.MonkeyPatch) -> None:
     by_hand = {"DDP111", "DDP112", "DDP309", "DDP406", "DDP518"}  # in test_parity.py
     by_hand |= {
@@ -280,7 +280,7 @@ def is_red(test: Callable[[], None]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NO_FAULT_NEEDS)
+@pytest.mark.parametrize("name", one_of(2, NO_FAULT_NEEDS))
 def test_the_test_on_evidence_made_by_hand_is_red_without_the_judge(name: str) -> None:
     tests = list(called(NO_FAULT_NEEDS[name]))
     for test in tests:

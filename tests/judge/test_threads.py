@@ -137,6 +137,9 @@ def test_two_threads_of_a_rank_that_use_one_group_are_the_cause_of_another_order
 def test_two_threads_that_began_alike_and_both_wait() -> None:
     log = [STEP, of_thread(), END]
     assert judge_interleaving(at_end(log, log, waiting=(1,))) and not judge_interleaving(at_end(log, log))
+    later = [*log, STEP, of_thread("Writer-2"), END]  # the first step went well, and its thread has another name
+    (finding,) = judge_interleaving(at_end(later, later, waiting=(1,)))
+    assert "the main thread calls barrier at train.py:41" in finding.message
 
 
 @pytest.mark.parametrize(

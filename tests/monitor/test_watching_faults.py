@@ -95,7 +95,7 @@ QUICK = [str(case) for case in fastest_of_each_code([case for case in all_cases(
 
 
 @pytest.mark.ddp(preload=["ddpcheck.monitor.wrapper"])  # imported once, and not on each rank
-@pytest.mark.parametrize("name", share([*QUICK, *(name for name in one_of(3, NAMES) if name not in QUICK)], QUICK))
+@pytest.mark.parametrize("name", share([*QUICK, *(name for name in one_of(6, NAMES) if name not in QUICK)], QUICK))
 def test_a_fault_is_found_while_the_loop_runs_and_its_twin_is_silent(ddp_world, name):
     path = FAULTS / f"{name}.py"
     want = expected(path)

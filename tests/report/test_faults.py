@@ -23,7 +23,7 @@ from tests.tiers import one_of, share
 
 CASES = all_cases()
 QUICK, QUICK_TWINS = fastest_of_each_code(CASES), fastest_of_each_family(CASES)
-FAULTS = [case for case in one_of(10, CASES) if case not in QUICK]
+FAULTS = [case for case in one_of(20, CASES) if case not in QUICK]
 TWINS = [case for case in one_of(20, CASES) if case not in QUICK_TWINS]
 WITHOUT_FAULT = {
     "DDP207": "two types of device: gather/test_consistency.py",

@@ -21,6 +21,7 @@ PLAIN_DDP = 2 * 12
 ONE_COPY = 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dropout", one_of(2, [0.1, 0.0]))
 def test_a_check_needs_no_more_than_plain_ddp(dropout: float) -> None:
     def model() -> nn.Module:  # most of it one tensor, of which no part is let go of before the rest

@@ -26,7 +26,7 @@ from ddpcheck.report.repro.script import COMPARISONS, tolerance_for, why_none, w
 from ddpcheck.report.repro.target_code import imports_from_ddpcheck
 from tests.faultsuite.cases import FAULTS, read_case
 from tests.reproductions import Runner, write
-from tests.tiers import share
+from tests.tiers import one_of, share
 
 ROOT = Path(__file__).parents[2]
 HEALTHY = ROOT / "tests" / "zoo" / "healthy"
@@ -78,7 +78,7 @@ def runner() -> Iterator[Runner]:
 
 # `make test` has every twenty-fourth, `make test-all` every third; `python -m tests.reproductions` runs all, and those
 # of the other faults.
-@pytest.mark.parametrize("name", share(list(SHOWN)[::3], list(SHOWN)[::24]))
+@pytest.mark.parametrize("name", share(one_of(6, SHOWN), list(SHOWN)[::24]))
 def test_the_script_shows_the_fault_and_not_on_its_repaired_twin(name: str, runner: Runner, tmp_path: Path) -> None:
     case = read_case(FAULTS / f"{name}.py")
     broken, fixed = f"{case.path}:broken", f"{case.path}:fixed"
@@ -397,7 +397,7 @@ def test_a_docstring_holds_whatever_a_name_holds(tmp_path: Path) -> None:
     assert "[red]" in (ast.get_docstring(ast.parse(text)) or "") and "\x1b" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_scripts_are_formatted_like_the_code_around_them(tmp_path: Path) -> None:
     ruff = shutil.which("ruff") or shutil.which("ruff", path=str(Path(sys.executable).parent))
     if ruff is None:

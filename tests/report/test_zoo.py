@@ -47,7 +47,7 @@ def most_various(paths: list[Path], count: int) -> list[Path]:
 
 # `make test` has these, and every eighth broken one; what is compiled takes its time.
 QUICK = most_various([path for path in HEALTHY if "torch.compile" not in torch_in(path)], IN_MAKE_TEST)
-SOME = [*QUICK, *(path for path in one_of(12, HEALTHY) if path not in QUICK)]
+SOME = [*QUICK, *(path for path in one_of(24, HEALTHY) if path not in QUICK)]
 OTHERS = [path for path in HEALTHY if path.stem in IN_OTHER_WORLDS]
 
 

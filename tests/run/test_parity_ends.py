@@ -287,7 +287,7 @@ def test_a_full_disk_ends_the_recording_of_samples_and_not_the_training(tmp_path
     assert detail.endswith("recorded for 1 backward pass only: their file could not be written: File too large")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_smaller_batches_are_those_of_both_runs(tmp_path: Path) -> None:
     done, (status, detail) = ran(tmp_path, "", "--check-parity-batch=3")
     assert "rows of the last batch: 3" in done.stdout and "(up to 6 samples)" in done.stderr

@@ -85,7 +85,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", dict.fromkeys(["exit", *one_of(3, ENDINGS)]))
+@pytest.mark.parametrize("ending", one_of(4, ENDINGS))
 def test_a_healthy_script_gives_its_own_output_and_exit_code(ending: str) -> None:
     ranks = 1 if ending == "spawn" else 2
     watched = run(DDPCHECK, PROGRAM, ending, ranks=ranks)
@@ -154,7 +154,7 @@ def test_what_scripts_do_by_hand(of: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "loops"), [(2, []), (4, ["hybrid"])])
+@pytest.mark.parametrize(("ranks", "loops"), one_of(2, [(2, []), (4, ["hybrid"])]))
 def test_healthy_loops_of_shards_are_clean(ranks: int, loops: Sequence[str]) -> None:
     watched = run_forked(str(ROOT / "tests" / "healthy_shards.py"), *loops, ranks=ranks)
     assert watched.returncode == 0 and f"ddpcheck: clean: {ranks} ranks (gloo), " in watched.stderr, watched.stderr
@@ -208,7 +208,7 @@ def test_a_script_is_watched_under_another_launcher() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_hang_under_another_launcher_is_ended_and_told() -> None:
     script = str(ROOT / "examples" / "scripts" / "uneven_batches.py")
     ended = run(TORCHRUN, "-m", "ddpcheck.monitor", "--check-timeout", "3", script)
@@ -257,7 +257,7 @@ def test_the_fault_of_a_script_is_found(tmp_path: Path, script: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS[::12])
+@pytest.mark.parametrize("script", one_of(20, SCRIPTS))
 def test_its_fixed_twin_is_clean(tmp_path: Path, script: str) -> None:
     code, report = report_on(tmp_path, script, "--fixed")
     assert (code, report["findings"]) == (0, [])

@@ -47,7 +47,7 @@ def found(tmp_path: Path, how: str, backend: str) -> tuple[int, list[tuple[str, 
     return ended.returncode, [(one["code"], one["ranks"], one["location"], one["message"]) for one in findings]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize("how", one_of(2, ["skips", "skips backward", "wraps on rank 0"]))
 def test_a_hang_of_ranks_that_spin_is_told_as_that_of_ranks_that_sleep(tmp_path: Path, how: str) -> None:
@@ -58,7 +58,7 @@ def test_a_hang_of_ranks_that_spin_is_told_as_that_of_ranks_that_sleep(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("packages")
-@pytest.mark.parametrize("how", one_of(2, ["works", "works in a collective", "works in backward"]))
+@pytest.mark.parametrize("how", one_of(3, ["works", "works in a collective", "works in backward"]))
 def test_a_rank_that_works_while_others_spin_is_no_hang(tmp_path: Path, how: str) -> None:
     assert found(tmp_path, how, "spinning") == (0, [])
 

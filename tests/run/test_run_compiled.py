@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked_run import run_forked
+from tests.tiers import one_of
 
 SCRIPT = """
 import sys
@@ -143,9 +144,9 @@ def reported(
 @pytest.mark.parametrize(
     ("how", "backend"),
     [
-        pytest.param("inside", "eager", marks=pytest.mark.slow),
+        pytest.param("inside", "eager", marks=pytest.mark.exhaustive),
         pytest.param("around", "aot_eager", marks=pytest.mark.slow),
-        pytest.param("inside", "inductor", marks=pytest.mark.slow),
+        pytest.param("inside", "inductor", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_compiled_script_is_clean_watched_to_its_end_and_compiled_as_it_is_without(
@@ -158,7 +159,7 @@ def test_a_compiled_script_is_clean_watched_to_its_end_and_compiled_as_it_is_wit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", one_of(2, ["aot_eager", "inductor"]))
 def test_a_detached_parameter_of_compiled_code_is_told_as_in_the_code(tmp_path: Path, backend: str) -> None:
     code, _, (finding,) = reported(tmp_path, "detached", backend)
     assert (code, finding["code"], finding["subjects"]) == (1, "DDP103", ["body.weight", "body.bias"])
@@ -175,7 +176,7 @@ def test_steps_under_compiled_autograd_are_not_said_to_be_compared(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["script", "trace"])
+@pytest.mark.parametrize("how", one_of(2, ["script", "trace"]))
 def test_a_scripted_model_is_clean_and_watched_to_its_end(tmp_path: Path, how: str) -> None:
     code, checks, findings = reported(tmp_path, how, "used", SCRIPTED)
     assert (code, findings) == (0, [])
@@ -184,7 +185,7 @@ def test_a_scripted_model_is_clean_and_watched_to_its_end(tmp_path: Path, how: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["script", "trace"])
+@pytest.mark.parametrize("how", one_of(2, ["script", "trace"]))
 def test_a_parameter_that_a_scripted_model_does_not_use_is_named(tmp_path: Path, how: str) -> None:
     code, _, findings = reported(tmp_path, how, "unused", SCRIPTED)
     assert (code, findings[0]["code"], findings[0]["subjects"]) == (1, "DDP101", ["spare.weight", "spare.bias"])

@@ -30,7 +30,7 @@ def report_on(folder: Path, *arguments: str) -> dict[str, list[dict[str, object]
     return report
 
 
-@pytest.mark.parametrize("name", one_of(7, FAULTS))
+@pytest.mark.parametrize("name", one_of(14, FAULTS))
 def test_a_fault_of_a_mesh_is_told_at_its_line(name: str, tmp_path: Path) -> None:
     expected = FAULTS[name]
     (finding,) = report_on(tmp_path, name)["findings"]

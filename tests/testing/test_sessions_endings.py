@@ -206,7 +206,7 @@ def pytest_runtest_logfinish():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("count", "first"), one_of(2, [(120, 60), (600, 100)]))
 def test_a_long_session_grows_in_nothing(trial: Trial, tmp_path: Path, count: int, first: int) -> None:
     numbers = {"COUNT": str(count), "FIRST": str(first), "SIZES": "1" if count < 600 else "3"}

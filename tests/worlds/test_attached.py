@@ -25,6 +25,7 @@ from ddpcheck.worlds.launchers import detection
 from tests import innerpytest
 from tests.innerpytest import Said
 from tests.testing import test_marked
+from tests.tiers import share
 from tests.worlds import test_failure_matrix
 
 pytest.importorskip("torch")
@@ -36,6 +37,7 @@ LAUNCHERS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "mpirun": ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2", sys.executable],
 }
+EACH_LAUNCHER = share(LAUNCHERS, ["torchrun"], pytest.mark.exhaustive)
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "OMPI_", "PMI", "SLURM_", "DDPCHECK_", "GLOO_")
 FOREIGN += ("_DDPCHECK", "PYTEST_", "COV")
 
@@ -272,7 +274,7 @@ def matrix() -> str:
     return head + "".join(part for part in parts if part.startswith(names))
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS)
+@pytest.fixture(scope="module", params=EACH_LAUNCHER)
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     folder = tmp_path_factory.mktemp("attached")
     files = {"conftest": CONFTEST, "test_ours": OURS}
@@ -484,6 +486,7 @@ def one_of(tmp_path_factory: pytest.TempPathFactory) -> Sessions:
     return lambda launcher, name: all_of(launcher)[name]
 
 
+@pytest.mark.exhaustive
 def test_a_session_that_passes_ends_well_and_measures_every_rank(one_of: Sessions) -> None:
     pytest.importorskip("pytest_cov")
     done, folder = one_of("torchrun", "measures")
@@ -494,7 +497,7 @@ def test_a_session_that_passes_ends_well_and_measures_every_rank(one_of: Session
     assert sorted(path.name for path in folder.glob(".coverage*")) == [".coverage"]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", EACH_LAUNCHER)
 def test_all_ranks_stop_after_the_same_failure(launcher: str, one_of: Sessions) -> None:
     done, folder = one_of(launcher, "stops")
     assert done.returncode != 0
@@ -579,7 +582,7 @@ def test_a_process_of_the_launcher_that_dies_fails_the_test_and_the_others_say_s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", EACH_LAUNCHER)
 def test_nothing_stays_of_a_launcher_that_was_killed(launcher: str, tmp_path: Path) -> None:
     command = list(LAUNCHERS[launcher])
     if launcher == "mpirun":

@@ -31,7 +31,7 @@ from ddpcheck.worlds.launchers.leader import places
 from ddpcheck.worlds.launchers.rendezvous import Hello, gather, join
 from ddpcheck.worlds.wire import ProcessContext
 from tests.attached_program import run
-from tests.tiers import one_of
+from tests.tiers import one_of, share
 from tests.worlds.test_attached import FOREIGN
 
 pytest.importorskip("torch")
@@ -45,6 +45,7 @@ LAUNCHERS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "mpirun": ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2"],
 }
+EACH_LAUNCHER = share(LAUNCHERS, ["torchrun"], pytest.mark.exhaustive)
 HANGS = ("hangs_on_1", "--timeout", "3")
 TARGETS: dict[str, Sequence[str]] = {
     "healthy": (),
@@ -338,7 +339,7 @@ def hanging(tmp_path: Path) -> Iterator[Callable[[str], Hanging]]:
         each.kill()
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", EACH_LAUNCHER)
 def test_nothing_stays_of_a_launcher_that_was_killed(launcher: str, hanging: Callable[[str], Hanging]) -> None:
     one = hanging(launcher)
     one.launcher.kill()
@@ -346,7 +347,7 @@ def test_nothing_stays_of_a_launcher_that_was_killed(launcher: str, hanging: Cal
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", EACH_LAUNCHER)
 def test_a_process_that_is_killed_is_a_finding(launcher: str, hanging: Callable[[str], Hanging]) -> None:
     one = hanging(launcher)
     one.of_rank(1).kill()
@@ -356,7 +357,7 @@ def test_a_process_that_is_killed_is_a_finding(launcher: str, hanging: Callable[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", EACH_LAUNCHER)
 def test_the_loss_of_rank_0_is_said_by_another(launcher: str, hanging: Callable[[str], Hanging]) -> None:
     one = hanging(launcher)
     one.of_rank(0).kill()
@@ -365,8 +366,8 @@ def test_the_loss_of_rank_0_is_said_by_another(launcher: str, hanging: Callable[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("launcher", EACH_LAUNCHER)
+@pytest.mark.parametrize("number", one_of(2, [signal.SIGTERM, signal.SIGINT]))
 def test_a_launcher_that_is_told_to_end_ends_everything(
     launcher: str, number: int, hanging: Callable[[str], Hanging]
 ) -> None:

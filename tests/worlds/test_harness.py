@@ -313,7 +313,7 @@ def test_random_numbers_differ_from_rank_to_rank_and_world_to_world() -> None:
     assert all(len(set(each)) == 4 for each in zip(*drawn, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_spawned_ranks_do_the_same() -> None:
     """Seed 1 (DistributedDataParallel): fork after CUDA initialisation is unsafe; workers start by spawn there."""
     with World(2, start_method="spawn") as world:
@@ -917,7 +917,7 @@ def test_ranks_may_have_hash_seeds_of_their_own_as_under_a_launcher(
         assert world.run(ordered_set, NAMES) == [even, even]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_hash_seed_of_the_user_is_that_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "5")
     monkeypatch.setenv(preloading.ONLY_WHAT_IS_ASKED_FOR, "1")  # for a server that nobody else uses
@@ -951,7 +951,7 @@ def test_a_fork_server_that_was_killed_is_replaced(victim: int) -> None:
     assert servers[victim] not in processes.server_pids() and servers[1 - victim] in processes.server_pids()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_fork_server_that_dies_unnoticed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     from ddpcheck.worlds import starting as processes
 

@@ -20,6 +20,7 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.worlds.launchers import store as loopback
 from ddpcheck.worlds.launchers.detection import LauncherEnv, detect, require
 from ddpcheck.worlds.launchers.store import open_store
+from tests.tiers import one_of, share
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.launchers
@@ -30,6 +31,7 @@ LAUNCHERS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "mpirun": ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2"],
 }
+EACH_LAUNCHER = share(LAUNCHERS, ["torchrun"], pytest.mark.exhaustive)
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "OMPI_", "PMI", "SLURM_", "DDPCHECK_", "GLOO_")
 
 Answers = dict[int, dict[str, list[Any]]]
@@ -72,7 +74,7 @@ def launch(launcher: str, folder: Path, *scenarios: str) -> tuple[Answers, subpr
     return answers, done
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS)
+@pytest.fixture(scope="module", params=EACH_LAUNCHER)
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Everything that leaves the ranks alive, in one session of a launcher."""
     answers, done = launch(request.param, tmp_path_factory.mktemp("told"), "works", "fails", "out_of_step")
@@ -235,7 +237,9 @@ def test_a_rank_that_dies_fails_its_test_and_no_other(
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize(("launcher", "who"), [("torchrun", 1), ("torchrun", 0), ("mpirun", 1), ("mpirun", 0)])
+@pytest.mark.parametrize(
+    ("launcher", "who"), one_of(3, [("torchrun", 1), ("torchrun", 0), ("mpirun", 1), ("mpirun", 0)])
+)
 def test_a_process_of_the_launcher_that_dies_fails_this_and_every_later_test_at_once(
     tmp_path: Path, launcher: str, who: int
 ) -> None:
@@ -264,7 +268,7 @@ def test_a_rank_that_has_left_is_named_with_its_reason(tmp_path: Path) -> None:
     assert "left" in answers[1], "it waited for rank 0"
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", EACH_LAUNCHER)
 def test_a_rank_that_is_slow_to_read_what_all_gathered_last_reads_it(tmp_path: Path, launcher: str) -> None:
     answers, _ = launch(launcher, tmp_path, "reads_late")
     assert "the last one end" not in answers[1], answers[1]

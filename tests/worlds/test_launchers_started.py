@@ -158,6 +158,7 @@ def test_torchrun_with_two_agents_as_two_nodes(tmp_path: Path, nodes: list[Node]
     assert [answers[rank]["host"] for rank in range(4)] == ["node1", "node1", "node2", "node2"]
 
 
+@pytest.mark.exhaustive
 def test_torchrun_with_two_agents_on_one_host(tmp_path: Path) -> None:
     agent = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "two"]
     (port,) = slurm.free_ports(1)
@@ -197,6 +198,7 @@ def test_mpirun_meets_at_the_port_that_it_is_told(tmp_path: Path, mpirun: list[s
     assert answers[1]["environment"]["MASTER_PORT"] == str(port)
 
 
+@pytest.mark.exhaustive
 def test_two_jobs_of_mpirun_at_the_same_time(tmp_path: Path, mpirun: list[str]) -> None:
     """Seed 4 (mmcv dist_utils): a fixed default port collides; here there is none."""
     folders = [tmp_path / name for name in ("one", "two", "three")]
@@ -269,6 +271,7 @@ def test_srun_on_one_node_needs_no_address_and_no_port(
     assert answers[0]["environment"]["MASTER_ADDR"] == "127.0.0.1"
 
 
+@pytest.mark.exhaustive
 def test_two_steps_of_one_job_at_the_same_time(tmp_path: Path, one_slurm: dict[str, str]) -> None:
     """Seed 4 (mmcv dist_utils): a fixed default port collides; here there is none."""
     folders = [tmp_path / name for name in ("one", "two")]

@@ -84,8 +84,10 @@ def judge_interleaving(ranks: Sequence[RankAtEnd]) -> list[Finding]:
                 break  # this thread has called something else on a rank
         else:
             last = next((tuple(by_rank[rank.rank]) for rank in ranks if rank.in_threads), ())
-            at, calls = first_mismatch(logs) or (0, last)
-            two = list({call.thread: call for call in calls if call is not None}.values())[-2:]
+            at, of_ranks = first_mismatch(logs) or (0, last)
+            calls = [call for call in of_ranks if call is not None]
+            # the last call of each kind of thread, and of these the last two
+            two = [call for after, call in enumerate(calls, 1) if _kind(call) not in map(_kind, calls[after:])][-2:]
             if len(two) == 2 and all({_what(call) for call in log[at:]} >= set(map(_what, two)) for log in logs):
                 return _of_interleaving(ranks, *sorted(two, key=lambda call: call.thread))
     return []
