@@ -147,6 +147,7 @@ def test_what_stays_behind_is_told_and_ended() -> None:
     assert not psutil.pid_exists(int(found["output"]))
 
 
+@pytest.mark.slow
 def test_a_session_past_its_deadline_is_ended_with_all_its_processes() -> None:
     began = time.monotonic()
     found = in_a_session(SLEEPER + "child.wait()", deadline=3)

@@ -185,6 +185,7 @@ def status(report: Report, name: str) -> str:
     return next(result.status for result in report.checks if result.name == name)
 
 
+@pytest.mark.slow
 def test_a_missing_gradient_that_cannot_be_explained_is_told_without_its_cause(sabotaged) -> None:
     report = sabotaged(
         "import ddpcheck.gather.autograd.gradient_paths as p; p.PathRecorder.explain = None", unused=True
@@ -242,6 +243,7 @@ def test_a_row_of_the_matrix_that_fails_by_a_bug_is_no_verdict_on_the_options(sa
     assert not [advice for advice in matrix.advice if advice.kind in ("own", "fault")]
 
 
+@pytest.mark.slow
 def test_parity_cannot_be_asserted_over_a_bug(sabotaged) -> None:
     from ddpcheck import assert_parity
 

@@ -286,6 +286,7 @@ def test_a_rank_that_waits_for_one_that_has_finished_is_told_long_before_the_dea
     assert stuck.rank == 0 and stuck.place == "step 0: forward" and stuck.collective.startswith("all_reduce(")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["come late", "take long to read what was gathered"])
 def test_a_rank_that_comes_late_is_waited_for(watched: DDPWorld, what: str) -> None:
     assert watched.run(record_and, what) == [None, None]

@@ -237,6 +237,7 @@ def test_values_are_compared_once_the_module_is_wrapped(rank: int) -> None:
     assert (finding.code, finding.subjects) == ("DDP208", ("bias",))
 
 
+@pytest.mark.slow
 @pytest.mark.ddp(world_size=3, timeout=15, reuse="module")
 def test_a_rank_that_never_calls_it_is_named_within_the_timeout(rank: int) -> None:
     assert check_consistency(nn.Linear(3, 3)) == []  # so that the others are there in time

@@ -157,6 +157,7 @@ def test_a_parameter_missing_in_one_step_is_told_apart_from_one_that_never_takes
     assert found(model) == [("DDP105", SPARE, (), (3,))]
 
 
+@pytest.mark.slow
 def test_training_goes_on_under_warn_with_zeros_in_the_place_of_what_is_missing(rank):
     model = CheckedDistributedDataParallel(Net(), on_finding="warn", check_parity_every=1)
     with warnings.catch_warnings(record=True) as caught:
@@ -1053,7 +1054,8 @@ class Detached(nn.Module):
         return self.last(self.first(x).detach())
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_detached_parameter_of_a_compiled_module_is_named_and_told_as_in_the_code(backend):
     model = CheckedDistributedDataParallel(torch.compile(Detached(), backend=backend), on_finding="warn")
     with warnings.catch_warnings(record=True) as shown:
@@ -1373,6 +1375,7 @@ def test_what_no_rank_was_asked_for_any_more_is_told_when_the_watch_is_closed(ra
     assert [(f.code, f.steps) for f in told] == ([("DDP105", (34,))] if rank else [])
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come_to_a_meeting_are_named_and_hold_up_nobody_for_long(rank):
     model = nn.parallel.DistributedDataParallel(Net())
     if rank == 1:

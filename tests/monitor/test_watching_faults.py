@@ -91,7 +91,7 @@ def expected(path: Path) -> dict:
 
 NAMES = [*(f"parameters/{case}" for case in CASES), *(f"training/{case}" for case in OF_THE_LOOP)]
 # `make test` has the fastest of every fourth code; whole checks have each.
-QUICK = [str(case) for case in fastest_of_each_code([case for case in all_cases() if str(case) in NAMES])][::4]
+QUICK = [str(case) for case in fastest_of_each_code([case for case in all_cases() if str(case) in NAMES])][::8]
 
 
 @pytest.mark.ddp(preload=["ddpcheck.monitor.wrapper"])  # imported once, and not on each rank

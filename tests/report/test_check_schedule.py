@@ -140,6 +140,7 @@ def test_what_some_ranks_do_alone_is_found_and_told_in_two_groups(tmp_path: Path
     assert finding.evidence[1].startswith("ranks 4 and 5, collective number ")
 
 
+@pytest.mark.slow
 def test_ranks_that_decide_together_are_answered_as_by_all(tmp_path: Path) -> None:
     report = scheduled(tmp_path, BY_VOTE, world_size=4)
     assert report.status == "clean", shown(report)

@@ -81,6 +81,7 @@ def line(report: Report, name: str) -> tuple[str, str]:
     return next((one.status, one.detail) for one in report.checks if one.name == name)
 
 
+@pytest.mark.slow
 def test_post_local_sgd_is_compared_until_it_begins_and_its_parameters_where_they_are_averaged() -> None:
     report = report_on(wrap_apart, averaged)
     assert report.findings == ()

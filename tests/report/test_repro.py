@@ -78,7 +78,7 @@ def runner() -> Iterator[Runner]:
 
 # `make test` has every twenty-fourth, `make test-all` every third; `python -m tests.reproductions` runs all, and those
 # of the other faults.
-@pytest.mark.parametrize("name", share(one_of(6, SHOWN), list(SHOWN)[::24]))
+@pytest.mark.parametrize("name", share(one_of(6, SHOWN), list(SHOWN)[::48]))
 def test_the_script_shows_the_fault_and_not_on_its_repaired_twin(name: str, runner: Runner, tmp_path: Path) -> None:
     case = read_case(FAULTS / f"{name}.py")
     broken, fixed = f"{case.path}:broken", f"{case.path}:fixed"
@@ -99,7 +99,8 @@ def test_the_script_shows_the_fault_and_not_on_its_repaired_twin(name: str, runn
     assert all(f"rank {number}: " in output for number, output in enumerate(ran.outputs))
 
 
-@pytest.mark.parametrize("attribute", share(["broken", "make", "main"], ["make"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("attribute", ["broken", "make", "main"])
 def test_names_of_the_target_do_not_meet_those_of_the_script(attribute: str, runner: Runner, tmp_path: Path) -> None:
     """The target uses the names of the script's functions, settings, variables and imports for things of its own."""
     (tmp_path / "net.py").write_text(CROWDED)
@@ -159,7 +160,7 @@ def model():
 @pytest.mark.parametrize(
     ("model", "mixes"),
     [
-        ("Net().eval()", True),
+        pytest.param("Net().eval()", True, marks=pytest.mark.slow),
         pytest.param("Trained()", True, marks=pytest.mark.slow),
         ("Frozen()", False),
         ("Frozen().eval()", False),

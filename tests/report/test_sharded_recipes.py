@@ -159,7 +159,7 @@ HEALTHY = {
     "two readers": recipe(readers_and_whole, model=TwoReaders, batch=sequences),
     "mixed precision": recipe(block_and_whole(mp_policy=HALF), **LANGUAGE),
 }
-IN_MAKE_TEST = ("by layer", "tied")
+IN_MAKE_TEST = ("tied",)
 
 
 @pytest.mark.parametrize("name", share(HEALTHY, IN_MAKE_TEST))
@@ -403,10 +403,7 @@ FAULTS: dict[str, tuple[str, Recipe, Recipe]] = {
 SOON = (
     "norm of a shard",
     "unused on rank 1",
-    "frozen on rank 1",
-    "switched off",
     "in no group",
-    "outside of forward",
 )
 
 

@@ -346,6 +346,7 @@ def test_without_its_packages_the_extra_is_named(
     assert capsys.readouterr().err.startswith(said)
 
 
+@pytest.mark.slow
 def test_ranks_do_without_the_packages_of_pictures() -> None:
     code = "import sys; sys.modules.update(graphviz=None, torchviz=None)\nimport ddpcheck.report.graph.trace_graph"
     done = [sys.executable, "-c", f"{code}, {', '.join(MODULES)}"]
@@ -415,6 +416,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.slow
 def test_an_autograd_graph_that_is_deep_is_drawn_and_a_large_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert autograd_source(recipe(CHAIN.format(times=2000))).count("AddBackward0") == 2000
     autograd_source(recipe(CHAIN.format(times="4_000")), code=2)  # another size: bytecode has whole seconds

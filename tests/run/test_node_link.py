@@ -158,6 +158,7 @@ def test_without_the_first_node_another_one_keeps_its_logs(
     assert other.hand_over(b"end") is None
 
 
+@pytest.mark.slow
 def test_the_first_node_is_waited_for_while_it_waits_for_others(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_link, "WAIT", 1.0)
     links = job.start(2)

@@ -16,7 +16,7 @@ import pytest
 import ddpcheck.record
 from ddpcheck.gather.patching import Recorder
 from tests.forked_run import run_forked
-from tests.tiers import one_of
+from tests.tiers import one_of, share
 
 BREAK = """
 import importlib
@@ -120,7 +120,7 @@ STEPS = ("parameters", "replicas", "reducer", "loop", "loss", "optimizers")
 INPUTS = ("data", "files", "evaluation")
 
 
-@pytest.mark.parametrize("subjects", [STEPS, INPUTS, ("collectives",)], ids=" ".join)
+@pytest.mark.parametrize("subjects", share([STEPS, INPUTS, ("collectives",)], [INPUTS]), ids=" ".join)
 def test_recorders_of_some_subjects_fail_and_all_others_find_their_faults(
     tmp_path: Path, subjects: tuple[str, ...]
 ) -> None:

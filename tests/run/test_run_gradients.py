@@ -89,6 +89,7 @@ def line_of(text: str, script: str) -> int:
     return next(number for number, line in enumerate(script.splitlines(), 1) if text in line)
 
 
+@pytest.mark.slow
 def test_ranks_that_skip_the_first_and_the_last_backward(tmp_path: Path) -> None:
     _, _, (finding,) = reported(tmp_path, "alone", "", SKIPS)
     assert (finding["code"], finding["severity"]) == ("DDP508", "error")
@@ -100,9 +101,9 @@ def test_ranks_that_skip_the_first_and_the_last_backward(tmp_path: Path) -> None
     ("how", "severity"),
     [
         ("sgd", "error"),
-        ("sgd, divided", None),
-        ("sgd, clips, divided before", None),
-        ("adam, clips", "warning"),
+        pytest.param("sgd, divided", None, marks=pytest.mark.slow),
+        pytest.param("sgd, clips, divided before", None, marks=pytest.mark.slow),
+        pytest.param("adam, clips", "warning", marks=pytest.mark.slow),
         ("adam", None),
     ],
 )

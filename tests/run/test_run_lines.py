@@ -163,14 +163,15 @@ def finding(script: str, folder: Path, *arguments: str) -> dict[str, Any] | None
     return next(iter(found), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "script"),
     [
         pytest.param("DDP310", IN_BACKWARD, id="in_backward"),
-        pytest.param("DDP217", STATISTICS, id="statistics", marks=pytest.mark.slow),
-        pytest.param("DDP301", SCALER, id="scaler", marks=pytest.mark.slow),
-        pytest.param("DDP510", RESTORED, id="restored", marks=pytest.mark.slow),
-        pytest.param("DDP208", BY_HAND, id="by_hand", marks=pytest.mark.slow),
+        pytest.param("DDP217", STATISTICS, id="statistics"),
+        pytest.param("DDP301", SCALER, id="scaler"),
+        pytest.param("DDP510", RESTORED, id="restored"),
+        pytest.param("DDP208", BY_HAND, id="by_hand"),
     ],
 )
 def test_a_fault_is_at_the_line_to_edit(code: str, script: str, tmp_path: Path) -> None:

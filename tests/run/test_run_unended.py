@@ -137,6 +137,7 @@ def test_a_rank_that_does_not_heed_the_signal_is_killed_soon(
         assert process.wait() == (-signal.SIGTERM if heeds else -signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_rank_that_works_on_after_the_signal_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import signal; signal.signal(signal.SIGTERM, lambda *_: None); print(flush=True)\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:

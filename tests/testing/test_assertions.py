@@ -381,6 +381,7 @@ def test_the_ranks_of_groups_are_compared_apart_and_in_any_order(ddp_world: DDPW
     assert "Rank 2 differs from ranks 0 and 1." in first[2] and first[2] == second[2] == third[2]
 
 
+@pytest.mark.slow
 @pytest.mark.ddp(world_size=3, timeout=30, reuse="module")
 def test_a_rank_that_never_asks_is_named_within_the_timeout_of_the_group(rank: int) -> None:
     group = torch.distributed.new_group([0, 1, 2], timeout=datetime.timedelta(seconds=1.5))
@@ -406,6 +407,7 @@ def test_a_rank_that_has_given_up_waiting_is_not_taken_for_one_that_never_asked(
             ddpcheck.assert_same_on_all_ranks(ramp(), timeout=3.0 if rank == 0 else 1.0)
 
 
+@pytest.mark.slow
 def test_a_world_whose_clock_runs_out_first_says_what_its_ranks_wait_in(ddp_world: DDPWorld) -> None:
     def compare() -> None:
         import torch.distributed as dist

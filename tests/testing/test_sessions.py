@@ -70,7 +70,7 @@ def outcomes(printed: str) -> dict[str, int]:
     ("arguments", "found"),
     [
         (("-x",), {"passed": 1, "failed": 1}),
-        (("--maxfail=2",), {"passed": 1, "failed": 2}),
+        pytest.param(("--maxfail=2",), {"passed": 1, "failed": 2}, marks=pytest.mark.slow),
         (("-k", "marker or last"), {"passed": 1, "failed": 1, "deselected": 2}),
     ],
     ids=["x", "maxfail", "k"],
@@ -121,7 +121,7 @@ SHOWN = {  # beside what every style shows: what it shows of rank 1, and what it
 }
 
 
-@pytest.mark.parametrize("style", share(SHOWN, ["short", "native"]))
+@pytest.mark.parametrize("style", share(SHOWN, ["short"]))
 def test_a_failure_on_a_rank_is_shown_in_the_style_of_the_session(
     inner: Inner, pytester: pytest.Pytester, style: str
 ) -> None:
@@ -141,6 +141,7 @@ def test_a_failure_on_a_rank_is_shown_in_the_style_of_the_session(
         assert re.search(r"^-+ ranks -+\nrank 1 raised AssertionError: .*\nrank 0 passed$", text, re.M), text
 
 
+@pytest.mark.slow
 def test_a_failure_on_a_rank_can_be_one_line_or_none(inner: Inner, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_options=OPTIONS)
     line = inner("--tb=line", "-k", "marker")
@@ -149,6 +150,7 @@ def test_a_failure_on_a_rank_can_be_one_line_or_none(inner: Inner, pytester: pyt
     assert "At index 29" not in none and "FAILED test_options.py::test_marker - rank 1: assert [0, 1, " in none
 
 
+@pytest.mark.slow
 def test_locals_and_the_whole_difference_are_shown_of_the_rank(inner: Inner, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_options=OPTIONS)
     printed = inner("--showlocals", "-vv", "-k", "marker or fixture")

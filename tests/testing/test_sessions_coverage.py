@@ -54,16 +54,13 @@ def test_that_fails(rank):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "arguments"),
     [
         (("pytest",), ("--cov=.", "--cov-branch", "--cov-context=test", "--cov-report=")),
-        pytest.param(
-            ("pytest",),
-            ("--cov=theirs", "--cov=test_cov", "--cov-context=test", "--cov-report=", "-n", "2"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(("coverage", "run", "--source=.", "-m", "pytest"), (), marks=pytest.mark.slow),
+        (("pytest",), ("--cov=theirs", "--cov=test_cov", "--cov-context=test", "--cov-report=", "-n", "2")),
+        (("coverage", "run", "--source=.", "-m", "pytest"), ()),
     ],
     ids=["alone", "xdist", "coverage-run"],
 )

@@ -77,13 +77,14 @@ def trial(tmp_path: Path) -> Iterator[Trial]:
         process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "workers"),
     [
-        pytest.param(signal.SIGKILL, (), marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, ("-n", "2"), marks=pytest.mark.slow),
+        (signal.SIGKILL, ()),
+        (signal.SIGKILL, ("-n", "2")),
         (signal.SIGINT, ()),
-        pytest.param(signal.SIGTERM, (), marks=pytest.mark.slow),
+        (signal.SIGTERM, ()),
     ],
     ids=["kill", "kill-xdist", "interrupt", "terminate"],
 )

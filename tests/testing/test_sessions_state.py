@@ -220,6 +220,7 @@ def test_after_afterwards(ddp_world):
 """
 
 
+@pytest.mark.slow
 def test_no_test_gets_ranks_on_which_another_failed(pytester: pytest.Pytester, notes) -> None:
     pytester.makepyfile(noting=NOTES, test_failing=FAILING)
     printed = innerhere.run(pytester, "--ddp-reuse=module", "--tb=line", "-v")

@@ -114,7 +114,6 @@ def test_world(ddp_world):
 """
 
 
-@pytest.mark.smoke
 def test_torchrun_on_pytest_runs_tests_on_its_ranks(tmp_path: Path) -> None:
     """The shortest way through what the tests below look at closely."""
     done = launch("torchrun", tmp_path, test_short=SHORT)

@@ -530,6 +530,7 @@ def test_ranks_that_say_where_they_are_have_as_long_for_each_part_of_their_work(
             assert "rank 1 made no progress for 3 s" in str(fails(world, work, timeout=3))
 
 
+@pytest.mark.slow
 def test_a_named_collective_beats_a_guessed_one() -> None:
     def wait() -> None:
         from ddpcheck.worlds import rank
@@ -937,7 +938,8 @@ def test_a_rank_of_the_second_server_that_dies_is_named() -> None:
     assert [(one.rank, one.kind) for one in error.failures if one.kind == "died"] == [(1, "died")]
 
 
-@pytest.mark.parametrize("victim", share([0, 1], [1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_fork_server_that_was_killed_is_replaced(victim: int) -> None:
     from ddpcheck.worlds import starting as processes
 

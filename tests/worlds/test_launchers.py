@@ -409,6 +409,7 @@ def test_what_ranks_are_asked_for_must_not_differ(rank: int, ddp_port: int) -> N
     assert not torch.distributed.is_initialized() and "MASTER_PORT" not in os.environ
 
 
+@pytest.mark.slow
 @pytest.mark.ddp
 def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(rank: int, ddp_port: int) -> None:
     leave_the_world(variables_of("mpi", rank, str(ddp_port)))

@@ -29,6 +29,7 @@ def in_huge_pages(pid: int) -> int:
     return int(re.findall(r"AnonHugePages:\s+(\d+) kB", text)[0])
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_on_importing_and_tidying_up_leaves_ranks_the_pages_that_they_share() -> None:
     last = preloading.DDP[-1]
 

@@ -25,6 +25,7 @@ def own_server(monkeypatch: pytest.MonkeyPatch):
     starting.shut_down()
 
 
+@pytest.mark.slow
 def test_one_that_a_signal_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starting, "_STOPPED", 0.5)
     with World(1) as world:
