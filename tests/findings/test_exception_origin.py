@@ -204,6 +204,7 @@ def test_a_difference_whose_analysis_fails_is_told_all_the_same(sabotaged) -> No
     assert len({entry.step for entry in report.parity if entry.reference == "single-process"}) == 3
 
 
+@pytest.mark.slow
 def test_a_bug_in_the_single_process_leaves_the_reducer_compared(sabotaged) -> None:
     report = sabotaged("import ddpcheck.gather.phases.single_process as r; r.tolerances = None")
     assert_bug(report, "ddpcheck/gather/phases/single_process.py:")

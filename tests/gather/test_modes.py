@@ -67,6 +67,7 @@ def told(report: Report) -> tuple[list[str], bool]:
     return [finding.code for finding in report.findings], ARRIVED_EVALUATING in report.world["notes"]
 
 
+@pytest.mark.slow
 def test_a_model_that_arrives_in_eval_mode_is_checked_in_training_mode_which_is_said() -> None:
     assert told(check(Recipe(model=lambda: Net().eval(), batch=batch, loss=loss))) == (["DDP304"], True)
     assert told(check(Recipe(model=Net, batch=batch, loss=loss))) == (["DDP304"], False)

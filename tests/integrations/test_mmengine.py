@@ -104,7 +104,6 @@ def example(ddp_world, folder, name):
 # The detector
 
 
-@pytest.mark.smoke
 def test_each_cause_is_told_once_and_training_goes_on(faulty):
     codes = ["DDP101", "DDP102", "DDP103", "DDP106", "DDP108", "DDP104", "DDP107"]
     for trained in faulty:

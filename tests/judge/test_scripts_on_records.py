@@ -208,6 +208,7 @@ def test_a_fault_of_a_script_is_missed_without_any_one_of_the_judges() -> None:
     assert idle <= BY_HAND, "each needs a script in examples/scripts, or a test on evidence made by hand"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "line", "words"),
     [

@@ -657,6 +657,7 @@ def test_an_ordinary_loop_is_silent():
         train(wrap(Net()), 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -883,6 +884,7 @@ def test_checkpointed_layers_are_silent(reentrant):
         train(wrap(Checkpointed()), 6)
 
 
+@pytest.mark.slow
 def test_a_parameter_unused_beside_a_reentrant_checkpoint_is_told_alone():
     class Checkpointed(nn.Module):
         def __init__(self):
@@ -1422,6 +1424,7 @@ def test_a_watched_wrapper_can_be_pickled_and_copied():
             train(other, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["watch", "wrapper", "compiled"])
 def test_a_watch_that_nobody_holds_goes_on_where_training_goes_on_without_the_wrapper(door):
     told = []

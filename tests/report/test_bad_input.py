@@ -481,6 +481,7 @@ def model(): return Model()
 """
 
 
+@pytest.mark.slow
 def test_a_hang_is_told_within_the_timeout_with_the_place_of_each_rank(report) -> None:
     done = report("--timeout", "3", source=HANG)
     assert done.code == 4 and done.err == ""

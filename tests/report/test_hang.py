@@ -438,6 +438,7 @@ def test_a_folder_that_is_not_there_and_two_dumps_of_a_rank(tmp_path: Path, caps
 # Real ranks
 
 
+@pytest.mark.slow
 def test_dumps_of_real_ranks(ddp_world: DDPWorld, tmp_path: Path) -> None:
     def train(folder: str, rank_0_saves: bool) -> None:
         import torch

@@ -26,7 +26,7 @@ from ddpcheck.report.repro.script import COMPARISONS, tolerance_for, why_none, w
 from ddpcheck.report.repro.target_code import imports_from_ddpcheck
 from tests.faultsuite.cases import FAULTS, read_case
 from tests.reproductions import Runner, write
-from tests.tiers import one_of, share
+from tests.tiers import one_of
 
 ROOT = Path(__file__).parents[2]
 HEALTHY = ROOT / "tests" / "zoo" / "healthy"
@@ -76,9 +76,9 @@ def runner() -> Iterator[Runner]:
         yield started
 
 
-# `make test` has every twenty-fourth, `make test-all` every third; `python -m tests.reproductions` runs all, and those
-# of the other faults.
-@pytest.mark.parametrize("name", share(one_of(6, SHOWN), list(SHOWN)[::48]))
+# `make test-all` has every sixth; `python -m tests.reproductions` runs all, and those of the other faults.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", one_of(6, SHOWN))
 def test_the_script_shows_the_fault_and_not_on_its_repaired_twin(name: str, runner: Runner, tmp_path: Path) -> None:
     case = read_case(FAULTS / f"{name}.py")
     broken, fixed = f"{case.path}:broken", f"{case.path}:fixed"
@@ -515,6 +515,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_target_stays_as_it_is_and_neither_its_tests_nor_its_program_run(tmp_path: Path, runner: Runner) -> None:
     package = tmp_path / "pack"
     (package / "parts").mkdir(parents=True)

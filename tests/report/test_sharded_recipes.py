@@ -439,6 +439,7 @@ def by_shards_in_a_hook(parameters: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_takes_a_shard_for_the_whole_is_told_at_its_line() -> None:
     for optimizer, function in ((clipped(ClippedByShards), Clipped.step), (by_shards_in_a_hook, by_shards_in_a_hook)):
         finding = the_error(ddpcheck.check(recipe(whole(), optimizer=optimizer), steps=2))
@@ -473,6 +474,7 @@ def test_faults_between_replicas_of_shards(code: str, wrap: Wrap, model: Callabl
     assert the_error(ddpcheck.check(recipe(wrap, model=model), world_size=4, steps=2)).code == code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Clipped, ClippedByHand])
 def test_parameters_after_a_step_are_compared_where_the_optimizer_does_not_communicate(kind: type[Clipped]) -> None:
     report = ddpcheck.check(recipe(whole(), optimizer=clipped(kind)), steps=2)
@@ -506,6 +508,7 @@ def grown_after(module: nn.Module, device: torch.device) -> nn.Module:
     return sharded
 
 
+@pytest.mark.slow
 def test_layers_that_wrap_replaces_before_sharding_are_in_the_reference_too() -> None:
     report = ddpcheck.check(recipe(converted, model=with_batchnorm), steps=2)
     assert_healthy(report)

@@ -47,6 +47,7 @@ def test_they_are_computed_with_as_many_threads() -> None:
     assert [finding.code for finding in state.findings] == ["DDP304"]
 
 
+@pytest.mark.slow
 def test_their_losses_are_compared_with_those_of_the_ranks_without_dropout() -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.mse_loss(model(batch[0]), batch[1])
@@ -91,6 +92,7 @@ def test_a_sum_whose_ratio_is_near_to_that_of_the_weights_is_not_taken_for_them(
     assert finding.evidence[0].startswith(f"{named}" if named else "the global batch weighs the ranks by 0.7138")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factor", "codes"), [(1.0, ["DDP304"]), (1.1, ["DDP309", "DDP215"])])
 def test_batch_statistics_of_two_views_are_the_cause_beside_gathered_negatives(factor: float, codes: list[str]) -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -137,6 +139,7 @@ class Experts(nn.Module):
         return (self.router(x).softmax(1).T.unsqueeze(2) * answers).sum(0)
 
 
+@pytest.mark.slow
 def test_experts_of_each_rank_are_no_replicas_and_no_model_of_one_process() -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.mse_loss(model(batch[0]), batch[1])

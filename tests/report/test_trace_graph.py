@@ -138,6 +138,7 @@ def around(dot: Dot, node: str) -> tuple[list[str], list[str]]:
     return into, [told(target) for source, target, _ in dot.edges if source == node]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("checked_once")
 def test_each_layer_that_a_region_cuts_off_has_its_own_end() -> None:
     dot = draw(broken("parameters/frozen_by_no_grad"))
@@ -222,6 +223,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.slow
 def test_a_graph_beyond_the_recursion_limit_is_drawn() -> None:
     dot = draw(recipe(DEEP.format(before=1100, after=20)), "--steps", "1")
     assert len(dot.nodes) < 12
@@ -266,6 +268,7 @@ def test_layers_in_a_list_have_their_place() -> None:
     assert marked and readers == {dot.clusters_of(name)[-1] for name in marked} and all("[" in it for it in readers)
 
 
+@pytest.mark.slow
 def test_what_a_reentrant_checkpoint_computes_carries_gradient() -> None:
     dot = draw(ZOO / "healthy" / "checkpoint_reentrant_once.py")
     plain = [(s, t) for s, t, attributes in dot.edges if "style" not in attributes]
@@ -353,6 +356,7 @@ def test_ranks_do_without_the_packages_of_pictures() -> None:
     assert subprocess.run(done, cwd=ROOT, timeout=120).returncode == 0
 
 
+@pytest.mark.slow
 def test_without_a_file_dot_source_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["graph", broken("parameters/unused"), "--steps", "1"]) == 0
     out, err = capsys.readouterr()

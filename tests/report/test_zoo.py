@@ -25,7 +25,7 @@ TWICE = {
 }
 
 
-IN_MAKE_TEST = 6  # healthy recipes
+IN_MAKE_TEST = 4  # healthy recipes
 
 
 def torch_in(path: Path) -> set[str]:

@@ -253,20 +253,16 @@ def listening() -> set[str]:
 # Who decides that no rank gets on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "others", "ranks", "ends"),
     [
         ("stuck", ("stuck", "stuck"), 6, True),
         ("stuck", ("on", "stuck"), 6, False),
         ("on", ("stuck", "stuck"), 6, False),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("ended", ("stuck", "ended"), 6, True),
-                ("stuck", ("ended", "ended"), 6, True),
-                ("ended", ("ended", "ended"), 6, False),
-            )
-        ),
+        ("ended", ("stuck", "ended"), 6, True),
+        ("stuck", ("ended", "ended"), 6, True),
+        ("ended", ("ended", "ended"), 6, False),
         ("stuck", ("stuck", "stuck"), 7, False),  # one has not joined yet
     ],
 )

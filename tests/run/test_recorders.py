@@ -118,9 +118,10 @@ def holds(found: dict[str, tuple[str, str]], broken: list[Any]) -> None:
 
 STEPS = ("parameters", "replicas", "reducer", "loop", "loss", "optimizers")
 INPUTS = ("data", "files", "evaluation")
+COLLECTIVES = ("collectives",)
 
 
-@pytest.mark.parametrize("subjects", share([STEPS, INPUTS, ("collectives",)], [INPUTS]), ids=" ".join)
+@pytest.mark.parametrize("subjects", share([STEPS, INPUTS, COLLECTIVES], [COLLECTIVES]), ids=" ".join)
 def test_recorders_of_some_subjects_fail_and_all_others_find_their_faults(
     tmp_path: Path, subjects: tuple[str, ...]
 ) -> None:

@@ -594,6 +594,7 @@ for step in range(4):
 """
 
 
+@pytest.mark.slow
 def test_system_exit_in_a_function_that_one_rank_enters_is_told_with_its_line(tmp_path: Path) -> None:
     script, file = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(SYSTEM_EXITS, encoding="utf-8")

@@ -190,6 +190,7 @@ def spinning(request: pytest.FixtureRequest) -> Iterator[tuple[int, bool]]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_the_time_beside_the_main_thread_is_told_apart(spinning: tuple[int, bool]) -> None:
     pid, is_main = spinning
     threading.Event().wait(1.0)

@@ -104,7 +104,7 @@ def test_ranks_that_skip_the_first_and_the_last_backward(tmp_path: Path) -> None
         pytest.param("sgd, divided", None, marks=pytest.mark.slow),
         pytest.param("sgd, clips, divided before", None, marks=pytest.mark.slow),
         pytest.param("adam, clips", "warning", marks=pytest.mark.slow),
-        ("adam", None),
+        pytest.param("adam", None, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_summed_in_buckets_by_hand(how: str, severity: str | None, tmp_path: Path) -> None:

@@ -155,6 +155,7 @@ def test_a_rank_that_works_on_after_the_signal_is_left_to_it(tmp_path: Path, mon
             process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raises", [True, False])
 def test_what_a_rank_raised_is_told_while_torchrun_waits_for_another_one(
     raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -173,6 +173,7 @@ def test_sketches_are_kept_in_float32() -> None:
     assert len(encoded(entry)) < 4 * len(numbers) + 420
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(every=some.integers(1, 200), steps=some.integers(1, 10**6))
 def test_fewer_steps_are_sampled_as_a_run_grows_long(every: int, steps: int) -> None:

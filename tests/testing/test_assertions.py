@@ -18,7 +18,6 @@ from ddpcheck.findings.report import Report
 from ddpcheck.harness import World
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.testing.fixture import DDPWorld
-from tests.tiers import share
 
 torch = pytest.importorskip("torch")
 
@@ -519,7 +518,8 @@ BROKEN: dict[str, tuple[Recipe, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", share(BROKEN, ["sum", "unused"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_recipe_fails_with_its_findings(name: str) -> None:
     recipe, words = BROKEN[name]
     with pytest.raises(AssertionError) as caught:

@@ -49,7 +49,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("workers", [(), XDIST], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", share([(), XDIST], [()]), ids=["alone", "xdist"])
 def test_a_test_runs_on_real_ranks_and_leaves_no_process(inner, pytester, workers) -> None:
     done = inner(
         """
@@ -303,6 +303,7 @@ def test_the_plugin_can_be_named_where_it_is_also_installed() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_collectives_that_do_not_match_are_told_with_what_each_rank_called(inner) -> None:
     done = inner(
         """

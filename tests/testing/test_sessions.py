@@ -175,6 +175,7 @@ def test_plain():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("-v",), ("-vv",)], ids=["0", "1", "2"])
 def test_a_rank_explains_as_much_as_pytest_does(inner: Inner, pytester: pytest.Pytester, arguments) -> None:
     pytester.makepyfile(LONG)
@@ -288,6 +289,7 @@ def test_expected():
 """
 
 
+@pytest.mark.slow
 def test_warnings_of_ranks_arrive_once_with_their_line(inner: Inner, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_warn=WARNING)
     pytester.makeini("[pytest]\nfilterwarnings = error:graver")
@@ -303,6 +305,7 @@ def test_warnings_of_ranks_arrive_once_with_their_line(inner: Inner, pytester: p
         assert re.search(rf"^test_warn.py:7: in warn\n(    .*\n)+E   UserWarning: {words}$", printed, re.M), printed
 
 
+@pytest.mark.slow
 def test_warnings_of_ranks_are_errors_where_pytest_is_told_so(inner: Inner, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_warn=WARNING)
     printed = inner("-W", "error", "--tb=short", "-k", "marker or fixture or expected")
@@ -351,6 +354,7 @@ def test_skipped(): pass
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "arguments", "imported"),
     [

@@ -111,6 +111,7 @@ def test_other(number):
 """
 
 
+@pytest.mark.slow
 def test_a_module_has_the_same_ranks_with_a_process_group_for_each_test(pytester: pytest.Pytester, notes) -> None:
     pytester.makepyfile(noting=NOTES, test_shared=SHARED, test_zother=OTHER)
     printed = innerhere.run(pytester, "--ddp-reuse=module")
@@ -127,6 +128,7 @@ def test_a_module_has_the_same_ranks_with_a_process_group_for_each_test(pytester
         assert all(one["new_group"] and not one["left"] for one in ranks), ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["mark", "ini", "environment", "mark-over-flag"])
 def test_ranks_are_shared_in_whichever_way_that_is_asked_for(
     pytester: pytest.Pytester, notes, monkeypatch: pytest.MonkeyPatch, how: str

@@ -293,6 +293,7 @@ def break_group(how: str) -> None:
             dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["pending", "dropped", "subgroups", "module", "destroyed", "uneven"])
 def test_what_a_lease_leaves_of_its_group_is_gone_in_the_next(pool: WorldPool, how: str) -> None:
     for _ in range(3):
@@ -353,6 +354,7 @@ def test_nothing_accumulates_over_renewals(pool: WorldPool) -> None:
 # --- The end -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_everything_is_gone_after_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with World(1) as world:  # starts the fork server
         pids(world)

@@ -50,6 +50,7 @@ def run_compiled_code() -> list[bool]:
     return [control_flow, as_written, as_compiled, len(compiled) == 1]
 
 
+@pytest.mark.slow
 def test_in_a_check_compiled_code_runs_as_it_is_written_but_where_it_is_to_run_compiled(ddp_world: DDPWorld) -> None:
     assert ddp_world.run(run_compiled_code) == [[True] * 4] * 2
 

@@ -508,7 +508,8 @@ def test_a_hang_in_a_collective_shows_stacks_and_places() -> None:
     assert "wait_forever_on_rank_0" in sleeping.stack and not sleeping.collective
 
 
-@pytest.mark.parametrize("ends", share([True, False], [True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [True, False])
 def test_ranks_that_say_where_they_are_have_as_long_for_each_part_of_their_work(ends: bool) -> None:
     def work() -> int:
         from ddpcheck.worlds import rank

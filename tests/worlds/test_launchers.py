@@ -418,6 +418,7 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(rank: int, d
             init_dist(timeout=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.ddp
 @pytest.mark.parametrize("slow", [0, 1])
 def test_ranks_that_have_failed_meet_again(
