@@ -5,11 +5,11 @@ from ddpcheck.findings.rules.rule import rules
 RULES = rules("""
 DDP601 debug-level-crash: error
 TORCH_DISTRIBUTED_DEBUG=DETAIL is set, and with gloo this torch crashes when a module is wrapped.
-why: On this build the logger of DDP casts a process group that DETAIL has wrapped: a segmentation fault, for a clean
-model and any world size. INFO is safe.
+why: In this build of torch, DDP's logger casts a process group that DETAIL has wrapped. The result is a segmentation
+fault, for any model and any world size. INFO is safe.
 fix: Set TORCH_DISTRIBUTED_DEBUG=INFO, or call dist.set_debug_level(DETAIL) after init_process_group.
-detected: No check reports this code: the crash ends the process before a line of ddpcheck can run. Ranks that ddpcheck
-starts do not inherit the variable.
+detected: No check reports this code, because the crash ends the process before ddpcheck can run. ddpcheck does not pass
+the variable on to the ranks that it starts.
 ignore: It is never reported.
 example:
 os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
@@ -17,8 +17,8 @@ DistributedDataParallel(model)           # with gloo; right: "INFO"
 
 DDP602 environment-differs: warning
 Versions or settings that affect numbers or communication differ between ranks.
-why: Ranks with a different torch, backend version, device model, thread or determinism setting may compute different
-numbers, choose different algorithms or fail to communicate. Gradients are averaged nevertheless.
+why: A different torch, backend version, device model, thread or determinism setting may change the numbers, the choice
+of algorithms, or whether ranks can communicate. DDP averages the gradients nevertheless.
 fix: Start every rank from the same image and the same environment variables.
 detected: No check reports this code today. The head of a report names the platform and the versions of Python and
 torch.
@@ -26,13 +26,13 @@ ignore: It is never reported.
 
 DDP603 incomplete-launcher-environment: error
 Some of the variables that give a process its rank are missing, or contradict each other.
-why: init_process_group reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Without one it raises; with values left
-over from another launcher, ranks wait for a world that never forms. (PyTorch docs, torch.distributed, environment
-variable initialization.)
+why: init_process_group reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Without one of them, it raises. If values
+are left over from another launcher, the ranks wait for a world that never forms. (PyTorch docs, torch.distributed,
+environment variable initialization.)
 fix: Start with torchrun, mpirun or srun, and unset variables left over from another launcher.
-detected: `ddpcheck.init_dist` reads the variables of torchrun, Open MPI, MPICH, Intel MPI and SLURM, and raises an
-error that names those that are missing or contradict each other.
-ignore: It is an error of start-up, and cannot be ignored.
+detected: `ddpcheck.init_dist` reads the variables of torchrun, Open MPI, MPICH, Intel MPI and SLURM. If variables are
+missing or contradict each other, it raises an error that names them.
+ignore: Never. It is an error of start-up, and cannot be ignored.
 example:
 os.environ["RANK"] = "0"                 # and no WORLD_SIZE; right: start the script with torchrun
 ddpcheck.init_dist()

@@ -5,11 +5,11 @@ from ddpcheck.findings.rules.rule import rules
 RULES = rules("""
 DDP401 rank-raised: error
 The target raised an exception on a rank.
-why: The rank that raises leaves the others waiting in their next collective. They fail later, with messages such as
-'Connection closed by peer' that name the wrong place; the first failure is the one to read.
+why: The rank that raises leaves the others waiting in their next collective. The others fail later, with messages such
+as 'Connection closed by peer' that name the wrong place. The first failure is the one to read.
 fix: Fix the exception shown; the ranks listed after it failed as a consequence.
-detected: The exit of every rank is watched, and failures are ordered by time. The first exception that is not a
-consequence of another rank's failure is reported, with its traceback.
+detected: ddpcheck watches the exit of every rank, and orders failures by time. It reports the first exception that no
+other rank's failure caused, with its traceback.
 ignore: Never.
 example:
 def loss(model, batch):
@@ -17,17 +17,17 @@ def loss(model, batch):
 
 DDP402 hang: error
 Ranks wait for something that never arrives.
-why: A collective ends when every rank has entered it. A rank that took another branch, waits for a lock, loops or is
-slow keeps the others waiting until the process group's timeout: 30 minutes by default, 10 with nccl. (PyTorch docs,
+why: A collective ends when every rank has entered it. A rank may take another branch, wait for a lock, loop or be slow.
+The others then wait until the process group's timeout: 30 minutes by default, 10 with nccl. (PyTorch docs,
 init_process_group, timeout.)
 fix: Compare the places and stacks of the ranks, and bring the rank that is elsewhere into the same collective; if a
 rank is working and only slow, give it more time (--timeout).
-detected: No rank has failed, and some did not finish in time. Each rank's log of collectives and its Python stack show
-its position; ranks that do not wait for others are named as the cause. If ranks wait in init_process_group, `ddpcheck
-run` compares the rank, world size and address of each. `ddpcheck hang` follows which rank waits for which in Flight
-Recorder dumps through all process groups, to ranks that call no more collectives, devices that do not complete
-collectives that peers have completed, ranks that came late, and ranks without a dump.
-ignore: If the rank is only slow: give it more time with --timeout or --check-timeout.
+detected: No rank has failed, and some did not finish in time. Each rank's log of collectives and Python stack show its
+position. Ranks that wait for no other rank are named as the cause. If ranks wait in init_process_group, `ddpcheck run`
+compares the rank, world size and address of each. `ddpcheck hang` reads Flight Recorder dumps, and follows through all
+process groups which rank waits for which. The waits lead to a rank that calls no more collectives, to a device that has
+completed fewer collectives than its peers, to a rank that came late, or to a rank without a dump.
+ignore: If the rank is only slow. Give it more time with --timeout or --check-timeout.
 reports: Lightning-AI/pytorch-lightning#10947
 example:
 if dist.get_rank() == 0:
@@ -35,14 +35,14 @@ if dist.get_rank() == 0:
 
 DDP403 collective-mismatch: error
 Ranks enter different collectives, or the same one with different shapes or dtypes, at the same point.
-why: Collectives of a group are matched by order, not by name. A wrong pair hangs with nccl, aborts or closes the
-connection with gloo, or mixes up numbers silently. (PyTorch docs, torch.distributed: collectives must be called in the
-same order on all ranks.)
+why: Collectives of a group are matched by order, not by name. A wrong pair hangs with nccl. With gloo, it aborts or
+closes the connection. A wrong pair may also silently mix up numbers. (PyTorch docs, torch.distributed: collectives must
+be called in the same order on all ranks.)
 fix: Call the same collectives in the same order with the same shapes and dtypes on every rank.
-detected: Each rank logs a collective before it calls it, with operation, shape, dtype and line. The logs of each
-process group are aligned by number; the first collective that differs, or whose line differs, is reported. `ddpcheck
-hang` does the same with Flight Recorder dumps.
-ignore: Never, if operations differ. Different lines alone are reported only if a rank hangs because of them.
+detected: Each rank logs a collective before the call, with operation, shape, dtype and line. ddpcheck aligns the logs
+of each process group by number. It reports the first collective that differs or has a different line. `ddpcheck hang`
+does the same with Flight Recorder dumps.
+ignore: Never, if the operations differ. A difference in lines alone is reported only if a rank hangs because of it.
 reports: alan-turing-institute/autocast#386
 example:
 if dist.get_rank() == 0:
@@ -51,25 +51,25 @@ loss.backward()
 
 DDP404 rank-died: error
 The process of a rank ended without a Python exception: by a signal, an abort, or for lack of memory.
-why: There is no traceback, because Python could not write one. A mismatch that aborts inside the backend, a
-segmentation fault in an extension, os._exit, and the kernel's out-of-memory killer (SIGKILL) look like this; the other
-ranks see a closed connection.
+why: There is no traceback, because Python could not write one. Causes are a mismatch that aborts inside the backend, a
+segmentation fault in an extension, os._exit, and the kernel's out-of-memory killer (SIGKILL). The other ranks see a
+closed connection.
 fix: Read the signal and the last output: for SIGKILL use less memory or fewer ranks; for SIGABRT look for a mismatch
 (DDP2xx); raise an exception instead of exiting.
-detected: The parent process sees how the process of the rank ended: by a signal, or with an exit code, and without an
-exception in Python.
+detected: The parent process sees that the process of the rank ended by a signal or with an exit code, but without a
+Python exception.
 ignore: Never.
 example:
 os._exit(3)                              # right: raise an exception
 
 DDP405 uneven-iterations: error
 Ranks run different numbers of synchronising iterations.
-why: Backward under DDP is a collective. A rank with one more batch waits for ranks that have left the loop: it hangs,
-or pairs up with the next collective that they enter. (PyTorch docs, DistributedDataParallel.join and
-DistributedSampler, drop_last.)
+why: Backward under DDP is a collective. A rank with one more batch waits for ranks that have left the loop. It hangs,
+or pairs up with the next collective of these ranks. (PyTorch docs, DistributedDataParallel.join and DistributedSampler,
+drop_last.)
 fix: Use DistributedSampler (it pads) or drop_last=True, or enter `with ddp.join():` around the loop.
-detected: Some ranks have no samples in a step in which others do, or the loaders of the ranks have different numbers of
-batches, and the ranks hang or fail because of it.
+detected: In one step, some ranks have no samples and others do. Or the ranks' loaders have different numbers of
+batches. It is reported if ranks hang or fail because of this.
 ignore: Never. Inside `with ddp.join():` ranks do not hang, and nothing is reported.
 explains: DDP507
 reports: pytorch/pytorch#38174 pytorch/pytorch#33148 microsoft/PyMarlin#80
@@ -80,14 +80,14 @@ for file in files:                       # right: with ddp.join(): around the lo
 
 DDP406 marked-ready-twice: error, stops_ddp
 A parameter's gradient is marked ready twice in one backward pass.
-why: DDP expects one gradient per parameter and iteration. Re-entrant checkpointing around a module that is used more
-than once, or a parameter used outside forward, delivers a second one: DDP raises 'Expected to mark a variable ready
-only once', or, with re-entrant checkpoints, silently reduces only a part (pytorch issue 109191). (PyTorch docs,
-DistributedDataParallel and torch.utils.checkpoint.)
+why: DDP expects one gradient per parameter and iteration. A second one arrives if a re-entrant checkpoint encloses a
+module that is used more than once, or if a parameter is used outside forward. DDP then raises 'Expected to mark a
+variable ready only once'. With re-entrant checkpoints DDP may silently reduce only a part instead (pytorch issue
+109191). (PyTorch docs, DistributedDataParallel and torch.utils.checkpoint.)
 fix: Use checkpoint(..., use_reentrant=False), call shared modules inside forward, or set static_graph=True.
 detected: Hooks count how often the gradient of each parameter arrives in one backward pass. If DDP raises, its message
 gives the names.
-ignore: With static_graph=True, DDP handles a second arrival.
+ignore: If static_graph=True: DDP then handles a second arrival.
 explains: DDP301 DDP302
 reports: huggingface/accelerate#389 microsoft/FocalNet#4 lucidrains/DALLE2-pytorch#225 pytorch/pytorch#109191
 example:
@@ -96,10 +96,10 @@ h = checkpoint(self.block, h, use_reentrant=True)   # right: use_reentrant=False
 
 DDP407 payload-mismatch: error
 Ranks put the same number of elements into a collective, packed in another order.
-why: The backend sees flat memory of equal size and dtype, so nothing is raised, and unrelated numbers are added up.
+why: The backend sees flat memory of equal size and dtype. So nothing is raised, and unrelated numbers are added up.
 fix: Pack in one order on every rank: sort the names before flattening, and send missing entries as zeros.
-detected: The step is repeated with the same samples on every rank. The numbers that ranks put into a reduction are then
-the same, in another order.
+detected: ddpcheck repeats the step with the same samples on every rank. The ranks then put the same numbers into a
+reduction, but in a different order.
 ignore: Never.
 example:
 flat = torch.cat([losses[name] for name in losses])   # the order of insertion differs by rank
@@ -108,16 +108,16 @@ dist.all_reduce(flat)                    # right: for name in sorted(losses)
 DDP408 result-not-awaited: error
 The result of an asynchronous collective is not waited for, or its tensor is written before that.
 why: With async_op=True a collective returns a handle immediately, and works on the tensor in its own thread or stream.
-Code that reads the tensor before wait() has returned may find the rank's own numbers, those of all ranks, or a mixture;
-code that writes it may change what other ranks receive. Nothing is raised. (PyTorch docs, torch.distributed,
-synchronous and asynchronous collective operations.)
+Code that reads the tensor before wait() has returned may find the rank's own numbers, those of all ranks, or a mixture.
+Code that writes the tensor before that may change the numbers that other ranks receive. Nothing is raised. (PyTorch
+docs, torch.distributed, synchronous and asynchronous collective operations.)
 fix: Keep the handle that the call returns, and call its wait() before anything reads or writes the tensor; or leave out
 async_op=True.
-detected: ddpcheck follows the handles of the script's own calls. It reports a handle that is freed before anything has
-used it, if a variable still refers to the tensor or an optimizer holds its parameter. It also reports a tensor that the
-program has written before the wait, according to the version of the tensor and apart from what gloo itself writes (an
-average). For views, and tensors of which the collective is also given a view, only the first is checked; for tensors on
-a GPU, only the second.
+detected: ddpcheck follows the handles that the script's own calls return. The first check is for a handle that is freed
+and was never used. It is reported if a variable still refers to the tensor, or if the tensor is the gradient of an
+optimizer's parameter. The second check is for a tensor that the program has written before the wait, as the tensor's
+version shows. Writes of gloo itself (an average) do not count. Views, and tensors of which the collective is also given
+a view, get only the first check. Tensors on a GPU get only the second.
 ignore: If nothing ever reads the tensor.
 explains: DDP208 DDP301 DDP306 DDP501 if of gradients
 example:

@@ -6,12 +6,12 @@ RULES = rules("""
 DDP501 forward-bypassed: error
 Gradients are computed by a forward pass that bypasses the wrapper.
 why: DDP prepares its reducer in its own forward. ddp.module(x), a parameter used outside forward, functional_call on
-the inner module and torch.autograd.grad all leave it out: nothing is reduced, and nothing is raised. (PyTorch docs,
-DistributedDataParallel: torch.autograd.grad does not work with it; call the wrapped module.)
+the inner module and torch.autograd.grad all bypass the reducer. Nothing is reduced, and nothing is raised. (PyTorch
+docs, DistributedDataParallel: torch.autograd.grad does not work with it; call the wrapped module.)
 fix: Call the wrapper, not the module in it; move code that uses parameters into the module's forward.
-detected: The calls of the wrapper's forward are recorded. The loss depends on parameters of the wrapped module, and the
-wrapper was not called for it. `ddpcheck run` also reports parameters that an optimizer trains and no wrapper holds.
-ignore: If the gradients are averaged by other means, or if each rank should train these parameters separately.
+detected: ddpcheck records the calls of the wrapper's forward. The loss depends on parameters of the wrapped module, but
+the wrapper was not called for it. `ddpcheck run` also reports parameters that an optimizer trains and no wrapper holds.
+ignore: If the gradients are averaged in another way, or if each rank should train these parameters separately.
 explains: DDP208 DDP306 DDP515
 reports: jingyaogong/minimind#853 intel/e2eAIOK#198 kohya-ss/sd-scripts#989
 example:
@@ -20,14 +20,14 @@ output.sum().backward()
 
 DDP502 no-sync-misuse: error
 no_sync is not entered, never left, or does not enclose the forward pass.
-why: no_sync takes effect in forward. Around backward alone it changes nothing; always entered it never synchronises,
-and every rank trains its own model; a context that is created and not entered synchronises in every micro-step.
-(PyTorch docs, DistributedDataParallel.no_sync: the forward pass should be inside.)
+why: no_sync takes effect in forward. Around backward alone, it changes nothing. If it is always entered, DDP never
+synchronises, and every rank trains its own model. If it is created but not entered, DDP synchronises in every
+micro-step. (PyTorch docs, DistributedDataParallel.no_sync: the forward pass should be inside.)
 fix: Run forward and backward of all but the last micro-step inside `with ddp.no_sync():`, the last or only one outside.
-detected: Calls of no_sync, entering and leaving it, forward and backward passes and optimizer steps are recorded in
-order. Reported are a step in which no backward pass was averaged, a step that uses gradients added after the average,
-and a no_sync without effect (a warning).
-ignore: In local SGD, where ranks step separately on purpose and average parameters occasionally.
+detected: ddpcheck records in order: calls of no_sync, its entry and exit, forward and backward passes, and optimizer
+steps. It reports a step in which no backward pass was averaged, and a step that uses gradients added after the average.
+A no_sync without effect is a warning.
+ignore: If you use local SGD: the ranks step separately on purpose, and average parameters occasionally.
 explains: DDP301 DDP302; DDP306 DDP515 if an error; DDP508 if by steps
 reports: huggingface/accelerate#1726 NVlabs/stylegan2-ada-pytorch#233
 example:
@@ -37,13 +37,13 @@ with ddp.no_sync():                      # no_sync takes effect in forward
 
 DDP503 changed-after-wrapping: error, stops_ddp, spreads
 A parameter was added, replaced, removed, frozen, unfrozen, cast or moved after wrapping.
-why: DDP has put its hooks on the tensors that it found when it was constructed. Replaced tensors have none
-(`.double().float()` and `.cpu().cuda()` replace, pytorch issue 104336), DDP waits for frozen ones, and never reduces
-unfrozen and added ones. A forward pass that ties, replaces or deletes layers does so too late as well. (PyTorch docs,
-DistributedDataParallel: do not change parameters after wrapping.)
+why: DDP has put its hooks on the tensors that it found when it was constructed. Replaced tensors have no hooks
+(`.double().float()` and `.cpu().cuda()` replace, pytorch issue 104336). DDP waits for frozen parameters, and never
+reduces unfrozen and added ones. A forward pass that ties, replaces or deletes layers does so too late as well. (PyTorch
+docs, DistributedDataParallel: do not change parameters after wrapping.)
 fix: Finish the module first, wrap it last; wrap again after any such change.
-detected: The parameters of the module are compared with those that the wrapper found when it was constructed: identity,
-dtype, device, requires_grad.
+detected: ddpcheck compares the module's parameters with those at the construction of the wrapper: identity, dtype,
+device, requires_grad.
 ignore: If a parameter is frozen after wrapping and find_unused_parameters=True is set.
 explains: DDP208 if same subjects; DDP101 DDP102 DDP103 DDP106 DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516
 if only the loss
@@ -54,12 +54,12 @@ model.head = nn.Linear(8, 3)             # right: replace the head first, then w
 
 DDP504 stale-optimizer: error
 The optimizer holds tensors that are no longer the module's parameters, or lacks some that are.
-why: An optimizer built before the module was cast, moved or extended updates stale tensors, and the model does not
+why: An optimizer built before the module was cast, moved or extended updates stale tensors. The model then does not
 change. (PyTorch docs, torch.optim: construct optimizers after moving the model.)
 fix: Give the optimizer all parameters, once the module has its final ones, device and dtype; freeze the others first.
-detected: The tensors that the optimizer holds are compared with the parameters of the modules. Parameters that get
-gradients are reported if no optimizer holds them and they do not change, or if an optimizer defined by the script holds
-them, changes others, and never changes these.
+detected: ddpcheck compares the tensors of the optimizer with the parameters of the modules. Parameters with gradients
+are reported if no optimizer holds them and they do not change. They are also reported if an optimizer from outside
+torch holds them, changes others, and never changes these.
 ignore: If code other than an optimizer updates the parameters.
 example:
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -67,14 +67,14 @@ model.head = nn.Linear(8, 3)             # right: replace the head first, then m
 
 DDP507 learning-rate: error
 The learning rate differs between ranks, or follows another schedule.
-why: Gradients are equal and updates are not, so parameters diverge from this step on. A scheduler that steps on a local
-metric (ReduceLROnPlateau) is the usual cause. (PyTorch docs, DistributedDataParallel: all processes must make the same
-parameter updates.)
+why: The gradients are equal but the updates are not, so parameters diverge from this step on. The usual cause is a
+scheduler that steps on a local metric (ReduceLROnPlateau). (PyTorch docs, DistributedDataParallel: all processes must
+make the same parameter updates.)
 fix: Feed schedulers with values that all ranks share: all_reduce the metric first.
 detected: `ddpcheck run` compares the learning rates at each step of the optimizer. They were the same in the first
-step, and differ later. A schedule that steps once for each rank is a warning, be it one of torch or an object of the
-script that holds the optimizer: after that part of the training the rate is at its end, or the source says that the
-steps are for the ranks.
+step, and differ later. A schedule that makes one step per rank instead of one in total is a warning. The schedule is
+one of torch, or an object of the script that holds the optimizer. It is reported if the rate reaches its end after
+1/world_size of the training, or if a loop over the ranks makes the steps.
 ignore: If ranks use different rates on purpose.
 explains: DDP306
 example:
@@ -83,13 +83,13 @@ schedule.step(loss)                      # the loss of this rank's samples; righ
 
 DDP508 step-skipped-on-a-rank: error
 A rank skips a backward pass or an optimizer step that the others make.
-why: If one rank skips a step (NaN, out of memory), its later gradients are averaged with those of a different step on
-the other ranks, silently, until one rank has no steps left and the job hangs.
+why: One rank skips a step (NaN, out of memory). From then on, its gradients are silently averaged with those of a
+different step on the other ranks. Finally, one rank has no steps left and the job hangs.
 fix: all_reduce the decision, so that all ranks skip the step or none does.
-detected: The numbers of backward passes and of optimizer steps between two averages are compared between ranks.
-`ddpcheck run` also compares the number of forward passes and batches of the loader before each of them and after the
-last. It is reported if several ranks have skipped different ones, at most three in a row, and the number is the same
-for four fifths of the others.
+detected: ddpcheck compares between ranks how many backward passes and optimizer steps come between two averages of
+gradients. `ddpcheck run` also counts the forward passes and loader batches before each average, and after the last.
+Four fifths of a rank's counts have to be equal. A higher count means skipped passes. Skips are reported if at least two
+ranks skip different passes, at most three in a row.
 ignore: If a rank skips a step on purpose and its parameters are synchronised afterwards.
 explains: DDP306
 reports: NVIDIA-NeMo/Automodel#2468 ecmwf/WeatherGenerator#2718 pytorch/pytorch#64636
@@ -99,14 +99,14 @@ if torch.isfinite(loss):                 # right: all_reduce the decision first
 
 DDP509 backward-without-forward-pairing: error
 The wrapper's forward and backward passes do not come in pairs.
-why: The reducer is prepared by a forward and finished by one backward. A second backward of the same forward is not
-reduced; a forward without a backward leaves the reducer waiting; the order of several forwards and backwards has to be
-the same on all ranks. (PyTorch docs, DistributedDataParallel.)
+why: A forward prepares the reducer, and one backward finishes it. A second backward of the same forward is not reduced.
+A forward without a backward leaves the reducer waiting. Several forwards and backwards must have the same order on all
+ranks. (PyTorch docs, DistributedDataParallel.)
 fix: Call forward once and backward once a step; add losses up before backward; use no_grad for forwards that do not
 train.
-detected: Forward and backward passes of the wrapper are recorded in order. A second backward pass, without its own
-forward, follows the one that ended the reduction, and an optimizer uses the gradients that it adds; or it delivers a
-gradient again, and DDP raises.
+detected: ddpcheck records forward and backward passes of the wrapper in order. A second backward pass follows, without
+its own forward, after the reduction has ended. This pass is reported if an optimizer uses the gradients that it adds.
+It is also reported if a gradient arrives again and DDP raises.
 ignore: If the gradients of the second pass are only inspected, and no optimizer uses them.
 explains: DDP101 DDP102 DDP103 DDP301 DDP302 DDP306 DDP406
 example:
@@ -117,9 +117,9 @@ other.backward()                         # right: (one + other).backward()
 DDP511 mode-differs: error
 In a step, the model is in train mode on one rank and in eval mode on another.
 why: Dropout and BatchNorm then compute different functions, and BatchNorm statistics change on some ranks only. DDP
-averages the gradients silently.
+silently averages the gradients.
 fix: Call train() and eval() on every rank at the same places; evaluate on all ranks, or call train() again after it.
-detected: No check reports this code today: a mode that differs between ranks is reported as DDP222.
+detected: No check reports this code today. A mode that differs between ranks is reported as DDP222.
 ignore: See DDP222.
 example:
 if rank == 0:
@@ -127,27 +127,29 @@ if rank == 0:
 
 DDP513 static-graph-violated: error, stops_ddp, by_family
 static_graph=True is set, and the set of used parameters or their order changes.
-why: With static_graph DDP records in the first iteration how often each gradient arrives, and relies on it. A graph
-that changes hangs, raises, or leaves gradients not reduced. (PyTorch docs, DistributedDataParallel, static_graph.)
+why: With static_graph=True DDP records in the first iteration how often each gradient arrives, and relies on it. If the
+graph changes, the ranks hang, DDP raises, or gradients are not reduced. (PyTorch docs, DistributedDataParallel,
+static_graph.)
 fix: Remove static_graph=True and use find_unused_parameters=True, or make every step use the same parameters.
-detected: static_graph=True is set, and the parameters that backward reaches differ between steps, or DDP reports that
-the graph has changed.
+detected: static_graph=True is set. The parameters that backward reaches differ between steps, or DDP reports that the
+graph has changed.
 ignore: Never. DDP relies on the first iteration.
 explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP304 DDP305 DDP312; DDP516 if only the loss
 reports: pytorch/pytorch#58111 pytorch/pytorch#97030 deepinsight/insightface#2288
 
 DDP514 accumulation-scale: error
 Accumulated gradients are not scaled by the number of micro-steps, or by the number of tokens in each.
-why: backward adds gradients up. Without division the step grows with the number of micro-steps; with a division that
-does not match the last, shorter accumulation it is too small. A mean over micro-batches with unequal numbers of tokens
-is a mean of means: tokens of the shorter ones count more. (huggingface/transformers#34191 fixed this in one trainer.)
+why: backward adds gradients up. Without division, the step grows with the number of micro-steps. If the last
+accumulation is shorter but is divided by the same number, its step is too small. If micro-batches have unequal numbers
+of tokens, their mean is a mean of means: tokens of the shorter ones count more. (huggingface/transformers#34191 fixed
+this in one trainer.)
 fix: Divide each micro-step's loss by the number of micro-steps of this accumulation; if they have unequal numbers of
 tokens, divide sums over tokens by the number of tokens in all of them.
-detected: The backward passes of a step are counted, and the gradient is that number times the global batch's. `ddpcheck
-run` requires passes from one line of the script, with a batch taken for each, one by one or all before, or no_sync
-without a loader; and terms that are means, of weight 1 or with known factors only, of which no factor and no product is
-one over that number. The wrapper and `ddpcheck run` also measure the weight of each target of the cross entropy in each
-micro-batch.
+detected: A report compares the number of backward passes in a step with that of the single process: the gradient is
+wrong by the same factor. `ddpcheck run` requires that the passes of a step come from one line. Each pass takes a batch,
+or all batches are taken before the first pass. Without a loader, the passes run under no_sync. The terms of the loss
+are means of weight 1 or with known factors. No factor or product of factors is one over the number of passes. The
+wrapper and `ddpcheck run` also measure the weight of each cross-entropy target in each micro-batch.
 ignore: If the learning rate was tuned with the sum, or if micro-batches should have the same weight, however many
 tokens they have.
 reports: huggingface/transformers#34191 huggingface/transformers#24725 meta-pytorch/torchtune#1875
@@ -157,12 +159,13 @@ for part in batch.split(4):
 
 DDP515 values-changed-after-wrapping: error
 Something other than the optimizer changed parameter values after wrapping, on some ranks.
-why: DDP broadcasts at construction only. A checkpoint loaded, or weights re-initialised, pruned or averaged, on rank 0
-alone change rank 0 only. (PyTorch docs, DistributedDataParallel: parameters are never broadcast after construction.)
+why: DDP broadcasts only at construction. If rank 0 alone loads a checkpoint, or re-initialises, prunes or averages
+weights, only rank 0 changes. (PyTorch docs, DistributedDataParallel: parameters are never broadcast after
+construction.)
 fix: Make the change on every rank from the same data, or broadcast the parameters after it.
-detected: Fingerprints of parameters are taken when the wrapper is constructed, and compared between ranks before the
-first forward pass and in later steps. Under fully_shard, `ddpcheck run` follows the lines that write shards before the
-first forward pass, and reports those that only some ranks have reached.
+detected: ddpcheck takes fingerprints of parameters when the wrapper is constructed. The ranks compare fingerprints
+before the first forward pass and in later steps. Under fully_shard, `ddpcheck run` follows the lines that write shards
+before the first forward pass. It reports lines that only some ranks have reached.
 ignore: If the values are restored before the optimizer steps, as in sharpness-aware minimisation.
 explains: DDP208 DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516 if only the loss
 example:
@@ -173,10 +176,10 @@ if dist.get_rank() == 0:
 DDP517 gradients-discarded: error
 Gradients are zeroed or replaced before an optimizer step has used them.
 why: A zero_grad between backward and step, or in every micro-step of an accumulation, discards gradients that were
-computed and reduced; the model trains on a part of the batch, or not at all.
+computed and reduced. The model trains on a part of the batch, or not at all.
 fix: Call zero_grad right after step, or right before the first micro-step, and nowhere else.
-detected: Calls of zero_grad, backward passes and optimizer steps are recorded in order. Gradients that are repeatedly
-zeroed before a step has used them are reported.
+detected: ddpcheck records calls of zero_grad, backward passes and optimizer steps in order. It reports gradients that
+are repeatedly zeroed before a step has used them.
 ignore: If a step is skipped on purpose, and its gradients with it.
 example:
 for part in parts:
@@ -185,12 +188,13 @@ for part in parts:
 
 DDP520 leftover-gradients: error
 A step uses gradients that existed before its own backward passes, and were never zeroed.
-why: backward adds to .grad. Without zero_grad each step uses the gradients of all steps before. If two networks train
-by turns, as in a GAN, the loss of one leaves gradients in the other, and the optimizer of the other adds them to its
-own. DDP averages all of them, so the ranks agree. (PyTorch docs, torch.optim.Optimizer.zero_grad.)
+why: backward adds to .grad. Without zero_grad, each step uses the gradients of all steps before. In a GAN, two networks
+train by turns. The loss of one network leaves gradients in the other. The optimizer of the other network then uses
+these gradients together with its own. DDP averages all of them, so the ranks agree. (PyTorch docs,
+torch.optim.Optimizer.zero_grad.)
 fix: Call zero_grad of an optimizer right before the backward pass of its loss, or right after its step.
 detected: `ddpcheck run` inspects a gradient of each optimizer after each step and before the next backward pass. It is
-reported if it is not None, is not zero, and is added to, in several steps in a row.
+reported if, in three steps in a row, the gradient is neither None nor zero and backward adds to it.
 ignore: If gradients of several losses should be added up over several steps.
 example:
 loss_of_generator.backward()             # reaches the discriminator too
@@ -201,16 +205,16 @@ discriminator_optimizer.step()
 DDP522 rank-dependent-compilation: warning
 On some ranks only, torch.compile compiles a function repeatedly, or to different operations.
 why: While one rank compiles, for a tenth of a second or for minutes, all others wait in the reduction of gradients.
-After 8 recompilations (torch._dynamo.config.recompile_limit) torch gives up, and that rank runs the function without
-compilation, slower than the others, to the end. If the code itself depends on the rank, the ranks train different
+After 8 recompilations (torch._dynamo.config.recompile_limit) torch gives up. That rank then runs the function without
+compilation to the end, slower than the others. If the code itself depends on the rank, the ranks train different
 models. (PyTorch docs, torch.compile, Recompilation.)
 fix: Pad batches to one shape, or compile for any size: torch.compile(dynamic=True) or torch._dynamo.mark_dynamic. Make
 Python values and branches in forward the same on every rank.
 detected: `ddpcheck run`, a watch and the compiled steps of a report record what each rank compiles while it trains, and
-which guard failed, as torch names it. It is reported if the same guard fails twice or more on a rank and never on
-another; if only some ranks reach the limit; or if inputs of the same shapes give different operations with gradients on
-each rank, every time, in a function without graph breaks. A watch compares in steps 32, 64, 128 and so on.
-ignore: If the rank that compiles has already met all its shapes, and the others meet theirs later.
+which guard failed. Three cases are reported. The same guard fails at least twice on one rank and never on another. Only
+some ranks reach the limit. Or the ranks compile different operations with gradients for inputs of the same shapes,
+every time (functions with graph breaks are not compared). A watch compares in steps 32, 64, 128 and so on.
+ignore: If the rank that compiles has already met all its shapes, and the others meet their shapes later.
 example:
 model = DistributedDataParallel(torch.compile(net, dynamic=False))
 for tokens in loader:                    # lengths that vary on one rank
@@ -218,14 +222,14 @@ for tokens in loader:                    # lengths that vary on one rank
 
 DDP523 state-not-loaded: error
 load_state_dict(strict=False) loads nothing, because the keys of the state have a different prefix.
-why: The keys of a state taken from a DistributedDataParallel begin with 'module.'; those of a compiled module, with
-'_orig_mod.'. With strict=False torch loads the keys that match and ignores the others: if none matches, training starts
-from the initial values of the model. (PyTorch docs, torch.nn.Module.load_state_dict.)
+why: The keys of a state taken from a DistributedDataParallel begin with 'module.'. The keys of a compiled module begin
+with '_orig_mod.'. With strict=False torch loads the keys that match and ignores the others. If no key matches, training
+starts from the initial values of the model. (PyTorch docs, torch.nn.Module.load_state_dict.)
 fix: Take and load the state of the same module (`ddp.module` on both sides), or remove the prefix:
 torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, 'module.'). Without strict=False, torch raises.
-detected: `ddpcheck run` compares the keys of each state that is loaded with those of the module. It is reported if no
-key matches, most would with a different prefix, and no matching state is loaded before the next optimizer step or the
-end.
+detected: `ddpcheck run` compares the keys of each loaded state with those of the module. A load is reported if no key
+matches and most keys would match with a different prefix. It is not reported if a matching state is loaded before the
+next optimizer step or the end.
 ignore: If the load does nothing on purpose.
 example:
 state = torch.load("checkpoint.pt")                # of ddp.state_dict(): "module.head.weight"
