@@ -83,11 +83,16 @@ def better(message: str) -> str:
     return f"there is no {what} {given!r}; {hint}"
 
 
+# options of one command by the name that another one has for them
+SYNONYMS = {"-o": "--output", "--nproc-per-node": "--world-size", "--world-size": "--nproc-per-node"}
+
+
 def near_option(parser: argparse.ArgumentParser, words: Iterable[str]) -> str:
     """The option of a parser that the first unknown one was probably meant to be, in words; empty for none."""
     known = [name for name in parser._option_string_actions if name.startswith("--")]
     for word in words:
         name = word.partition("=")[0]
+        name = SYNONYMS.get(name, name)
         if name.startswith("-") and (close := difflib.get_close_matches(name, known, n=1)):
             return f"; did you mean {close[0]}?"
     return ""

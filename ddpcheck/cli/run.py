@@ -208,7 +208,8 @@ def run_script(arguments: argparse.Namespace) -> int:
     options, script = split_at_script(parser, arguments.rest)
     given, unknown = parser.parse_known_args([*options, *(script[:1] or [""])])
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{near_option(parser, unknown)}")
+        meant = near_option(parser, unknown) or "; put arguments of the script after the script"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
     if not script:
         parser.error("there is no script to run, as in `ddpcheck run --standalone --nproc-per-node 2 train.py`")
     ours = {name for name in parser._option_string_actions if name.startswith("--check-")}

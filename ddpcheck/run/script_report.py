@@ -226,7 +226,7 @@ def _none_entered(ending: Ending) -> tuple[CheckStatus, str]:
         return "skipped", f"no rank {joined}; for a recipe, use `ddpcheck report`"
     by_signal = ending.exit_code not in ending.exit_codes.values()
     how = f"was ended by signal {ending.exit_code - 128}" if by_signal else f"ended with exit code {ending.exit_code}"
-    return "skipped", f"the script {how} before a rank {joined}"
+    return "skipped", f"the script {how} before a rank {joined}; see the script's own error"
 
 
 def _entered(facts: ScriptFacts) -> tuple[CheckStatus, str]:
