@@ -45,7 +45,7 @@ def main() -> None:
         settings = examine(given)
         known = None if given.check_baseline is None else load_report(given.check_baseline)
     except DDPCheckError as error:  # the script runs already: it gets its report all the same
-        complain(f"{error}; nothing is suppressed or known")
+        complain(f"{error}; the report has no suppressions and no baseline")
     watch = HangWatch(folder, given.check_timeout, lambda: _end(folder))
     try:
         with holding(folder):

@@ -80,7 +80,7 @@ def _follow(launch: LauncherEnv) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED  # rank 0 is told the same
     if launch.rank == 1:  # one is enough
-        complain("rank 0 was lost before it could write the report; its launcher knows how")
+        complain("rank 0 was lost before it could write the report; the output of its launcher may say how")
     return EXIT_TARGET
 
 

@@ -294,7 +294,8 @@ def _compared(parity: ParityRuns, ranks: Sequence[WatchedRank], ending: Ending, 
         singles = single, noise, parity.run(ranks, as_rank=1)
     last = singles[-1]
     if last.why_not and not (last.has_raised and last is not noise):  # a script may refuse to be rank 1 of one
-        return (replace(last, why_not=f"it differs, and the run that measures noise has failed: {last.why_not}"),)
+        failed = "it differs, perhaps only by noise, but the run that measures noise has failed"
+        return (replace(last, why_not=f"{failed}: {last.why_not}"),)
     return singles
 
 

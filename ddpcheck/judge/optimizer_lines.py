@@ -93,7 +93,7 @@ def judge_all_of_optimizers(facts: ScriptFacts) -> Verdicts:
     steps = sum(len(one.steps) for one in known)
     apart = any(any_gradient_differs(of_ranks) for one in known for of_ranks in one.steps)
     of_ddp = "options" if apart else "options, state and gradients"
-    compared = "options, pace and scale of the shards' gradients" if facts.shards else of_ddp
+    compared = "options, number of steps and scale of the shards' gradients" if facts.shards else of_ddp
     where = f"of {counted(len(known), 'optimizer')} match between ranks in {counted(steps, 'step')}"
     what = f"{compared} {where}" if steps else ""
     together = [of_ranks for one in known for of_ranks in one.steps if all(of.reductions >= 0 for of in of_ranks)]

@@ -41,8 +41,8 @@ _FIXES = {
     "samples, and DDP averages the gradients.",
     "clip": "Clip the averaged gradients by the limit of a single process, whatever the world size: DDP averages, and "
     "their norm does not grow with the number of ranks.",
-    "update": "Check the options of the optimizer, and what changes parameters between steps: neither may follow the "
-    "world size, unless it stands for the learning rate.",
+    "update": "Check the options of the optimizer, and what changes parameters between steps: neither may depend on "
+    "the world size, except a learning rate that is scaled on purpose.",
     "saved": "Make the saved state independent of the number of ranks: gather what each rank has a part of "
     "(dist.all_gather), and update averages and counters by the steps and samples of all ranks.",
     "schedule": "Give the schedule the number of steps that the ranks make, and step it once for each of them.",

@@ -17,8 +17,8 @@ from ddpcheck.stream.entries import NotCompared, ReplicaCaptured, StepsReported
 _COMPRESSED = 0.1  # what a communication hook may lose, from which on a comparison tells nothing
 
 _NOT_REDUCED = (
-    "gradients that are split among more than 8 ranks or along several dimensions, or that reach shards also by "
-    "operations on them, are not compared with the average"
+    "not compared with the average: gradients that are split among more than 8 ranks or along several dimensions, and "
+    "those of shards that the program also uses directly"
 )
 
 
@@ -95,7 +95,7 @@ def _of_hooks(
     """Why gradients were not, or not in each step, compared with the average; and in how many steps they were."""
     told = [[[one for one in of_rank if _tells(one)] for of_rank in of_ranks] for of_ranks in captured]
     every = [one for of_ranks in captured for of_rank in of_ranks for one in of_rank]
-    why = [f"what {one.hook} leaves where it compresses is not compared" for one in every if not _tells(one)]
+    why = [f"gradients that {one.hook} compresses are not compared" for one in every if not _tells(one)]
     for wrapper in facts.wrappers:
         hook = facts.hook_that_leaves_own(wrapper.number)
         if hook and facts.averages_by_hand(wrapper.number):

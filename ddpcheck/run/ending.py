@@ -280,7 +280,7 @@ def _judge_silent_mismatch(ranks: Sequence[WatchedRank], ending: Ending, source:
     cut = [rank.started.rank for rank in ranks if not rank.has_ended]
     if bool(cut) != bool(ending.exit_code):
         return []
-    how = "no rank failed: the mismatched calls have the same size, wait for no rank, or raised a caught error"
+    how = "no rank failed, although calls do not match: they have the same size, do not wait, or their error was caught"
     if cut:
         how = f"{format_ranks(cut)} ended without a Python exception"
     found = judge_collectives(comparable_logs(ranks), cut)

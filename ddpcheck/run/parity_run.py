@@ -31,7 +31,9 @@ INTERRUPTED = "it was interrupted"
 _TIMES = 3  # as long as all ranks took together, a single process may take
 _MOST_OUTPUT = 1 << 16  # characters, of the end
 _OF_MEMORY = re.compile(r"out of memory|can't allocate memory|MemoryError|OutOfMemory")
-_MEMORY = "; a global batch in one process needs more memory, and --check-parity-batch makes those of all runs smaller"
+_MEMORY = (
+    "; a global batch in one process needs more memory, and --check-parity-batch makes the batches of all runs smaller"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-EXPECT = {"code": "DDP208", "cause": "they belong to no model", "line": "0 if FIXED else rank"}
+EXPECT = {"code": "DDP208", "cause": "an average over different models", "line": "0 if FIXED else rank"}
 FIXED = "--fixed" in sys.argv
 
 

@@ -105,7 +105,10 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(command: list[str], argumen
         ),
         (["run", "-o", "x.html", "x.py"], "unrecognized arguments: -o; did you mean --check-output?"),
         (["run", "--epochs", "1", "x.py"], "unrecognized arguments: --epochs; put arguments of the script after the "),
-        (["report", "x.py", "--nproc-per-node", "2"], "unrecognized arguments: --nproc-per-node 2; did you mean --world-"),
+        (
+            ["report", "x.py", "--nproc-per-node", "2"],
+            "unrecognized arguments: --nproc-per-node 2; did you mean --world-",
+        ),
         (["run", "--check-select", "DDP7", "x.py"], "--check-select: no rule matches 'DDP7'; see `ddpcheck rules`"),
         (["explain", "DDP999"], "no rule matches 'DDP999'; see `ddpcheck rules`"),
         (["explain", "DPD101"], "no rule matches 'DPD101'; did you mean DDP101 (unused-parameter)?"),

@@ -32,7 +32,8 @@ def waits(rank: int, world_size: int = 2, address: str = AT, agent: str = "") ->
         (
             [waits(0, address="tcp://node:7", agent=AT), waits(1, address="tcp://node:7", agent=AT)],
             (),
-            "a store at tcp://node:7, which none of them serves: under torchrun they take the one at node:29500",
+            "a store at tcp://node:7, but no rank starts one there: under torchrun, ranks use the store of its agent, "
+            "at node:29500",
         ),
     ],
 )

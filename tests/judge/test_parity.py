@@ -255,7 +255,7 @@ def test_samples_that_are_not_coupled_are_weighed_otherwise() -> None:
 
 def test_a_batch_that_decides_which_parameters_take_part_explains_it_all() -> None:
     finding = only(judge_single(off("a"), terms=(WEIGHED, SUM), other_parameters=("a",)))
-    assert (finding.code, finding.subjects) == ("DDP304", ("a",)) and "The parts of the model" in finding.message
+    assert (finding.code, finding.subjects) == ("DDP304", ("a",)) and "Which parts of the model" in finding.message
     elsewhere = judge_single(off("a"), terms=(UNKNOWN,), other_parameters=("a",), against_shards=Fit(0.7, 0.4))
     assert only(elsewhere).code == "DDP312"
 

@@ -672,7 +672,7 @@ def test_targets_that_name_the_rows_of_rank_0_on_every_rank_are_reported() -> No
     of_loss = [[LossDifferentiated(0, 0, (), None, Location("train.py", 7))] for _ in uses]
     (found,) = judge_targets(uses, of_loss)
     assert found.location == Location("train.py", 7) and f"gathered at {LINE}" in found.evidence
-    assert "the rows of rank 1 begin at 4" in found.message
+    assert "those of rank 1 begin at 4" in found.message
     (found,) = judge_targets([[replace(one, loss=LOOP) for one in of_rank] for of_rank in uses], of_loss)
     assert found.location == LOOP
 

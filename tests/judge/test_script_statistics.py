@@ -37,7 +37,7 @@ def looks(*values: float, equations: int = 5, exchanged: int = 0) -> list[Runnin
 def test_a_statistic_that_differs_between_ranks_at_each_look() -> None:
     (finding,) = judge_statistics([looks(1.0, 2.0, 3.0), looks(1.5, 2.5, 3.5)])
     assert (finding.code, finding.subjects, finding.location) == ("DDP217", ("norm.mean",), LINE)
-    assert "by 0.25 of the divisor" in finding.evidence[0] and "3 calls" in finding.evidence[1]
+    assert "by 0.25 times the divisor" in finding.evidence[0] and "3 calls" in finding.evidence[1]
 
 
 @pytest.mark.parametrize(

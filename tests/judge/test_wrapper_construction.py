@@ -63,7 +63,7 @@ def test_a_size_that_a_variable_counts() -> None:
     mine = begun({"head.weight": (5, 8)}, sizes=counts("classes", 4) + counts("rows", 5, 9))
     theirs = begun({"head.weight": (7, 8)}, sizes=counts("classes", 6) + counts("rows", 5, 9))
     (finding,) = judged(mine, theirs)
-    assert "is the size of classes, and 1 more, which is a list of 4 items on rank 0" in finding.message
+    assert "is the size of classes plus 1; classes is a list of 4 items on rank 0" in finding.message
     assert finding.location == Location("train.py", 20) and "classes" in finding.what_to_do
     (finding,) = judged(replace(mine, sizes=counts("rows", 5)), replace(theirs, sizes=counts("rows", 6)))
     assert "is the size of" not in finding.message  # it does not count as many there

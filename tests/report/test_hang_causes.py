@@ -45,7 +45,7 @@ def test_a_rank_that_calls_nothing_any_more_is_named_whatever_its_groups(
 def test_ranks_that_stopped_at_two_places_are_one_story(tmp_path: Path) -> None:
     finding = cause(Job(tensor=2, data=2, pipeline=2, hosts={5: 4, 6: 4}), tmp_path)
     assert finding.ranks == (5, 6)
-    assert "ranks 5 and 6 have no collective that has not ended" in finding.evidence
+    assert "ranks 5 and 6 have no open collective: all have ended" in finding.evidence
     assert "the other 6 ranks wait for that" in finding.message
 
 

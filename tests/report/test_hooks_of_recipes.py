@@ -122,4 +122,6 @@ def test_a_hook_that_compresses_is_not_called_once_more_for_compiled_code() -> N
     assert report.findings == ()
     assert "torch.compile was not run: everything is checked as the code is written" in report.world["notes"]
     status, what = line(report, "reducer")
-    assert status == "passed" and "of them equal the average of the ranks' own; what powerSGD_hook leaves" in what
+    assert (
+        status == "passed" and "of them equal the average of the ranks' own; the others differ from it by up to" in what
+    )

@@ -104,7 +104,7 @@ def test_a_healthy_model_is_clean_and_all_of_it_was_compared(name: str) -> None:
     for reference in ("local", "single-process"):
         assert len([one for one in report.parity if one.reference == reference]) == 2 * count, shown(report)
     (reducer,) = (check.detail for check in report.checks if check.name == "reducer")
-    assert f"{2 * count} parameters after a step on parts equal those after one on the whole" in reducer
+    assert f"{2 * count} parameters after a step on parts equal those after a step on whole parameters" in reducer
     (note,) = (note for note in report.world["notes"] if note.startswith("tensor parallelism: "))
     assert ("ranks 0 to 3" if name.startswith("alone") else "ranks 0 and 1, ranks 2 and 3") in note
 

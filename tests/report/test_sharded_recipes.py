@@ -481,7 +481,7 @@ def test_parameters_after_a_step_are_compared_where_the_optimizer_does_not_commu
     assert_healthy(report)
     detail = next(check.detail for check in report.checks if check.name == "reducer")
     by_hand = kind is ClippedByHand
-    assert ("8 parameters after a step on shards equal those after one on the whole" in detail) is not by_hand
+    assert ("8 parameters after a step on shards equal those after a step on whole parameters" in detail) is not by_hand
     assert ("parameters after a step are not compared: the optimizer communicates" in report.world["notes"]) is by_hand
 
 

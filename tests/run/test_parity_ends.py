@@ -29,7 +29,7 @@ from tests.tiers import one_of
 GIVEN = argparse.Namespace(check_parity_batch=0, check_parity_steps=0, check_timeout=60.0)
 NOT_COMPARED = "not compared with a single process: "
 MORE_MEMORY = (
-    "; a global batch in one process needs more memory, and --check-parity-batch makes those of all runs smaller"
+    "; a global batch in one process needs more memory, and --check-parity-batch makes the batches of all runs smaller"
 )
 RAISED = {
     **dict.fromkeys(("kind", "when", "traceback", "place", "collective", "bug", "noticed"), ""),
@@ -169,8 +169,11 @@ LATE = SingleRun(why_not="it has not ended within 60 s, and was stopped")
     [
         ([SingleRun([alone(1.0)]), SingleRun([alone(1.0)])], ""),
         ([SingleRun([alone(1.0)]), FAILED], ""),
-        ([FAILED], f"it differs, and the run that measures noise has failed: {FAILED.why_not}"),
-        ([SingleRun([alone(1.0)]), LATE], f"it differs, and the run that measures noise has failed: {LATE.why_not}"),
+        ([FAILED], f"it differs, perhaps only by noise, but the run that measures noise has failed: {FAILED.why_not}"),
+        (
+            [SingleRun([alone(1.0)]), LATE],
+            f"it differs, perhaps only by noise, but the run that measures noise has failed: {LATE.why_not}",
+        ),
         ([KEY], "it was interrupted"),
         ([SingleRun([alone(1.0)]), KEY], "it was interrupted"),
     ],

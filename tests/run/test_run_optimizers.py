@@ -74,7 +74,7 @@ def checks_of(folder: Path, how: str) -> tuple[dict[str, tuple[str, str]], list[
         ("local", ("skipped", f"{COMPARED} 3 times; the communication hook lets ranks train apart for some steps")),
         (
             "powersgd",
-            ("skipped", f"{COMPARED} 2 times; what powerSGD_hook leaves where it compresses is not compared"),
+            ("skipped", f"{COMPARED} 2 times; gradients that powerSGD_hook compresses are not compared"),
         ),
         (
             "noop",

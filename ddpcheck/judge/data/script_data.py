@@ -220,8 +220,10 @@ def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         f"{missing} of the {size} samples of the dataset are on no rank in {'each' if twice else 'any'} of "
         f"{len(epochs)} epochs.",
         evidence=[
-            f"each rank takes {len(one.indices)} samples, by {one.sampler}"
-            f"{f', which gives it {one.part}: they are split once more' if twice else ''}"
+            f"{one.sampler} gives each rank {one.part} samples, and the rank takes only {len(one.indices)} of them: "
+            "they are split a second time"
+            if twice
+            else f"each rank takes {len(one.indices)} samples, by {one.sampler}"
         ],
         fix="Give the sampler the world size and the rank of the process group, and split the data once only.",
     )

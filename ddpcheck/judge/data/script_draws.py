@@ -62,9 +62,10 @@ def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]], *, same_data: boo
         f"The dataset draws random numbers for its samples{where}, and every rank draws the same ones.",
         line=(one.held_at if held else one.seeded) or one.location,
         evidence=[
-            f"{len(batches) or len(shared)} of {max(len(batches), *map(len, draws))} states of "
-            f"{'random generators that the dataset holds,' if held else 'global random generators'} {when} the batches "
-            f"that were looked at{',' * held} are equal on all ranks",
+            f"{when} the batches that were looked at, {len(batches) or len(shared)} of "
+            f"{max(len(batches), *map(len, draws))} states of "
+            f"{'random generators that the dataset holds' if held else 'global random generators'} are equal on all "
+            "ranks",
             *([f"worker 0 has the seed {one.worker_seed} on every rank"] * (one.worker_seed >= 0 and not held)),
         ],
         fix=f"{fix}.",
@@ -195,8 +196,9 @@ def judge_same_targets(
                 + (
                     "a tensor that is also the same on each rank: the ranks take the same samples."
                     if part and not noise
-                    else "different inputs on each rank: the ranks take the same samples, and each augments them "
-                    f"separately{', or they draw the same noise' if noise else ''}."
+                    else "different inputs on each rank: "
+                    + ("either the targets are the same noise on every rank, or " if noise else "")
+                    + "the ranks take the same samples, and each augments them separately."
                 ),
                 location=line_of_selection(draws) or loss or forward,
                 evidence=["the targets are bit-identical on all ranks, and change from step to step"],
@@ -266,8 +268,9 @@ def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
                     "iterate over the same samples, one behind the other.",
                     location=inputs[rank][0].location,
                     severity=Severity.WARNING,
-                    evidence=[f"in {format_steps(steps)}; others were not compared with that many later"],
-                    fix="Advance by the batches of all ranks in each step: by batch size times world size.",
+                    evidence=[f"in {format_steps(steps)}"],
+                    fix="In each step, move every rank forward in the data by the global batch: batch size times "
+                    "world size.",
                 )
     return []
 

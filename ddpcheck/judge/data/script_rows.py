@@ -122,7 +122,7 @@ def judge_sharded_twice(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
         first[0],
         f"The data are split twice: each rank's dataset already is a separate part, and the sampler takes "
         f"{-(-size // len(first))} of its {size} samples in an epoch. The remaining samples are on no rank.",
-        evidence=[f"{first[0].sampler} splits the places of the dataset between {len(first)} ranks"],
+        evidence=[f"{first[0].sampler} splits the indices of the dataset between {len(first)} ranks"],
         fix="Split once: leave out the split by rank, or keep the parts, and shuffle each with a RandomSampler.",
     )
 

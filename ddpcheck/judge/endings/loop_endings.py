@@ -224,8 +224,8 @@ def _fewer(facts: EndingFacts, loop: Block, gone: Sequence[int], times: int, sta
     return one_finding(
         "DDP508",
         ("backward",),
-        f"{format_ranks(gone).capitalize()} {plural_verb('makes', 'make', gone)} {times} of the {loop.times:.0f} "
-        f"passes of the loop at {loop.head} with {named(stays.call)}, the others more: {told(facts, gone)}.",
+        f"{format_ranks(gone).capitalize()} {plural_verb('calls', 'call', gone)} {named(stays.call)} in {times} of "
+        f"the {loop.times:.0f} passes of the loop at {loop.head}, the others in more passes: {told(facts, gone)}.",
         ranks=gone,
         location=where or Location.parse(stays.lines[0]),
         evidence=[*map(may_leave_out, inside), *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks)],

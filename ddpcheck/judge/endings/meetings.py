@@ -94,8 +94,8 @@ def _reason(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
         )
     if agent and address not in (agent, f"tcp://{agent}"):
         return (
-            f"All ranks wait in init_process_group for a store at {address}, which none of them serves: under "
-            f"torchrun they take the one at {agent}, of its agent, for all there is.",
+            f"All ranks wait in init_process_group for a store at {address}, but no rank starts one there: under "
+            f"torchrun, ranks use the store of its agent, at {agent}.",
             "Leave init_method, rank and world_size out, or pass init_method='env://': torchrun sets the address.",
             (),
         )

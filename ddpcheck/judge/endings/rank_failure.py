@@ -169,8 +169,9 @@ def _fix_of_exception(facts: FailureFacts, others: Sequence[RankFailure]) -> str
     """The advice on a rank that has raised; empty, for that of the rule, where others have failed after it."""
     if facts.finished and all(map(follows_from_another_rank, facts.failures)):
         return (
-            f"Check what {format_ranks(facts.finished)} did not do before the end of the script: the line that raised "
-            "was still waiting for it. Let every send have its recv, and every rank make the same calls."
+            f"The line that raised was still waiting for a call of {format_ranks(facts.finished)}, which had ended the "
+            "script: find the call that is missing there. Let every send have its recv, and every rank make the same "
+            "calls."
         )
     return "" if others else "Fix the exception shown."
 
@@ -216,8 +217,8 @@ def judge_empty_shards(failures: Sequence[RankFailure], world_size: int) -> list
         "DDP405",
         (f"step {step}",),
         f"{format_ranks(ranks).capitalize()} {plural_verb('has', 'have', ranks)} no samples in step {step}, and "
-        f"the others have: in a training loop {plural_verb('it leaves', 'they leave', ranks)}, and the others "
-        f"wait in backward for {plural_verb('its', 'their', ranks)} gradients.",
+        f"the others have: a training loop ends there on {plural_verb('this rank', 'these ranks', ranks)}, and the "
+        f"others wait in backward for {plural_verb('its', 'their', ranks)} gradients.",
         ranks=ranks,
         steps=(step,),
         location=Location.parse(empty[ranks[0]][1]),
@@ -236,9 +237,9 @@ def judge_undefined_losses(
     return one_finding(
         "DDP305",
         ("loss",),
-        f"The loss is not finite on {format_ranks(ranks)} in step {step}; that of the whole batch is {of_batch:.4g}: "
-        f"it is a mean over what {plural_verb('this rank has', 'these ranks have', ranks)} none of, or a statistic of "
-        "too few samples.",
+        f"The loss is not finite on {format_ranks(ranks)} in step {step}; that of the whole batch is {of_batch:.4g}. "
+        f"The loss is a mean over elements of which {plural_verb('this rank has', 'these ranks have', ranks)} none, "
+        "or a statistic of too few samples.",
         ranks=ranks,
         steps=(step,),
         location=Location.parse(undefined[ranks[0]].location),

@@ -60,7 +60,7 @@ def _skipped_of_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Bac
                     continue
                 numbers = [f"rank {rank}, backward pass {number + 1}: of {b.call.place}" for rank, b in at.items()]
                 block, why = _left_out_at(facts, behind, kind)
-                why = [*why, "from then on, each of its backward passes is averaged with a different one of the others"]
+                why = [*why, "from then on, backward passes of different batches are averaged with each other"]
                 return _dropped(facts, ahead, at, behind) or _skipped(
                     facts, kind, ahead, list(at), behind, block, [*numbers, *why]
                 )

@@ -140,8 +140,8 @@ def _undefined(facts: RaisedFacts, _text: str) -> list[Finding]:
     return facts.one_finding(
         "DDP509",
         ("backward",),
-        "A second backward pass of an earlier step delivered gradients after the reduction of that step, and DDP waits "
-        "for them.",
+        "A second backward pass of an earlier step delivered gradients after the reduction of that step: DDP takes "
+        "them for the start of the next reduction, and waits for the rest.",
     )
 
 

@@ -134,16 +134,17 @@ SENTENCES = {  # of torch, with the code and the message for each
     _TWICE: ("DDP406", "DDP took a gradient to be complete, and it came again"),
     "gradient which is undefined, but still allreduced": (
         "DDP509",
-        "A second backward pass of an earlier step has brought gradients after its reduction, and DDP waits for them",
+        "A second backward pass of an earlier step delivered gradients after the reduction of that step: DDP takes "
+        "them for the start of the next reduction, and waits for the rest",
     ),
     _IN_PLACE: ("DDP311", "A tensor that backward needs was overwritten after the forward pass"),
     "Expected to have finished reduction": (
         "DDP302",
-        "A parameter that takes part without the wrapper did not under it",
+        "A parameter that contributes to the loss without the wrapper did not contribute under it",
     ),
     "not used in producing the loss returned by training_step": (  # what Lightning puts in its place
         "DDP302",
-        "A parameter that takes part without the wrapper did not under it",
+        "A parameter that contributes to the loss without the wrapper did not contribute under it",
     ),
     "training graph has changed in this iteration": (
         "DDP513",

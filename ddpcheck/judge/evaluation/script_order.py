@@ -59,7 +59,7 @@ def _told(one: SumsReduced, world_size: int) -> list[Finding]:
         "The result of all_reduce goes into the next all_reduce at the same line, which multiplies the sums of earlier "
         f"batches by {world_size} each time.",
         location=one.location,
-        evidence=[f"the sums were {sums}", f"before the second one, this rank had {one.given[1][0]:.6g}"],
+        evidence=[f"the sums were {sums}", f"before the second all_reduce, this rank had {one.given[1][0]:.6g}"],
     )
 
 
@@ -105,8 +105,8 @@ def _finding(
     return one_finding(
         "DDP804",
         ("cross_entropy",),
-        f"The targets on {format_ranks(wrong)} are {first} to {last}, rows of another rank among the {one.classes} "
-        f"that all_gather returns: the rows of rank {wrong[0]} begin at {one.own}.",
+        f"Of the {one.classes} rows that all_gather returns, those of rank {wrong[0]} begin at {one.own}, but the "
+        f"targets on {format_ranks(wrong)} are {first} to {last}: rows of another rank.",
         ranks=wrong,
         location=one.loss or line or one.location,
         evidence=[
@@ -211,7 +211,10 @@ def _compared(
         is_other_order = [row for _, row in joined] != [row for _, row in sorted(by_place.items())]
         if is_other_order and (line := _met(of_ranks, wrong)) is not None:
             apart = sum(place != own for place, (own, _) in enumerate(joined))
-            return f"{apart} of {len(joined)} meet that of another sample", f"they are compared at {line}"
+            return (
+                f"{apart} of {len(joined)} results are compared with the label of another sample",
+                f"they are compared at {line}",
+            )
     return None
 
 

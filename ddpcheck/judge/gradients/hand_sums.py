@@ -66,7 +66,7 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list
     clipped = [one for one in known if not is_near(size, _times_average(one, one[0].gradients))]
     if max(factors, default=0.0) > size * (1 + _TOLERANCE) or (hides and not clipped):
         return []
-    hidden = f"{kind} hides the factor, but clipping before it does not, in {len(clipped)} of the steps"
+    hidden = f"steps of {kind} do not depend on the factor, but clipping before them does, in {len(clipped)} of them"
     return one_finding(
         "DDP303",
         ("all_reduce",),

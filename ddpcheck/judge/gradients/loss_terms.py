@@ -149,8 +149,8 @@ def _chosen_by_batch(facts: SingleProcessFacts) -> list[Finding]:
     subjects = names.subjects(facts.analysis.other_parameters)
     return facts.one_finding(
         "DDP304",
-        f"The parts of the model that compute a sample depend on its batch: {join_names(subjects)} contribute for some "
-        "shards and not for the global batch, or vice versa.",
+        f"Which parts of the model a sample goes through depends on the rest of its batch: {join_names(subjects)} "
+        "contribute for some shards and not for the global batch, or vice versa.",
         "a shard gives these gradients in a single process too",
         subjects=subjects,
         location=names.location(facts.analysis.other_parameters),
@@ -196,7 +196,9 @@ def judge_unexplained(facts: SingleProcessFacts) -> list[Finding]:
     analysis = facts.analysis
     clues = [
         f"the shards could not be looked at one by one: {analysis.error}" if analysis.error else "",
-        "the ranks compute something else than their shards give alone" if facts.world_changed else "",
+        "gradients on the ranks differ from those of the same shards without a process group"
+        if facts.world_changed
+        else "",
         *(f"called in forward: {call}" for call in facts.known.local.calls[:3] if call.elements > 0),
     ]
     return facts.one_finding(

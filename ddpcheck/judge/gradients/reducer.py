@@ -266,8 +266,8 @@ def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
     scaled = [event for event in facts.evidence[0].events if event.kind in _SCALING]
     return facts.mismatch(
         "DDP303",
-        f"Under the wrapper every one of these gradients is {facts.known.factor(ratio)} times the "
-        "average of the ranks' own gradients.",
+        f"Under the wrapper, each gradient below is {facts.known.factor(ratio)} times the average of the ranks' own "
+        "gradients.",
         *(f"{event.kind} is called there" for event in scaled[-1:]),
         location=Location.parse(scaled[-1].location) if scaled else None,
         fix=_AVERAGING_HOOK
@@ -411,11 +411,11 @@ def tell_compiled(evidence: Sequence[CompiledStep]) -> str:
         return "torch.compile was not run: everything is checked as the code is written"
     errors = [difference.error for item in evidence for difference in item.differences]
     apart = (
-        "draws other random numbers there"
+        "draws different random numbers"
         if _drew_others(evidence)
-        else f"leaves the same gradients there, within a relative error of {max(errors, default=0.0):.1g}"
+        else f"gives the same gradients, within a relative error of {max(errors, default=0.0):.1g}"
     )
-    return f"with torch.compile only the wrapper's steps are run again, which {apart}; the rest is run without it"
+    return f"only the steps under the wrapper are repeated with torch.compile, which {apart}; the rest runs without it"
 
 
 def _drew_others(evidence: Sequence[CompiledStep]) -> bool:

@@ -156,7 +156,7 @@ def judge_alone(
             fix = "Finish the module first, wrap it last; wrap again after any such change."
         elif met:
             at = None
-            how = f"{plural_verb('is', 'are', local)} never averaged, as the others are after some steps"
+            how = f"{plural_verb('is', 'are', local)} never averaged, while the others are, after some steps"
             fix = "Average it with the others."
         elif wrapped:
             how = f"{plural_verb('is', 'are', local)} in no DistributedDataParallel"
@@ -164,13 +164,15 @@ def judge_alone(
         elif in_step:
             at = of_ranks[-1][0].reduced_at
             local = [name for name in local if all(gradients_differ(one, name) for one in of_ranks)] or local
-            how = f"{plural_verb('is', 'are', local)} not reduced, while others are inside an optimizer's step"
+            how = f"{plural_verb('is', 'are', local)} not reduced inside the optimizer's step, where others are"
             fix = "Have the step reduce every gradient, or average it before the step on all ranks."
         elif all(one.collectives > before.collectives for before, one in itertools.pairwise(of[0] for of in of_ranks)):
             at = of_ranks[-1][0].reduced_at
             # not what is averaged, and clipped with the others by their norm
             local = [name for name in local if not all(name in are_scaled(local, one) for one in of_ranks)] or local
-            how = f"{plural_verb('has', 'have', local)} another gradient on each rank after the collectives of a step"
+            how = (
+                f"{plural_verb('has', 'have', local)} a different gradient on each rank after the collectives of a step"
+            )
             fix = (
                 "all_reduce every gradient, and change it afterwards in the same way on every rank, including random "
                 "numbers."
@@ -196,7 +198,7 @@ def judge_alone(
             "DDP208",
             averaged,
             f"{join_names(averaged)} {plural_verb('differs', 'differ', averaged)} between ranks from the first step, "
-            "and the gradients are averaged: they belong to no model.",
+            "and the gradients are averaged: an average over different models is right for none of them.",
             of_ranks,
             "the gradients are the same on all ranks in every step that was compared, and the values in none",
             "Broadcast the parameters from rank 0 before the first step, or seed their construction equally.",
@@ -233,8 +235,8 @@ def _parted_for_good(steps: Sequence[Steps], together: Sequence[bool]) -> list[F
         f"{met[-1]}.",
         location=last[0].location,
         evidence=[f"{counted(len(together) - met[-1], 'step')} went by since then"],
-        fix="Average the parameters to the end of the training, and from the same values on every rank: values that a "
-        "rank keeps from the last average have to be renewed on all ranks.",
+        fix="Average the parameters until the training ends. If ranks keep values of the last average, to "
+        "start the next average from, update these on all ranks.",
     )
 
 

@@ -193,7 +193,7 @@ def judge_changed(changes: Sequence[Sequence[GradientsChanged]]) -> list[Finding
         f"{what} changes the gradients after each micro-batch, {each}; those of the next micro-batch are added to the "
         "changed ones.",
         location=first[0].location,
-        evidence=[f"rank {rank}: their norm times {one.factor:.4g}" for rank, one in enumerate(first[:4])],
+        evidence=[f"rank {rank}: it multiplies their norm by {one.factor:.4g}" for rank, one in enumerate(first[:4])],
         severity=Severity.ERROR if found is apart else Severity.WARNING,
         fix=f"Call {first[0].by or 'it'} once a step, after its last backward pass and before the optimizer's step.",
     )

@@ -43,7 +43,7 @@ def judge_gathers(uses: Sequence[Sequence[GatheredConstant]]) -> list[Finding]:
         "DDP309",
         (one.operation,),
         f"The loss treats the {one.rows} rows that {one.operation} gathered as constants, including the rank's own "
-        "rows: a feature gets a gradient as the one that is compared with others, and none as one of those others.",
+        "rows: a feature gets the gradient of its row of the loss only, and no gradient of other rows.",
         location=one.location,
         evidence=["its input carries a gradient, and its result is in the loss and carries none"],
         severity=Severity.WARNING,
@@ -93,13 +93,13 @@ def judge_own_parts(
     )
     if max(apart) > _NEAR or not (scale_matters or besides) or not terms or not plain:
         return []
-    part = "the part of the gradient through it is" if besides else "gradients are"
+    part = "its part of the gradients is" if besides else "gradients are"
     return one_finding(
         "DDP303" if first.by_function else "DDP309",
         ("loss",) if first.by_function else (first.operation,),
-        f"Each rank computes the loss of the rows of all ranks, gathered by {first.operation}; its gradient reaches "
-        f"the rank's own features only, and DDP averages over the ranks: {part} 1/{len(parts)} of "
-        f"{'that' if besides else 'those'} of the loss.",
+        f"Each rank computes the loss of the rows of all ranks, gathered by {first.operation}, but the gradient of "
+        f"this loss reaches the rank's own features only. DDP averages over the ranks: {part} 1/{len(parts)} of what "
+        "the loss asks for.",
         location=first.location,
         evidence=[
             f"the gradient of the gathered rows is the same on every rank, {seen}",

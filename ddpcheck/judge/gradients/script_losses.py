@@ -184,11 +184,11 @@ def _judge_counted_again(passes: Losses, together: int, *, summed: bool) -> list
     if times not in sizes - {1} or any(abs(by * (1 if summed else models) / times - 1) > _TOLERANCE for by in divided):
         return []
     first = passes[0][0]
-    again = "" if summed else ", and DDP averages over the models again"
+    again = "" if summed else ", and DDP averages over the replicas again"
     return one_finding(
         "DDP303",
         ("loss",),
-        f"The loss is a sum, divided by {divided[0]:.3g} times the number of its elements in all models{again}: "
+        f"The loss is a sum, divided by {divided[0]:.3g} times the number of its elements in all replicas{again}: "
         f"gradients are 1/{times} of those of the mean.",
         location=first.scaled or first.made or first.location,
         evidence=[

@@ -32,7 +32,7 @@ def why_not_updated(item: ShardedStep) -> str:
     lost = [bad.name for bad in item.against_whole if bad.bad and bad.name not in item.updated_alone]
     if item.uncompared or not lost:
         return item.uncompared
-    return f"the optimizer may lose as much to rounding as it changes, in {join_names(lost)}"
+    return f"in {join_names(lost)}, the rounding error of a step may be as large as the step"
 
 
 _SWITCHES = {
@@ -72,7 +72,10 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
         "step on the whole parameters and gradients: each rank updates its shard without the others.",
         location=updated_at or facts.known.names.location(names),
         steps=unless_all(sorted({step for step, _ in wrong}), facts.step_count),
-        evidence=["errors are in proportion to the update of the whole", *map(str, worst_first(by_name.values())[:3])],
+        evidence=[
+            "errors are relative to the update of the whole parameter",
+            *map(str, worst_first(by_name.values())[:3]),
+        ],
         fix="Compute norms and means of the DTensor, or all_reduce those of the shards over the shard group.",
     )
 
@@ -93,7 +96,10 @@ def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
             steps=(first.count,),
             location=first.norm_at or first.location,
             related={"optimizer steps": first.location},
-            evidence=[f"rank {rank}: a norm of {factor:.6g} times that" for rank, factor in enumerate(known[:4])],
+            evidence=[
+                f"rank {rank}: the norm of its shards is {factor:.6g} times that of all shards"
+                for rank, factor in enumerate(known[:4])
+            ],
             fix="Compute the norm of the DTensors (clip_grad_norm_ does), or all_reduce the squares of the shards' "
             "norms over the ranks, before the root is taken.",
         )

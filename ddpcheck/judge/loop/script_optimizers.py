@@ -136,7 +136,9 @@ def judge_schedule(ends: Sequence[OptimizerEnd], world_size: int) -> list[Findin
         f"The learning rate schedule makes {world_size} steps, one for each rank, instead of one: "
         + (f"it ends after 1/{world_size} of the training." if ended else f"it is {world_size} times too fast."),
         location=first.made if first.by_package else first.location,
-        evidence=[f"{first.steps} steps of the schedule in {first.turns} places, {ends[0].count} of the optimizer"],
+        evidence=[
+            f"{first.steps} steps of the schedule in {first.turns} groups, {ends[0].count} steps of the optimizer"
+        ],
         severity=Severity.WARNING,
         fix="Step the schedule once after each optimizer step, not world_size times. If a framework does that "
         "(accelerate without split_batches), give the schedule the number of steps of all ranks together.",
@@ -148,7 +150,7 @@ def _out_of_step(of_ranks: Steps) -> list[Finding]:
         "DDP508",
         ("step",),
         f"The ranks are not in the same step: before step {of_ranks[0].count} of the optimizer they have reached "
-        "different numbers of collectives, and its options already belong to another step.",
+        "different numbers of collectives, and its options are already those of a different step.",
         location=of_ranks[0].location,
         evidence=[f"collectives of all ranks: {one}" for one in group_by_value([one.collectives for one in of_ranks])],
         fix="Leave the loop, or skip its body, on all ranks or on none: all_reduce the decision.",
@@ -177,7 +179,7 @@ def judge_pace(steps: Sequence[Steps], ends: Sequence[OptimizerEnd]) -> list[Fin
 def _left_out(of_ranks: Steps, ranks: Sequence[int], what: str, evidence: Sequence[str]) -> list[Finding]:
     """At the line that decides whether a step is made, where there is one such, else at that of the step."""
     step, lines = of_ranks[0].location, of_ranks[0].left_out_at
-    decides = f"it decides on the step at {step}"
+    decides = f"this line decides if the step at {step} is made"
     return one_finding(
         "DDP508",
         ("step",),
@@ -217,7 +219,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             location=next(iter(restored.values()), (reordered and of_ranks[0].made) or of_ranks[0].location),
             evidence=[
                 _loaded_on(restored) if restored else "",
-                f"it did not differ in step {alike}: the ranks have used other gradients in a step after that"
+                f"it did not differ in step {alike}: in a later step, the ranks used different gradients"
                 if between
                 else "",
                 *(
@@ -366,7 +368,7 @@ def judge_reduced_in_place(
                 f"The loss is reduced by {one.operation} and divided by the world size before backward: autograd sees "
                 "the division only, and DDP averages again."
             )
-            evidence = [f"the gradient of it is {one.factor:.6g}"]
+            evidence = [f"the gradient of the reduced loss is {one.factor:.6g}"]
             fix = "Reduce a detached copy: logged = loss.detach().clone(); dist.all_reduce(logged)."
         elif alike and one.is_average:
             continue

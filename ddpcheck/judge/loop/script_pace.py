@@ -72,7 +72,8 @@ def _shifts(
         message,
         location=line,
         evidence=[
-            f"rank {rank}: {what} before reduction {', '.join(map(str, sorted(of_rank)[:4]))} of {paces[0].reductions}"
+            f"rank {rank}: {what} before reduction {', '.join(map(str, sorted(of_rank)[:4]))} (of "
+            f"{paces[0].reductions})"
             for rank, of_rank in enumerate(own[:4])
             if of_rank
         ],

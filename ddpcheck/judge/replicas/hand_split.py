@@ -97,7 +97,7 @@ def judge_hand_split(same: Sequence[WatchedWrapper], world_size: int) -> list[Fi
         "different gradient on each: that of a part of the model.",
         ranks=tuple(sorted(itertools.chain(*of_models))),
         location=line,
-        evidence=["the ranks put the model together there, by a collective in a function of autograd"],
+        evidence=["the ranks combine the outputs of their parts there, by a collective in a custom autograd Function"],
         fix="In the backward pass, all_reduce over these ranks the gradient of the input of the split layers: a "
         "function that returns its input in forward (Megatron-LM's copy_to_tensor_model_parallel_region). If these are "
         "parts that only start equal, use a different seed for them on each rank.",

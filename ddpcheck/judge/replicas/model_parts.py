@@ -241,7 +241,7 @@ def judge_batches(
         ]
         mine = [tuple(of_rank.indices[:size]) for of_rank in known]
         if any(tuple(each.indices[:size]) in mine for of_rank in others for each in of_rank if each.trains):
-            evidence.append("ranks of another replica take the same samples as one of them")
+            evidence.append("a rank of another replica takes the same samples as one of these ranks")
     else:
         steps = [of_ranks for of_ranks in zip(*inputs, strict=False) if len({one.step for one in of_ranks}) == 1]
         other = [of_ranks for of_ranks in steps if len({one.samples for one in of_ranks}) > 1]

@@ -75,7 +75,7 @@ def _finding_of_statistic(looks: Sequence[Sequence[RunningStatistic]], apart: fl
         "normalised by it: the ranks train one model on differently scaled inputs.",
         location=one.location,
         evidence=[
-            f"it differs between ranks by {apart:.2g} of the divisor of the inputs, after "
+            f"it differs between ranks by {apart:.2g} times the divisor of the inputs, after "
             f"{counted(one.forward, 'call')} of forward",
             f"before {counted(len(fitting), 'call')} of forward it moved towards the mean of the given samples, and it "
             "is subtracted from them",

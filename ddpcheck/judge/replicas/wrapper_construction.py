@@ -217,9 +217,9 @@ def _counted(sizes: Sequence[int], together: Sequence[WrapperBegun], what: str) 
     if not found:
         return None
     offset, _, _, variable, told = min(found, key=lambda one: one[:3])
-    more = f", and {offset} more" if offset else ""
+    more = f" plus {offset}" if offset else ""
     return Reason(
-        f"{what} is the size of {variable.name}{more}, which is {told}",
+        f"{what} is the size of {variable.name}{more}; {variable.name} is {told}",
         variable,
         variable.location,
         f"Make {variable.name} the same on every rank before the model is built: from all the data and not from this "

@@ -165,10 +165,10 @@ class Tally:
     def compressed(self, hook: str, of_steps: int) -> str:
         """A sentence on gradients that a communication hook compresses so much that they cannot be compared."""
         count = counted(self.held + self.untold, "gradient")
-        near = f"{self.held} of them equal the average of the ranks' own; " if self.held else ""
-        rest = "it in the others" if near else "the average of the ranks' own"
-        away = f"what {hook} leaves of {rest} is up to {self.farthest:.2g} away from it"
-        return f"{count} in {self._when(of_steps)} equal each other on all ranks; {near}{away}"
+        average = "the average of the ranks' own"
+        near = f"{self.held} of them equal {average}; the others" if self.held else "they"
+        away = f"differ from {'it' if self.held else average} by up to {self.farthest:.2g}"
+        return f"{count} in {self._when(of_steps)} equal each other on all ranks; {near} {away}, after {hook}"
 
     def differing(self, of_steps: int) -> str:
         """How many did not hold; empty where all did."""
@@ -226,7 +226,9 @@ def _verdict(state: CheckState, name: str) -> Verdict:
     held = tally.equal(what, state.asked.steps) if tally.held else ""
     if held and name == "reducer" and (updates := _held_updates(state)):
         of = "parts" if state.models else "shards"
-        held = f"{held}; {counted(updates, 'parameter')} after a step on {of} equal those after one on the whole"
+        held = (
+            f"{held}; {counted(updates, 'parameter')} after a step on {of} equal those after a step on whole parameters"
+        )
     return Verdict(
         held=held,
         lacking=tally.vacuous() or _why_not_compared(state, name, tally.steps),

@@ -206,7 +206,7 @@ class CheckRun(CheckWorlds):
         """End the check where ranks that compute one model together do not have the same samples."""
         if found := judge_shards(local, self.state.models):
             self._add(found)
-            self._skip_rest("DDP516: ranks put parts together that are not of one batch")
+            self._skip_rest("DDP516: ranks that compute one model together have different samples")
 
     def _check_split_by_hand(self, local: Sequence[LocalStep]) -> None:
         """End the check where ranks have other parameters by right: parts of layers that `model` splits over them."""
@@ -293,7 +293,7 @@ class CheckRun(CheckWorlds):
                 return False
             self.state.add_single(step, again)
         if trouble := self._average_with("constant", step, averaged):
-            single.skipped = f"not comparable with random numbers silenced: {trouble}"
+            single.skipped = f"not comparable with constants in place of random numbers: {trouble}"
             return False
         single.constants = True
         return self._compare_with_single(step, averaged)

@@ -189,7 +189,7 @@ class CheckWorlds:
             if first is not None and first.bug:
                 self.state.log.add_bug(ReportError(first.bug, errors.EXIT_USAGE, error.detail))
             elif first is not None and "silenced" in first.place:
-                skipped = f"not comparable with random numbers silenced: {skipped}"
+                skipped = f"not comparable with constants in place of random numbers: {skipped}"
             elif isinstance(error, errors.HangError):
                 late = str(error).removeprefix("rank 0 ").replace("rank 0", "it")
                 skipped = self.state.single.hang = f"the single process {late}; a longer timeout gives it more time"

@@ -343,7 +343,7 @@ def plain_dump(dump: Any) -> dict[str, Any]:
         elif isinstance(value, list | tuple):
             values += value
         elif isinstance(value, int | float) and not abs(value) < 1 << 64:
-            raise _NotPlainError("holds a number that is infinite, none, or of more than 64 bits")
+            raise _NotPlainError("holds a number that is infinite, NaN, or of more than 64 bits")
         if len(values) > most or not isinstance(value, dict | list | tuple | int | float | str | bytes | None):
             raise _NotPlainError(f"holds more than {_MOST_VALUES:,} values, or one that is not plain data")
     if isinstance(dump, dict) and "pg_config" in dump:

@@ -150,7 +150,7 @@ def _wait(dump: RankDump) -> str:
         more = f", and in {counted(len(open_ones) - 1, 'other')} after it" if len(open_ones) > 1 else ""
         return f"waits in {_described(open_ones[0])}{more}"
     if not dump.entries:
-        return "has no collective that has not ended" if dump.enqueued else "has entered no collective"
+        return "has no open collective: all have ended" if dump.enqueued else "has entered no collective"
     return f"waits in no collective; its last one, {_described(dump.entries[-1])}, has ended"
 
 

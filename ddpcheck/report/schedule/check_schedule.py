@@ -196,8 +196,8 @@ class _Simulation:
 
     def _notes(self) -> list[str]:
         notes = [
-            "each rank ran alone: it received the data of a root, small tensors of the others, and otherwise its own "
-            "data; send and recv are not followed"
+            "each rank ran alone: a collective gave it the data of the root and small tensors of the others, and its "
+            "own data in place of large ones; send and recv are not followed"
         ]
         if 0 < self.shards < self.asked.world_size:
             parts = (
