@@ -5,10 +5,10 @@ from ddpcheck.findings.rules.rule import rules
 RULES = rules("""
 DDP201 parameter-set: error
 The set of parameters differs between ranks.
-why: DDP matches parameters by position. At construction DDP compares the number of parameters that require grad and
-their sizes, but not their names. If the numbers differ, some ranks raise and the others lose the connection. If only
-the names differ, DDP averages tensors that have nothing to do with each other. (PyTorch docs, DistributedDataParallel:
-the model must be the same on every rank.)
+why: DDP matches parameters by position. At construction DDP compares how many parameters require grad, and their sizes,
+but not their names. If the numbers differ, some ranks raise and the others lose the connection. If only the names
+differ, DDP averages tensors that have nothing to do with each other. (PyTorch docs, DistributedDataParallel: the model
+must be the same on every rank.)
 fix: Build the same module on every rank: the constructor must not depend on the rank, its data or its environment.
 detected: Before DDP's first collective, the ranks compare the names of their parameters.
 ignore: Never. Ranks with different parameters cannot train one model.
@@ -83,8 +83,8 @@ why: The collectives of one process group run on one type of device. A rank that
 while the others use the GPU. DDP asserts one device type within a rank, but compares nothing between ranks. (PyTorch
 docs, DistributedDataParallel, device_ids.)
 fix: Move the module with module.to(device) on every rank before wrapping; make a missing GPU an error.
-detected: Before DDP's first collective, the device type of each parameter is compared between ranks and within each
-rank.
+detected: Before DDP's first collective, the ranks compare the device types of their parameters. Each rank also compares
+the device types of all its parameters.
 ignore: Never.
 example:
 device = "cuda" if torch.cuda.is_available() else "cpu"   # a rank without a GPU falls back without a message
@@ -93,13 +93,13 @@ DistributedDataParallel(model.to(device))                 # right: raise where t
 DDP208 parameter-value: error
 The value of a parameter differs between ranks.
 why: DDP broadcasts rank 0's values once, when it is constructed, and never again. Values that differ after that stay
-different. Causes are init_sync=False, a checkpoint loaded on one rank, and re-initialisation. The averaged gradient
-then belongs to no model. (PyTorch docs, DistributedDataParallel: parameters are never broadcast between processes after
-construction.)
+different. Causes are init_sync=False, a checkpoint loaded on one rank, and re-initialisation after wrapping. The
+averaged gradient is then right for none of the models. (PyTorch docs, DistributedDataParallel: parameters are never
+broadcast between processes after construction.)
 fix: Construct the model under the same seed on every rank, let DDP synchronise (init_sync=True), and load values before
 wrapping.
-detected: Right after the wrapper is constructed, the ranks compare fingerprints of their parameters. `ddpcheck run`
-also compares the initial values of parameters whose gradients a script averages by hand.
+detected: Right after the wrapper is constructed, the ranks compare the values of their parameters, bit by bit. If a
+script averages gradients by hand, without a wrapper, `ddpcheck run` compares the initial values of these parameters.
 ignore: If the ranks train different models on purpose.
 explains: DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516 if only the loss
 example:
@@ -108,8 +108,8 @@ model = DistributedDataParallel(Net(), init_sync=False)   # right: leave init_sy
 
 DDP209 tied-parameters: error
 Parameters are one tensor under several names on one rank, and separate tensors on another.
-why: DDP counts a tied parameter once. If one rank ties and another does not, the lists of parameters have different
-lengths or pair up the wrong tensors, as in DDP201 and DDP202.
+why: DDP counts a tied parameter once. If only some ranks tie, the lists of parameters have different lengths or pair up
+the wrong tensors (see DDP201 and DDP202).
 fix: Tie on every rank, before wrapping, and tie again after anything that replaces parameters (casting, loading).
 detected: Before DDP's first collective, the ranks compare which names share one tensor.
 ignore: Never.
@@ -121,8 +121,8 @@ if os.path.exists(checkpoint):           # true on one machine only
 DDP221 wrapper-options: error
 The options of DistributedDataParallel differ between ranks.
 why: If find_unused_parameters differs, the ranks hang. If static_graph differs, the process aborts. If bucket_cap_mb
-differs and find_unused_parameters=True is set, the process aborts too. If broadcast_buffers differs, one rank is alone
-in a broadcast.
+differs and find_unused_parameters=True is set, the process aborts too. If broadcast_buffers differs, some ranks wait in
+a broadcast that the others never start.
 fix: Pass the same options on every rank; take them from one configuration that all ranks read.
 detected: Before DDP's first collective, the ranks compare the arguments of DistributedDataParallel.
 ignore: Never. The options decide which collectives run.
@@ -134,8 +134,8 @@ The classes of the modules, or their mode (train or eval), differ between ranks.
 why: Equal parameters do not make an equal function. For example, one rank has a ReLU and another a GELU, or dropout is
 switched off on one rank. DDP then silently averages gradients of different models.
 fix: Build the same structure on every rank, and call train() or eval() on every rank at the same places.
-detected: Before DDP's first collective, the ranks compare the classes and options of their modules and the mode (train
-or eval), by name. The mode is compared again in later steps.
+detected: Before DDP's first collective, the ranks compare their modules by name: the class, the options and the mode
+(train or eval). In later steps, the ranks compare the mode again.
 ignore: If modules of different ranks compute different functions on purpose.
 explains: DDP214 DDP215 DDP216 DDP301 DDP302 DDP304 DDP305 DDP312 DDP516
 example:
@@ -148,9 +148,9 @@ why: DDP averages gradients and nothing else. The ranks stay equal only if every
 these gradients. With a different learning rate, momentum or order of groups, the ranks silently diverge from the first
 step. (PyTorch docs, DistributedDataParallel: all processes must make the same parameter updates.)
 fix: Construct the optimizer from the same options and the same order of parameters on every rank.
-detected: The ranks compare the class, the options and the parameter groups of the optimizer, before training and at the
-optimizer's steps.
-ignore: If an optimizer holds parameters that only one rank trains.
+detected: Before training and at the optimizer's steps, the ranks compare the class, the options and the parameter
+groups of the optimizer.
+ignore: If the optimizer holds parameters that only one rank trains.
 explains: DDP306
 example:
 SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))   # right: lr=0.1 on every rank
