@@ -6,18 +6,15 @@ RULES = rules("""
 DDP505 duplicate-data: error
 Ranks train on the same samples in the same step.
 why: The average of equal gradients is the same gradient, so all ranks together do the work of one. Usually the loader
-has no DistributedSampler, or the sampler was given fixed ranks. (PyTorch docs, DistributedSampler.)
+has no DistributedSampler, or the sampler has the same rank number in every process. (PyTorch docs, DistributedSampler.)
 fix: Give the loader a DistributedSampler, split data by rank and world size, or use seed + rank as the seed of the
 generator that draws the samples.
-detected: Fingerprints of the samples in each step are compared between ranks. The samples are those of a recipe's
-shards, those of a data loader with the indices of its sampler, and the inputs of forward. These cases are warnings.
-Parts of a dataset overlap, in an epoch or from the second epoch on. A rank gets the samples of another rank some steps
-later. The targets of a loss are the same on every rank and change with each step, but the inputs of forward differ.
-Without a wrapper, the inputs of all_reduce are compared if they have as many elements as the gradients of an optimizer,
-or of all optimizers. These cases are not reported. Ranks differentiate through a collective of their group. Ranks take
-different parts of the same samples (context and sequence parallelism). Here, the sampler must split the data into as
-many parts as there are groups, or the ranks must exchange activations. A sampler has a total_size of at least twice the
-dataset (repeated augmentation).
+detected: ddpcheck compares the samples of the ranks in each step: a recipe's shards, samples from data loaders, and
+inputs of forward. Equal samples are reported. Without a wrapper, ddpcheck compares the gradients that the ranks
+all_reduce. Three cases are reported as warnings. The ranks' parts of a dataset overlap within an epoch. A rank gets the
+samples of another rank some steps later. The targets of a loss are the same on every rank, but the inputs of forward
+differ. Some ranks should share samples: with tensor, context or sequence parallelism, a loss over all ranks, or
+repeated augmentation. If ddpcheck recognises this, nothing is reported.
 ignore: If all ranks should see the same samples, for example with different augmentation or in a part of the loss.
 explains: DDP303 DDP304 DDP305 DDP312
 reports: PatrickHua/SimSiam#16 Lightning-AI/pytorch-lightning#7813 coqui-ai/Trainer#144
@@ -30,12 +27,10 @@ The sampler's epoch never changes, so every epoch sees the same order.
 why: DistributedSampler seeds its shuffle with seed + epoch. Without set_epoch, the epoch stays 0. (PyTorch docs,
 DistributedSampler: call set_epoch before creating the iterator of each epoch.)
 fix: Call sampler.set_epoch(epoch) at the start of every epoch, on every rank.
-detected: `ddpcheck run` records the order of indices that each sampler gives. These cases are reported. A sampler
-shuffles and gives the same order in each epoch. Persistent workers give the same samples again (at least 8), although
-the program has changed a plain attribute of the dataset that the samples depend on. To resume an epoch, a pass skips
-its first two or more batches before any training, but the epoch had begun with different samples. A sampler is at epoch
-0 although an optimizer was restored that had already seen the data. The location is the line that calls set_epoch.
-Without such a line, the location is the head of the loop around the loop over the loader.
+detected: `ddpcheck run` records the order of indices that each sampler gives. Four cases are reported. A sampler
+shuffles and gives the same order in each epoch. Persistent workers give the same samples again, although the program
+has changed an attribute of the dataset. A resumed epoch skips two or more batches that had not been trained on.
+Training continues from the state of an optimizer that has already seen the data, but the sampler is at epoch 0.
 ignore: If one order is intended, for example to compare two runs.
 reports: pytorch/pytorch#31771 kan-bayashi/ParallelWaveGAN#177 lucidrains/DALLE-pytorch#230
 example:
@@ -49,14 +44,13 @@ why: With one seed for all ranks, each rank has the same crops, flips, noise and
 less variety than its size suggests.
 fix: Construct the model under the same seed on every rank, then seed with seed + rank, and set no seed in the forward
 pass.
-detected: The states of the random generators are compared at the places where each rank draws for its samples. These
-places are the data loader and its workers, the forward pass of a recipe, and generators that a dataset or its
-transforms hold. Batches with different samples and the same random numbers are reported. `ddpcheck run` also checks the
-numbers that a training step draws before backward. These numbers are checked only if there are as many as samples, or
-as elements in the inputs of forward. `ddpcheck run` also checks the noise that a step adds to the batches of a loader.
-This noise is reported if it is the same on every rank and changes with each step. `ddpcheck run` does not report
-dropout and other noise within forward.
-ignore: If less variety is accepted, or if the same noise is intended on every rank.
+detected: ddpcheck compares the states of the random generators where each rank draws for its samples. These places are
+the data loader and its workers, the forward pass of a recipe, and generators that a dataset or its transforms hold.
+DDP510 is reported if batches have different samples but the same random numbers. `ddpcheck run` also checks numbers
+that a training step draws before backward. These draws are checked only if they have one number for each sample, or for
+each element of an input of forward. `ddpcheck run` also reports noise added to a loader's batches if every rank adds
+the same noise. It does not report dropout and other noise within forward.
+ignore: If less variety is acceptable, or if the same noise is intended on every rank.
 reports: huggingface/transformers#37932 huggingface/pytorch-image-models#1519
 example:
 def forward(self, x):
@@ -70,9 +64,10 @@ device. (PyTorch tutorial, 'Getting Started with Distributed Data Parallel', sav
 fix: Save on rank 0 only, barrier before others read, and load with map_location.
 detected: `ddpcheck run` records which rank writes and reads which file, and the collectives between these uses. Two
 uses by different ranks are reported if at least one of them writes, and no collective of all ranks is between them. The
-times of the uses in this run do not matter. Files that torch.save does not write are covered only if Python opens them.
-Uses of these files are also separated by a lock, or by another file that the writer makes afterwards.
-ignore: If something other than a collective separates the two uses, such as a flag on disk, or if each machine has its
+two uses need not overlap in this run. Files that torch.save does not write are covered only if Python opens them. For
+these files, a lock or a second file written afterwards also separates two uses. A rank that loads onto the GPU of
+another rank, without map_location, is reported as a warning.
+ignore: If something other than a collective separates the two uses, such as a flag on disk. Or if each machine has its
 own disk.
 explains: DDP401 if of a cut file
 reports: NVIDIA/apex#886 karpathy/nanochat#336
@@ -88,14 +83,13 @@ Shapes agree, so no error is raised. (PyTorch docs, torch.distributed.checkpoint
 fix: Save get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)), which all ranks
 call, on rank 0; load it with set_model_state_dict(..., options=StateDictOptions(full_state_dict=True,
 broadcast_from_rank0=True)). Or let torch.distributed.checkpoint save all shards.
-detected: Once every rank has ended, `ddpcheck run` reports torch.save of a model's shards if only some ranks have saved
-theirs. In sampled steps, and in the first step after torch.load, `ddpcheck run` compares the shards of the ranks. It
-reports equal shards on ranks that should hold different ones, except shards that consist of a single value. It reports
-the line at which torch raises an error because whole tensors are loaded or copied into shards. It reports a single norm
-over gradients if some of them are shards and others are whole. It reports load_state_dict of an optimizer if all shards
-of its state are then the same on every rank. `ddpcheck report` compares the state of a recipe's optimizer before the
-first step. Parameters that reach the loss only through an all_to_all (experts, tables) are shards too. An all_reduce of
-their gradients over all ranks is reported.
+detected: `ddpcheck run` reports torch.save of a model's shards if only some ranks save theirs. It compares the shards
+of the ranks in some steps and after torch.load. It reports equal shards on ranks that should hold different ones. If
+torch raises an error because whole tensors are loaded or copied into shards, the line is reported. `ddpcheck run` also
+reports a single norm over gradients of which some are shards and others are whole. It reports load_state_dict of an
+optimizer if every rank then has the same state for different shards. `ddpcheck report` compares the optimizer's state
+before the first step. Parameters that reach the loss only through an all_to_all (experts, tables) differ by rank like
+shards. An all_reduce of their gradients over all ranks is reported.
 ignore: If the file is for inspection only, or if a model of repeated blocks starts this way on purpose.
 example:
 fully_shard(model)
@@ -108,12 +102,12 @@ why: Class 3 on one rank is class 5 on another, or a validation sample on one ra
 Shapes agree, so no error is raised. Sets, directory listings and unseeded shuffles are the usual sources.
 fix: Sort the contents of sets and directories with sorted(), seed shuffles equally, number texts without hash()
 (zlib.crc32 is the same in every process), or compute the data on rank 0 and broadcast it.
-detected: If the gradients of ranks differ from those of their shards, a report compares the plain values that the
-program holds. Values that differ are reported. `ddpcheck run` compares dictionaries with the same keys and values,
-lists that are made from a set of texts and numbered by `index`, random splits of datasets, the samples of parts that
-overlap, and the labels of samples. It also compares the values that the same sample has on several ranks in all epochs,
-if no random numbers are drawn. Ranks that compute one model together, according to the mesh passed to
-parallelize_module, should take the same samples. If these ranks take different samples, this is reported.
+detected: If a rank's gradients differ from those of a single process on the same shard, `ddpcheck report` compares the
+program's variables. Numbers, texts, lists and dictionaries that differ between ranks are reported. `ddpcheck run`
+compares label maps, lists made from sets of texts, random splits of datasets, and the labels of samples. It reports
+samples that several ranks take because their datasets are ordered or split differently. It also reports samples whose
+values differ between ranks but stay the same in every epoch. Ranks that compute one model together (parallelize_module)
+should take the same samples. If these ranks take different samples, this is reported.
 ignore: If ranks should hold different data, for example a table of each rank's neighbours, or samples that each rank
 has augmented once.
 example:
@@ -124,8 +118,9 @@ A metric that is logged or decides something is the value of one rank's shard.
 why: Rank 0's loss or accuracy describes 1/W of the data (W is the world size). Early stopping or best-model decisions
 made from a rank's own values differ between ranks. DDP reduces gradients and nothing else.
 fix: all_reduce sums and counts over the ranks, then divide.
-detected: `ddpcheck run` records the values passed to a learning rate schedule. Values that differ between ranks are
-reported. Metrics that are only logged, or that decide something else, are not covered.
+detected: `ddpcheck run` records the values passed to ReduceLROnPlateau, and the metrics by which Lightning's
+EarlyStopping and ModelCheckpoint decide. Values that differ between ranks are reported. Other decisions, and metrics
+that are only logged, are not covered.
 ignore: If the schedule follows one rank on purpose, and its result is broadcast.
 explains: DDP223 DDP306 DDP507
 reports: Lightning-AI/pytorch-lightning#379 karpathy/llm.c#551
@@ -138,12 +133,11 @@ why: Samples that are in no shard are not trained on. If a remainder is cut off,
 1 samples. If the batch is split by fixed sizes, the same samples are lost in every step. (PyTorch docs,
 DistributedSampler, drop_last.)
 fix: Split by rank and world size so that the shards cover the batch, or choose a batch that divides evenly.
-detected: The samples of all shards are compared with the batch. The indices that all samplers give are compared with
-the dataset. For a loader, a remainder of up to one batch per rank, or up to 5 % of the dataset, is not reported.
-Samples that another epoch takes are not reported either. If all passes take at most half of the samples of a
-DistributedSampler, this is reported: a framework has split the samples a second time. A sampler that splits by rank is
-reported if the datasets of the ranks hold different samples, or give different samples for the same index. It is not
-reported if each rank draws these samples at random.
+detected: ddpcheck compares the samples of all shards with the batch, and the indices of all samplers with the dataset.
+For a loader, up to one batch per rank, or up to 5 % of the dataset, may be missing. Samples that another epoch takes
+are not reported. They are reported, however, if every pass takes at most half of the samples that its
+DistributedSampler gives to the rank. A framework has then split the samples a second time. Also reported: a sampler
+that splits by rank, although each rank's dataset already holds different samples.
 ignore: If samples are held out on purpose.
 explains: DDP303 DDP304 DDP305 DDP312
 example:

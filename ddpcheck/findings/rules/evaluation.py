@@ -10,11 +10,11 @@ sampler repeats some samples. In training, this hardly matters. A metric over al
 twice, and changes with the number of ranks. (PyTorch docs, DistributedSampler, drop_last.)
 fix: Cut gathered results to the length of the dataset, evaluate with a sampler that repeats nothing
 (indices[rank::world_size]), or evaluate on one rank with the inner module.
-detected: `ddpcheck run` compares the indices that the ranks' loaders give in a pass without backward. If some indices
-are repeated, DDP801 is reported in these cases. A collective gets the number of all samples of a rank: a counter, or
-the sum of a confusion matrix. (A number below 256 must come with other counts of the loop.) A collective gets a mean
-over all samples of a rank. A printed, logged or saved number is a metric over all gathered rows. A sum that is divided
-by the length of the dataset, and results that go to files or other processes, are not covered.
+detected: In a pass without backward, `ddpcheck run` looks for indices that the loaders of several ranks give. DDP801 is
+reported if a metric counts these samples twice, in one of three ways. A collective gets the number of all samples of a
+rank, or the sum of a confusion matrix. A collective gets a mean over all samples of a rank. A printed, logged or saved
+number is a metric over all gathered rows. Not covered: sums divided by the length of the dataset, and results that go
+to files or other processes.
 ignore: If the dataset is large, and the metric only has to be roughly right.
 example:
 correct, total = evaluate(ddp, DataLoader(data, sampler=DistributedSampler(data)))
@@ -27,18 +27,15 @@ why: Each rank evaluates 1/W of the data (W is the world size). Rank 0 may print
 best checkpoint by it. This metric is a noisy estimate, and changes with the number of ranks. DDP reduces gradients and
 nothing else.
 fix: all_reduce the sum and the count over the ranks, then divide; or evaluate all of the data on one rank.
-detected: When a pass over a loader without backward ends, `ddpcheck run` reads the variables of the script's functions.
-It reads counters (also a few in one tensor or list), sums, meters, square tables of counts, and lists of one number or
-label per sample. DDP802 is reported if two conditions hold. Some ranks, not all, print, log or save a metric of the
-samples on that rank alone, or save a file under an `if` with this metric. The metric has a different value on the other
-ranks and over all ranks together. Known metrics are a mean over samples, batches or tokens, and its error rate, root
-and exponential. Also known are accuracy, IoU, F1, precision and recall of a table, areas under curves, and other
-metrics of two lists. Even if a copy of the metric is all_reduced, DDP802 is reported if the shown number is the rank's
-own. To rule out coincidence, the numbers of all evaluations by a loop must match the metric. Together they must carry
-at least 6.5 bits: the integer 91 does, 0.5 does not. A metric is also reported if one rank alone evaluates, and the
-DistributedSampler of its loader splits the data between several ranks. Covered are print, logging, torch.save,
-broadcasts from a rank, and the first three passes over a loader. A loop without a DataLoader is not covered. If a
-schedule gets such a metric, see DDP518.
+detected: After a pass over a loader without backward, `ddpcheck run` reads the variables of the script's functions. It
+reads counters, sums, meters, confusion matrices, and lists with one number or label per sample. From these, it computes
+metrics of each rank: means, accuracy, IoU, F1, precision, recall and areas under curves. A mean may be shown as its
+error rate, root or exponential. DDP802 is reported if two conditions hold. Some ranks, not all, print, log or save a
+metric of the samples on that rank alone. (Or they save a file inside an `if` that tests this metric.) The metric has a
+different value on the other ranks and over all ranks together. To rule out coincidence, the number must match the
+metric after each evaluation. The number must also be specific: 91 is enough, 0.5 is not. DDP802 is also reported if one
+rank alone evaluates, but its DistributedSampler splits the data between several ranks. Only the first three passes over
+a loader are covered. A loop without a DataLoader is not covered. If a schedule gets such a metric, see DDP518.
 ignore: If the number is intended as the metric of one rank, and is labelled so.
 reports: Lightning-AI/pytorch-lightning#379
 example:
@@ -53,14 +50,11 @@ all results of rank 0 first, then all results of rank 1. So results are compared
 the metric is no better than a guess.
 fix: Gather the labels or the indices with the results, or put the results back in order: torch.stack(gathered,
 1).flatten(0, 1)[:len(dataset)].
-detected: `ddpcheck run` keeps the results that ranks give to a gather, in a pass without backward or after it. The
-results are kept as numbers or as classes (scores become classes). `ddpcheck run` also keeps the labels or numbers that
-the loader gives or that the dataset holds. From results and labels in their given order, it computes the share of equal
-labels, a mean error, a correlation and similar metrics. DDP803 is reported if a printed, logged or saved number is such
-a metric, and the metric differs if each sample is compared with its own label. DDP803 is also reported if the script
-itself compares results and labels in their given order after the gather. The script may use a difference, a comparison
-or a loss of torch, and the tensors may be scaled. In other computations, results that were rounded to fewer than three
-digits are not covered.
+detected: `ddpcheck run` keeps the results that ranks give to a gather during or after a pass without backward. It also
+keeps the labels of the loader or the dataset. From results and labels in their given order, it computes accuracy, mean
+error, correlation and similar metrics. DDP803 is reported if a printed, logged or saved number is such a metric. This
+metric must change if each sample is compared with its own label. DDP803 is also reported if the script itself compares
+results and labels in this order. Numbers that the script rounds to fewer than three digits are not covered.
 ignore: Never: the metric is not that of the model.
 example:
 dist.all_gather(parts, predictions)      # of a loader with a DistributedSampler
@@ -71,12 +65,11 @@ Targets index rows gathered from all ranks, without the offset of the rank's own
 why: In the result of all_gather, the rows of rank r begin at r * batch size. With targets arange(batch size) on every
 rank, all ranks except the first learn to match their samples with those of rank 0.
 fix: Add the offset: targets = torch.arange(len(x)) + rank * len(x).
-detected: In some of the steps, `ddpcheck run` checks cross entropies over products with a gathered matrix, cosine
-similarities and torch.cdist. It finds the rank's own rows in the matrix. DDP804 is reported if three conditions hold.
-The own rows of the ranks are at different places. All ranks have the same targets, or each has as many consecutive
-targets as own rows. On some ranks (not all), no target is one of the own rows. Losses other than cross entropy,
-differences of rows that the script computes itself, and rows that pass through a layer after the gather are not
-covered.
+detected: In some steps, `ddpcheck run` checks cross entropies of similarities with a gathered matrix (products, cosine
+similarities, torch.cdist). It finds the rank's own rows in the matrix. DDP804 is reported if three conditions hold. The
+own rows of the ranks are at different places. All ranks have the same targets, or each has consecutive ones. On some
+ranks (not all), no target is one of the own rows. Not covered: other losses, differences that the script computes
+itself, and rows that pass through a layer after the gather.
 ignore: If the positives of a rank are rows of another rank on purpose.
 example:
 logits = features @ torch.cat(all_gather(features)).T
@@ -85,16 +78,16 @@ loss = cross_entropy(logits, torch.arange(len(features)))  # right: + rank * len
 DDP805 mean-of-ranks-means: warning
 A metric is the mean of the ranks' metrics, which differs from the metric over all samples.
 why: Each rank's mean has the same weight, however many samples the rank has. A metric that is not a mean over samples
-(an area under a curve, F1, IoU) has a different value on a part of the data. A sum divided by the size of the whole
-dataset should be added up over ranks: the mean is too small by a factor of the world size. So the metric changes with
-the number of ranks.
+(an area under a curve, F1, IoU) has a different value on a part of the data. If each rank divides its sum by the size
+of the whole dataset, the results have to be added up. Their mean is too small by a factor of the world size. In all
+cases, the metric changes with the number of ranks.
 fix: all_reduce the sum and the count over the ranks, then divide; for a metric that is not a mean, gather the scores
 and labels.
 detected: `ddpcheck run` checks the values that ranks give to collectives after a pass over a loader without backward.
-DDP805 is reported if three conditions hold. On each rank, such a value is a metric of the rank's own samples (the
-metrics of DDP802). A printed, logged or saved number is the mean or the sum of these values. This number differs by
-more than 1 % from the metric over all samples. Metrics of lists are covered up to 2,048 samples a rank. A number that
-only a schedule gets is not covered.
+DDP805 is reported if three conditions hold. The value that each rank gives is a metric of the samples on that rank
+(DDP802 lists the metrics). A printed, logged or saved number is the mean or the sum of these values. This number
+differs by more than 1 % from the metric over all samples. Metrics of lists are covered up to 2,048 samples a rank. A
+number that only a schedule gets is not covered.
 ignore: If each rank has a different kind of data, and each kind should have the same weight.
 example:
 loss = torch.tensor(total / len(own))    # right: all_reduce of total and len(own), then divide
@@ -107,9 +100,9 @@ why: all_reduce leaves the sum of all ranks on each rank. If a rank adds to this
 earlier batches are multiplied by the number of ranks. This happens with each batch, so the first batches have almost
 all of the weight.
 fix: Reduce once, after the loop; or reduce the part since the last time, and add that to the total.
-detected: `ddpcheck run` checks all_reduce of up to eight numbers, the first 64 times at a line. DDP806 is reported
-after four calls in a row in which each rank gives the previous result plus a new part of about the same size. So the
-sum is multiplied by the number of ranks each time.
+detected: `ddpcheck run` compares what each rank gives to an all_reduce with the previous result at the same line.
+DDP806 is reported if each rank gives the previous result plus a new part of about the same size, four times in a row.
+Only the first 64 calls at a line, with up to eight numbers each, are covered.
 ignore: If the number grows this way on purpose.
 example:
 for x, y in batches:

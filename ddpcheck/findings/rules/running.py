@@ -8,8 +8,8 @@ The target raised an exception on a rank.
 why: The rank that raises leaves the others waiting in their next collective. The others fail later, with messages such
 as 'Connection closed by peer' that name the wrong place. The first failure is the one to read.
 fix: Fix the exception shown; the ranks listed after it failed as a consequence.
-detected: ddpcheck watches the exit of every rank, and orders failures by time. It reports the first exception that no
-other rank's failure caused, with its traceback.
+detected: ddpcheck records when each rank ends. It reports the first exception that is not a consequence of another
+rank's failure, with its traceback.
 ignore: Never.
 example:
 def loss(model, batch):
@@ -17,16 +17,16 @@ def loss(model, batch):
 
 DDP402 hang: error
 Ranks wait for something that never arrives.
-why: A collective ends when every rank has entered it. A rank may take another branch, wait for a lock, loop or be slow.
-The others then wait until the process group's timeout: 30 minutes by default, 10 with nccl. (PyTorch docs,
+why: A collective ends when every rank has entered it. A rank may take a different branch, wait for a lock, loop or be
+slow. The others then wait until the process group's timeout: 30 minutes by default, 10 with nccl. (PyTorch docs,
 init_process_group, timeout.)
 fix: Compare the places and stacks of the ranks, and bring the rank that is elsewhere into the same collective; if a
 rank is working and only slow, give it more time (--timeout).
-detected: No rank has failed, and some did not finish in time. Each rank's log of collectives and Python stack show its
-position. Ranks that wait for no other rank are named as the cause. If ranks wait in init_process_group, `ddpcheck run`
-compares the rank, world size and address of each. `ddpcheck hang` reads Flight Recorder dumps, and follows through all
-process groups which rank waits for which. The waits lead to a rank that calls no more collectives, to a device that has
-completed fewer collectives than its peers, to a rank that came late, or to a rank without a dump.
+detected: DDP402 is reported if no rank has failed and some ranks do not finish in time. ddpcheck compares the Python
+stacks of the ranks and their logs of collectives. Ranks that wait for no other rank are named as the cause. If ranks
+wait in init_process_group, `ddpcheck run` compares the rank, world size and address of each. `ddpcheck hang` reads
+Flight Recorder dumps, and finds out which rank waits for which in all process groups. It names the rank for which the
+others wait. It also says why: this rank stopped calling collectives, came late, left no dump, or its device is behind.
 ignore: If the rank is only slow. Give it more time with --timeout or --check-timeout.
 reports: Lightning-AI/pytorch-lightning#10947
 example:
@@ -35,13 +35,13 @@ if dist.get_rank() == 0:
 
 DDP403 collective-mismatch: error
 Ranks enter different collectives, or the same one with different shapes or dtypes, at the same point.
-why: Collectives of a group are matched by order, not by name. A wrong pair hangs with nccl. With gloo, it aborts or
-closes the connection. A wrong pair may also silently mix up numbers. (PyTorch docs, torch.distributed: collectives must
-be called in the same order on all ranks.)
+why: Collectives of a group are matched by order, not by name. With nccl, a wrong pair hangs. With gloo, it aborts the
+process or closes the connection. A wrong pair may also silently mix up numbers. (PyTorch docs, torch.distributed:
+collectives must be called in the same order on all ranks.)
 fix: Call the same collectives in the same order with the same shapes and dtypes on every rank.
-detected: Each rank logs a collective before the call, with operation, shape, dtype and line. ddpcheck aligns the logs
-of each process group by number. It reports the first collective that differs or has a different line. `ddpcheck hang`
-does the same with Flight Recorder dumps.
+detected: Each rank logs every collective before the call, with its operation, shape, dtype and line. ddpcheck aligns
+the logs of each process group by sequence number. It reports the first collective that differs. `ddpcheck hang` does
+the same with Flight Recorder dumps.
 ignore: Never, if the operations differ. A difference in lines alone is reported only if a rank hangs because of it.
 reports: alan-turing-institute/autocast#386
 example:
@@ -56,20 +56,20 @@ segmentation fault in an extension, os._exit, and the kernel's out-of-memory kil
 closed connection.
 fix: Read the signal and the last output: for SIGKILL use less memory or fewer ranks; for SIGABRT look for a mismatch
 (DDP2xx); raise an exception instead of exiting.
-detected: The parent process sees that the process of the rank ended by a signal or with an exit code, but without a
-Python exception.
+detected: DDP404 is reported if the process of a rank ends by a signal or with an exit code, but without a Python
+exception.
 ignore: Never.
 example:
 os._exit(3)                              # right: raise an exception
 
 DDP405 uneven-iterations: error
 Ranks run different numbers of synchronising iterations.
-why: Backward under DDP is a collective. A rank with one more batch waits for ranks that have left the loop. It hangs,
-or pairs up with the next collective of these ranks. (PyTorch docs, DistributedDataParallel.join and DistributedSampler,
-drop_last.)
+why: Backward under DDP is a collective. A rank with one more batch waits for ranks that have left the loop. This rank
+hangs, or its collective is paired with a later one of the other ranks. (PyTorch docs, DistributedDataParallel.join and
+DistributedSampler, drop_last.)
 fix: Use DistributedSampler (it pads) or drop_last=True, or enter `with ddp.join():` around the loop.
-detected: In one step, some ranks have no samples and others do. Or the ranks' loaders have different numbers of
-batches. It is reported if ranks hang or fail because of this.
+detected: ddpcheck compares which ranks have samples in a step, and how many batches the loader of each rank has. A
+difference is reported if ranks hang or fail because of it.
 ignore: Never. Inside `with ddp.join():` ranks do not hang, and nothing is reported.
 explains: DDP507
 reports: pytorch/pytorch#38174 pytorch/pytorch#33148 microsoft/PyMarlin#80
@@ -82,12 +82,12 @@ DDP406 marked-ready-twice: error, stops_ddp
 A parameter's gradient is marked ready twice in one backward pass.
 why: DDP expects one gradient per parameter and iteration. A second one arrives if a re-entrant checkpoint encloses a
 module that is used more than once, or if a parameter is used outside forward. DDP then raises 'Expected to mark a
-variable ready only once'. With re-entrant checkpoints DDP may silently reduce only a part instead (pytorch issue
-109191). (PyTorch docs, DistributedDataParallel and torch.utils.checkpoint.)
+variable ready only once'. With re-entrant checkpoints, DDP may instead raise nothing and average only a part of the
+gradient (pytorch issue 109191). (PyTorch docs, DistributedDataParallel and torch.utils.checkpoint.)
 fix: Use checkpoint(..., use_reentrant=False), call shared modules inside forward, or set static_graph=True.
-detected: Hooks count how often the gradient of each parameter arrives in one backward pass. If DDP raises, its message
-gives the names.
-ignore: If static_graph=True: DDP then handles a second arrival.
+detected: ddpcheck counts how often the gradient of each parameter arrives in one backward pass. If DDP raises, the
+names of the parameters come from its message.
+ignore: If static_graph=True is set: DDP then handles a second arrival.
 explains: DDP301 DDP302
 reports: huggingface/accelerate#389 microsoft/FocalNet#4 lucidrains/DALLE2-pytorch#225 pytorch/pytorch#109191
 example:
@@ -98,8 +98,8 @@ DDP407 payload-mismatch: error
 Ranks put the same number of elements into a collective, packed in another order.
 why: The backend sees flat memory of equal size and dtype. So nothing is raised, and unrelated numbers are added up.
 fix: Pack in one order on every rank: sort the names before flattening, and send missing entries as zeros.
-detected: ddpcheck repeats the step with the same samples on every rank. The ranks then put the same numbers into a
-reduction, but in a different order.
+detected: `ddpcheck report` repeats the step with the same samples on every rank. DDP407 is reported if the ranks then
+put the same numbers into a reduction, but in a different order.
 ignore: Never.
 example:
 flat = torch.cat([losses[name] for name in losses])   # the order of insertion differs by rank
@@ -113,11 +113,10 @@ Code that writes the tensor before that may change the numbers that other ranks 
 docs, torch.distributed, synchronous and asynchronous collective operations.)
 fix: Keep the handle that the call returns, and call its wait() before anything reads or writes the tensor; or leave out
 async_op=True.
-detected: ddpcheck follows the handles that the script's own calls return. The first check is for a handle that is freed
-and was never used. It is reported if a variable still refers to the tensor, or if the tensor is the gradient of an
-optimizer's parameter. The second check is for a tensor that the program has written before the wait, as the tensor's
-version shows. Writes of gloo itself (an average) do not count. Views, and tensors of which the collective is also given
-a view, get only the first check. Tensors on a GPU get only the second.
+detected: ddpcheck follows the handles that the script's own calls return. It reports a handle that is freed and was
+never used, if its tensor is still needed. A tensor is needed if a variable refers to it, or if an optimizer uses it as
+a gradient. It also reports a tensor that the program writes before wait() returns. For tensors on a GPU, unused handles
+are not reported. For views, writes are not reported.
 ignore: If nothing ever reads the tensor.
 explains: DDP208 DDP301 DDP306 DDP501 if of gradients
 example:

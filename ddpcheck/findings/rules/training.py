@@ -9,8 +9,8 @@ why: DDP prepares its reducer in its own forward. ddp.module(x), a parameter use
 the inner module and torch.autograd.grad all bypass the reducer. Nothing is reduced, and nothing is raised. (PyTorch
 docs, DistributedDataParallel: torch.autograd.grad does not work with it; call the wrapped module.)
 fix: Call the wrapper, not the module in it; move code that uses parameters into the module's forward.
-detected: ddpcheck records the calls of the wrapper's forward. The loss depends on parameters of the wrapped module, but
-the wrapper was not called for it. `ddpcheck run` also reports parameters that an optimizer trains and no wrapper holds.
+detected: DDP501 is reported if the loss depends on parameters of the wrapped module, but the wrapper was not called for
+this loss. `ddpcheck run` also reports parameters that an optimizer trains and no wrapper holds.
 ignore: If the gradients are averaged in another way, or if each rank should train these parameters separately.
 explains: DDP208 DDP306 DDP515
 reports: jingyaogong/minimind#853 intel/e2eAIOK#198 kohya-ss/sd-scripts#989
@@ -24,9 +24,9 @@ why: no_sync takes effect in forward. Around backward alone, it changes nothing.
 synchronises, and every rank trains its own model. If it is created but not entered, DDP synchronises in every
 micro-step. (PyTorch docs, DistributedDataParallel.no_sync: the forward pass should be inside.)
 fix: Run forward and backward of all but the last micro-step inside `with ddp.no_sync():`, the last or only one outside.
-detected: ddpcheck records in order: calls of no_sync, its entry and exit, forward and backward passes, and optimizer
-steps. It reports a step in which no backward pass was averaged, and a step that uses gradients added after the average.
-A no_sync without effect is a warning.
+detected: ddpcheck records the order of no_sync, forward and backward passes, and optimizer steps. It reports a step in
+which no backward pass was averaged. It also reports a step that uses gradients added after the average. A no_sync
+without effect is reported as a warning.
 ignore: If you use local SGD: the ranks step separately on purpose, and average parameters occasionally.
 explains: DDP301 DDP302; DDP306 DDP515 if an error; DDP508 if by steps
 reports: huggingface/accelerate#1726 NVlabs/stylegan2-ada-pytorch#233
@@ -37,13 +37,13 @@ with ddp.no_sync():                      # no_sync takes effect in forward
 
 DDP503 changed-after-wrapping: error, stops_ddp, spreads
 A parameter was added, replaced, removed, frozen, unfrozen, cast or moved after wrapping.
-why: DDP has put its hooks on the tensors that it found when it was constructed. Replaced tensors have no hooks
-(`.double().float()` and `.cpu().cuda()` replace, pytorch issue 104336). DDP waits for frozen parameters, and never
-reduces unfrozen and added ones. A forward pass that ties, replaces or deletes layers does so too late as well. (PyTorch
-docs, DistributedDataParallel: do not change parameters after wrapping.)
+why: DDP has put its hooks on the tensors that it found when it was constructed. Tensors that replace them have no
+hooks. (`.double().float()` and `.cpu().cuda()` replace tensors, pytorch issue 104336.) DDP waits for frozen parameters,
+and never reduces unfrozen and added ones. A forward pass that ties, replaces or deletes layers also comes too late.
+(PyTorch docs, DistributedDataParallel: do not change parameters after wrapping.)
 fix: Finish the module first, wrap it last; wrap again after any such change.
-detected: ddpcheck compares the module's parameters with those at the construction of the wrapper: identity, dtype,
-device, requires_grad.
+detected: ddpcheck compares the module's parameters with those at the construction of the wrapper. It compares identity,
+dtype, device and requires_grad.
 ignore: If a parameter is frozen after wrapping and find_unused_parameters=True is set.
 explains: DDP208 if same subjects; DDP101 DDP102 DDP103 DDP106 DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516
 if only the loss
@@ -57,9 +57,9 @@ The optimizer holds tensors that are no longer the module's parameters, or lacks
 why: An optimizer built before the module was cast, moved or extended updates stale tensors. The model then does not
 change. (PyTorch docs, torch.optim: construct optimizers after moving the model.)
 fix: Give the optimizer all parameters, once the module has its final ones, device and dtype; freeze the others first.
-detected: ddpcheck compares the tensors of the optimizer with the parameters of the modules. Parameters with gradients
-are reported if no optimizer holds them and they do not change. They are also reported if an optimizer from outside
-torch holds them, changes others, and never changes these.
+detected: ddpcheck compares the tensors of the optimizer with the parameters of the modules. A parameter with gradients
+is reported if no optimizer holds it and it does not change. Also reported: parameters that a custom optimizer (not from
+torch.optim) holds but never changes, while it does change others.
 ignore: If code other than an optimizer updates the parameters.
 example:
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -71,10 +71,9 @@ why: The gradients are equal but the updates are not, so parameters diverge from
 scheduler that steps on a local metric (ReduceLROnPlateau). (PyTorch docs, DistributedDataParallel: all processes must
 make the same parameter updates.)
 fix: Feed schedulers with values that all ranks share: all_reduce the metric first.
-detected: `ddpcheck run` compares the learning rates at each step of the optimizer. They were the same in the first
-step, and differ later. A schedule that makes one step per rank instead of one in total is a warning. The schedule is
-one of torch, or an object of the script that holds the optimizer. It is reported if the rate reaches its end after
-1/world_size of the training, or if a loop over the ranks makes the steps.
+detected: `ddpcheck run` compares the learning rates at each optimizer step. DDP507 is reported if they are equal at
+first and differ later. A schedule that makes world_size steps at a time instead of one is reported as a warning. The
+warning requires that the rate reaches its end too early, or that the code steps the schedule once per rank.
 ignore: If ranks use different rates on purpose.
 explains: DDP306
 example:
@@ -84,12 +83,12 @@ schedule.step(loss)                      # the loss of this rank's samples; righ
 DDP508 step-skipped-on-a-rank: error
 A rank skips a backward pass or an optimizer step that the others make.
 why: One rank skips a step (NaN, out of memory). From then on, its gradients are silently averaged with those of a
-different step on the other ranks. Finally, one rank has no steps left and the job hangs.
+different step on the other ranks. At the end, one rank has no steps left and the job hangs.
 fix: all_reduce the decision, so that all ranks skip the step or none does.
-detected: ddpcheck compares between ranks how many backward passes and optimizer steps come between two averages of
-gradients. `ddpcheck run` also counts the forward passes and loader batches before each average, and after the last.
-Four fifths of a rank's counts have to be equal. A higher count means skipped passes. Skips are reported if at least two
-ranks skip different passes, at most three in a row.
+detected: ddpcheck compares how many backward passes and optimizer steps each rank makes between two averages of
+gradients, and reports differences. `ddpcheck run` also compares the numbers of forward passes and batches. Higher
+numbers than usual on a rank show skipped passes. These are reported if at least two ranks skip different passes, at
+most three in a row. If the numbers vary much, nothing is reported.
 ignore: If a rank skips a step on purpose and its parameters are synchronised afterwards.
 explains: DDP306
 reports: NVIDIA-NeMo/Automodel#2468 ecmwf/WeatherGenerator#2718 pytorch/pytorch#64636
@@ -104,9 +103,8 @@ A forward without a backward leaves the reducer waiting. Several forwards and ba
 ranks. (PyTorch docs, DistributedDataParallel.)
 fix: Call forward once and backward once a step; add losses up before backward; use no_grad for forwards that do not
 train.
-detected: ddpcheck records forward and backward passes of the wrapper in order. A second backward pass follows, without
-its own forward, after the reduction has ended. This pass is reported if an optimizer uses the gradients that it adds.
-It is also reported if a gradient arrives again and DDP raises.
+detected: ddpcheck records the wrapper's forward and backward passes in order. It reports a second backward pass without
+its own forward, if an optimizer uses its gradients. It also reports a second pass that makes DDP raise.
 ignore: If the gradients of the second pass are only inspected, and no optimizer uses them.
 explains: DDP101 DDP102 DDP103 DDP301 DDP302 DDP306 DDP406
 example:
@@ -127,12 +125,12 @@ if rank == 0:
 
 DDP513 static-graph-violated: error, stops_ddp, by_family
 static_graph=True is set, and the set of used parameters or their order changes.
-why: With static_graph=True DDP records in the first iteration how often each gradient arrives, and relies on it. If the
-graph changes, the ranks hang, DDP raises, or gradients are not reduced. (PyTorch docs, DistributedDataParallel,
+why: With static_graph=True, DDP records in the first iteration how often each gradient arrives, and relies on it. If
+the graph changes, the ranks hang, DDP raises, or gradients are not reduced. (PyTorch docs, DistributedDataParallel,
 static_graph.)
 fix: Remove static_graph=True and use find_unused_parameters=True, or make every step use the same parameters.
-detected: static_graph=True is set. The parameters that backward reaches differ between steps, or DDP reports that the
-graph has changed.
+detected: DDP513 is reported if static_graph=True is set, and backward reaches different parameters in different steps.
+It is also reported if DDP itself raises because the graph has changed.
 ignore: Never. DDP relies on the first iteration.
 explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP304 DDP305 DDP312; DDP516 if only the loss
 reports: pytorch/pytorch#58111 pytorch/pytorch#97030 deepinsight/insightface#2288
@@ -145,11 +143,12 @@ of tokens, their mean is a mean of means: tokens of the shorter ones count more.
 this in one trainer.)
 fix: Divide each micro-step's loss by the number of micro-steps of this accumulation; if they have unequal numbers of
 tokens, divide sums over tokens by the number of tokens in all of them.
-detected: A report compares the number of backward passes in a step with that of the single process: the gradient is
-wrong by the same factor. `ddpcheck run` requires that the passes of a step come from one line. Each pass takes a batch,
-or all batches are taken before the first pass. Without a loader, the passes run under no_sync. The terms of the loss
-are means of weight 1 or with known factors. No factor or product of factors is one over the number of passes. The
-wrapper and `ddpcheck run` also measure the weight of each cross-entropy target in each micro-batch.
+detected: `ddpcheck report` compares the number of backward passes on a rank with the number in a single process. DDP514
+is reported if the gradient is wrong by the ratio of these numbers. `ddpcheck run` reports losses that are means over
+micro-batches, if nothing divides them by the number of micro-batches. It recognises micro-batches by the batches of a
+loader or by no_sync. All their backward passes must come from one line. `ddpcheck run` and `ddpcheck.watch` also
+measure how much each cross-entropy target counts. They report targets that count more because their micro-batch has
+fewer targets.
 ignore: If the learning rate was tuned with the sum, or if micro-batches should have the same weight, however many
 tokens they have.
 reports: huggingface/transformers#34191 huggingface/transformers#24725 meta-pytorch/torchtune#1875
@@ -163,9 +162,9 @@ why: DDP broadcasts only at construction. If rank 0 alone loads a checkpoint, or
 weights, only rank 0 changes. (PyTorch docs, DistributedDataParallel: parameters are never broadcast after
 construction.)
 fix: Make the change on every rank from the same data, or broadcast the parameters after it.
-detected: ddpcheck takes fingerprints of parameters when the wrapper is constructed. The ranks compare fingerprints
-before the first forward pass and in later steps. Under fully_shard, `ddpcheck run` follows the lines that write shards
-before the first forward pass. It reports lines that only some ranks have reached.
+detected: ddpcheck computes checksums of the parameters when the wrapper is constructed. The ranks compare checksums
+before the first forward pass and in later steps. Under fully_shard, `ddpcheck run` records the lines that write
+parameters before the first forward pass. It reports lines that only some ranks have reached.
 ignore: If the values are restored before the optimizer steps, as in sharpness-aware minimisation.
 explains: DDP208 DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516 if only the loss
 example:
@@ -178,8 +177,8 @@ Gradients are zeroed or replaced before an optimizer step has used them.
 why: A zero_grad between backward and step, or in every micro-step of an accumulation, discards gradients that were
 computed and reduced. The model trains on a part of the batch, or not at all.
 fix: Call zero_grad right after step, or right before the first micro-step, and nowhere else.
-detected: ddpcheck records calls of zero_grad, backward passes and optimizer steps in order. It reports gradients that
-are repeatedly zeroed before a step has used them.
+detected: ddpcheck records zero_grad, backward passes and optimizer steps in order. It reports gradients that are
+repeatedly zeroed before a step has used them.
 ignore: If a step is skipped on purpose, and its gradients with it.
 example:
 for part in parts:
@@ -189,12 +188,12 @@ for part in parts:
 DDP520 leftover-gradients: error
 A step uses gradients that existed before its own backward passes, and were never zeroed.
 why: backward adds to .grad. Without zero_grad, each step uses the gradients of all steps before. In a GAN, two networks
-train by turns. The loss of one network leaves gradients in the other. The optimizer of the other network then uses
+are trained in turn. The loss of one network leaves gradients in the other. The optimizer of the other network then uses
 these gradients together with its own. DDP averages all of them, so the ranks agree. (PyTorch docs,
 torch.optim.Optimizer.zero_grad.)
 fix: Call zero_grad of an optimizer right before the backward pass of its loss, or right after its step.
-detected: `ddpcheck run` inspects a gradient of each optimizer after each step and before the next backward pass. It is
-reported if, in three steps in a row, the gradient is neither None nor zero and backward adds to it.
+detected: `ddpcheck run` inspects one gradient of each optimizer between a step and the next backward pass. DDP520 is
+reported if this gradient is still not zero, in three steps in a row, and backward adds to it.
 ignore: If gradients of several losses should be added up over several steps.
 example:
 loss_of_generator.backward()             # reaches the discriminator too
@@ -204,17 +203,18 @@ discriminator_optimizer.step()
 
 DDP522 rank-dependent-compilation: warning
 On some ranks only, torch.compile compiles a function repeatedly, or to different operations.
-why: While one rank compiles, for a tenth of a second or for minutes, all others wait in the reduction of gradients.
-After 8 recompilations (torch._dynamo.config.recompile_limit) torch gives up. That rank then runs the function without
-compilation to the end, slower than the others. If the code itself depends on the rank, the ranks train different
+why: One rank may compile for a tenth of a second or for minutes. Meanwhile, all others wait in the reduction of
+gradients. After 8 recompilations (torch._dynamo.config.recompile_limit), torch gives up. That rank then runs the
+function without compilation, slower than the others. If the code itself depends on the rank, the ranks train different
 models. (PyTorch docs, torch.compile, Recompilation.)
 fix: Pad batches to one shape, or compile for any size: torch.compile(dynamic=True) or torch._dynamo.mark_dynamic. Make
 Python values and branches in forward the same on every rank.
-detected: `ddpcheck run`, a watch and the compiled steps of a report record what each rank compiles while it trains, and
-which guard failed. Three cases are reported. The same guard fails at least twice on one rank and never on another. Only
-some ranks reach the limit. Or the ranks compile different operations with gradients for inputs of the same shapes,
-every time (functions with graph breaks are not compared). A watch compares in steps 32, 64, 128 and so on.
-ignore: If the rank that compiles has already met all its shapes, and the others meet their shapes later.
+detected: ddpcheck records what each rank compiles in training, and which guard (condition for reusing compiled code)
+failed. `ddpcheck run`, `ddpcheck.watch` and the compiled steps of `ddpcheck report` do this. Three cases are reported.
+The same guard fails at least twice on one rank and never on another. Only some ranks reach the recompile limit. For
+inputs of the same shapes, some ranks always compile a function to different operations. Functions with graph breaks are
+not compared for the third case.
+ignore: If the recompilations end soon: this rank has already met all its shapes, and the others will meet theirs later.
 example:
 model = DistributedDataParallel(torch.compile(net, dynamic=False))
 for tokens in loader:                    # lengths that vary on one rank
@@ -229,7 +229,7 @@ fix: Take and load the state of the same module (`ddp.module` on both sides), or
 torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, 'module.'). Without strict=False, torch raises.
 detected: `ddpcheck run` compares the keys of each loaded state with those of the module. A load is reported if no key
 matches and most keys would match with a different prefix. It is not reported if a matching state is loaded before the
-next optimizer step or the end.
+next optimizer step or the end of the script.
 ignore: If the load does nothing on purpose.
 example:
 state = torch.load("checkpoint.pt")                # of ddp.state_dict(): "module.head.weight"
