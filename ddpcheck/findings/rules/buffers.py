@@ -95,10 +95,10 @@ statistics of rank 0. (PyTorch docs, DistributedDataParallel.)
 fix: Reduce the sums and the count of each batch over all ranks (dist.all_reduce) before adding them to the statistics;
 or keep the statistics in buffers of the wrapped module, as nn.SyncBatchNorm does.
 detected: In some calls of forward, `ddpcheck run` compares the tensors and arrays that the script holds. A tensor is
-reported under three conditions. The tensor differs between ranks. The tensor has moved towards the mean of the samples
-that the module was given. The tensor is subtracted from these samples. Nothing is reported if a collective is given the
-statistics, or if they are equal on all ranks at one of these calls. Nothing is reported if the statistics scale only
-the targets of the loss. Nothing is reported if the script updates the statistics more than once between two calls.
+reported under three conditions. The tensor differs between ranks. The tensor has moved towards the mean of the module's
+input since the previous call. The tensor is subtracted from this input. Nothing is reported if a collective is given
+the statistics, or if they are equal on all ranks at one of these calls. Nothing is reported if the statistics scale
+only the targets of the loss. Nothing is reported if the script updates the statistics more than once between two calls.
 ignore: If each rank trains on a different kind of input, and each kind has to be normalised separately.
 example:
 mean += (x.mean(0) - mean) * len(x) / count    # right: sum, squares and count of x through dist.all_reduce first

@@ -64,9 +64,9 @@ device. (PyTorch tutorial, 'Getting Started with Distributed Data Parallel', sav
 fix: Save on rank 0 only, barrier before others read, and load with map_location.
 detected: `ddpcheck run` records which rank writes and reads which file, and the collectives between these uses. Two
 uses by different ranks are reported if at least one of them writes, and no collective of all ranks is between them. The
-two uses need not overlap in this run. Files that torch.save does not write are covered only if Python opens them. For
-these files, a lock or a second file written afterwards also separates two uses. A rank that loads onto the GPU of
-another rank, without map_location, is reported as a warning.
+two uses need not overlap in this run. Files that torch.save does not write are covered only if Python opens them. Two
+uses of these files are also separate if a rank waits for a lock, or if the writer then makes another file (a marker). A
+rank that loads onto the GPU of another rank, without map_location, is reported as a warning.
 ignore: If something other than a collective separates the two uses, such as a flag on disk. Or if each machine has its
 own disk.
 explains: DDP401 if of a cut file
@@ -80,17 +80,19 @@ why: Under fully_shard, each parameter is a DTensor, and each rank holds one sha
 return that shard. A file of rank 0 alone lacks the shards of the other ranks. If every rank loads this file, each
 parameter becomes one shard, repeated. The same happens if every rank draws the values of its shard from the same seed.
 Shapes agree, so no error is raised. (PyTorch docs, torch.distributed.checkpoint.state_dict.)
-fix: Save get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)), which all ranks
-call, on rank 0; load it with set_model_state_dict(..., options=StateDictOptions(full_state_dict=True,
-broadcast_from_rank0=True)). Or let torch.distributed.checkpoint save all shards.
+fix: On all ranks, call get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)),
+and save the result on rank 0. Load it on all ranks with set_model_state_dict(...,
+options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)). Or let torch.distributed.checkpoint save all
+shards.
 detected: `ddpcheck run` reports torch.save of a model's shards if only some ranks save theirs. It compares the shards
 of the ranks in some steps and after torch.load. It reports equal shards on ranks that should hold different ones. If
 torch raises an error because whole tensors are loaded or copied into shards, the line is reported. `ddpcheck run` also
 reports a single norm over gradients of which some are shards and others are whole. It reports load_state_dict of an
-optimizer if every rank then has the same state for different shards. `ddpcheck report` compares the optimizer's state
-before the first step. Parameters that reach the loss only through an all_to_all (experts, tables) differ by rank like
-shards. An all_reduce of their gradients over all ranks is reported.
-ignore: If the file is for inspection only, or if a model of repeated blocks starts this way on purpose.
+optimizer if every rank then has the same state for different shards. `ddpcheck report` reports the same before the
+first step. Parameters that reach the loss only through an all_to_all (experts, embedding tables) belong to one rank
+each. An all_reduce of their gradients over all ranks is reported.
+ignore: If the file is for inspection only, or if shards are equal at the start on purpose, as in a model of identical
+blocks.
 example:
 fully_shard(model)
 if rank == 0:
@@ -114,10 +116,10 @@ example:
 labels = {name: number for number, name in enumerate(set(names))}   # right: enumerate(sorted(set(names)))
 
 DDP518 unreduced-metric: warning, takes_severity
-A metric that is logged or decides something is the value of one rank's shard.
+A metric by which the script decides covers only the samples of one rank.
 why: Rank 0's loss or accuracy describes 1/W of the data (W is the world size). Early stopping or best-model decisions
 made from a rank's own values differ between ranks. DDP reduces gradients and nothing else.
-fix: all_reduce sums and counts over the ranks, then divide.
+fix: all_reduce the sum and the count over the ranks, then divide.
 detected: `ddpcheck run` records the values passed to ReduceLROnPlateau, and the metrics by which Lightning's
 EarlyStopping and ModelCheckpoint decide. Values that differ between ranks are reported. Other decisions, and metrics
 that are only logged, are not covered.

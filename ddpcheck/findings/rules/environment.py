@@ -4,10 +4,10 @@ from ddpcheck.findings.rules.rule import rules
 
 RULES = rules("""
 DDP601 debug-level-crash: error
-TORCH_DISTRIBUTED_DEBUG=DETAIL is set, and with gloo this torch crashes when a module is wrapped.
-why: In this build of torch, DDP's logger casts a process group that DETAIL has wrapped. The result is a segmentation
-fault, for any model and any world size. INFO is safe.
-fix: Set TORCH_DISTRIBUTED_DEBUG=INFO, or call dist.set_debug_level(DETAIL) after init_process_group.
+TORCH_DISTRIBUTED_DEBUG=DETAIL is set, and with gloo torch crashes when a module is wrapped.
+why: In the supported versions of torch, DDP's logger casts a process group that DETAIL has wrapped. The result is a
+segmentation fault, for any model and any world size. INFO is safe.
+fix: Set TORCH_DISTRIBUTED_DEBUG=INFO, or call dist.set_debug_level(dist.DebugLevel.DETAIL) after init_process_group.
 detected: No check reports this code, because the crash ends the process before ddpcheck can run. ddpcheck does not pass
 the variable on to the ranks that it starts.
 ignore: It is never reported.

@@ -4,17 +4,17 @@ from ddpcheck.findings.rules.rule import rules
 
 RULES = rules("""
 DDP801 padded-evaluation: warning
-A metric counts samples twice that a sampler gave to two ranks.
+A metric counts twice the samples that a sampler gave to two ranks.
 why: DistributedSampler gives every rank the same number of samples. If the world size does not divide the dataset, the
 sampler repeats some samples. In training, this hardly matters. A metric over all ranks counts the repeated samples
 twice, and changes with the number of ranks. (PyTorch docs, DistributedSampler, drop_last.)
 fix: Cut gathered results to the length of the dataset, evaluate with a sampler that repeats nothing
 (indices[rank::world_size]), or evaluate on one rank with the inner module.
 detected: In a pass without backward, `ddpcheck run` looks for indices that the loaders of several ranks give. DDP801 is
-reported if a metric counts these samples twice, in one of three ways. A collective gets the number of all samples of a
-rank, or the sum of a confusion matrix. A collective gets a mean over all samples of a rank. A printed, logged or saved
-number is a metric over all gathered rows. Not covered: sums divided by the length of the dataset, and results that go
-to files or other processes.
+reported if a metric counts these samples twice, in one of three ways. (1) Each rank gives a collective the number of
+its samples, or a confusion matrix with this sum. (2) Each rank gives a collective a mean over its samples. (3) A
+printed, logged or saved number is a metric over all gathered rows. Not covered: sums divided by the length of the
+dataset, and results that files or other processes evaluate.
 ignore: If the dataset is large, and the metric only has to be roughly right.
 example:
 correct, total = evaluate(ddp, DataLoader(data, sampler=DistributedSampler(data)))
@@ -65,11 +65,11 @@ Targets index rows gathered from all ranks, without the offset of the rank's own
 why: In the result of all_gather, the rows of rank r begin at r * batch size. With targets arange(batch size) on every
 rank, all ranks except the first learn to match their samples with those of rank 0.
 fix: Add the offset: targets = torch.arange(len(x)) + rank * len(x).
-detected: In some steps, `ddpcheck run` checks cross entropies of similarities with a gathered matrix (products, cosine
-similarities, torch.cdist). It finds the rank's own rows in the matrix. DDP804 is reported if three conditions hold. The
-own rows of the ranks are at different places. All ranks have the same targets, or each has consecutive ones. On some
-ranks (not all), no target is one of the own rows. Not covered: other losses, differences that the script computes
-itself, and rows that pass through a layer after the gather.
+detected: In some steps, `ddpcheck run` checks cross entropies whose logits compare features with a gathered matrix
+(products, cosine similarity, torch.cdist). It finds the rank's own rows in the matrix. DDP804 is reported if three
+conditions hold. Each rank's rows begin at a different index. All ranks have the same targets, or each has consecutive
+ones. On at least one rank, but not on all, no target is a row of that rank. Not covered: other losses, differences that
+the script computes itself, and rows that pass through a layer after the gather.
 ignore: If the positives of a rank are rows of another rank on purpose.
 example:
 logits = features @ torch.cat(all_gather(features)).T

@@ -47,12 +47,12 @@ fix: Make the loss a mean over the local batch and do not scale it by the world 
 the world size.
 detected: All gradients differ from the reference by the same factor, within rounding. The reference is a single process
 on the global batch, or the plain average of the ranks' own gradients. `ddpcheck run` looks for the causes in the
-script: (1) The loss is a mean, and the script divides or multiplies it by the world size. (2) The loss is a sum,
-divided by an all_reduced number, and nothing multiplies it by the world size. (3) The script scales gradients by the
-world size, in a hook or after they are averaged. (4) The loss covers the features of all ranks, but its gradient
-reaches only the rank's own features. (5) A script without a wrapper sums gradients over the ranks, and does not divide
-the sum. The steps of some optimizers, such as Adam, do not depend on the scale of gradients. With such an optimizer,
-cases 3 and 4 are mostly not reported. Case 5 is then reported only if gradients are clipped.
+script: (1) The loss is a mean, and the script divides or multiplies it by the world size. (2) The loss is a sum divided
+by a count of all ranks (such as the number of tokens), and is not multiplied by the world size. (3) The script scales
+gradients by the world size, in a hook or after they are averaged. (4) The loss covers the features of all ranks, but
+its gradient reaches only the rank's own features. (5) A script without a wrapper sums gradients over the ranks, and
+does not divide the sum. The steps of some optimizers, such as Adam, do not depend on the scale of gradients. With such
+an optimizer, cases 3 and 4 are mostly not reported. Case 5 is then reported only if gradients are clipped.
 ignore: If the learning rate was tuned with this factor. But the factor changes with the number of ranks.
 explains: quietly DDP302 if a note
 reports: neuralmagic/sparseml#135 facebookresearch/3detr#56 ultralytics/ultralytics#18616
@@ -151,14 +151,14 @@ A collective that autograd does not differentiate is on the path from parameters
 why: torch.distributed.all_reduce and all_gather are not differentiable. For backward, values from other ranks are
 constants. So the gradient lacks the contribution of these values, or stops at the collective. (PyTorch docs,
 torch.distributed: autograd through collectives is in torch.distributed.nn.functional.)
-fix: Use torch.distributed.nn.functional.all_reduce or all_gather, which autograd differentiates; reduce values that are
-only logged on a detached copy.
+fix: Use torch.distributed.nn.functional.all_reduce or all_gather, which autograd differentiates; if a value is only
+logged, reduce a detached copy of it.
 detected: ddpcheck records the collectives of the forward pass. DDP309 is reported if autograd does not differentiate a
 collective between parameters and the loss. The gradient must also differ from the global batch's. `ddpcheck run`
 reports a loss that was all-reduced in place and then differentiated. It also reports a loss that uses all gathered
 rows, including the rank's own, as constants. Another case is a warning: a rank's own features are put back among the
-gathered rows, but the gradient from the other ranks' losses is lost. If every rank computes the same loss, only a
-factor is wrong. This is a warning too.
+gathered rows, but the gradient from the other ranks' losses is lost. If every rank computes the same loss, the gradient
+is only too small by a factor of the world size. This is a warning too.
 ignore: If the values from other ranks should be constants, as negatives of a contrastive loss often are.
 explains: DDP303; DDP101 DDP102 if same subjects
 reports: mlfoundations/open_clip#616 KevinMusgrave/pytorch-metric-learning#10
@@ -209,8 +209,8 @@ Gradients differ from the single process, and no pattern that ddpcheck knows exp
 why: The same model on the same samples has different gradients under DDP and in one process. No constant factor, no
 weight of samples and no coupling of samples explains the difference. So nothing says that the difference is harmless.
 (PyTorch docs, DistributedDataParallel: gradients are averaged over processes.)
-fix: Compare the loss of a batch with the mean of the losses of its two halves, term by term: the first term that
-differs depends on more than its own samples. Return the terms of the loss as a dict, and check again.
+fix: Return the terms of the loss as a dict, and check again. Or compute each term on a batch, and as the mean over the
+two halves of the batch: a term for which the two differ does not treat samples separately.
 detected: The gradients differ from those of a single process on the global batch by more than the measured rounding. No
 explanation of DDP303 to DDP310, DDP514 and DDP516 fits. The size of a difference is relative to the norm of the
 parameter's gradient on the global batch.

@@ -26,7 +26,8 @@ detected: DDP402 is reported if no rank has failed and some ranks do not finish 
 stacks of the ranks and their logs of collectives. Ranks that wait for no other rank are named as the cause. If ranks
 wait in init_process_group, `ddpcheck run` compares the rank, world size and address of each. `ddpcheck hang` reads
 Flight Recorder dumps, and finds out which rank waits for which in all process groups. It names the rank for which the
-others wait. It also says why: this rank stopped calling collectives, came late, left no dump, or its device is behind.
+others wait. It also says why: this rank stopped calling collectives, came late, left no dump, or its GPU has not
+completed a collective that others have completed.
 ignore: If the rank is only slow. Give it more time with --timeout or --check-timeout.
 reports: Lightning-AI/pytorch-lightning#10947
 example:
@@ -106,7 +107,7 @@ flat = torch.cat([losses[name] for name in losses])   # the order of insertion d
 dist.all_reduce(flat)                    # right: for name in sorted(losses)
 
 DDP408 result-not-awaited: error
-The result of an asynchronous collective is not waited for, or its tensor is written before that.
+No code waits for an asynchronous collective, or its tensor is written before wait() returns.
 why: With async_op=True a collective returns a handle immediately, and works on the tensor in its own thread or stream.
 Code that reads the tensor before wait() has returned may find the rank's own numbers, those of all ranks, or a mixture.
 Code that writes the tensor before that may change the numbers that other ranks receive. Nothing is raised. (PyTorch
