@@ -28,8 +28,9 @@ for name in {"mean", "variance"}:        # right: for name in ("mean", "variance
 
 DDP213 buffer-shape-or-dtype: error
 The shape or dtype of a buffer differs between ranks.
-why: DDP does not compare buffers. The broadcast copies bytes from rank 0, and aborts if the sizes differ. If only the
-dtype differs, the other ranks read these bytes as wrong numbers.
+why: DDP does not compare buffers. The broadcast copies bytes from rank 0, and aborts if a rank's buffer is smaller. The
+end of a larger buffer keeps its old values. If only the dtype differs, the other ranks read these bytes as wrong
+numbers.
 fix: Give the buffer the same shape and dtype on every rank: pad it, or keep local data out of the buffers.
 detected: Before DDP's first collective, the ranks compare the shapes and dtypes of buffers with the same name.
 ignore: Never while buffers are broadcast.

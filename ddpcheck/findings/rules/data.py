@@ -11,10 +11,10 @@ fix: Give the loader a DistributedSampler, split data by rank and world size, or
 generator that draws the samples.
 detected: ddpcheck compares the samples of the ranks in each step: a recipe's shards, samples from data loaders, and
 inputs of forward. Equal samples are reported. Without a wrapper, ddpcheck compares the gradients that the ranks
-all_reduce. Three cases are reported as warnings. The ranks' parts of a dataset overlap within an epoch. A rank gets the
-samples of another rank some steps later. The targets of a loss are the same on every rank, but the inputs of forward
-differ. Some ranks should share samples: with tensor, context or sequence parallelism, a loss over all ranks, or
-repeated augmentation. If ddpcheck recognises this, nothing is reported.
+all_reduce. Three cases are reported as warnings: (1) The ranks' parts of a dataset overlap within an epoch. (2) A rank
+gets the samples of another rank some steps later. (3) The targets of a loss are the same on every rank, but the inputs
+of forward differ. Some ranks should share samples: with tensor, context or sequence parallelism, a loss over all ranks,
+or repeated augmentation. If ddpcheck recognises this, nothing is reported.
 ignore: If all ranks should see the same samples, for example with different augmentation or in a part of the loss.
 explains: DDP303 DDP304 DDP305 DDP312
 reports: PatrickHua/SimSiam#16 Lightning-AI/pytorch-lightning#7813 coqui-ai/Trainer#144

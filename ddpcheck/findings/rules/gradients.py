@@ -25,11 +25,12 @@ DDP's gradients differ from the plain average of the ranks' own gradients.
 why: Without the wrapper, the same module on the same samples gives a different average of the gradients. So the
 difference comes from the wrapper: a communication hook, a second backward pass that was not reduced, gradients that
 existed before the step, or parameters that are paired incorrectly.
-fix: Remove the communication hook and check again (of a sharded module: set_all_reduce_hook); call zero_grad() before
-each accumulation; reduce in the last backward pass of a step; compare the parameter order on the ranks (DDP202).
+fix: Remove the communication hook (of a sharded module, the one set by set_all_reduce_hook) and check again. Or call
+zero_grad() before each accumulation, reduce in the last backward pass of a step, or give the parameters the same order
+on the ranks (DDP202).
 detected: ddpcheck runs the same module on the same samples without the wrapper, and averages the gradients with a plain
-all-reduce. DDP302 is reported if DDP's gradients are the same on all ranks but differ from this average. The size of a
-difference is relative to the ranks' own gradients, before averaging.
+all-reduce. DDP302 is reported if DDP's gradients are the same on all ranks but differ from this average. A tolerance
+for rounding is relative to the ranks' own gradients, before averaging.
 ignore: If a communication hook compresses gradients and you accept its rounding. ddpcheck allows the rounding of
 bfloat16. For a communication hook that the script registers, `ddpcheck run` reports only a note.
 example:
@@ -87,17 +88,17 @@ why: DDP gives every rank the same weight. So a sum over samples is divided by t
 differ (uneven shards, padding masks, ignore_index, weights of samples) becomes a mean of means: a sample counts more on
 a rank with fewer samples. (PyTorch docs, DistributedDataParallel: gradients are averaged over processes.)
 fix: Sum the local loss, all_reduce the count, and divide by count / world_size on every rank.
-detected: DDP gives the gradient of every rank the same weight. DDP305 is reported if the gradient of the global batch
-needs different weights. DDP305 is also reported if the loss weighs samples by values of the rank's own batch, such as
-class frequencies. The finding names the count that each rank divides by, if ddpcheck finds it. `ddpcheck run` measures
-how much each target counts in the loss. It also reports a term of the loss that each rank multiplies by its own
-constant.
+detected: DDP gives the gradient of every rank the same weight. DDP305 is reported if the ranks' gradients add up to
+that of the global batch only with different weights. DDP305 is also reported if the loss weighs samples by values of
+the rank's own batch, such as class frequencies. The finding names the count that each rank divides by, if ddpcheck
+finds it. `ddpcheck run` measures how much each target counts in the loss. It also reports a term of the loss that each
+rank multiplies by its own constant.
 ignore: If each rank should have the same weight, however many samples it has. A sum is always an error. A mean of means
 is only a warning if its effect is small. In `ddpcheck report`, the effect is small if every gradient is within 5 % of
-the global batch's. In a training loop, the effect is large in two cases. In at least half of the steps, an element
-counts at least twice as much on one rank as on another. Or the same rank's elements count more in every step (of at
-least five), by at least 10 % on average. Counts that differ by chance, as with padded batches, favour no rank, and many
-people train this way on purpose.
+the global batch's. In a training loop, the effect is large in two cases: (1) In at least half of the steps, an element
+of the loss (a sample or token) counts at least twice as much on one rank as on another. (2) In every step (of at least
+five), the elements of the same rank count more, by at least 10 % on average. Counts that differ by chance, as with
+padded batches, favour no rank, and many people train this way on purpose.
 reports: pytorch/pytorch#37359 huggingface/transformers#24725
 example:
 loss = (token_loss * mask).sum() / mask.sum()
@@ -193,10 +194,11 @@ silently uses the wrong values. (PyTorch docs, DistributedDataParallel, broadcas
 correctness checks'.)
 fix: Run one forward on the concatenated inputs, clone the buffer before it is used, or pass broadcast_buffers=False and
 synchronise buffers yourself.
-detected: Autograd raises an error about an in-place change in backward. In `ddpcheck report`, the same step without the
-wrapper raises no error. The finding names the overwritten parameters, or the buffers that DDP broadcasts before each
-forward pass. If no error is raised, ddpcheck compares the gradients with the average of the ranks' own gradients. It
-reports a difference if several forwards with broadcasts come before one backward.
+detected: DDP311 is reported if autograd raises an error about an in-place change in backward. In `ddpcheck report`, the
+same step must also run without the wrapper, and raise no error there. The finding names the overwritten parameters, or
+the buffers that DDP broadcasts before each forward pass. If no error is raised, ddpcheck compares the gradients with
+the average of the ranks' own gradients. It reports a difference if several forwards with broadcasts come before one
+backward.
 ignore: Never. Backward has failed or has used wrong values.
 explains: DDP214 DDP215 DDP302 DDP304 DDP312
 reports: pytorch/pytorch#22095 pytorch/pytorch#65907 pytorch/pytorch#175024 pytorch/pytorch#110363

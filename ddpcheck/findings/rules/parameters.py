@@ -198,10 +198,11 @@ DistributedDataParallel(model)           # right: leave out names of parameters 
 DDP112 opaque-output: error, stops_ddp
 forward returns an object in which DDP finds no tensor.
 why: DDP looks for tensors in the output if it is a tensor, list, tuple, dict or dataclass. In any other object, DDP
-finds none. With find_unused_parameters=True, DDP then treats every parameter as unused. static_graph=True fails too. It
-also finds nothing in dataclasses and subclasses of dict, unless they are registered as pytree nodes. (PyTorch docs,
-DistributedDataParallel, forward outputs; torch/nn/parallel/distributed.py, _tree_flatten_with_rref.)
-fix: Return a tensor, tuple, list, dict or dataclass (without static_graph) of tensors from forward.
+finds none. With find_unused_parameters=True, DDP then treats every parameter as unused. static_graph=True fails too.
+There, DDP finds no tensors in dataclasses and subclasses of dict either, unless they are registered as pytree nodes.
+(PyTorch docs, DistributedDataParallel, forward outputs; torch/nn/parallel/distributed.py, _tree_flatten_with_rref.)
+fix: Return a tensor, or a tuple, list or dict of tensors, from forward. Without static_graph, a dataclass of tensors
+works too.
 detected: ddpcheck looks for tensors in the output of forward in the same way as DDP. DDP112 is reported if there are
 none, although parameters contribute to the loss.
 ignore: If neither find_unused_parameters nor static_graph is set: DDP then needs no tensors.

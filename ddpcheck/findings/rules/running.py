@@ -4,10 +4,10 @@ from ddpcheck.findings.rules.rule import rules
 
 RULES = rules("""
 DDP401 rank-raised: error
-The target raised an exception on a rank.
+The checked script or recipe raised an exception on a rank.
 why: The rank that raises leaves the others waiting in their next collective. The others fail later, with messages such
 as 'Connection closed by peer' that name the wrong place. The first failure is the one to read.
-fix: Fix the exception shown; the ranks listed after it failed as a consequence.
+fix: Fix the exception shown. The ranks that are listed below it failed as a consequence.
 detected: ddpcheck records when each rank ends. It reports the first exception that is not a consequence of another
 rank's failure, with its traceback.
 ignore: Never.

@@ -23,7 +23,8 @@ no_sync is not entered, never left, or does not enclose the forward pass.
 why: no_sync takes effect in forward. Around backward alone, it changes nothing. If it is always entered, DDP never
 synchronises, and every rank trains its own model. If it is created but not entered, DDP synchronises in every
 micro-step. (PyTorch docs, DistributedDataParallel.no_sync: the forward pass should be inside.)
-fix: Run forward and backward of all but the last micro-step inside `with ddp.no_sync():`, the last or only one outside.
+fix: Run forward and backward of every micro-step except the last inside `with ddp.no_sync():`. Run the last or single
+micro-step outside.
 detected: ddpcheck records the order of no_sync, forward and backward passes, and optimizer steps. It reports a step in
 which no backward pass was averaged. It also reports a step that uses gradients added after the average. A no_sync
 without effect is reported as a warning.
@@ -86,9 +87,10 @@ why: One rank skips a step (NaN, out of memory). From then on, its gradients are
 different step on the other ranks. At the end, one rank has no steps left and the job hangs.
 fix: all_reduce the decision, so that all ranks skip the step or none does.
 detected: ddpcheck compares how many backward passes and optimizer steps each rank makes between two averages of
-gradients, and reports differences. `ddpcheck run` also compares the numbers of forward passes and batches. Higher
-numbers than usual on a rank show skipped passes. These are reported if at least two ranks skip different passes, at
-most three in a row. If the numbers vary much, nothing is reported.
+gradients, and reports differences. `ddpcheck run` also compares the numbers of forward passes and batches. If a rank
+takes more batches than usual before an average, it has skipped a backward pass. Such skips are reported if at least two
+ranks skip different passes. If the numbers vary much, or more than three passes in a row are skipped, nothing is
+reported.
 ignore: If a rank skips a step on purpose and its parameters are synchronised afterwards.
 explains: DDP306
 reports: NVIDIA-NeMo/Automodel#2468 ecmwf/WeatherGenerator#2718 pytorch/pytorch#64636
@@ -141,14 +143,15 @@ why: backward adds gradients up. Without division, the step grows with the numbe
 accumulation is shorter but is divided by the same number, its step is too small. If micro-batches have unequal numbers
 of tokens, their mean is a mean of means: tokens of the shorter ones count more. (huggingface/transformers#34191 fixed
 this in one trainer.)
-fix: Divide each micro-step's loss by the number of micro-steps of this accumulation; if they have unequal numbers of
-tokens, divide sums over tokens by the number of tokens in all of them.
+fix: Divide each micro-step's loss by the number of micro-steps of this accumulation; if micro-batches have unequal
+numbers of tokens, let each loss be a sum over tokens, and divide it by the number of tokens in all micro-batches of the
+accumulation.
 detected: `ddpcheck report` compares the number of backward passes on a rank with the number in a single process. DDP514
-is reported if the gradient is wrong by the ratio of these numbers. `ddpcheck run` reports losses that are means over
-micro-batches, if nothing divides them by the number of micro-batches. It recognises micro-batches by the batches of a
-loader or by no_sync. All their backward passes must come from one line. `ddpcheck run` and `ddpcheck.watch` also
-measure how much each cross-entropy target counts. They report targets that count more because their micro-batch has
-fewer targets.
+is reported if the gradient is wrong by the ratio of these numbers. `ddpcheck run` reports if the loss of each
+micro-batch is a mean over this micro-batch, and nothing divides these losses by their number. It recognises
+micro-batches by the batches of a loader or by no_sync. All their backward passes must come from one line. `ddpcheck
+run` and `ddpcheck.watch` also measure how much each cross-entropy target counts. They report targets that count more
+because their micro-batch has fewer targets.
 ignore: If the learning rate was tuned with the sum, or if micro-batches should have the same weight, however many
 tokens they have.
 reports: huggingface/transformers#34191 huggingface/transformers#24725 meta-pytorch/torchtune#1875
