@@ -44,12 +44,12 @@ why: With one seed for all ranks, each rank has the same crops, flips, noise and
 less variety than its size suggests.
 fix: Construct the model under the same seed on every rank, then seed with seed + rank, and set no seed in the forward
 pass.
-detected: ddpcheck compares the states of the random generators where each rank draws for its samples. These places are
-the data loader and its workers, the forward pass of a recipe, and generators that a dataset or its transforms hold.
-DDP510 is reported if batches have different samples but the same random numbers. `ddpcheck run` also checks numbers
-that a training step draws before backward. These draws are checked only if they have one number for each sample, or for
-each element of an input of forward. `ddpcheck run` also reports noise added to a loader's batches if every rank adds
-the same noise. It does not report dropout and other noise within forward.
+detected: When ranks draw random numbers for their samples, ddpcheck compares the states of their generators. It does so
+in the data loader and its workers, in the forward pass of a recipe, and for generators that a dataset or its transforms
+hold. DDP510 is reported if batches have different samples but the same random numbers. `ddpcheck run` also checks
+numbers that a training step draws before backward. These draws are checked only if they have one number for each
+sample, or for each element of an input of forward. `ddpcheck run` also reports noise added to a loader's batches if
+every rank adds the same noise. It does not report dropout and other noise within forward.
 ignore: If less variety is acceptable, or if the same noise is intended on every rank.
 reports: huggingface/transformers#37932 huggingface/pytorch-image-models#1519
 example:

@@ -157,9 +157,9 @@ logged, reduce a detached copy of it.
 detected: ddpcheck records the collectives of the forward pass. DDP309 is reported if autograd does not differentiate a
 collective between parameters and the loss. The gradient must also differ from the global batch's. `ddpcheck run`
 reports a loss that was all-reduced in place and then differentiated. It also reports a loss that uses all gathered
-rows, including the rank's own, as constants. Another case is a warning: a rank's own features are put back among the
-gathered rows, but the gradient from the other ranks' losses is lost. If every rank computes the same loss, the gradient
-is only too small by a factor of the world size. This is a warning too.
+rows, including the rank's own, as constants. It is only a warning if the rank's own rows are replaced by features with
+a gradient. Then only the gradient from the other ranks' losses is lost, or, if every rank computes the same loss, the
+gradient is too small by a factor of the world size.
 ignore: If the values from other ranks should be constants, as negatives of a contrastive loss often are.
 explains: DDP303; DDP101 DDP102 if same subjects
 reports: mlfoundations/open_clip#616 KevinMusgrave/pytorch-metric-learning#10
