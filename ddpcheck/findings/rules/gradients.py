@@ -25,7 +25,7 @@ DDP's gradients differ from the plain average of the ranks' own gradients.
 why: Without the wrapper, the same module on the same samples gives a different average of the gradients. So the
 difference comes from the wrapper: a communication hook, a second backward pass that was not reduced, gradients that
 existed before the step, or parameters that are paired incorrectly.
-fix: Remove the communication hook (of a sharded module, the one set by set_all_reduce_hook) and check again. Or call
+fix: Remove the communication hook and check again; on a sharded module, it is set by set_all_reduce_hook. Or call
 zero_grad() before each accumulation, reduce in the last backward pass of a step, or give the parameters the same order
 on the ranks (DDP202).
 detected: ddpcheck runs the same module on the same samples without the wrapper, and averages the gradients with a plain
@@ -197,8 +197,8 @@ synchronise buffers yourself.
 detected: DDP311 is reported if autograd raises an error about an in-place change in backward. In `ddpcheck report`, the
 same step must also run without the wrapper, and raise no error there. The finding names the overwritten parameters, or
 the buffers that DDP broadcasts before each forward pass. If no error is raised, ddpcheck compares the gradients with
-the average of the ranks' own gradients. It reports a difference if several forwards with broadcasts come before one
-backward.
+the average of the ranks' own gradients. A difference is reported as DDP311 only if DDP broadcast buffers in several
+forwards before one backward.
 ignore: Never. Backward has failed or has used wrong values.
 explains: DDP214 DDP215 DDP302 DDP304 DDP312
 reports: pytorch/pytorch#22095 pytorch/pytorch#65907 pytorch/pytorch#175024 pytorch/pytorch#110363
