@@ -235,7 +235,7 @@ def test_buffers_that_drift_without_broadcasts_are_told_from_those_that_are_over
     assert off in said(matrix, "warns")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_compression_hook_is_right_up_to_its_rounding_and_wrong_if_gradients_vanish_in_it(tmp_path: Path) -> None:
     matrix = matrix_of(ZOO / "healthy" / "bias_without_gradient.py")  # where one is nothing but rounding
     [hooked] = [row for row in matrix.rows if row.hook == "fp16_compress_hook"]

@@ -415,6 +415,7 @@ class TestOnTorchsServer:
         assert (code, report.findings) == (0, ()) and words in report.checks[1].detail
         assert report.checks[0].detail.startswith("answers of 2 ranks")
 
+    @pytest.mark.exhaustive
     def test_a_rank_that_is_stopped(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with job(tmp_path, "tokenises") as address:
             stopped = next(

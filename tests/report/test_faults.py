@@ -91,9 +91,9 @@ def test_the_page_of_faults_has_a_row_for_each_case() -> None:
     assert sorted(rows) == sorted((str(case), case.expected.code) for case in CASES), "run make faults"
 
 
+@pytest.mark.exhaustive
 # What has most to go wrong in it: statistics, random numbers, an analysis of shards. `make steady` does this to all.
 # Four checks at once are load enough: 12 to 20 processes, all of which have something to do.
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", one_of(2, [2, 4]))
 def test_a_verdict_is_the_same_20_times_under_load(world_size: int) -> None:
     case = next(case for case in CASES if str(case) == "gradients/batchnorm")

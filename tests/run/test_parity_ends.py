@@ -322,7 +322,7 @@ def processes_below(folder: Path) -> Iterator[int]:
             pass
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", one_of(3, ["to the group", "to ddpcheck", "to end"]))
 def test_an_interrupted_single_process_leaves_the_report(how: str, tmp_path: Path) -> None:
     process = started(tmp_path, "train.py", "waits")

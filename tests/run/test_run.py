@@ -85,7 +85,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", one_of(4, ENDINGS))
+@pytest.mark.parametrize("ending", one_of(8, ENDINGS))
 def test_a_healthy_script_gives_its_own_output_and_exit_code(ending: str) -> None:
     ranks = 1 if ending == "spawn" else 2
     watched = run(DDPCHECK, PROGRAM, ending, ranks=ranks)

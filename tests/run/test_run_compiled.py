@@ -167,7 +167,7 @@ def test_a_detached_parameter_of_compiled_code_is_told_as_in_the_code(tmp_path: 
     assert "_orig_mod" not in json.dumps(finding)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_steps_under_compiled_autograd_are_not_said_to_be_compared(tmp_path: Path) -> None:
     code, checks, findings = reported(tmp_path, "autograd", "aot_eager")
     assert (code, findings) == (0, [])

@@ -224,7 +224,7 @@ def test_a_rank_at_work_on_another_node_keeps_the_job_alive(tmp_path: Path) -> N
     assert first.codes == [] and {check["status"] for check in first.checks.values()} == {"passed"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_a_rank_of_another_node_has_raised_is_told(tmp_path: Path) -> None:
     first, other = run_nodes(tmp_path, "raises")
     assert first.report is not None and first.codes == ["DDP401"], first.said

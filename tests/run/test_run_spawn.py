@@ -165,7 +165,7 @@ def test_a_script_that_starts_its_own_ranks_is_launched_once(tmp_path: Path, mon
     assert "torchrun has started the script 2 times" in ended.stderr and "leave --nproc-per-node out" in ended.stderr
 
 
-@pytest.mark.parametrize("how", share(one_of(4, CASES), []))
+@pytest.mark.parametrize("how", share(one_of(8, CASES), []))
 def test_a_script_that_starts_its_own_ranks_runs_as_it_is(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -545,7 +545,10 @@ KILL_HOST = "psutil.Process().parents()[1].kill(); time.sleep(60)"
 @pytest.mark.parametrize(
     ("launcher", "who", "kind", "how", "words"),
     [
-        ("mpirun", 1, "plain", "os.kill(os.getpid(), signal.SIGKILL)", "rank 1 (was killed by SIGKILL|has ended)"),
+        pytest.param(
+            *("mpirun", 1, "plain", "os.kill(os.getpid(), signal.SIGKILL)", "rank 1 (was killed by SIGKILL|has ended)"),
+            marks=pytest.mark.exhaustive,
+        ),
         ("torchrun", 0, "plain", "os._exit(3)", "rank 0 (ended with exit code 3|has ended)"),
         (
             "torchrun",
@@ -554,12 +557,9 @@ KILL_HOST = "psutil.Process().parents()[1].kill(); time.sleep(60)"
             KILL_HOST,
             "rank 1 (was lost|was killed by SIGKILL|has ended)",  # by who notices it first
         ),
-        (
-            "mpirun",
-            0,
-            "marked",
-            KILL_HOST,
-            "rank 0 (was killed by SIGKILL|has ended)",
+        pytest.param(
+            *("mpirun", 0, "marked", KILL_HOST, "rank 0 (was killed by SIGKILL|has ended)"),
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

@@ -1,7 +1,8 @@
 """Every way in which ranks can fail a test, on each rank, in both forms, alone and under pytest-xdist.
 
 One inner session runs all cells; what pytest says of each is read from its JUnit report. It waits for a minute, so
-`make test-all` has it; in `make test` are the failures of a world and of a session (test_harness.py, test_sessions.py).
+`make test-exhaustive` has it; `make test` has the failures of a world and of a session (test_harness.py,
+test_sessions.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest
 
 from tests import innerpytest
 from tests.innerpytest import Said, Session
-from tests.tiers import one_of, share
+from tests.tiers import share
 
 # What a rank does; `bad` is whether this one is meant.
 KINDS = {
@@ -81,7 +82,7 @@ def source() -> str:
     return "\n".join(parts)
 
 
-@pytest.fixture(scope="module", params=share(one_of(2, MODES), []))
+@pytest.fixture(scope="module", params=share(MODES, [], pytest.mark.exhaustive))
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Session:
     folder = tmp_path_factory.mktemp(request.param)
     innerpytest.write(folder, test_matrix=source())

@@ -284,6 +284,7 @@ def test_a_rank_that_the_launcher_ends_can_still_speak(tmp_path: Path) -> None:
     assert error == "RankError" and "rank 0 has left" in said
 
 
+@pytest.mark.exhaustive
 def test_two_jobs_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
     found: dict[str, Answers] = {}
     threads = []
