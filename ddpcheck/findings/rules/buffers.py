@@ -88,7 +88,7 @@ example:
 self.projection = torch.randn(8, 8)      # right: self.register_buffer("projection", torch.randn(8, 8))
 
 DDP217 input-statistics: warning
-Each rank normalises the inputs by running statistics of only its samples.
+Each rank normalises its inputs with a running mean or variance of only its own samples.
 why: DDP synchronises only the parameters and buffers of the wrapped module. A script may keep a running mean or
 variance outside the module (an observation normaliser, a scaler that is updated in the loop). These statistics come
 from the samples of one rank. The same sample then has a different value on each rank, and a checkpoint keeps the

@@ -65,8 +65,8 @@ fix: Save on rank 0 only, barrier before others read, and load with map_location
 detected: `ddpcheck run` records which rank writes and reads which file, and the collectives between these uses. Two
 uses by different ranks are reported if at least one of them writes, and no collective of all ranks is between them. The
 two uses need not overlap in this run. Files that torch.save does not write are covered only if Python opens them. Two
-uses of these files are also separate if a rank waits for a lock, or if the writer then makes another file (a marker). A
-rank that loads onto the GPU of another rank, without map_location, is reported as a warning.
+uses of these files are not reported if a rank waits for a lock between them, or if the writer makes another file (a
+marker) after its write. A rank that loads onto the GPU of another rank, without map_location, is reported as a warning.
 ignore: If something other than a collective separates the two uses, such as a flag on disk. Or if each machine has its
 own disk.
 explains: DDP401 if of a cut file

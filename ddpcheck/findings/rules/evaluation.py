@@ -4,17 +4,17 @@ from ddpcheck.findings.rules.rule import rules
 
 RULES = rules("""
 DDP801 padded-evaluation: warning
-A metric counts twice the samples that a sampler gave to two ranks.
+A sampler gave some samples to two ranks, and a metric counts these samples twice.
 why: DistributedSampler gives every rank the same number of samples. If the world size does not divide the dataset, the
 sampler repeats some samples. In training, this hardly matters. A metric over all ranks counts the repeated samples
 twice, and changes with the number of ranks. (PyTorch docs, DistributedSampler, drop_last.)
 fix: Cut gathered results to the length of the dataset, evaluate with a sampler that repeats nothing
 (indices[rank::world_size]), or evaluate on one rank with the inner module.
 detected: In a pass without backward, `ddpcheck run` looks for indices that the loaders of several ranks give. DDP801 is
-reported if a metric counts these samples twice, in one of three ways. (1) Each rank gives a collective the number of
-its samples, or a confusion matrix with this sum. (2) Each rank gives a collective a mean over its samples. (3) A
-printed, logged or saved number is a metric over all gathered rows. Not covered: sums divided by the length of the
-dataset, and results that files or other processes evaluate.
+reported if a metric counts these samples twice, in one of three ways. (1) Each rank passes the number of its samples to
+a collective, or a confusion matrix whose entries add up to this number. (2) Each rank passes a mean over its samples to
+a collective. (3) A printed, logged or saved number is a metric over all gathered rows. Not covered: sums divided by the
+length of the dataset, and results that files or other processes evaluate.
 ignore: If the dataset is large, and the metric only has to be roughly right.
 example:
 correct, total = evaluate(ddp, DataLoader(data, sampler=DistributedSampler(data)))
@@ -68,9 +68,10 @@ rank, all ranks except the first learn to match their samples with those of rank
 fix: Add the offset: targets = torch.arange(len(x)) + rank * len(x).
 detected: In some steps, `ddpcheck run` checks cross entropies whose logits compare features with a gathered matrix
 (products, cosine similarity, torch.cdist). It finds the rank's own rows in the matrix. DDP804 is reported if three
-conditions hold. Each rank's rows begin at a different index. All ranks have the same targets, or each has consecutive
-ones. On at least one rank, but not on all, no target is a row of that rank. Not covered: other losses, differences that
-the script computes itself, and rows that pass through a layer after the gather.
+conditions hold. Each rank's rows begin at a different index. All ranks have the same targets, or the targets of each
+rank are consecutive numbers. At least one rank has no target among its own rows, and at least one other rank has such a
+target. Not covered: other losses, differences that the script computes itself, and rows that pass through a layer after
+the gather.
 ignore: If the positives of a rank are rows of another rank on purpose.
 example:
 logits = features @ torch.cat(all_gather(features)).T
@@ -87,8 +88,8 @@ and labels.
 detected: `ddpcheck run` checks the values that ranks give to collectives after a pass over a loader without backward.
 DDP805 is reported if three conditions hold. The value that each rank gives is a metric of the samples on that rank
 (DDP802 lists the metrics). A printed, logged or saved number is the mean or the sum of these values. This number
-differs by more than 1 % from the metric over all samples. Metrics of lists are covered up to 2,048 samples a rank. A
-number that only a schedule gets is not covered.
+differs by more than 1 % from the metric over all samples. Metrics of lists (one score or label per sample) are covered
+up to 2,048 samples per rank. A number that is only passed to a learning rate schedule is not covered.
 ignore: If each rank has a different kind of data, and each kind should have the same weight.
 example:
 loss = torch.tensor(total / len(own))    # right: all_reduce of total and len(own), then divide

@@ -49,11 +49,11 @@ the world size.
 detected: All gradients differ from the reference by the same factor, within rounding. The reference is a single process
 on the global batch, or the plain average of the ranks' own gradients. `ddpcheck run` looks for the causes in the
 script: (1) The loss is a mean, and the script divides or multiplies it by the world size. (2) The loss is a sum divided
-by a count of all ranks (such as the number of tokens), and is not multiplied by the world size. (3) The script scales
-gradients by the world size, in a hook or after they are averaged. (4) The loss covers the features of all ranks, but
-its gradient reaches only the rank's own features. (5) A script without a wrapper sums gradients over the ranks, and
-does not divide the sum. The steps of some optimizers, such as Adam, do not depend on the scale of gradients. With such
-an optimizer, cases 3 and 4 are mostly not reported. Case 5 is then reported only if gradients are clipped.
+by a count over all ranks (such as the tokens of the global batch), and is not multiplied by the world size. (3) The
+script scales gradients by the world size, in a hook or after they are averaged. (4) The loss covers the features of all
+ranks, but its gradient reaches only the rank's own features. (5) A script without a wrapper sums gradients over the
+ranks, and does not divide the sum. The steps of some optimizers, such as Adam, do not depend on the scale of gradients.
+With such an optimizer, cases 3 and 4 are mostly not reported. Case 5 is then reported only if gradients are clipped.
 ignore: If the learning rate was tuned with this factor. But the factor changes with the number of ranks.
 explains: quietly DDP302 if a note
 reports: neuralmagic/sparseml#135 facebookresearch/3detr#56 ultralytics/ultralytics#18616
@@ -88,17 +88,18 @@ why: DDP gives every rank the same weight. So a sum over samples is divided by t
 differ (uneven shards, padding masks, ignore_index, weights of samples) becomes a mean of means: a sample counts more on
 a rank with fewer samples. (PyTorch docs, DistributedDataParallel: gradients are averaged over processes.)
 fix: Sum the local loss, all_reduce the count, and divide by count / world_size on every rank.
-detected: DDP gives the gradient of every rank the same weight. DDP305 is reported if the ranks' gradients add up to
-that of the global batch only with different weights. DDP305 is also reported if the loss weighs samples by values of
-the rank's own batch, such as class frequencies. The finding names the count that each rank divides by, if ddpcheck
-finds it. `ddpcheck run` measures how much each target counts in the loss. It also reports a term of the loss that each
-rank multiplies by its own constant.
+detected: DDP gives the gradient of every rank the same weight. DDP305 is reported if the gradient of the global batch
+is a weighted sum of the ranks' gradients, and the weights differ between ranks. DDP305 is also reported if the loss
+weighs samples by values of the rank's own batch, such as class frequencies. The finding names the count that each rank
+divides by, if ddpcheck finds it. `ddpcheck run` measures how much each target counts in the loss. It also reports a
+term of the loss that each rank multiplies by its own constant.
 ignore: If each rank should have the same weight, however many samples it has. A sum is always an error. A mean of means
 is only a warning if its effect is small. In `ddpcheck report`, the effect is small if every gradient is within 5 % of
 the global batch's. In a training loop, the effect is large in two cases: (1) In at least half of the steps, an element
-of the loss (a sample or token) counts at least twice as much on one rank as on another. (2) In every step (of at least
-five), the elements of the same rank count more, by at least 10 % on average. Counts that differ by chance, as with
-padded batches, favour no rank, and many people train this way on purpose.
+of the loss (a sample or token) counts at least twice as much on one rank as on another. (2) In each of at least five
+steps, the elements of one rank count more than those of another, always of the same two ranks, and by at least 10 % on
+average. Counts that differ by chance, as with padded batches, favour no rank, and many people train this way on
+purpose.
 reports: pytorch/pytorch#37359 huggingface/transformers#24725
 example:
 loss = (token_loss * mask).sum() / mask.sum()
@@ -194,11 +195,11 @@ silently uses the wrong values. (PyTorch docs, DistributedDataParallel, broadcas
 correctness checks'.)
 fix: Run one forward on the concatenated inputs, clone the buffer before it is used, or pass broadcast_buffers=False and
 synchronise buffers yourself.
-detected: DDP311 is reported if autograd raises an error about an in-place change in backward. In `ddpcheck report`, the
-same step must also run without the wrapper, and raise no error there. The finding names the overwritten parameters, or
-the buffers that DDP broadcasts before each forward pass. If no error is raised, ddpcheck compares the gradients with
-the average of the ranks' own gradients. A difference is reported as DDP311 only if DDP broadcast buffers in several
-forwards before one backward.
+detected: DDP311 is reported if autograd raises an error about an in-place change in backward. `ddpcheck report` also
+runs the step without the wrapper, and reports DDP311 only if this raises no error. The finding names the overwritten
+parameters, or the buffers that DDP broadcasts before each forward pass. If no error is raised, ddpcheck compares the
+gradients with the average of the ranks' own gradients. A difference is reported as DDP311 only if DDP broadcast buffers
+in several forwards before one backward.
 ignore: Never. Backward has failed or has used wrong values.
 explains: DDP214 DDP215 DDP302 DDP304 DDP312
 reports: pytorch/pytorch#22095 pytorch/pytorch#65907 pytorch/pytorch#175024 pytorch/pytorch#110363

@@ -26,8 +26,8 @@ micro-step. (PyTorch docs, DistributedDataParallel.no_sync: the forward pass sho
 fix: Run forward and backward of every micro-step except the last inside `with ddp.no_sync():`. Run the last or single
 micro-step outside.
 detected: ddpcheck records the order of no_sync, forward and backward passes, and optimizer steps. It reports a step in
-which no backward pass was averaged. It also reports a step that uses gradients added after the average. A no_sync
-without effect is reported as a warning.
+which no backward pass was averaged. It also reports a step that uses gradients which a backward pass has added to
+averaged ones. A no_sync without effect is reported as a warning.
 ignore: If you use local SGD: the ranks step separately on purpose, and average parameters occasionally.
 explains: DDP301 DDP302; DDP306 DDP515 if an error; DDP508 if by steps
 reports: huggingface/accelerate#1726 NVlabs/stylegan2-ada-pytorch#233
@@ -67,14 +67,14 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model.head = nn.Linear(8, 3)             # right: replace the head first, then make the optimizer
 
 DDP507 learning-rate: error
-The learning rate differs between ranks, or follows another schedule.
+The learning rate differs between ranks, or its schedule makes world_size steps at a time.
 why: The gradients are equal but the updates are not, so parameters diverge from this step on. The usual cause is a
 scheduler that steps on a local metric (ReduceLROnPlateau). (PyTorch docs, DistributedDataParallel: all processes must
 make the same parameter updates.)
 fix: Feed schedulers with values that all ranks share: all_reduce the metric first.
 detected: `ddpcheck run` compares the learning rates at each optimizer step. DDP507 is reported if they are equal at
-first and differ later. A schedule that makes world_size steps at a time instead of one is reported as a warning. The
-warning requires that the rate reaches its end too early, or that the code steps the schedule once per rank.
+first and differ later. A schedule that makes world_size steps at a time instead of one is reported as a warning. This
+is reported only if the schedule ends too early, or if the code calls step() world_size times.
 ignore: If ranks use different rates on purpose.
 explains: DDP306
 example:
@@ -147,7 +147,7 @@ fix: Divide each micro-step's loss by the number of micro-steps of this accumula
 numbers of tokens, let each loss be a sum over tokens, and divide it by the number of tokens in all micro-batches of the
 accumulation.
 detected: `ddpcheck report` compares the number of backward passes on a rank with the number in a single process. DDP514
-is reported if the gradient is wrong by the ratio of these numbers. `ddpcheck run` reports if the loss of each
+is reported if the gradient is wrong by the ratio of these numbers. `ddpcheck run` reports DDP514 if the loss of each
 micro-batch is a mean over this micro-batch, and nothing divides these losses by their number. It recognises
 micro-batches by the batches of a loader or by no_sync. All their backward passes must come from one line. `ddpcheck
 run` and `ddpcheck.watch` also measure how much each cross-entropy target counts. They report targets that count more
@@ -215,8 +215,8 @@ Python values and branches in forward the same on every rank.
 detected: ddpcheck records what each rank compiles in training, and which guard (condition for reusing compiled code)
 failed. `ddpcheck run`, `ddpcheck.watch` and the compiled steps of `ddpcheck report` do this. Three cases are reported.
 The same guard fails at least twice on one rank and never on another. Only some ranks reach the recompile limit. For
-inputs of the same shapes, some ranks always compile a function to different operations. Functions with graph breaks are
-not compared for the third case.
+inputs of the same shapes, a function always compiles to different operations on different ranks. Functions with graph
+breaks are not compared for the third case.
 ignore: If the recompilations end soon: this rank has already met all its shapes, and the others will meet theirs later.
 example:
 model = DistributedDataParallel(torch.compile(net, dynamic=False))
