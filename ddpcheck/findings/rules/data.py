@@ -88,9 +88,9 @@ detected: `ddpcheck run` reports torch.save of a model's shards if only some ran
 of the ranks in some steps and after torch.load. It reports equal shards on ranks that should hold different ones. If
 torch raises an error because whole tensors are loaded or copied into shards, the line is reported. `ddpcheck run` also
 reports a single norm over gradients of which some are shards and others are whole. It reports load_state_dict of an
-optimizer if every rank then has the same state for different shards. `ddpcheck report` reports the same before the
-first step. Parameters that reach the loss only through an all_to_all (experts, embedding tables) belong to one rank
-each. An all_reduce of their gradients over all ranks is reported.
+optimizer if every rank then has the same state for different shards. `ddpcheck report` reports such an optimizer state
+before the first step. Parameters that reach the loss only through an all_to_all (experts, embedding tables) belong to
+one rank each. An all_reduce of their gradients over all ranks is reported.
 ignore: If the file is for inspection only, or if shards are equal at the start on purpose, as in a model of identical
 blocks.
 example:

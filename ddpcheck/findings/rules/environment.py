@@ -17,8 +17,9 @@ DistributedDataParallel(model)           # with gloo; right: "INFO"
 
 DDP602 environment-differs: warning
 Versions or settings that affect numbers or communication differ between ranks.
-why: A different torch, backend version, device model, thread or determinism setting may change the numbers, the choice
-of algorithms, or whether ranks can communicate. DDP averages the gradients nevertheless.
+why: Different versions of torch or of the backend, a different device model, or different settings for threads or
+determinism may change the numbers, the choice of algorithms, or whether ranks can communicate. DDP averages the
+gradients nevertheless.
 fix: Start every rank from the same image and the same environment variables.
 detected: No check reports this code today. The head of a report names the platform and the versions of Python and
 torch.

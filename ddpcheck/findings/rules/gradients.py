@@ -177,10 +177,10 @@ fix: Clip, scale and step after backward has returned; to act inside the reducti
 detected: ddpcheck repeats a step with a loss twice as large. DDP310 is reported if the gradients are not twice as
 large. If there are hooks, ddpcheck also compares each rank with a single process on the same samples. DDP310 is
 reported if the losses are equal, but the gradients are not. `ddpcheck run` reports clip_grad_norm_ if the gradients are
-averaged only after the call. It reports hooks whose factor or mask differs between ranks. A hook of a module is
-reported only if each rank's factor stays the same from step to step. Hooks that clamp the elements of a gradient are
-reported as a warning, even with the same limit on every rank. A hook that steps the optimizer during backward is
-reported if parameters then differ between ranks.
+averaged only after the call. It reports hooks whose factor or mask differs between ranks. A backward hook of a module
+that scales gradients is reported only if each rank has its own factor, the same in each step. Hooks that clamp the
+elements of a gradient are reported as a warning, even with the same limit on every rank. A hook that steps the
+optimizer during backward is reported if parameters then differ between ranks.
 ignore: If each rank should clip its own gradients, as some private or robust training does.
 explains: DDP302 if same subjects
 example:
@@ -212,8 +212,8 @@ Gradients differ from the single process, and no pattern that ddpcheck knows exp
 why: The same model on the same samples has different gradients under DDP and in one process. No constant factor, no
 weight of samples and no coupling of samples explains the difference. So nothing says that the difference is harmless.
 (PyTorch docs, DistributedDataParallel: gradients are averaged over processes.)
-fix: Return the terms of the loss as a dict, and check again. Or compute each term on a batch, and as the mean over the
-two halves of the batch: a term for which the two differ does not treat samples separately.
+fix: Return the terms of the loss as a dict, and check again. Or compute each term twice: on a batch, and as the mean
+over its two halves. If the results differ, the term does not treat samples separately.
 detected: The gradients differ from those of a single process on the global batch by more than the measured rounding. No
 explanation of DDP303 to DDP310, DDP514 and DDP516 fits. The size of a difference is relative to the norm of the
 parameter's gradient on the global batch.
