@@ -100,4 +100,4 @@ def test_advice_speaks_of_other_ranks_only_where_they_are_listed() -> None:
     assert finding.message.startswith("Every rank raised KeyError") and finding.what_to_do == "Fix the exception shown."
     assert finding.location == Location(HERE, reads.__code__.co_firstlineno + 1)
     waits = RankFailure(1, "stuck", "rank 1 waits in barrier", one.when + 1, collective="barrier")
-    assert "the ranks listed after it" in judged(one, waits).what_to_do
+    assert "ranks that are listed below it" in judged(one, waits).what_to_do
